@@ -1,0 +1,1 @@
+"""PeerCache: peer-to-peer L3 storage for SGLang's HiCache."""

@@ -1,0 +1,1 @@
+"""The actors of a node: one state machine a file, none of which awaits."""

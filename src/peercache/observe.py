@@ -1,0 +1,117 @@
+"""What PeerCache tells: log events, metrics, and the words for why a page was missed.
+
+One `Metrics` a process; it is handed down, so two nodes in one test do not mix. Log lines are
+`noun.past` with facts as fields; `error` means a bug of ours and fails a simulation.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+# Why a page was a miss: the values of the label `reason`.
+ABSENT = "absent"  # nobody holds it, or nobody asked knew
+EVICTED = "evicted"  # the holder reused the slot before or while we read
+PEER_UNREACHABLE = "peer_unreachable"  # no connection, no answer, or its breaker is open
+DEADLINE = "deadline"  # the caller's time was up
+VERIFY_FAILED = "verify_failed"  # the checksum did not match: never expected
+REFUSED = "refused"  # the peer would not serve us
+WRONG_SIZE = "wrong_size"  # the page has another length than the destination
+NO_HOME = "no_home"  # no home node to write to, or it restarted
+POOL_FULL = "pool_full"  # no room, or more uncommitted than allowed
+TOO_LARGE = "too_large"  # the page is larger than the pool
+UNSUPPORTED = "unsupported"  # an interface we answer but do not serve (SGLang's v2 pools)
+INTERNAL = "internal"  # an exception of ours: a bug, logged as an error
+CLOSED = "closed"  # after close(), or in a forked child
+
+MISS_REASONS = (
+    ABSENT, EVICTED, PEER_UNREACHABLE, DEADLINE, VERIFY_FAILED, REFUSED, WRONG_SIZE, NO_HOME,
+    POOL_FULL, TOO_LARGE, UNSUPPORTED, INTERNAL, CLOSED,
+)  # fmt: skip
+
+_LATENCY_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
+)  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        """Make every metric; docs/reference/metrics.md lists them from here."""
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"peercache_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"peercache_{name}", text, labels, registry=registry)
+
+        # --- client
+        self.pages_hit = counter("pages_hit", "Pages returned by get, verified.", "fabric")
+        self.pages_missed = counter("pages_missed", "Pages a get did not return.", "reason")
+        self.pages_set = counter("pages_set", "Pages committed, or found held already.", "outcome")
+        self.sets_refused = counter("sets_refused", "Pages a set did not store.", "reason")
+        self.pages_unpublished = counter(
+            "pages_unpublished", "Pages committed that no directory owner acknowledged in time."
+        )
+        self.exists_asked = counter("exists_asked", "Keys asked of exists.")
+        self.exists_found = counter("exists_found", "Keys exists found in the leading run.")
+        self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
+        self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
+        self.latency_s = Histogram(
+            "peercache_latency_seconds",
+            "Time of one batch call.",
+            ("operation",),
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.deadlines_overrun = counter("deadlines_overrun", "Calls that ended after their deadline.")
+        self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
+        self.home_attached = counter("home_attached", "Times a client attached to its home node.")
+        # --- node
+        self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
+        self.pool_pages = gauge("pool_pages", "Pages in the pool.")
+        self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
+        self.reservations = gauge("reservations", "Reservations that have not ended.")
+        self.directory_records = gauge("directory_records", "Records this shard holds.")
+        self.members = gauge("members", "Members of the view.", "state")
+        self.messages_received = counter("messages_received", "Control messages taken.", "kind")
+        self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
+        self.connections = gauge("connections", "Open connections.", "port")
+        self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
+        self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
+        self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+
+
+def configure_logging(*, log_format: str, level: str) -> None:
+    """Set structlog up for this process: a command's business, never a library's import."""
+    as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+            if hasattr(logging, "getLevelNamesMapping")
+            else logging.getLevelName(level.upper())
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(**bound: Any) -> Any:
+    """Return a logger with facts bound to it."""
+    return structlog.get_logger(**bound)

@@ -1,0 +1,231 @@
+"""The seams: what actors and paths ask of the world, as protocols and plain values.
+
+State actors return *effects*, values that say what to do, in the order in which it must be done.
+Whoever performs them (the node in production, the simulated world in `sims/`) keeps that order.
+The read and write paths (`transfer/`) yield *steps* and are driven by the caller's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.messages import Member, Message
+from peercache.runs import U64, PageRuns
+
+ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""What a word buffer is filled with before a read: odd, so never equal to a generation."""
+
+
+@attrs.frozen
+class Origin:
+    """Who sent a message, and the way back.
+
+    identity: incarnation of a node, or id of a client.
+    pipe:     the connection that the answer goes back on; 0 for a member, which is answered over
+              our own link to it.
+    """
+
+    identity: int
+    pipe: int = 0
+
+
+# --- effects of state actors --------------------------------------------------------------------
+
+
+@attrs.frozen
+class Send:
+    """Send to a member (an incarnation), or back along an Origin. May be lost."""
+
+    to: int | Origin
+    message: Message
+
+
+@attrs.frozen
+class SendTo:
+    """Send to whoever listens at an address (HOST:PORT), as target 0. May be lost."""
+
+    address: str
+    message: Message
+
+
+@attrs.frozen(eq=False)
+class StoreWords:
+    """Store generation words: `values[i]` at word `indices[i]`, each one aligned 8-byte store."""
+
+    indices: npt.NDArray[np.int64]
+    values: U64
+
+
+@attrs.frozen
+class Tell:
+    """Hand a fact to another actor of this node; never lost, never encoded."""
+
+    actor: str
+    fact: object
+
+
+Effect: TypeAlias = Send | SendTo | StoreWords | Tell
+
+
+class StateActor(Protocol):
+    """A state machine that never awaits. `now` is monotonic seconds, handed in."""
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        """Take one message and return what must be done."""
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Do what has come due at `now`; afterwards `deadline()` is later than `now`."""
+
+    def deadline(self) -> float:
+        """Return when the next tick is due; inf for never."""
+
+    def check(self) -> None:
+        """Assert the invariants, in time that does not grow with the state."""
+
+
+# --- facts between the actors of one node (Tell) --------------------------------------------------
+
+
+@attrs.frozen
+class ViewChanged:
+    """membership → ring, directory, publisher: the view as it is now (dead and left included)."""
+
+    members: tuple[Member, ...]
+
+
+@attrs.frozen(eq=False)
+class RingChanged:
+    """ring → publisher: the ring as it is now (a `hash_ring.HashRing`)."""
+
+    ring: object
+
+
+@attrs.frozen(eq=False)
+class PagesCommitted:
+    """pool → publisher: new records, and who waits to hear that they are published.
+
+    Publisher answers `origin` with Committed(request, sequence, states, records, published) as soon
+    as each record has one owner's acknowledgement, or after patience_s.
+    """
+
+    origin: Origin
+    request: int
+    sequence: int
+    states: bytes
+    records: npt.NDArray[np.void]
+    """The records that this commit made, dtype RECORD; may be empty."""
+    here: npt.NDArray[np.void]
+    """Records of pages that were there already, for the client's cache."""
+    patience_s: float
+
+
+@attrs.frozen(eq=False)
+class RecordsChanged:
+    """pool → directory (own shard) and publisher: records in force, and drops that end records."""
+
+    records: npt.NDArray[np.void]
+    drops: npt.NDArray[np.void]
+
+
+@attrs.frozen
+class ClientGone:
+    """node → pool: the client's process has exited; its reservations end."""
+
+    client: int
+
+
+@attrs.frozen
+class PoolGrew:
+    """node → pool: the first `usable_bytes` of the page memory are populated."""
+
+    usable_bytes: int
+
+
+# --- fabrics ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class PeerRead:
+    """Read these slots of one holder into these runs.
+
+    member:      the holder.
+    offsets:     (n,) uint64, in the holder's page memory.
+    lengths:     (n,) uint64, equal to the lengths of `runs`.
+    runs:        n pages' destinations.
+    """
+
+    member: Member
+    offsets: U64
+    lengths: U64
+    runs: PageRuns
+
+
+@attrs.frozen(eq=False)
+class Fetched:
+    """What a fabric read.
+
+    words:   (n,) uint64, the generation word of each slot, read after all of that page's bytes;
+             ODD where the page did not arrive in full.
+    failure: "" or the miss reason of the pages that did not arrive.
+    """
+
+    words: U64
+    failure: str
+
+
+class Fabric(Protocol):
+    """Moves bytes out of a peer's published memory. Called from any thread."""
+
+    name: str
+
+    def reaches(self, member: Member) -> bool:
+        """Return whether this fabric can read from that peer; may try, never raises."""
+
+    def read(self, read: PeerRead, deadline: float) -> Fetched:
+        """Fill the destinations in page order by `deadline` (time.monotonic seconds).
+
+        Never raises for what the world does. After it returns nothing writes to a destination.
+        """
+
+    def close(self) -> None:
+        """Release connections and mappings, after the reads in flight."""
+
+
+# --- steps of the sans-IO paths --------------------------------------------------------------------
+
+
+@attrs.frozen
+class Ask:
+    """Ask several peers at once; the answer is one message or None (unreachable, no answer) each."""
+
+    questions: tuple[tuple[int, Message], ...]
+    until: float
+
+
+@attrs.frozen
+class Fetch:
+    """Read from several holders at once; the answer is one Fetched each."""
+
+    reads: tuple[PeerRead, ...]
+    until: float
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Copy pages from the caller's runs into reserved slots of the home segment.
+
+    The answer is the number of leading pages whose every byte is in place.
+    """
+
+    offsets: U64
+    runs: PageRuns
+    until: float
+
+
+Step: TypeAlias = Ask | Fetch | Place
+Answers: TypeAlias = Sequence[Message | None]

@@ -1,0 +1,68 @@
+"""Location records: where a page is, in 56 bytes.
+
+A record says which incarnation holds a page, where in its published memory, and under which
+generation. Records are hints: only the generation word beside the bytes decides (DESIGN: the read
+path). Order exists only within one holder, by `generation`: every change of a page's record (commit,
+demote, promote) takes a new number, twice a per-node sequence, so it is always even.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+RECORD = np.dtype(
+    [
+        ("key", "V16"),
+        ("holder", "<u8"),
+        ("offset", "<u8"),
+        ("generation", "<u8"),
+        ("length", "<u4"),  # a page is smaller than 4 GiB
+        ("flags", "<u4"),
+        ("checksum", "<u8"),
+    ]
+)
+RECORD_BYTES = RECORD.itemsize
+PAGE_BYTES_MAX = 2**32 - 1
+
+DROP = np.dtype([("key", "V16"), ("generation", "<u8")])
+"""What a delete carries: the record of `key` goes if its generation is not newer than this."""
+DROP_BYTES = DROP.itemsize
+
+RESIDENT = 1
+"""Flag: the bytes are in the holder's published memory."""
+ON_DISK = 2
+"""Flag: the bytes are on the holder's disk."""
+HAS_CHECKSUM = 4
+"""Flag: `checksum` is the xxh3_64 of the page."""
+
+Records: TypeAlias = npt.NDArray[np.void]
+
+assert RECORD_BYTES == 56, RECORD_BYTES
+assert DROP_BYTES == 24, DROP_BYTES
+
+
+def from_bytes(blob: bytes) -> Records:
+    """Return the records that came as one byte string."""
+    return np.frombuffer(blob, RECORD)
+
+
+def digest_of(records: Records) -> npt.NDArray[np.uint64]:
+    """Return one 64-bit digest a record, (n,): what a stream summary XORs together.
+
+    A multiply-xor-shift mix of key, generation and flags; equal sets have equal XORs, and an
+    accidental equality of unequal sets has a chance of 2**-64 (no defence against an adversary,
+    who could lie outright).
+    """
+    halves = np.ascontiguousarray(records["key"]).view("<u8").reshape(-1, 2)
+    mixed = halves[:, 0] ^ _mix(halves[:, 1] ^ _mix(records["generation"]))
+    return _mix(mixed ^ records["flags"].astype(np.uint64))
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    # The finaliser of splitmix64 (Steele, Lea, Flood 2014), wrapping on purpose.
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

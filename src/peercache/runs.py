@@ -1,0 +1,68 @@
+"""Where the bytes of a batch of pages lie in the caller's memory.
+
+A page is gathered from, or scattered into, one or more *runs*: (address, size) pieces. A batch is
+three flat arrays, so that no step of the data path makes a Python object a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+U64: TypeAlias = npt.NDArray[np.uint64]
+I64: TypeAlias = npt.NDArray[np.int64]
+
+
+@attrs.frozen(eq=False)
+class PageRuns:
+    """The runs of a batch of pages.
+
+    addresses: (runs,) uint64, where each run begins.
+    sizes:     (runs,) uint64, its bytes.
+    starts:    (pages + 1,) int64, the first run of each page; the last entry is the number of runs.
+    """
+
+    addresses: U64
+    sizes: U64
+    starts: I64
+
+    def __len__(self) -> int:
+        """Return the number of pages."""
+        return len(self.starts) - 1
+
+    @classmethod
+    def of(cls, segments: Sequence[Sequence[tuple[int, int]]]) -> PageRuns:
+        """Build from one list of (address, size) a page."""
+        starts = np.zeros(len(segments) + 1, np.int64)
+        np.cumsum([len(page) for page in segments], out=starts[1:])
+        flat = np.array([run for page in segments for run in page], np.uint64).reshape(-1, 2)
+        return cls(flat[:, 0].copy(), flat[:, 1].copy(), starts)
+
+    @classmethod
+    def regular(cls, addresses: npt.ArrayLike, sizes: npt.ArrayLike, pages: int) -> PageRuns:
+        """Build from flat lists in which every page has the same number of runs."""
+        flat = np.ascontiguousarray(addresses, np.uint64).reshape(-1)
+        per_page = len(flat) // pages if pages else 0
+        lengths = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
+        return cls(flat, lengths, np.arange(pages + 1, dtype=np.int64) * per_page)
+
+    def lengths(self) -> U64:
+        """Return the bytes of each page, (pages,) uint64."""
+        total = np.zeros(len(self.sizes) + 1, np.uint64)
+        np.cumsum(self.sizes, out=total[1:])
+        return total[self.starts[1:]] - total[self.starts[:-1]]
+
+    def take(self, pages: npt.NDArray[np.intp]) -> PageRuns:
+        """Return the runs of the chosen pages, in the order given."""
+        if len(pages) == len(self) and np.array_equal(pages, np.arange(len(self))):
+            return self
+        counts = (self.starts[1:] - self.starts[:-1])[pages]
+        starts = np.zeros(len(pages) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        index = np.repeat(self.starts[:-1][pages], counts) + within
+        return PageRuns(self.addresses[index], self.sizes[index], starts)
