@@ -7,7 +7,6 @@ keyword arguments or SGLang's extra-config JSON. It is read once, validated as a
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -16,14 +15,25 @@ from typing import Any
 
 import attrs
 
+from peercache import quantities
 from peercache.errors import ConfigError
+from peercache.quantities import (
+    DEFAULT_CONTROL_PORT,
+    format_address,
+    parse_address,
+    parse_size,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover - the same library under its name before 3.11
     import tomli as tomllib
 
-DEFAULT_CONTROL_PORT = 31998
+__all__ = [
+    "DEFAULT_CONTROL_PORT", "DEFAULT_METRICS_PORT", "ENVIRONMENT_PREFIX", "FIELDS", "SGLANG_KEYS",
+    "Config", "format_address", "parse_address", "parse_size",
+]  # fmt: skip
+
 DEFAULT_METRICS_PORT = 31997
 ENVIRONMENT_PREFIX = "PEERCACHE_"
 
@@ -43,92 +53,19 @@ SGLANG_KEYS = frozenset(
 )
 """Keys of SGLang's extra-config JSON that are not ours and pass."""
 
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
-
-def parse_size(text: int | str) -> int:
-    """Return bytes from 1048576, "4GiB", "100gb" or "1.5 MiB"; raise ValueError otherwise."""
-    if isinstance(text, bool):
-        raise ValueError("a size is a number of bytes, or a string such as '4GiB'")
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size: write bytes, or '4GiB', '100gb'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:
-    """Return (host, port) from "host:port", "[::1]:port" or, with a default port, "host"."""
-    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]*))(?::(\d{1,5}))?", text.strip())
-    if match is None or (match[3] is None and default_port is None):
-        raise ValueError(f"{text!r} is not HOST:PORT (IPv6: [::1]:PORT)")
-    port = int(match[3]) if match[3] is not None else int(default_port or 0)
-    if port > 65_535:
-        raise ValueError(f"{text!r}: a port is at most 65535")
-    return match[1] or match[2], port
-
-
-def format_address(host: str, port: int) -> str:
-    """Return HOST:PORT, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _size(value: Any) -> int:
-    return parse_size(value)
-
-
-def _addresses(value: Any) -> tuple[str, ...]:
-    items = value.split(",") if isinstance(value, str) else list(value)
-    out = []
-    for item in items:
-        text = str(item).strip()
-        if text:
-            out.append(
-                format_address(*parse_address(text, default_port=DEFAULT_CONTROL_PORT))
-            )
-    return tuple(out)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError("wants a whole number")
-    if isinstance(value, float) and value != int(value):
-        raise ValueError("wants a whole number")
-    return int(value)
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError("wants a number of seconds")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError("wants a string")
-    return os.fspath(value)
-
-
-def _switch(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if str(value).lower() not in words:
-        raise ValueError("wants true or false")
-    return words[str(value).lower()]
-
 
 def _of(
-    convert: Callable[[Any], Any], default: Any, help_text: str, choices: tuple[str, ...] = ()
+    convert: Callable[[Any], Any],
+    default: Any,
+    help_text: str,
+    choices: tuple[str, ...] = (),
+    *,
+    secret: bool = False,
 ) -> Any:
     return attrs.field(
         default=default,
         kw_only=True,
+        repr=not secret,
         metadata={"convert": convert, "help": help_text, "choices": choices},
     )
 
@@ -138,40 +75,135 @@ class Config:
     """Everything that can be set. docs/reference/configuration.md is made from this class."""
 
     # --- the node and its addresses
-    cluster: str = _of(_text, "default", "Name of the cluster; nodes and clients of another are refused.")
-    listen: str = _of(_text, "", "HOST:PORT of control and discovery. Default: every interface, port 31998, or a free port where that is taken; a port named here must be free.")
-    advertise: str = _of(_text, "", "Host name or IP under which others reach this node. Default: the bound host, or, where that is a wildcard, the address this host uses towards the discovery address.")
-    data_port: int = _of(_whole, 0, "Port of the tcp fabric; 0 takes a free one.")
-    discovery_addr: tuple[str, ...] = _of(_addresses, (), "One or several HOST:PORT of nodes to join; the first ones that are reached become head masters. Empty: start a cluster alone.")
-    home: str = _of(_text, "", "ipc://PATH where local clients reach this node, stable over restarts. For a client: the address in the node's ready line; empty embeds a node.")
-    host_name: str = _of(_text, "", "Name of this host in the view, its masters' order and the log. Default: the system's host name.")
-    credentials: str = _of(_text, "", "Shared secret that every node and client of the cluster presents; empty admits everybody who can connect.")
+    cluster: str = _of(
+        quantities.text, "default", "Name of the cluster; nodes and clients of another are refused."
+    )
+    listen: str = _of(
+        quantities.text,
+        "",
+        "HOST:PORT of control and discovery. Default: every interface, port 31998, or a free "
+        "port where that is taken; a port named here must be free.",
+    )
+    advertise: str = _of(
+        quantities.text,
+        "",
+        "Host name or IP under which others reach this node. Default: the bound host, or, "
+        "where that is a wildcard, the address this host uses towards the discovery address.",
+    )
+    data_port: int = _of(quantities.whole, 0, "Port of the tcp fabric; 0 takes a free one.")
+    discovery_addr: tuple[str, ...] = _of(
+        quantities.addresses,
+        (),
+        "One or several HOST:PORT of nodes to join; the first ones that are reached become "
+        "head masters. Empty: start a cluster alone.",
+    )
+    home: str = _of(
+        quantities.text,
+        "",
+        "ipc://PATH where local clients reach this node, stable over restarts. For a client: "
+        "the address in the node's ready line; empty embeds a node.",
+    )
+    host_name: str = _of(
+        quantities.text,
+        "",
+        "Name of this host in the view, its masters' order and the log. Default: the system's"
+        " host name.",
+    )
+    credentials: str = _of(
+        quantities.text,
+        "",
+        "Shared secret that every node and client of the cluster presents; empty admits "
+        "everybody who can connect.",
+        secret=True,
+    )
     # --- memory
-    pool_size: int = _of(_size, 4 * 2**30, "Bytes of published memory for pages. Sizes may be written 4GiB or 100gb.")
-    shm_dir: str = _of(_text, "/dev/shm", "Folder of the shared-memory file; a tmpfs.")  # noqa: S108 - the kernel's shared memory
-    granule: int = _of(_size, 16 * 2**10, "Bytes a generation word stands for, and the unit of slots; a power of two, equal in the whole cluster.")
-    client_uncommitted_max: int = _of(_size, 0, "Most bytes one client may have reserved and not committed; 0 is half the pool.")
+    pool_size: int = _of(
+        quantities.size,
+        4 * 2**30,
+        "Bytes of published memory for pages. Sizes may be written 4GiB or 100gb.",
+    )
+    shm_dir: str = _of(quantities.text, "/dev/shm", "Folder of the shared-memory file; a tmpfs.")  # noqa: S108 - the kernel's shared memory
+    granule: int = _of(
+        quantities.size,
+        16 * 2**10,
+        "Bytes a generation word stands for, and the unit of slots; a power of two, equal in "
+        "the whole cluster.",
+    )
+    client_uncommitted_max: int = _of(
+        quantities.size,
+        0,
+        "Most bytes one client may have reserved and not committed; 0 is half the pool.",
+    )
     # --- membership and directory
-    max_masters: int = _of(_whole, 3, "Nodes that collect heartbeats and share the view.")
-    heartbeat_s: float = _of(_seconds, 1.0, "Seconds between heartbeats to the masters.")
-    suspect_s: float = _of(_seconds, 3.0, "Silence after which a member is suspect; more than 2 heartbeats.")
-    dead_s: float = _of(_seconds, 6.0, "Silence after which a member is dead; more than suspect_s.")
-    directory_replicas: int = _of(_whole, 2, "Nodes that keep each location record.")
-    virtual_nodes: int = _of(_whole, 160, "Tokens a node has on the ring; equal in the whole cluster.")
-    handover_s: float = _of(_seconds, 10.0, "Seconds after a view change in which a reader that finds nothing at an owner asks the next.")
-    summary_s: float = _of(_seconds, 2.0, "Seconds between two summaries of a record stream: how long a lost message may hide a page.")
-    republish_rate: int = _of(_whole, 50_000, "Records a second that a node re-publishes after a view change.")
+    max_masters: int = _of(quantities.whole, 3, "Nodes that collect heartbeats and share the view.")
+    heartbeat_s: float = _of(quantities.seconds, 1.0, "Seconds between heartbeats to the masters.")
+    suspect_s: float = _of(
+        quantities.seconds, 3.0, "Silence after which a member is suspect; more than 2 heartbeats."
+    )
+    dead_s: float = _of(
+        quantities.seconds, 6.0, "Silence after which a member is dead; more than suspect_s."
+    )
+    directory_replicas: int = _of(quantities.whole, 2, "Nodes that keep each location record.")
+    virtual_nodes: int = _of(
+        quantities.whole, 160, "Tokens a node has on the ring; equal in the whole cluster."
+    )
+    handover_s: float = _of(
+        quantities.seconds,
+        10.0,
+        "Seconds after a view change in which a reader that finds nothing at an owner asks "
+        "the next.",
+    )
+    summary_s: float = _of(
+        quantities.seconds,
+        2.0,
+        "Seconds between two summaries of a record stream: how long a lost message may hide a"
+        " page.",
+    )
+    republish_rate: int = _of(
+        quantities.whole, 50_000, "Records a second that a node re-publishes after a view change."
+    )
     # --- reading and writing
-    fabric: str = _of(_text, "auto", "How bytes move: auto chooses shm on one host, else tcp.", ("auto", "shm", "tcp"))
-    max_channels_per_peer: int = _of(_whole, 16, "Most tcp connections that a client keeps to one peer.")
-    verify: str = _of(_text, "sampled", "Checksum beside the generation check: never, on 1 in 64 keys, or on all.", ("generation", "sampled", "full"))
-    op_timeout_s: float = _of(_seconds, 2.0, "Deadline of a batch_get or batch_set.")
-    exists_timeout_s: float = _of(_seconds, 0.1, "Deadline of a batch_exists.")
-    location_cache_entries: int = _of(_whole, 262_144, "Records a client remembers; 0 asks the directory for every page.")
+    fabric: str = _of(
+        quantities.text,
+        "auto",
+        "How bytes move: auto chooses shm on one host, else tcp.",
+        ("auto", "shm", "tcp"),
+    )
+    max_channels_per_peer: int = _of(
+        quantities.whole, 16, "Most tcp connections that a client keeps to one peer."
+    )
+    verify: str = _of(
+        quantities.text,
+        "sampled",
+        "Checksum beside the generation check: never, on 1 in 64 keys, or on all.",
+        ("generation", "sampled", "full"),
+    )
+    op_timeout_s: float = _of(quantities.seconds, 2.0, "Deadline of a batch_get or batch_set.")
+    exists_timeout_s: float = _of(quantities.seconds, 0.1, "Deadline of a batch_exists.")
+    location_cache_entries: int = _of(
+        quantities.whole,
+        262_144,
+        "Records a client remembers; 0 asks the directory for every page.",
+    )
     # --- what people see
-    metrics_port: int = _of(_whole, -1, "Port of /metrics and /healthz; 0 turns it off. Default (-1): 31997, or a free port where that is taken; a port named here must be free.")
-    log_format: str = _of(_text, "auto", "Log lines as JSON or for a console; auto looks whether stderr is a terminal.", ("auto", "json", "console"))
-    log_level: str = _of(_text, "info", "Least level that is logged.", ("debug", "info", "warning", "error"))
+    metrics_port: int = _of(
+        quantities.whole,
+        -1,
+        "Port of /metrics and /healthz; 0 turns it off. Default (-1): 31997, or a free port "
+        "where that is taken; a port named here must be free.",
+    )
+    log_format: str = _of(
+        quantities.text,
+        "auto",
+        "Log lines as JSON or for a console; auto looks whether stderr is a terminal.",
+        ("auto", "json", "console"),
+    )
+    log_level: str = _of(
+        quantities.text,
+        "info",
+        "Least level that is logged.",
+        ("debug", "info", "warning", "error"),
+    )
 
     @classmethod
     def load(
@@ -191,11 +223,15 @@ class Config:
                 # Other tools of the project keep their switches under the same prefix.
                 if field in FIELDS:
                     merged[field] = value
-        merged.update({name: value for name, value in (settings or {}).items() if value is not None})
+        merged.update(
+            {name: value for name, value in (settings or {}).items() if value is not None}
+        )
         return cls._checked(merged)
 
     @classmethod
-    def from_sglang(cls, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Config:
+    def from_sglang(
+        cls, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> Config:
         """Read SGLang's extra-config JSON: its own keys pass, any other unknown one is an error."""
         ours = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
         return cls.load(ours, environment=environment)
@@ -223,40 +259,45 @@ class Config:
         for wrong, name, problem in self._rules():
             if wrong:
                 raise ConfigError(name, problem)
-        for name in ("listen",):
-            if getattr(self, name):
-                try:
-                    parse_address(getattr(self, name), default_port=DEFAULT_CONTROL_PORT)
-                except ValueError as error:
-                    raise ConfigError(name, str(error)) from error
+        if self.listen:
+            try:
+                parse_address(self.listen, default_port=DEFAULT_CONTROL_PORT)
+            except ValueError as error:
+                raise ConfigError("listen", str(error)) from error
 
     def _rules(self) -> list[tuple[bool, str, str]]:
-        granule = self.granule
+        granule, at_least_one = self.granule, "wants 1 or more"
         home_path = self.home.removeprefix("ipc://")
+        is_power = granule >= 4096 and granule & (granule - 1) == 0
+        is_home = not self.home or (self.home.startswith("ipc://") and bool(home_path))
         return [
-            (granule < 4096 or granule & (granule - 1) != 0, "granule", "wants a power of two, 4096 or more"),
-            (self.pool_size < granule, "pool_size", f"wants at least one granule ({granule} bytes)"),
-            (not self.cluster or len(self.cluster) > 255, "cluster", "wants 1 to 255 characters"),
-            (bool(self.home) and not self.home.startswith("ipc://"), "home", "wants ipc://PATH"),
+            (not is_power, "granule", "wants a power of two, 4096 or more"),
+            (self.pool_size < granule, "pool_size", f"wants at least one granule: {granule}"),
+            (not 1 <= len(self.cluster) <= 255, "cluster", "wants 1 to 255 characters"),
+            (not is_home, "home", "wants ipc://PATH"),
             # sockaddr_un holds 108 bytes with the closing zero.
-            (len(home_path.encode()) > 100, "home", "the path of a socket is at most 100 bytes long"),
+            (len(home_path.encode()) > 100, "home", "wants a path of at most 100 bytes"),
             (not 0 <= self.data_port <= 65_535, "data_port", "wants 0 to 65535"),
             (not -1 <= self.metrics_port <= 65_535, "metrics_port", "wants 0 to 65535"),
-            (self.max_masters < 1, "max_masters", "wants 1 or more"),
+            (self.max_masters < 1, "max_masters", at_least_one),
             (self.heartbeat_s <= 0, "heartbeat_s", "wants more than 0"),
-            (self.suspect_s <= 2 * self.heartbeat_s, "suspect_s", "wants more than two heartbeat_s"),
+            (self.suspect_s <= 2 * self.heartbeat_s, "suspect_s", "wants more than 2 heartbeat_s"),
             (self.dead_s <= self.suspect_s, "dead_s", "wants more than suspect_s"),
-            (self.directory_replicas < 1, "directory_replicas", "wants 1 or more"),
+            (self.directory_replicas < 1, "directory_replicas", at_least_one),
             (not 1 <= self.virtual_nodes <= 4096, "virtual_nodes", "wants 1 to 4096"),
             (self.handover_s < 0, "handover_s", "wants 0 or more"),
             (self.summary_s <= 0, "summary_s", "wants more than 0"),
-            (self.republish_rate < 1, "republish_rate", "wants 1 or more"),
-            (not 1 <= self.max_channels_per_peer <= 1024, "max_channels_per_peer", "wants 1 to 1024"),
+            (self.republish_rate < 1, "republish_rate", at_least_one),
+            (
+                not 1 <= self.max_channels_per_peer <= 1024,
+                "max_channels_per_peer",
+                "wants 1 to 1024",
+            ),
             (self.op_timeout_s <= 0, "op_timeout_s", "wants more than 0"),
             (self.exists_timeout_s <= 0, "exists_timeout_s", "wants more than 0"),
             (self.location_cache_entries < 0, "location_cache_entries", "wants 0 or more"),
             (self.client_uncommitted_max < 0, "client_uncommitted_max", "wants 0 or more"),
-        ]  # fmt: skip
+        ]
 
     def host(self) -> str:
         """Return the host name for the view."""
@@ -266,8 +307,9 @@ class Config:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+            settings: dict[str, Any] = tomllib.load(file)
+            return settings
+    except (OSError, ValueError) as error:
         raise ConfigError("config", f"cannot read {path}: {error}") from error
 
 
