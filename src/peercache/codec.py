@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any, NoReturn
 
 import attrs
@@ -57,8 +58,8 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     if len(raw) > MESSAGE_BYTES_MAX:
         raise RemoteProtocolError(f"a message of {len(raw)} bytes")
     try:
-        parts = cbor2.loads(
-            raw,
+        decoder = cbor2.CBORDecoder(
+            BytesIO(raw),
             tag_hook=_no_tags,
             semantic_decoders=_NO_SEMANTICS,
             max_depth=5,
@@ -66,11 +67,14 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
             allow_duplicate_keys=False,
             strict_hashable_types=True,
         )
+        parts = decoder.decode()
+        # `loads` would pass over what follows the envelope.
+        end = decoder.fp.tell()
     except RemoteProtocolError:
         raise
     except Exception as error:  # every way in which CBOR can be broken is the peer's fault
         raise RemoteProtocolError(f"not CBOR: {error}") from error
-    if not isinstance(parts, list) or len(parts) < 5:
+    if end != len(raw) or not isinstance(parts, list) or len(parts) < 5:
         raise RemoteProtocolError("not an envelope")
     version, theirs, sender, target, tag = parts[:5]
     if version != WIRE_VERSION or isinstance(version, bool):

@@ -70,7 +70,9 @@ class Metrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.deadlines_overrun = counter("deadlines_overrun", "Calls that ended after their deadline.")
+        self.deadlines_overrun = counter(
+            "deadlines_overrun", "Calls that ended after their deadline."
+        )
         self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
         self.home_attached = counter("home_attached", "Times a client attached to its home node.")
         # --- node

@@ -7,7 +7,7 @@ The read and write paths (`transfer/`) yield *steps* and are driven by the calle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import attrs
@@ -146,7 +146,7 @@ class PoolGrew:
     usable_bytes: int
 
 
-# --- fabrics ---------------------------------------------------------------------------------------
+# --- fabrics --------------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
@@ -196,18 +196,30 @@ class Fabric(Protocol):
         """Release connections and mappings, after the reads in flight."""
 
 
-# --- steps of the sans-IO paths --------------------------------------------------------------------
+# --- steps of the sans-IO paths -------------------------------------------------------------------
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Ask:
-    """Ask several peers at once; the answer is one message or None (unreachable, no answer) each."""
+    """Ask several peers at once; the answer is one message or None (unreachable, no answer) each.
+
+    until:  when to stop waiting.
+    enough: given one answer, whether it makes the others unnecessary.
+    """
 
     questions: tuple[tuple[int, Message], ...]
     until: float
+    enough: Callable[[Message], bool] | None = None
 
 
 @attrs.frozen
+class Post:
+    """Send a message to each peer and expect nothing; may be lost."""
+
+    messages: tuple[tuple[int, Message], ...]
+
+
+@attrs.frozen(eq=False)
 class Fetch:
     """Read from several holders at once; the answer is one Fetched each."""
 
@@ -227,5 +239,12 @@ class Place:
     until: float
 
 
-Step: TypeAlias = Ask | Fetch | Place
+@attrs.frozen(eq=False)
+class Checksum:
+    """Compute the xxh3_64 of pages in the caller's memory; the answer is (n,) uint64."""
+
+    runs: PageRuns
+
+
+Step: TypeAlias = Ask | Post | Fetch | Place | Checksum
 Answers: TypeAlias = Sequence[Message | None]

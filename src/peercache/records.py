@@ -1,9 +1,9 @@
 """Location records: where a page is, in 56 bytes.
 
 A record says which incarnation holds a page, where in its published memory, and under which
-generation. Records are hints: only the generation word beside the bytes decides (DESIGN: the read
-path). Order exists only within one holder, by `generation`: every change of a page's record (commit,
-demote, promote) takes a new number, twice a per-node sequence, so it is always even.
+generation. Records are hints: only the generation word beside the bytes decides. Order exists only
+within one holder, by `generation`: every change of a page's record (commit, demote, promote) takes
+a new number, twice a per-node sequence, so it is always even.
 """
 
 from __future__ import annotations
@@ -65,4 +65,5 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     # The finaliser of splitmix64 (Steele, Lea, Flood 2014), wrapping on purpose.
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return mixed
