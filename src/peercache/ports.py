@@ -172,10 +172,12 @@ class Fetched:
     words:   (n,) uint64, the generation word of each slot, read after all of that page's bytes;
              ODD where the page did not arrive in full.
     failure: "" or the miss reason of the pages that did not arrive.
+    fabric:  the name of the fabric that read, for metrics.
     """
 
     words: U64
     failure: str
+    fabric: str = ""
 
 
 class Fabric(Protocol):

@@ -1,0 +1,295 @@
+"""The write path: reserve at the home node, copy, commit. Without I/O, as the read path.
+
+A slot that is not wholly copied by the deadline is aborted, never committed; nothing reads the
+caller's memory after the call has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from threading import Lock
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache import observe
+from peercache.keys import PageKeys
+from peercache.messages import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    REFUSED_TOO_LARGE,
+    REPEATED,
+    RESERVED,
+    Abort,
+    Commit,
+    Committed,
+    Granted,
+    LiveReservations,
+    Message,
+    Reserve,
+)
+from peercache.ports import Ask, Checksum, Place, Post, Step
+from peercache.records import PAGE_BYTES_MAX, RECORD_BYTES
+from peercache.records import from_bytes as records_from_bytes
+from peercache.runs import U64, PageRuns
+from peercache.transfer.breaker import STALL_S
+from peercache.transfer.cache import LocationCache
+from peercache.transfer.verify import wants_checksum
+
+RESERVE_PAGES_MAX = 4096
+"""Pages of one Reserve: 96 KiB of keys and lengths, well under a millisecond of the home node."""
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.intp]
+
+_REASONS = {
+    REFUSED_SIZE: observe.WRONG_SIZE,
+    REFUSED_TOO_LARGE: observe.TOO_LARGE,
+    REFUSED_FULL: observe.POOL_FULL,
+    ABORTED: observe.DEADLINE,
+}
+
+
+@attrs.define(eq=False)
+class WriteOutcome:
+    """What a set came to.
+
+    stored: (n,) bool, committed at home (by us or by somebody); reasons: why not, "" otherwise.
+    copied/here: pages we committed, pages that were there; unpublished: committed, but no owner
+    had acknowledged in time.
+    """
+
+    stored: Mask
+    reasons: list[str]
+    copied: int = 0
+    copied_bytes: int = 0
+    here: int = 0
+    unpublished: int = 0
+
+
+@final
+class Reservations:
+    """The sequence numbers of one client at one home incarnation. Thread-safe.
+
+    A number is live from before its Reserve is sent until nothing can be written under it.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._lock = Lock()
+        self._newest = 0
+        self._live: dict[int, None] = {}
+
+    def begin(self) -> int:
+        """Return a new number, live."""
+        with self._lock:
+            self._newest += 1
+            self._live[self._newest] = None
+            return self._newest
+
+    def end(self, sequence: int) -> None:
+        """Note that nothing will be written under this number any more."""
+        with self._lock:
+            self._live.pop(sequence, None)
+
+    def report(self) -> LiveReservations:
+        """Return what the home node is told each second."""
+        with self._lock:
+            return LiveReservations(self._newest, tuple(self._live))
+
+
+@final
+class Writer:
+    """Writes batches of pages into the home node's pool."""
+
+    def __init__(
+        self,
+        *,
+        cache: LocationCache,
+        verify: str,
+        namespace_tag: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Write pages under `namespace_tag`, with checksums as `verify` says."""
+        self._cache = cache
+        self._verify = verify
+        self._namespace_tag = namespace_tag
+        self._clock = clock
+
+    def set(
+        self,
+        keys: PageKeys,
+        runs: PageRuns,
+        *,
+        home: int,
+        reservations: Reservations,
+        until: float,
+    ) -> Generator[Step, Any, WriteOutcome]:
+        """Store every page that fits, by `until`; in portions where the pool wants it."""
+        outcome = WriteOutcome(np.zeros(len(keys), np.bool_), [""] * len(keys))
+        lengths = runs.lengths()
+        sane = (lengths > 0) & (lengths <= PAGE_BYTES_MAX)
+        for place in np.flatnonzero(~sane).tolist():
+            outcome.reasons[place] = observe.TOO_LARGE if lengths[place] else observe.WRONG_SIZE
+        open_places = np.flatnonzero(sane)
+        while len(open_places):
+            if self._clock() >= until:
+                _refuse(outcome, open_places, observe.DEADLINE)
+                break
+            portion = open_places[:RESERVE_PAGES_MAX]
+            full = yield from self._portion(
+                keys[portion], runs.take(portion), portion, home, reservations, until, outcome
+            )
+            if len(full) == len(portion):
+                _refuse(outcome, open_places, outcome.reasons[full[0]] or observe.POOL_FULL)
+                break
+            open_places = np.concatenate([full, open_places[RESERVE_PAGES_MAX:]])
+        _spread_repeats(keys, outcome)
+        return outcome
+
+    def _portion(
+        self,
+        keys: PageKeys,
+        runs: PageRuns,
+        places: Places,
+        home: int,
+        reservations: Reservations,
+        until: float,
+        outcome: WriteOutcome,
+    ) -> Generator[Step, Any, Places]:
+        """Reserve, copy and commit once; return the places that found no room this time."""
+        sequence = reservations.begin()
+        try:
+            return (
+                yield from self._reserved(
+                    sequence, keys, runs, places, home=home, until=until, outcome=outcome
+                )
+            )
+        finally:
+            # Only now: a reservation that is not listed may be freed, with its Commit on the way.
+            reservations.end(sequence)
+
+    def _reserved(
+        self,
+        sequence: int,
+        keys: PageKeys,
+        runs: PageRuns,
+        places: Places,
+        *,
+        home: int,
+        until: float,
+        outcome: WriteOutcome,
+    ) -> Generator[Step, Any, Places]:
+        lengths = runs.lengths()
+        reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths.tobytes())
+        granted = yield from self._insist(home, reserve, until)
+        if not isinstance(granted, Granted) or len(granted.states) != len(keys):
+            _refuse(outcome, places, observe.NO_HOME)
+            return places
+        states = np.frombuffer(granted.states, np.uint8)
+        wanted = np.flatnonzero(states == RESERVED)
+        written = np.zeros(len(keys), np.uint8)
+        committed: Committed | None = None
+        if len(wanted):
+            offsets = np.frombuffer(granted.offsets, np.uint64)[wanted]
+            checksums = yield from self._copy(keys, runs, wanted, offsets, until, written)
+            if written.any():
+                commit = Commit(
+                    0, sequence, written.tobytes(), checksums.tobytes(), self._patience(until)
+                )
+                answer = yield from self._insist(home, commit, until)
+                if isinstance(answer, Committed) and len(answer.states) == len(keys):
+                    committed = answer
+            else:
+                yield Post(((home, Abort(sequence)),))
+        return self._settle(places, lengths, states, written, committed, outcome)
+
+    def _copy(
+        self,
+        keys: PageKeys,
+        runs: PageRuns,
+        wanted: Places,
+        offsets: U64,
+        until: float,
+        written: npt.NDArray[np.uint8],
+    ) -> Generator[Step, Any, U64]:
+        """Copy the wanted pages, mark those that arrived whole, return checksums (0: none)."""
+        checksums = np.zeros(len(keys), np.uint64)
+        count: int = yield Place(offsets, runs.take(wanted), until)
+        done = wanted[:count]
+        written[done] = 1
+        sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
+        if len(sampled):
+            checksums[sampled] = yield Checksum(runs.take(sampled))
+        return checksums
+
+    def _insist(self, home: int, message: Message, until: float) -> Generator[Step, Any, Any]:
+        """Ask the home node until it answers: Reserve and Commit are idempotent."""
+        while True:
+            now = self._clock()
+            answers: Sequence[Message | None] = yield Ask(
+                ((home, message),), min(until, now + STALL_S)
+            )
+            if answers[0] is not None:
+                return answers[0]
+            # A home that fails at once is gone; one that was silent may only have lost a message.
+            if self._clock() >= until or self._clock() - now < STALL_S / 2:
+                return None
+
+    def _patience(self, until: float) -> float:
+        return max(0.0, min(STALL_S, (until - self._clock()) / 2))
+
+    def _settle(
+        self,
+        places: Places,
+        lengths: U64,
+        granted: npt.NDArray[np.uint8],
+        written: npt.NDArray[np.uint8],
+        committed: Committed | None,
+        outcome: WriteOutcome,
+    ) -> Places:
+        """Book what became of each page; return the places that found no room."""
+        final_states = granted.copy()
+        if committed is not None:
+            reserved = granted == RESERVED
+            final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
+            self._cache.store(records_from_bytes(committed.records), self._clock())
+        else:
+            final_states[granted == RESERVED] = ABORTED
+        ours = (final_states == COMMITTED) & (written == 1)
+        stored = ours | (final_states == HERE)
+        outcome.stored[places[stored]] = True
+        outcome.copied += int(ours.sum())
+        outcome.copied_bytes += int(lengths[ours].sum())
+        outcome.here += int((final_states == HERE).sum())
+        if committed is not None:
+            count = len(committed.records) // RECORD_BYTES
+            outcome.unpublished += max(0, count - committed.published)
+        for i in np.flatnonzero(~stored & (final_states != REPEATED)).tolist():
+            outcome.reasons[places[i]] = _REASONS.get(int(final_states[i]), observe.NO_HOME)
+        full: Places = places[final_states == REFUSED_FULL]
+        return full
+
+
+def _spread_repeats(keys: PageKeys, outcome: WriteOutcome) -> None:
+    """Give a key that is repeated in the batch the outcome of its first place."""
+    names = keys.tolist()
+    if len(set(names)) == len(names):
+        return
+    first: dict[bytes, int] = {}
+    for place, name in enumerate(names):
+        source = first.setdefault(name, place)
+        if source != place and not outcome.stored[place]:
+            outcome.stored[place] = outcome.stored[source]
+            outcome.reasons[place] = outcome.reasons[source]
+
+
+def _refuse(outcome: WriteOutcome, places: Places, reason: str) -> None:
+    for place in places.tolist():
+        if not outcome.stored[place] and not outcome.reasons[place]:
+            outcome.reasons[place] = reason
