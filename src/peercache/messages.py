@@ -350,6 +350,16 @@ class Stats:
     figures: dict[str, int | float | str]
 
 
+@attrs.frozen
+class SummaryMatches:
+    """Answer a summary that matches: everything up to message `number` is in force.
+
+    Unlike Acknowledged, which speaks of one message only: others before it may be lost.
+    """
+
+    number: int
+
+
 Message: TypeAlias = (
     Hello | Welcome | Refused | SayHello
     | Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
@@ -357,6 +367,7 @@ Message: TypeAlias = (
     | StreamSummary | SummaryDiffers | Repair
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
+    | SummaryMatches
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -366,6 +377,7 @@ MESSAGES: tuple[type[Message], ...] = (
     StreamSummary, SummaryDiffers, Repair,
     Reserve, Granted, Commit, Committed, Abort, LiveReservations,
     Touched, Remove, Clear, Removed, StatsAsked, Stats,
+    SummaryMatches,
 )  # fmt: skip
 
 

@@ -87,6 +87,9 @@ class Metrics:
         self.connections = gauge("connections", "Open connections.", "port")
         self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
         self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
+        self.records_refused = counter(
+            "records_refused", "Records a directory shard did not take.", "reason"
+        )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
 
 

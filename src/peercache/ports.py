@@ -105,6 +105,11 @@ class RingChanged:
     ring: object
 
 
+@attrs.frozen
+class Republish:
+    """membership → publisher: others may have dropped our records (we were found dead)."""
+
+
 @attrs.frozen(eq=False)
 class PagesCommitted:
     """pool → publisher: new records, and who waits to hear that they are published.
