@@ -1,1 +1,1 @@
-"""See the modules."""
+"""What a node shows to people and their tools: /metrics and /healthz."""
