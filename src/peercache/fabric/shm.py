@@ -1,0 +1,202 @@
+"""The shared-memory fabric: peers on this host, one copy out of their mapped segment.
+
+Owns    the mappings of peers' segments, one an incarnation.
+Hears   reads, from any thread; `forget` when a member is dead.
+Says    generation words, loaded after the last byte of every page of the read. It judges nothing:
+        whether a word makes a hit is decided in one place, for all fabrics.
+Keeps   no byte outside a peer's page memory is read, and none outside the destination written.
+        No word is returned for a page whose bytes are not all there.
+Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S.
+
+The order "bytes, then word" needs loads that stay in order: x86-64 promises it. Other processors
+do not, and are served by tcp.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.errors import PeerCacheError, PeerUnreachable
+from peercache.ids import Incarnation, name_of
+from peercache.messages import Member
+from peercache.observe import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED, get_logger
+from peercache.ports import ODD, Fetched, PeerRead
+from peercache.runs import U64
+from peercache.segment.attached import AttachedSegment
+from peercache.segment.copying import copy_pages
+
+SEGMENTS_MAX = 64
+"""A host runs a handful of nodes; each mapping may cost 2 MiB of page tables a GiB of pool."""
+
+RETRY_S = 1.0
+"""How long a failure to open is believed: a read must not try again for every batch, and a node
+that has just started is found within a heartbeat."""
+
+FAILURES_MAX = 1024
+"""Members that can fail at a time: the view's own size, in the largest cluster on one host."""
+
+CLOSE_PATIENCE_S = 5.0
+"""How long `close` waits for reads in flight, which end by their own deadlines of 2 s."""
+
+ORDERED_PROCESSORS = ("x86_64", "AMD64")
+
+
+class ShmFabric:
+    """Reads published memory of nodes on this host. Implements `ports.Fabric`."""
+
+    name = "shm"
+
+    def __init__(
+        self,
+        *,
+        boot_id: str,
+        verify_arch: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        """Start with no mapping.
+
+        boot_id:     of this host, `segment.layout.boot_id()`.
+        verify_arch: refuse processors that may reorder loads; only tests turn it off.
+        clock:       seconds, the clock of the deadlines.
+        between:     called between the bytes and the words of a read; only tests give one.
+        """
+        self._boot_id = boot_id
+        self._clock = clock
+        self._between = between
+        self._lock = threading.Lock()
+        self._closed = False
+        self._segments: OrderedDict[int, AttachedSegment] = OrderedDict()
+        self._retry_at: OrderedDict[int, float] = OrderedDict()
+        self._keeps_order = not verify_arch or platform.machine() in ORDERED_PROCESSORS
+        self._told = False
+
+    def reaches(self, member: Member) -> bool:
+        """Return whether the member's segment is mapped here, or can be."""
+        return self._segment(member) is not None
+
+    def read(self, read: PeerRead, deadline: float) -> Fetched:
+        """Copy the pages, then load their words.
+
+        Pages outside the peer's page memory are refused; those not copied by `deadline` are ODD,
+        and come after all that were.
+        """
+        words = np.full(len(read.offsets), ODD)
+        segment = self._segment(read.member)
+        if segment is None:
+            return Fetched(words, PEER_UNREACHABLE)
+        try:
+            with segment.in_use():
+                return self._read(segment, read, deadline, words)
+        except PeerUnreachable:
+            return Fetched(words, PEER_UNREACHABLE)
+
+    def forget(self, incarnation: int) -> None:
+        """Unmap the segment of a dead member, after the last read that uses it."""
+        with self._lock:
+            self._retry_at.pop(incarnation, None)
+            segment = self._segments.pop(incarnation, None)
+        if segment is not None:
+            segment.close(0.0)
+
+    def close(self) -> None:
+        """Unmap everything, after the reads in flight; afterwards nobody is reached."""
+        with self._lock:
+            self._closed = True
+            segments = list(self._segments.values())
+            self._segments.clear()
+        until = self._clock() + CLOSE_PATIENCE_S
+        for segment in segments:
+            segment.close(max(0.0, until - self._clock()))
+
+    def _read(
+        self, segment: AttachedSegment, read: PeerRead, deadline: float, words: U64
+    ) -> Fetched:
+        inside = _inside(segment, read)
+        index = inside.nonzero()[0]
+        runs, offsets = read.runs, read.offsets
+        if len(index) < len(inside):
+            runs, offsets = runs.take(index), offsets[index]
+        addresses = offsets + np.uint64(segment.pages_address)
+        count = copy_pages(runs, addresses, to_slots=False, deadline=deadline, clock=self._clock)
+        if self._between is not None:
+            self._between()
+        # After the bytes of all these pages, never before: see the module's docstring.
+        words[index[:count]] = segment.words(offsets[:count])
+        if count < len(index):
+            if self._clock() >= deadline:
+                return Fetched(words, DEADLINE)
+            # In time and not copied: an address that is not there, ours or a truncated file's.
+            get_logger().warning("shm.copy_faulted", node=name_of(read.member.incarnation))
+            return Fetched(words, INTERNAL)
+        return Fetched(words, "" if len(index) == len(inside) else REFUSED)
+
+    def _segment(self, member: Member) -> AttachedSegment | None:
+        if member.boot_id != self._boot_id or not member.segment or not self._may_order():
+            return None
+        incarnation = member.incarnation
+        with self._lock:
+            if self._closed:
+                return None
+            found = self._segments.get(incarnation)
+            if found is not None:
+                self._segments.move_to_end(incarnation)
+                return found
+            if self._retry_at.get(incarnation, 0.0) > self._clock():
+                return None
+            # Opened under the lock, so that no two threads map one segment: 0.1 ms.
+            found = self._open(member)
+            if found is None:
+                return None
+            self._segments[incarnation] = found
+            surplus = len(self._segments) > SEGMENTS_MAX
+            oldest = self._segments.popitem(last=False)[1] if surplus else None
+        if oldest is not None:
+            oldest.close(0.0)
+        return found
+
+    def _open(self, member: Member) -> AttachedSegment | None:
+        incarnation = Incarnation(member.incarnation)
+        try:
+            found = AttachedSegment.open(member.segment, incarnation=incarnation, writable=False)
+        except PeerCacheError as error:
+            self._retry_at[incarnation] = self._clock() + RETRY_S
+            self._retry_at.move_to_end(incarnation)
+            if len(self._retry_at) > FAILURES_MAX:
+                self._retry_at.popitem(last=False)
+            get_logger().info("shm.not_reached", node=name_of(incarnation), reason=str(error))
+            return None
+        self._retry_at.pop(incarnation, None)
+        get_logger().info("shm.attached", node=name_of(incarnation), bytes=found.page_bytes)
+        return found
+
+    def _may_order(self) -> bool:
+        if not self._keeps_order and not self._told:
+            self._told = True
+            get_logger().warning(
+                "shm.refused_processor",
+                processor=platform.machine(),
+                reason="it may reorder loads; peers on this host are read over tcp",
+            )
+        return self._keeps_order
+
+
+def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
+    """Return which pages lie in the page memory, in whole, where slots may begin."""
+    page_bytes, granule = np.uint64(segment.page_bytes), np.uint64(segment.granule)
+    lengths, offsets = read.lengths, read.offsets
+    # A sum could wrap around, a difference of checked numbers cannot.
+    inside: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)
+    inside &= offsets <= page_bytes - np.minimum(lengths, page_bytes)
+    # The word of an offset within a granule is another slot's.
+    inside &= offsets % granule == 0
+    # The copy goes by the destination's size.
+    inside &= lengths == read.runs.lengths()
+    return inside

@@ -1,0 +1,97 @@
+"""The lock that tells a node whether a client's process still lives.
+
+A reservation ends when its client's process exits, never by time: a stopped client may go on
+writing. So each client holds a POSIX record lock on a private file for as long as it lives. The
+kernel keeps it while the process is stopped, drops it the moment the process dies, and does not
+hand it to a forked child.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from pathlib import Path
+from typing import final
+
+from peercache.errors import Rejected
+from peercache.ids import name_of
+
+# struct flock of 64-bit Linux: type, whence, start, length, pid.
+_FLOCK = struct.Struct("@hhqqi4x")
+_NAME = re.compile(r"[0-9a-f]{16}\.lock")
+
+
+def folder_of(home: str) -> Path:
+    """Return the folder for the lock files of a home address (ipc://PATH)."""
+    return Path(home.removeprefix("ipc://") + ".clients")
+
+
+@final
+class ClientLock:
+    """Held by a client, on a file of its own, until `release` or the end of the process."""
+
+    def __init__(self, home: str, client: int) -> None:
+        """Make and lock the file."""
+        folder = folder_of(home)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = folder / f"{name_of(client)}.lock"
+        self.name = self._path.name
+        while True:
+            self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A node that starts removes files without a lock; it may have caught this one before.
+            try:
+                if self._path.stat().st_ino == os.fstat(self._fd).st_ino:
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(self._fd)
+
+    def release(self) -> None:
+        """Remove the file and let go: nothing will be written any more."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+@final
+class LockProbe:
+    """Held by a node: tells whether a client's lock is held.
+
+    It keeps the file open, so it asks about the very file that the client locked, whatever becomes
+    of its name. It must not be used for a client of the node's own process: closing the descriptor
+    would release that lock.
+    """
+
+    def __init__(self, home: str, name: str) -> None:
+        """Open the lock file `name` of the home folder; Rejected if it is not there."""
+        if not _NAME.fullmatch(name):
+            raise Rejected("lock", f"{name!r} is not the name of a client's lock file")
+        self._path = folder_of(home) / name
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise Rejected("lock", f"cannot open {self._path}: {error.strerror}") from error
+
+    def is_held(self) -> bool:
+        """Return whether the client's process lives."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+    def close(self, *, remove: bool) -> None:
+        """Close, and remove the file of a client that is gone."""
+        if remove:
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def remove_dead_locks(home: str) -> None:
+    """Remove the lock files of clients that died while no node was looking."""
+    for path in sorted(folder_of(home).glob("*.lock")):
+        try:
+            probe = LockProbe(home, path.name)
+        except Rejected:
+            continue
+        probe.close(remove=not probe.is_held())

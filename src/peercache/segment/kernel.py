@@ -1,0 +1,92 @@
+"""The two kernel facilities that Python's library lacks, through ctypes.
+
+Both release the GIL for as long as they run, which is why they are called this way: mmap's own
+MAP_POPULATE and a memoryview copy would hold it, and stop the engine for that long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+IOV_MAX = 1024
+"""Most (address, size) entries the kernel takes a side (UIO_MAXIOV)."""
+
+CALL_BYTES_MAX = 0x7FFF_F000
+"""Most bytes that the kernel moves in one call (MAX_RW_COUNT)."""
+
+_DONTNEED = 4
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23
+_PAGE_BYTES = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.restype = ctypes.c_int
+
+HAS_VECTOR_COPY = hasattr(_libc, "process_vm_readv") and hasattr(_libc, "process_vm_writev")
+
+if HAS_VECTOR_COPY:
+    for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+        _call.argtypes = (
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        )
+        _call.restype = ctypes.c_ssize_t
+
+
+def vector_copy(
+    local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64], *, to_remote: bool
+) -> int:
+    """Copy between two lists of (address, size) of our own process in one call.
+
+    local, remote: (n, 2) uint64, C order, up to IOV_MAX rows of equal total.
+    Return the leading bytes that were copied, which a fault on either side cuts short; or minus
+    the errno if not even the first byte was. A bad address is EFAULT here, never a signal.
+    """
+    call = _libc.process_vm_writev if to_remote else _libc.process_vm_readv
+    copied: int = call(
+        os.getpid(), local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+    )
+    return copied if copied >= 0 else -ctypes.get_errno()
+
+
+def address_of(view: Bytes) -> int:
+    """Return where the memory of an array begins."""
+    return int(view.__array_interface__["data"][0])
+
+
+def prefault(view: Bytes, *, write: bool) -> None:
+    """Fill the page tables of a mapping, so that copies do not stop at every 4 KiB.
+
+    Raises OSError (EFAULT, ENOMEM) where an access would have been a bus error.
+    """
+    advice = _POPULATE_WRITE if write else _POPULATE_READ
+    if _libc.madvise(address_of(view), view.size, advice) == 0:
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:
+        raise OSError(number, os.strerror(number))
+    # A kernel before 5.14: one strided copy reads a byte of every page, and releases the GIL too.
+    touched = view[::_PAGE_BYTES]
+    np.copyto(np.empty(touched.size, np.uint8), touched)
+
+
+def unfault(view: Bytes) -> None:
+    """Empty the page tables of a shared mapping; the file keeps the bytes.
+
+    An mmap object unmaps under the GIL, in time that grows with its page tables: this leaves
+    nothing for it to do.
+    """
+    # A refusal costs only that time, so it is no error.
+    _libc.madvise(address_of(view), view.size, _DONTNEED)
