@@ -1,0 +1,399 @@
+"""Pool: the pages of this node, and who may write where.
+
+Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
+        the reservations of its clients.
+Hears   Reserve, Commit, Abort, LiveReservations, Touched, Remove, Clear; ClientGone, PoolGrew.
+Says    Granted, Removed, Refused to whoever asked; StoreWords; RecordsChanged to directory and
+        publisher; PagesCommitted to the publisher, which answers the Commit.
+Keeps   a record's word never moves; a byte under a committed record changes only after its word is
+        odd; a word never again holds an even value it had. A slot that may be written to is
+        never evicted, never freed by time or by a lost connection, and its word is odd.
+Limits  BATCH_PAGES_MAX pages a Reserve; `client_uncommitted_max` bytes a client may hold reserved.
+
+The order of the effects is the promise: words go odd, then the records are withdrawn, then the
+slots are granted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import inf
+from typing import Final, TypeAlias, final
+
+import numpy as np
+from typing_extensions import assert_never
+
+from peercache.ids import Incarnation
+from peercache.keys import KEY_BYTES
+from peercache.messages import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    RESERVED,
+    Abort,
+    Clear,
+    Commit,
+    Granted,
+    LiveReservations,
+    Refused,
+    Remove,
+    Removed,
+    Reserve,
+    Touched,
+)  # fmt: skip
+from peercache.observe import Metrics
+from peercache.page_table import Page, PageTable, split_keys
+from peercache.ports import (
+    ClientGone,
+    Effect,
+    Origin,
+    PagesCommitted,
+    PoolGrew,
+    RecordsChanged,
+    Send,
+    Tell,
+)  # fmt: skip
+from peercache.records import DROP, PAGE_BYTES_MAX, RECORD, Records
+from peercache.reservations import Reservation, Reservations
+from peercache.slots import Slot, SlotAllocator
+
+Hears: TypeAlias = (
+    Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear | ClientGone | PoolGrew
+)
+
+BATCH_PAGES_MAX: Final = 16_384
+"""Pages of one Reserve: what a Put carries at most, and 50 ms of this actor's time."""
+
+_NO_RECORDS: Final = np.frombuffer(b"", RECORD)
+_NO_DROPS: Final = np.frombuffer(b"", DROP)
+
+
+@final
+class Pool:
+    """The pool of one node. Single-threaded; it stores no word and no byte itself."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        granule: int,
+        page_bytes: int,
+        usable_bytes: int,
+        client_uncommitted_max: int,
+        rng: random.Random,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Start empty, over page memory whose generation table is all zeros.
+
+        page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
+        client_uncommitted_max: bytes; 0 is half of page_bytes.
+        """
+        assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
+        assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
+        granules = page_bytes // granule
+        self._granule = granule
+        self._page_bytes = page_bytes
+        self._uncommitted_max = (client_uncommitted_max or page_bytes // 2) // granule
+        self._slots = SlotAllocator(granules=granules, usable=usable_bytes // granule)
+        self._pages = PageTable(
+            incarnation=incarnation,
+            granule=granule,
+            granules=granules,
+            sequence=rng.randrange(1, 2**61),
+        )
+        self._reservations = Reservations()
+        self._evicted_count = 0
+        self._metrics = metrics
+        self._byte_gauges = (
+            {state: metrics.pool_bytes.labels(state) for state in ("used", "reserved", "free")}
+            if metrics is not None
+            else {}
+        )
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:  # noqa: ARG002 - nothing here depends on time
+        """Take one message; the effects must be performed in the order of the list."""
+        effects = self._apply(sender, message)  # type: ignore[arg-type]
+        self._show()
+        return effects
+
+    def _apply(self, sender: Origin, message: Hears) -> list[Effect]:
+        match message:
+            case Reserve():
+                return self._reserve(sender, message)
+            case Commit():
+                return self._commit(sender, message)
+            case Abort(sequence):
+                return self._free([self._reservations.end(sender.identity, sequence)])
+            case LiveReservations(newest, sequences):
+                return self._free(
+                    self._reservations.end_unlisted(sender.identity, newest, sequences)
+                )
+            case Touched(drops):
+                return self._touch(drops)
+            case Remove(request, keys):
+                named = dict.fromkeys(split_keys(keys))
+                return self._remove(sender, request, self._pages.of_keys(named))
+            case Clear(request, namespace):
+                return self._remove(sender, request, self._pages.of_namespace(namespace))
+            case ClientGone(client):
+                return self._free(self._reservations.forget(client))
+            case PoolGrew(usable_bytes):
+                self._slots.grow(usable_bytes // self._granule)
+                return []
+        assert_never(message)
+
+    def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - there is no timer here
+        """Do nothing: nothing in a pool ends by time."""
+        return []
+
+    def deadline(self) -> float:
+        """Return inf."""
+        return inf
+
+    def check(self) -> None:
+        """Assert that pages, slots and reservations add up, in constant time."""
+        self._slots.check()
+        self._reservations.check()
+        self._pages.check()
+        pages, slots = len(self._pages), self._slots.held_count
+        assert pages == slots, f"{pages} pages in {slots} slots"
+        reserved, known = self._slots.reserved_granules, self._reservations.granules
+        assert reserved == known, f"{reserved} granules reserved, reservations of {known}"
+        stored, held = self._pages.stored_bytes, self._slots.held_granules * self._granule
+        assert stored <= held, f"{stored} bytes stored in {held}"
+
+    def records_of(self, keys: bytes) -> Records:
+        """Return the records of those of these packed keys that are here, in their order."""
+        return self._pages.records(self._pages.of_keys(split_keys(keys)))
+
+    def figures(self) -> dict[str, int]:
+        """Return the figures for Stats; used + reserved + free is what is usable, to the byte."""
+        slots, granule = self._slots, self._granule
+        taken = slots.held_granules + slots.reserved_granules
+        return {
+            "pool_bytes": self._page_bytes,
+            "pool_bytes_usable": slots.usable * granule,
+            "pool_bytes_used": slots.held_granules * granule,
+            "pool_bytes_reserved": slots.reserved_granules * granule,
+            "pool_bytes_free": (slots.usable - taken) * granule,
+            "pool_bytes_stored": self._pages.stored_bytes,
+            "pool_pages": len(self._pages),
+            "pool_pages_evicted": self._evicted_count,
+            "pool_size_classes": slots.class_count,
+            "pool_extents_reclaimed": slots.reclaims,
+            "pool_reservations": self._reservations.open_count,
+            "pool_clients": self._reservations.client_count,
+        }
+
+    # --- Reserve -------------------------------------------------------------------------------
+
+    def _reserve(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+        count, client = len(reserve.keys) // KEY_BYTES, origin.identity
+        if len(reserve.keys) != count * KEY_BYTES or len(reserve.lengths) != count * 8:
+            return _refuse(origin, reserve.request, "malformed", "keys and lengths do not agree")
+        if count > BATCH_PAGES_MAX:
+            detail = f"{count} pages in one Reserve, {BATCH_PAGES_MAX} at most"
+            return _refuse(origin, reserve.request, "malformed", detail)
+        if self._reservations.is_gone(client):
+            return _refuse(origin, reserve.request, "gone", "the process of this client has exited")
+        known = self._reservations.find(client, reserve.sequence)
+        if isinstance(known, Reservation):
+            if (known.keys, known.lengths) != (reserve.keys, reserve.lengths):
+                detail = f"reservation {reserve.sequence} is of other pages"
+                return _refuse(origin, reserve.request, "malformed", detail)
+            return [_granted(origin, reserve, known.states, known.offsets)]
+        if known is not None or self._reservations.is_over(client, reserve.sequence):
+            states = known.states_if_asked_again(count) if known else bytes((REFUSED_FULL,)) * count
+            return [_granted(origin, reserve, states, bytes(8 * count))]
+        return self._grant(origin, reserve)
+
+    def _grant(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+        """Begin a reservation: evict what must go, and only then grant."""
+        lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
+        # What this batch finds here is touched first, so that its own evictions spare it.
+        untouched_since = self._slots.clock
+        bytes_max = min(self._page_bytes, PAGE_BYTES_MAX)
+        states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
+        for page in reversed(here):
+            self._slots.touch(page.slot)
+        before = self._slots.reserved_granules
+        slots, evicted = self._take(origin.identity, states, lengths, untouched_since)
+        firsts = [slot.first for slot in slots if slot is not None]
+        offsets = np.zeros(len(states), "<u8")
+        if firsts:
+            reserved = np.frombuffer(states, np.uint8) == RESERVED
+            offsets[reserved] = np.array(firsts, np.uint64) * np.uint64(self._granule)
+        reservation = Reservation(
+            reserve.namespace,
+            reserve.keys,
+            reserve.lengths,
+            bytes(states),
+            offsets.tobytes(),
+            tuple(slots),
+            self._slots.reserved_granules - before,
+        )
+        self._reservations.begin(origin.identity, reserve.sequence, reservation)
+        effects = self._end(self._pages.in_slots(evicted), firsts)
+        self._evicted_count += len(evicted)
+        if self._metrics is not None and evicted:
+            self._metrics.pages_evicted.inc(len(evicted))
+        effects.append(_granted(origin, reserve, reservation.states, reservation.offsets))
+        return effects
+
+    def _take(
+        self, client: int, states: bytearray, lengths: list[int], untouched_since: int
+    ) -> tuple[list[Slot | None], list[Slot]]:
+        """Take a slot for each page that is RESERVED, or make it REFUSED_FULL."""
+        slots: list[Slot | None] = [None] * len(states)
+        evicted: list[Slot] = []
+        full: dict[int, None] = {}
+        granule, take = self._granule, self._slots.take
+        uncommitted = self._reservations.granules_of(client)
+        for index, state in enumerate(states):
+            if state != RESERVED:
+                continue
+            granules = -(-lengths[index] // granule)
+            # One page is always allowed, or a large one could never be stored.
+            over = uncommitted and uncommitted + granules > self._uncommitted_max
+            # A size without room stays so for the rest of the batch: looking again is slow.
+            slot = (
+                None
+                if over or granules in full
+                else take(granules, untouched_since=untouched_since, evicted=evicted)
+            )
+            if slot is None:
+                states[index] = REFUSED_FULL
+                if not over:
+                    full[granules] = None
+            else:
+                slots[index] = slot
+                uncommitted += granules
+        return slots, evicted
+
+    # --- Commit, and other ends of a reservation -------------------------------------------------
+
+    def _commit(self, origin: Origin, commit: Commit) -> list[Effect]:
+        count, client = len(commit.written), origin.identity
+        known = self._reservations.find(client, commit.sequence)
+        fits = len(commit.checksums) == 8 * count
+        if not fits or (isinstance(known, Reservation) and len(known.slots) != count):
+            detail = f"written and checksums do not fit reservation {commit.sequence}"
+            return _refuse(origin, commit.request, "malformed", detail)
+        if isinstance(known, Reservation):
+            return self._commit_open(origin, commit, known)
+        if known is None:
+            self._reservations.end(client, commit.sequence)
+            return [_answer(origin, commit, bytes((ABORTED,)) * count, _NO_RECORDS, _NO_RECORDS)]
+        states = known.states if len(known.states) == count else bytes((ABORTED,)) * count
+        # What the first Commit made was published then; now it is merely here, if it still is.
+        here = self._pages.records_in_state(known.keys, known.states, (HERE, COMMITTED))
+        return [_answer(origin, commit, states, _NO_RECORDS, here)]
+
+    def _commit_open(
+        self, origin: Origin, commit: Commit, reservation: Reservation
+    ) -> list[Effect]:
+        """Make the written pages readable, in reverse order: the first key becomes the hottest."""
+        states = bytearray(reservation.states)
+        keys = split_keys(reservation.keys)
+        lengths: list[int] = np.frombuffer(reservation.lengths, "<u8").tolist()
+        checksums: list[int] = np.frombuffer(commit.checksums, "<u8").tolist()
+        made: list[Page] = []
+        pages, slots = self._pages, self._slots
+        for index in range(len(keys) - 1, -1, -1):
+            slot, key, length = reservation.slots[index], keys[index], lengths[index]
+            rival = pages.find(key)
+            if slot is None:
+                if rival is not None and states[index] == HERE:
+                    slots.touch(rival.slot)
+            elif not commit.written[index]:
+                states[index] = ABORTED
+                slots.release(slot)
+            elif rival is not None:
+                # Somebody was faster; the first commit stays, and this copy is thrown away.
+                slots.release(slot)
+                states[index] = HERE if rival.length == length else REFUSED_SIZE
+                if rival.length == length:
+                    slots.touch(rival.slot)
+            else:
+                states[index] = COMMITTED
+                slots.hold(slot)
+                made.append(pages.add(key, slot, length, reservation.namespace, checksums[index]))
+        self._reservations.end(origin.identity, commit.sequence, bytes(states))
+        here = self._pages.records_in_state(reservation.keys, states, (HERE,))
+        if not made:
+            return [_answer(origin, commit, bytes(states), _NO_RECORDS, here)]
+        made.reverse()
+        records, words = pages.publish(made)
+        return [
+            words,
+            Tell("directory", RecordsChanged(records, _NO_DROPS)),
+            _answer(origin, commit, bytes(states), records, here),
+        ]
+
+    def _free(self, reservations: Sequence[Reservation | None]) -> list[Effect]:
+        """Free the slots of ended reservations; their words are odd and stay so."""
+        for reservation in reservations:
+            for slot in reservation.slots if reservation is not None else ():
+                if slot is not None:
+                    self._slots.release(slot)
+        return []
+
+    # --- pages -------------------------------------------------------------------------------
+
+    def _touch(self, drops: bytes) -> list[Effect]:
+        """Note what was read, in reverse order: a chain loses its tail first."""
+        read = np.frombuffer(drops, DROP)[::-1]
+        for key, generation in zip(read["key"].tolist(), read["generation"].tolist(), strict=True):
+            page = self._pages.find(key)
+            if page is not None and page.generation == generation:
+                self._slots.touch(page.slot)
+        return []
+
+    def _remove(self, origin: Origin, request: int, pages: list[Page]) -> list[Effect]:
+        effects = self._end(pages, [])
+        for page in pages:
+            self._slots.release(page.slot)
+        effects.append(Send(origin, Removed(request, len(pages))))
+        return effects
+
+    def _end(self, pages: list[Page], reserved: list[int]) -> list[Effect]:
+        """End the records of these pages, and make their words and those of `reserved` odd.
+
+        The one place where pages leave memory: a disk tier turns some drops into records here.
+        """
+        effects: list[Effect] = []
+        firsts = dict.fromkeys([page.slot.first for page in pages] + reserved)
+        drops = self._pages.end(pages) if pages else _NO_DROPS
+        words = self._pages.protect(list(firsts))
+        if words is not None:
+            effects.append(words)
+        if pages:
+            changed = RecordsChanged(_NO_RECORDS, drops)
+            effects += [Tell("directory", changed), Tell("publisher", changed)]
+        return effects
+
+    def _show(self) -> None:
+        if self._metrics is not None:
+            figures = self.figures()
+            for state, gauge in self._byte_gauges.items():
+                gauge.set(figures[f"pool_bytes_{state}"])
+            self._metrics.pool_pages.set(figures["pool_pages"])
+            self._metrics.reservations.set(figures["pool_reservations"])
+
+
+def _refuse(origin: Origin, request: int, reason: str, detail: str) -> list[Effect]:
+    return [Send(origin, Refused(request, reason, detail))]
+
+
+def _granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send:
+    return Send(origin, Granted(reserve.request, reserve.sequence, states, offsets))
+
+
+def _answer(origin: Origin, commit: Commit, states: bytes, records: Records, here: Records) -> Tell:
+    fact = PagesCommitted(
+        origin, commit.request, commit.sequence, states, records, here, commit.patience_s
+    )
+    return Tell("publisher", fact)

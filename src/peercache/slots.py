@@ -1,0 +1,377 @@
+"""Slots: which part of the page memory is whose.
+
+Page memory is cut into *units* of equal size. A *size class* is a slot size in granules; it gets
+*extents*, a few neighbouring units each, when it needs them, and cuts them into slots. A slot is
+free, reserved (somebody may be writing to it) or held (it has a page). When nothing is free, a
+class evicts its own least recently touched slot, unless another class is much colder: then it
+takes an extent of that one. So the classes follow the demand, one odd page size costs the pool an
+extent and not everything, and a class that has nothing always finds room.
+
+Pure: no words, no keys, no time. Age is counted in touches: `clock` advances with each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Container
+from typing import Final, final
+
+import attrs
+import numpy as np
+
+UNITS_ABOUT: Final = 256
+"""Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
+
+WASTE_PART: Final = 8
+"""An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
+
+COLDER_FACTOR: Final = 2
+"""A class takes from another whose oldest page is more than this many times older than its own.
+
+With 2, an extent that has just moved can not be worth moving back: n classes in equal use settle.
+"""
+
+DONOR_CHECK_EVERY: Final = 16
+"""Evictions of a class between two looks at all others, of which there may be hundreds."""
+
+FREE, RESERVED, HELD = 0, 1, 2
+
+_BLOCKED: Final = 2**62
+_NEVER_TOUCHED: Final = -1
+
+
+@final
+@attrs.define(eq=False)
+class Slot:
+    """Room for one page. first: its first granule, which is also the index of its word."""
+
+    first: int
+    extent: Extent
+    state: int = FREE
+    touched: int = _NEVER_TOUCHED
+
+
+@final
+@attrs.define(eq=False)
+class Extent:
+    """Neighbouring units that one class cuts into slots."""
+
+    size_class: SizeClass
+    first_unit: int
+    units: int
+    first_granule: int
+    slots_max: int
+    slots: list[Slot] = attrs.field(factory=list)
+    """The slots cut so far: cutting on demand keeps a new extent cheap, whatever its size."""
+    reserved: int = 0
+    held: int = 0
+    touched: int = _NEVER_TOUCHED
+    """When any of its pages was last touched."""
+    live: bool = True
+
+
+@final
+@attrs.define(eq=False)
+class SizeClass:
+    """All slots of one size."""
+
+    granules: int
+    extents: dict[int, Extent] = attrs.field(factory=dict)
+    free: deque[Slot] = attrs.field(factory=deque)
+    """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
+    held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """By first granule, least recently touched first."""
+    cutting: Extent | None = None
+    """The newest extent, while it has slots that were never used."""
+    evictions: int = 0
+    searched: int = -1
+    """The version of the unit map in which no unassigned window was found."""
+
+    def coldest(self) -> Slot | None:
+        """Return the least recently touched held slot."""
+        return next(iter(self.held.values()), None)
+
+
+@final
+class SlotAllocator:
+    """The slots of one page memory. All sizes in granules."""
+
+    def __init__(self, *, granules: int, usable: int) -> None:
+        """Start with everything unassigned; only the first `usable` granules may be given out."""
+        assert granules >= 1, granules
+        self.granules: Final = granules
+        self.unit: Final = max(1, granules // UNITS_ABOUT)
+        self.usable = 0
+        self.clock = 0
+        """Touches so far; a slot touched after a given moment has a greater `touched`."""
+        self.held_granules = 0
+        self.reserved_granules = 0
+        self.held_count = 0
+        self.reclaims = 0
+        self._classes: dict[int, SizeClass] = {}
+        self._units: list[Extent | None] = []
+        self._unit_freed: list[int] = []
+        self._unassigned = 0
+        self._version = 0
+        self.grow(usable)
+
+    @property
+    def class_count(self) -> int:
+        """Return the number of sizes that have room of their own."""
+        return len(self._classes)
+
+    def grow(self, usable: int) -> None:
+        """Let the first `usable` granules be given out; never takes anything back."""
+        assert usable <= self.granules, f"{usable} of {self.granules} granules"
+        self.usable = max(self.usable, usable)
+        # The last unit is short where the size is no multiple; it counts once all of it is there.
+        whole = self.usable == self.granules
+        units = -(-self.granules // self.unit) if whole else self.usable // self.unit
+        added = units - len(self._units)
+        self._units += [None] * added
+        self._unit_freed += [0] * added
+        self._unassigned += added
+        self._version += 1
+
+    def take(self, granules: int, *, untouched_since: int, evicted: list[Slot]) -> Slot | None:
+        """Return a slot, now reserved, or None if there is no room.
+
+        Whoever has to go for it is appended to `evicted`; nothing touched after the clock showed
+        `untouched_since` goes, and nothing reserved.
+        """
+        size_class = self._classes.get(granules)
+        if size_class is None:
+            size_class = self._classes[granules] = SizeClass(granules)
+        slot = self._free_slot(size_class)
+        if slot is None:
+            slot = self._make_room(size_class, untouched_since, evicted)
+        if slot is None:
+            self._forget_if_empty(size_class)
+            return None
+        assert slot.state == FREE, f"slot {slot.first} was given out in state {slot.state}"
+        slot.state = RESERVED
+        slot.extent.reserved += 1
+        self.reserved_granules += granules
+        return slot
+
+    def hold(self, slot: Slot) -> None:
+        """Let a reserved slot have a page: the hottest one."""
+        assert slot.state == RESERVED, f"slot {slot.first} held from state {slot.state}"
+        extent = slot.extent
+        size_class = extent.size_class
+        slot.state = HELD
+        extent.reserved -= 1
+        extent.held += 1
+        self.reserved_granules -= size_class.granules
+        self.held_granules += size_class.granules
+        self.held_count += 1
+        self.clock += 1
+        slot.touched = extent.touched = self.clock
+        size_class.held[slot.first] = slot
+
+    def touch(self, slot: Slot) -> None:
+        """Make a held slot the hottest one."""
+        assert slot.state == HELD, f"slot {slot.first} touched in state {slot.state}"
+        self.clock += 1
+        slot.touched = slot.extent.touched = self.clock
+        slot.extent.size_class.held.move_to_end(slot.first)
+
+    def release(self, slot: Slot) -> None:
+        """Free a reserved or held slot; an extent that is wholly free is nobody's again."""
+        extent = slot.extent
+        size_class = extent.size_class
+        if slot.state == HELD:
+            del size_class.held[slot.first]
+            self._no_longer_held(slot)
+        else:
+            assert slot.state == RESERVED, f"slot {slot.first} freed twice"
+            extent.reserved -= 1
+            self.reserved_granules -= size_class.granules
+        slot.state = FREE
+        size_class.free.append(slot)
+        if not extent.reserved and not extent.held:
+            self._dissolve(extent)
+            self._forget_if_empty(size_class)
+
+    def check(self) -> None:
+        """Assert the sums, in time that does not grow with the pool."""
+        taken = self.held_granules + self.reserved_granules
+        assert self.held_granules >= 0, f"{self.held_granules} granules held"
+        assert self.reserved_granules >= 0, f"{self.reserved_granules} granules reserved"
+        assert taken <= self.usable, f"{taken} granules taken of {self.usable}"
+        assert 0 <= self._unassigned <= len(self._units), f"{self._unassigned} units unassigned"
+        assert bool(taken) == bool(self._classes), f"{taken} granules in {self.class_count} classes"
+
+    # --- finding room ----------------------------------------------------------------------------
+
+    def _free_slot(self, size_class: SizeClass) -> Slot | None:
+        free = size_class.free
+        while free:
+            slot = free.popleft()
+            if slot.extent.live:
+                return slot
+        extent = size_class.cutting
+        if extent is None:
+            return None
+        slot = Slot(extent.first_granule + len(extent.slots) * size_class.granules, extent)
+        extent.slots.append(slot)
+        if len(extent.slots) == extent.slots_max:
+            size_class.cutting = None
+        return slot
+
+    def _make_room(
+        self, size_class: SizeClass, untouched_since: int, evicted: list[Slot]
+    ) -> Slot | None:
+        """Return a free slot of the class: in unassigned units, another's place, or its own."""
+        if self._assign_free(size_class):
+            return self._free_slot(size_class)
+        own = size_class.coldest()
+        if own is None or own.touched > untouched_since:
+            # Nothing of its own can go, so somebody's must: else one size could fail for ever.
+            if self._reclaim(size_class, untouched_since, None, evicted):
+                return self._free_slot(size_class)
+            return None
+        if size_class.evictions % DONOR_CHECK_EVERY == 0:
+            donors = self._colder_classes(size_class, own)
+            if donors and self._reclaim(size_class, untouched_since, donors, evicted):
+                return self._free_slot(size_class)
+        size_class.evictions += 1
+        del size_class.held[own.first]
+        self._no_longer_held(own)
+        own.state = FREE
+        evicted.append(own)
+        return own
+
+    def _colder_classes(self, size_class: SizeClass, own: Slot) -> dict[int, None]:
+        """Return the sizes that have so much older pages that they should give."""
+        newest = self.clock - COLDER_FACTOR * (self.clock - own.touched)
+        donors: dict[int, None] = {}
+        for other in self._classes.values():
+            coldest = other.coldest()
+            if other is not size_class and coldest is not None and coldest.touched < newest:
+                donors[other.granules] = None
+        return donors
+
+    def _assign_free(self, size_class: SizeClass) -> bool:
+        """Give the class an extent of unassigned units, the longest unassigned first."""
+        least = -(-size_class.granules // self.unit)
+        if self._unassigned < least or size_class.searched == self._version:
+            return False
+        oldest_first = [
+            freed if extent is None else _BLOCKED
+            for extent, freed in zip(self._units, self._unit_freed, strict=True)
+        ]
+        for units in dict.fromkeys((self._units_wanted(size_class.granules), least)):
+            start = self._least_window(oldest_first, units, size_class.granules)
+            if start is not None:
+                self._assign(size_class, start, units)
+                return True
+        # Fragments are not looked at again, a page at a time, until the map has changed.
+        size_class.searched = self._version
+        return False
+
+    def _reclaim(
+        self,
+        size_class: SizeClass,
+        untouched_since: int,
+        donors: Container[int] | None,
+        evicted: list[Slot],
+    ) -> bool:
+        """Take the window that nobody has touched for longest from the donors (None: from all)."""
+        temperature: list[int] = []
+        for extent in self._units:
+            if extent is None:
+                temperature.append(_NEVER_TOUCHED)
+            elif (
+                extent.reserved
+                or extent.touched > untouched_since
+                or (donors is not None and extent.size_class.granules not in donors)
+            ):
+                temperature.append(_BLOCKED)
+            else:
+                temperature.append(extent.touched)
+        least = -(-size_class.granules // self.unit)
+        for units in dict.fromkeys((self._units_wanted(size_class.granules), least)):
+            start = self._least_window(temperature, units, size_class.granules)
+            if start is not None:
+                self._clear_window(start, units, evicted)
+                self._assign(size_class, start, units)
+                self.reclaims += 1
+                return True
+        return False
+
+    def _units_wanted(self, granules: int) -> int:
+        """Return how many units an extent should span: the fewest with little left over."""
+        least = -(-granules // self.unit)
+        spans = range(least, min(max(least, WASTE_PART), len(self._units)) + 1)
+        for units in spans:
+            if units * self.unit % granules * WASTE_PART <= units * self.unit:
+                return units
+        return min(spans, key=lambda units: units * self.unit % granules / units, default=least)
+
+    def _least_window(self, keys: list[int], units: int, granules: int) -> int | None:
+        """Return the start of the window whose greatest key is least, then whose sum is."""
+        if units > len(keys):
+            return None
+        windows = np.lib.stride_tricks.sliding_window_view(np.array(keys, np.int64), units)
+        greatest = windows.max(axis=1)
+        if self._window_granules(len(keys) - units, units) < granules:
+            greatest[-1] = _BLOCKED  # the last unit is short, and this page does not fit in
+        least = greatest.min()
+        if least >= _BLOCKED:
+            return None
+        candidates = np.flatnonzero(greatest == least)
+        return int(candidates[np.argmin(windows[candidates].sum(axis=1))])
+
+    def _window_granules(self, start: int, units: int) -> int:
+        return min((start + units) * self.unit, self.granules) - start * self.unit
+
+    # --- extents come and go ---------------------------------------------------------------------
+
+    def _assign(self, size_class: SizeClass, start: int, units: int) -> None:
+        slots_max = self._window_granules(start, units) // size_class.granules
+        assert slots_max >= 1, f"no slot of {size_class.granules} in {units} units at {start}"
+        assert not any(self._units[start : start + units]), f"units at {start} are taken"
+        extent = Extent(size_class, start, units, start * self.unit, slots_max)
+        self._units[start : start + units] = [extent] * units
+        self._unassigned -= units
+        self._version += 1
+        size_class.extents[start] = extent
+        size_class.cutting = extent
+
+    def _clear_window(self, start: int, units: int, evicted: list[Slot]) -> None:
+        for extent in self._units[start : start + units]:
+            # An extent met a second time is gone already.
+            if extent is not None and extent.live:
+                size_class = extent.size_class
+                for slot in extent.slots:
+                    if slot.state == HELD:
+                        del size_class.held[slot.first]
+                        self._no_longer_held(slot)
+                        slot.state = FREE
+                        evicted.append(slot)
+                self._dissolve(extent)
+                self._forget_if_empty(size_class)
+
+    def _dissolve(self, extent: Extent) -> None:
+        assert not extent.reserved, f"{extent.reserved} slots at {extent.first_granule} reserved"
+        assert not extent.held, f"{extent.held} slots at {extent.first_granule} held"
+        size_class = extent.size_class
+        extent.live = False
+        del size_class.extents[extent.first_unit]
+        if size_class.cutting is extent:
+            size_class.cutting = None
+        self._version += 1
+        span = slice(extent.first_unit, extent.first_unit + extent.units)
+        self._units[span] = [None] * extent.units
+        self._unit_freed[span] = [self._version] * extent.units
+        self._unassigned += extent.units
+
+    def _no_longer_held(self, slot: Slot) -> None:
+        slot.extent.held -= 1
+        self.held_granules -= slot.extent.size_class.granules
+        self.held_count -= 1
+
+    def _forget_if_empty(self, size_class: SizeClass) -> None:
+        if not size_class.extents:
+            self._classes.pop(size_class.granules, None)
