@@ -1,0 +1,55 @@
+# Two commands for a newcomer, each works alone on a machine with Python >= 3.10, gcc and make:
+#   make demo    three nodes on this machine, every byte checked
+#   make test    lint, types and tests; SGLang's too where its environment exists
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types unit sglang docs clean
+.DELETE_ON_ERROR:
+# The tests measure time, and two cores are soon full.
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(STAMP)
+	@$(BIN)/peercache demo $(DEMO_FLAGS)
+
+test: lint unit sglang
+
+lint: types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -m "not sglang" $(PYTEST_FLAGS)
+
+# The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
+# exists, and where PEERCACHE_TEST_SGLANG=1 asks for it.
+sglang: export PYTHON := $(PYTHON)
+sglang: $(STAMP)
+	@bash tests/integration/run_sglang_tests.sh $(PYTEST_FLAGS)
+
+# Pages of docs/reference that are made from the code.
+docs: $(STAMP)
+	$(BIN)/python -m tests.reference
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): PYTHON=/path/to/python3 make ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PeerCache needs Python 3.10 or later."; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)

@@ -1,0 +1,9 @@
+"""`python -m peercache`: the same as the `peercache` command."""
+
+from __future__ import annotations
+
+import sys
+
+from peercache.cli import main
+
+sys.exit(main())

@@ -1,0 +1,137 @@
+"""The `peercache` command: demo, node, config, version.
+
+Each subcommand imports what it needs when it is chosen, so that `peercache version` works where a
+node would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import attrs
+
+from peercache.config import FIELDS
+from peercache.errors import PeerCacheError
+from peercache.flags import environment_name_of, flag_of
+from peercache.messages import WIRE_VERSION, WIRE_VERSION_OLDEST
+
+EXIT_WRONG_USAGE = 2  # What argparse exits with, too.
+EXIT_INTERRUPTED = 130  # What a shell reports of a process that Ctrl-C ended.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["node"]:
+        # The node has its own parser: the same flags under both of its names.
+        from peercache.node.__main__ import main as run_node  # noqa: PLC0415 - see the charter
+
+        return run_node(given[1:])
+    args = _parser().parse_args(given)
+    try:
+        return int(args.run(args))
+    except PeerCacheError as error:
+        print(f"peercache: {error}", file=sys.stderr)
+        return EXIT_WRONG_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="peercache", description="Peer-to-peer L3 storage for SGLang's HiCache."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="three nodes on this machine, every byte checked")
+    demo.add_argument("--json", action="store_true", help="print one JSON object, and no progress")
+    demo.add_argument(
+        "--keep-logs", metavar="FOLDER", help="keep the logs of the nodes in this folder"
+    )
+    demo.set_defaults(run=_demo)
+
+    # Listed for --help only: `main` hands everything after `node` to the node's own parser.
+    commands.add_parser("node", help="run a standalone node; see `peercache node --help`")
+
+    config = commands.add_parser("config", help="list every setting, its default and meaning")
+    config.add_argument("--toml", action="store_true", help="print an example file instead")
+    config.set_defaults(run=_config)
+
+    commands.add_parser("version", help="print the versions").set_defaults(run=_version)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from peercache.demo.story import run_demo  # noqa: PLC0415 - see the charter
+
+    return run_demo(as_json=args.json, log_folder=args.keep_logs)
+
+
+def _version(_: argparse.Namespace) -> int:
+    wire = f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}" if WIRE_VERSION > 1 else f"{WIRE_VERSION}"
+    print(f"peercache {version('peercache')} (wire version {wire})")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.toml:
+        print(example_toml(), end="")
+        return 0
+    from rich import box  # noqa: PLC0415 - see the charter
+    from rich.console import Console  # noqa: PLC0415 - see the charter
+    from rich.table import Table  # noqa: PLC0415 - see the charter
+    from rich.text import Text  # noqa: PLC0415 - see the charter
+
+    table = Table("setting", "default", "meaning", box=box.SIMPLE, pad_edge=False)
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        meaning = field.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
+        table.add_row(Text(name, "bold"), Text(written(field)), Text(meaning))
+    # A pipe has no width; a hundred columns keep each setting on few lines.
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    print(
+        f"\nA setting is a flag ({flag_of('pool_size')}), an environment variable "
+        f"({environment_name_of('pool_size')}), a line of the TOML file,\n"
+        "a keyword of Client.open, and a key of SGLang's extra-config JSON."
+    )
+    return 0
+
+
+def written(field: attrs.Attribute[Any]) -> str:
+    """Return the default of a setting as a person would write it; "" for none."""
+    value = field.default
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if field.name in ("pool_size", "granule") and isinstance(value, int):
+        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            if value % size == 0:
+                return f"{value // size}{unit}"
+    return str(value)
+
+
+def example_toml() -> str:
+    """Return a TOML file with every setting at its default, commented out."""
+    lines = [
+        "# Settings of PeerCache: uncomment what you change.",
+        "# A flag (--pool-size) or the environment (PEERCACHE_POOL_SIZE) wins over this file.",
+    ]
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        meaning = field.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(meaning, 97))]
+        lines.append(f"# {name} = {_toml(field)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(field: attrs.Attribute[Any]) -> str:
+    if isinstance(field.default, tuple):
+        return json.dumps(list(field.default))
+    if isinstance(field.default, str) or field.name in ("pool_size", "granule"):
+        return json.dumps(written(field))
+    return str(field.default)
