@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -49,6 +50,13 @@ def from_bytes(blob: bytes) -> Records:
     return np.frombuffer(blob, RECORD)
 
 
+BUCKETS = 256
+"""Buckets of a stream's digest: the bucket of a record is byte 0 of its key."""
+
+RECORDS_A_MESSAGE_MAX = 16_384
+"""Most records or drops a sender puts into one message: 0.9 MB, a ninth of what is accepted."""
+
+
 def digest_of(records: Records) -> npt.NDArray[np.uint64]:
     """Return one 64-bit digest a record, (n,): what a stream summary XORs together.
 
@@ -59,6 +67,37 @@ def digest_of(records: Records) -> npt.NDArray[np.uint64]:
     halves = np.ascontiguousarray(records["key"]).view("<u8").reshape(-1, 2)
     mixed = halves[:, 0] ^ _mix(halves[:, 1] ^ _mix(records["generation"]))
     return _mix(mixed ^ records["flags"].astype(np.uint64))
+
+
+def buckets_of(records: Records) -> npt.NDArray[np.intp]:
+    """Return the bucket of each record or drop, (n,): byte 0 of its key."""
+    keys = np.ascontiguousarray(records["key"]).view(np.uint8)
+    return keys.reshape(-1, 16)[:, 0].astype(np.intp)
+
+
+def keys_of(records: Records) -> list[bytes]:
+    """Return the keys of records or drops, as dictionaries want them."""
+    packed = records["key"].tobytes()
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+@attrs.define(eq=False)
+class Content:
+    """What a set of records comes to: its size, and a digest for each bucket.
+
+    Holder and owner each keep one for the records that the owner should hold of the holder.
+    """
+
+    count: int = 0
+    buckets: npt.NDArray[np.uint64] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.uint64))
+
+    def flip(self, buckets: npt.NDArray[np.intp], digests: npt.NDArray[np.uint64]) -> None:
+        """Add records that were out, or take away records that were in: XOR does both."""
+        np.bitwise_xor.at(self.buckets, buckets, digests)
+
+    def digest(self) -> int:
+        """Return the digest of the whole set."""
+        return int(np.bitwise_xor.reduce(self.buckets))
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
