@@ -37,7 +37,7 @@ from peercache.ports import Ask, Checksum, Place, Post, Step
 from peercache.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.records import from_bytes as records_from_bytes
 from peercache.runs import U64, PageRuns
-from peercache.transfer.breaker import STALL_S
+from peercache.transfer.breaker import STALL_S, Breakers
 from peercache.transfer.cache import LocationCache
 from peercache.transfer.verify import wants_checksum
 
@@ -111,12 +111,14 @@ class Writer:
         self,
         *,
         cache: LocationCache,
+        breakers: Breakers,
         verify: str,
         namespace_tag: int,
         clock: Callable[[], float],
     ) -> None:
         """Write pages under `namespace_tag`, with checksums as `verify` says."""
         self._cache = cache
+        self._breakers = breakers
         self._verify = verify
         self._namespace_tag = namespace_tag
         self._clock = clock
@@ -229,17 +231,17 @@ class Writer:
         return checksums
 
     def _insist(self, home: int, message: Message, until: float) -> Generator[Step, Any, Any]:
-        """Ask the home node until it answers: Reserve and Commit are idempotent."""
-        while True:
-            now = self._clock()
+        """Ask the home node until it answers, or is taken for gone.
+
+        Reserve and Commit are idempotent, so a lost message is asked again.
+        """
+        while (now := self._clock()) < until and self._breakers.available(home, now):
             answers: Sequence[Message | None] = yield Ask(
                 ((home, message),), min(until, now + STALL_S)
             )
             if answers[0] is not None:
                 return answers[0]
-            # A home that fails at once is gone; one that was silent may only have lost a message.
-            if self._clock() >= until or self._clock() - now < STALL_S / 2:
-                return None
+        return None
 
     def _patience(self, until: float) -> float:
         return max(0.0, min(STALL_S, (until - self._clock()) / 2))

@@ -1,0 +1,1 @@
+"""The blocking client: what lives in the engine's process."""

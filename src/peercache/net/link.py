@@ -1,0 +1,129 @@
+"""A link: what this node says to one other, in order, through a bounded outbox.
+
+The first thing on every new connection is a Hello; what waits in the outbox follows it. Answers to
+the Hello come back on the same connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import trio
+
+from peercache.net.sockets import Dialer
+
+OUTBOX_MESSAGES_MAX = 512
+"""Messages that wait while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
+what is newest is most likely still true."""
+
+OUTBOX_BYTES_MAX = 64 * 2**20
+"""The same in bytes: a dozen re-publications of 100,000 records."""
+
+
+@final
+class Link:
+    """One directed link to an address."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        hello: Callable[[], bytes],
+        on_answer: Callable[[bytes], None],
+        on_dropped: Callable[[int], None],
+    ) -> None:
+        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes what comes back."""
+        self.url = url
+        self._hello = hello
+        self._on_answer = on_answer
+        self._on_dropped = on_dropped
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._greeted = False
+        self._wake = trio.Event()
+        self._connected = False
+        self._scope = trio.CancelScope()
+
+    def send(self, raw: bytes) -> None:
+        """Queue a message; never blocks, may drop the oldest."""
+        self._outbox.append(raw)
+        self._outbox_bytes += len(raw)
+        dropped = 0
+        while len(self._outbox) > OUTBOX_MESSAGES_MAX or self._outbox_bytes > OUTBOX_BYTES_MAX:
+            self._outbox_bytes -= len(self._outbox.popleft())
+            dropped += 1
+        if dropped:
+            self._on_dropped(dropped)
+        self._wake.set()
+
+    def greet_again(self) -> None:
+        """Say Hello once more: the peer does not know us (any more)."""
+        self._greeted = False
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End `run`; what waits is not sent."""
+        self._scope.cancel()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handed to nng."""
+        return not self._outbox
+
+    async def run(self) -> None:
+        """Dial, greet, send and listen until stopped."""
+        token = trio.lowlevel.current_trio_token()
+
+        def from_nng(fact: Callable[[], None]) -> Callable[[], None]:
+            def tell() -> None:
+                try:
+                    token.run_sync_soon(fact)
+                except trio.RunFinishedError:
+                    return  # The node has gone; so has whoever would want to know.
+
+            return tell
+
+        with self._scope:
+            self._connected = False
+            dialer = Dialer(
+                self.url,
+                on_connected=from_nng(self._on_connected),
+                on_removed=from_nng(self._on_removed),
+            )
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._listen, dialer)
+                    await self._talk(dialer)
+            finally:
+                dialer.close()
+
+    def _on_connected(self) -> None:
+        self._connected, self._greeted = True, False
+        self._wake.set()
+
+    def _on_removed(self) -> None:
+        self._connected = False
+
+    async def _listen(self, dialer: Dialer) -> None:
+        while True:
+            await trio.lowlevel.wait_readable(dialer.receive_fd)
+            while (raw := dialer.receive()) is not None:
+                self._on_answer(raw)
+
+    async def _talk(self, dialer: Dialer) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            while self._connected and (self._outbox or not self._greeted):
+                raw = self._outbox[0] if self._greeted else self._hello()
+                if not dialer.send(raw):
+                    await trio.lowlevel.wait_readable(dialer.send_fd)
+                    continue
+                if self._greeted:
+                    # The outbox may have dropped its oldest only between sends, never during one.
+                    self._outbox_bytes -= len(self._outbox.popleft())
+                else:
+                    self._greeted = True
+            await trio.lowlevel.checkpoint()

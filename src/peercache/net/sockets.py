@@ -1,0 +1,223 @@
+"""The nng sockets of the control plane: the only file that imports pynng.
+
+One protocol everywhere, PAIR1. A node listens with one polyamorous socket on all its addresses;
+whoever has something to say dials it with an own socket. Members answer each other over their own
+links; a client, which listens nowhere, is answered on the pipe it dialled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pynng
+import trio
+
+from peercache.codec import MESSAGE_BYTES_MAX
+from peercache.config import format_address, parse_address
+from peercache.errors import AddressTaken, ConfigError, LocalProtocolError
+
+# nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
+# and in a parent that never closed it may wait for a peer; the end of a process ends them anyway.
+# Remove when pynng offers a switch.
+atexit.unregister(pynng.nng._pynng_atexit)  # noqa: SLF001 - it has no public name
+
+_state = {"sockets_opened": False, "is_forked": False}
+
+
+def _disarm_in_child() -> None:
+    """Keep a forked child from touching the sockets of its parent.
+
+    nng's threads do not exist there, so closing a socket, as its finaliser does, hangs for ever.
+    """
+    if _state["sockets_opened"]:
+        _state["is_forked"] = True
+        pynng.Socket.close = pynng.Socket.__del__ = _do_nothing
+
+
+def _do_nothing(_socket: object) -> None:
+    return
+
+
+os.register_at_fork(after_in_child=_disarm_in_child)
+
+
+def _open(**options: Any) -> Any:
+    if _state["is_forked"]:
+        raise LocalProtocolError("a forked child cannot use nng: start PeerCache after the fork")
+    _state["sockets_opened"] = True
+    return pynng.Pair1(recv_max_size=MESSAGE_BYTES_MAX, **options)
+
+
+SEND_BUFFER_MESSAGES = 64
+"""Messages nng takes before it says "try again"; the bounded outbox of a link is above it."""
+
+RECEIVE_BUFFER_MESSAGES = 256
+RECONNECT_MIN_MS = 50
+RECONNECT_MAX_MS = 1000
+"""nng dials a lost peer again at this pace, for ever: partitions heal without us."""
+
+PipeFact = Callable[[int], None]
+"""Called with a pipe's number on a thread of nng: hand it on and return."""
+
+
+class Listener:
+    """A polyamorous PAIR1 socket on a trio loop: takes from every pipe, answers on each."""
+
+    def __init__(self, *, on_removed: PipeFact) -> None:
+        """Call `on_removed` (on a thread of nng) for each pipe that ends."""
+        self._socket = _open(
+            polyamorous=True,
+            send_buffer_size=SEND_BUFFER_MESSAGES,
+            recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
+        )
+        self._socket.add_post_pipe_remove_cb(lambda pipe: on_removed(pipe.id))
+        self._receive_fd: int = self._socket.recv_fd
+
+    def listen_tcp(self, name: str, host: str, port: int) -> int:
+        """Listen on one TCP address; return the port. AddressTaken names the setting `name`."""
+        address = format_address(host, port)
+        try:
+            listener = self._socket.listen(f"tcp://{address}")
+        except pynng.AddressInUse as error:
+            raise AddressTaken(name, address) from error
+        except pynng.NNGException as error:
+            raise ConfigError(name, f"cannot listen on {address}: {error}") from error
+        # nng keeps port numbers as the wire has them.
+        bound: int = int.from_bytes(listener.local_address.port.to_bytes(2, "little"), "big")
+        return port or bound
+
+    def listen_local(self, url: str) -> None:
+        """Listen on ipc://PATH or inproc://NAME; raise AddressTaken or ConfigError."""
+        try:
+            self._socket.listen(url)
+        except pynng.AddressInUse as error:
+            raise AddressTaken("home", url) from error
+        except pynng.NNGException as error:
+            raise ConfigError("home", f"cannot listen on {url}: {error}") from error
+
+    async def receive(self) -> tuple[int, bytes]:
+        """Return the next message and the number of its pipe."""
+        while True:
+            taken = self.receive_now()
+            if taken is not None:
+                return taken
+            await trio.lowlevel.wait_readable(self._receive_fd)
+
+    def receive_now(self) -> tuple[int, bytes] | None:
+        """Return a message that has arrived already, or None."""
+        try:
+            message = self._socket.recv_msg(block=False)
+        except pynng.TryAgain:
+            return None
+        pipe = message.pipe
+        return (pipe.id if pipe is not None else 0), message.bytes
+
+    def reply(self, pipe: int, raw: bytes) -> bool:
+        """Send on a pipe; False if it is gone or full. nng may still drop it silently."""
+        found = self._socket._pipes.get(pipe)  # noqa: SLF001 - `pipes` copies them all
+        if found is None:
+            return False
+        try:
+            self._socket.send_msg(pynng.Message(raw, found), block=False)
+        except pynng.NNGException:
+            return False
+        return True
+
+    def disconnect(self, pipe: int) -> None:
+        """End one pipe."""
+        found = self._socket._pipes.get(pipe)  # noqa: SLF001 - as above
+        if found is not None:
+            found.close()
+
+    def pipe_count(self) -> int:
+        """Return the number of open connections."""
+        return len(self._socket._pipes)  # noqa: SLF001 - as above
+
+    def close(self) -> None:
+        """Stop listening and end every pipe."""
+        self._socket.close()
+
+
+class Dialer:
+    """A PAIR1 socket that dials one address, again and again while it is lost. Never blocks."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        on_connected: Callable[[], None] | None = None,
+        on_removed: Callable[[], None] | None = None,
+    ) -> None:
+        """Start dialling; the callbacks come on threads of nng."""
+        self._socket = _open(
+            send_buffer_size=SEND_BUFFER_MESSAGES,
+            recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
+            reconnect_time_min=RECONNECT_MIN_MS,
+            reconnect_time_max=RECONNECT_MAX_MS,
+        )
+        if on_connected is not None:
+            self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
+        if on_removed is not None:
+            self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
+        self.receive_fd: int = self._socket.recv_fd
+        self.send_fd: int = self._socket.send_fd
+        self._socket.dial(url, block=False)
+
+    def send(self, raw: bytes) -> bool:
+        """Hand a message to nng; False if its buffer is full. It may never arrive."""
+        try:
+            self._socket.send(raw, block=False)
+        except pynng.TryAgain:
+            return False
+        except pynng.Closed:
+            return True
+        return True
+
+    def receive(self) -> bytes | None:
+        """Return a message that has arrived, or None."""
+        try:
+            raw: bytes = self._socket.recv(block=False)
+        except (pynng.TryAgain, pynng.Closed):
+            return None
+        return raw
+
+    def close(self) -> None:
+        """Stop dialling and close."""
+        self._socket.close()
+
+
+def local_path(url: str) -> str:
+    """Return the path of an ipc:// address."""
+    return url.removeprefix("ipc://")
+
+
+def remove_dead_socket(url: str) -> None:
+    """Remove the socket file of an ipc address whose listener has died."""
+    path = Path(local_path(url))
+    if path.exists() and not answers(url, 0.5):
+        path.unlink()
+
+
+def answers(url: str, timeout_s: float) -> bool:
+    """Return whether anybody accepts connections at a tcp:// or ipc:// address.
+
+    nng dials in the background and does not tell a refusal, so the first connection to a peer asks
+    the kernel, which does.
+    """
+    try:
+        if url.startswith("tcp://"):
+            with socket.create_connection(parse_address(url[6:]), timeout=timeout_s):
+                return True
+        if url.startswith("ipc://"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(timeout_s)
+                probe.connect(local_path(url))
+                return True
+    except (OSError, ValueError):
+        return False
+    return True

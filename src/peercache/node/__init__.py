@@ -1,0 +1,1 @@
+"""A node: the wiring of actors, sockets, memory and fabrics; `python -m peercache.node`."""

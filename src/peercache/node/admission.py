@@ -1,0 +1,181 @@
+"""Who may talk to a node, and about what: the one place that decides.
+
+A connection begins with a Hello. It is refused, loudly and with a reason, when wire version,
+granule, credentials or a namespace's geometry do not fit; what comes before a Hello is dropped.
+"""
+
+from __future__ import annotations
+
+import hmac
+from enum import Enum
+from typing import final
+
+import attrs
+
+from peercache.errors import Rejected
+from peercache.messages import (
+    WIRE_VERSION,
+    WIRE_VERSION_OLDEST,
+    Abort,
+    Acknowledged,
+    Clear,
+    Commit,
+    Delete,
+    Disputed,
+    Heartbeat,
+    HeartbeatSeen,
+    Hello,
+    Join,
+    LiveReservations,
+    Lookup,
+    Message,
+    Put,
+    Remove,
+    Repair,
+    Reserve,
+    StatsAsked,
+    StreamSummary,
+    SummaryDiffers,
+    SummaryMatches,
+    Touched,
+    ViewAsked,
+    ViewShared,
+)
+from peercache.segment.client_lock import LockProbe
+
+CLIENTS_MAX = 1024
+"""Writing clients of one home node: each has a descriptor open and is probed every second."""
+
+
+class Role(Enum):
+    """What a connection was admitted as."""
+
+    NODE = "node"
+    READER = "reader"
+    WRITER = "writer"
+
+
+_ANY = (Role.NODE, Role.READER, Role.WRITER)
+_CLIENTS = (Role.READER, Role.WRITER)
+
+ROUTES: dict[type[Message], tuple[str, tuple[Role, ...]]] = {
+    Join: ("membership", (Role.NODE,)),
+    Heartbeat: ("membership", (Role.NODE,)),
+    HeartbeatSeen: ("membership", (Role.NODE,)),
+    ViewShared: ("membership", (Role.NODE,)),
+    ViewAsked: ("membership", _ANY),
+    Lookup: ("directory", _CLIENTS),
+    Disputed: ("directory", _CLIENTS),
+    Put: ("directory", (Role.NODE,)),
+    Delete: ("directory", (Role.NODE,)),
+    StreamSummary: ("directory", (Role.NODE,)),
+    Repair: ("directory", (Role.NODE,)),
+    Acknowledged: ("publisher", (Role.NODE,)),
+    SummaryDiffers: ("publisher", (Role.NODE,)),
+    SummaryMatches: ("publisher", (Role.NODE,)),
+    Touched: ("pool", _CLIENTS),
+    Remove: ("pool", _CLIENTS),
+    Clear: ("pool", _CLIENTS),
+    Reserve: ("pool", (Role.WRITER,)),
+    Commit: ("pool", (Role.WRITER,)),
+    Abort: ("pool", (Role.WRITER,)),
+    LiveReservations: ("pool", (Role.WRITER,)),
+    StatsAsked: ("node", _CLIENTS),
+}
+"""Which actor a message is for, and who may send it; what is not here nobody may."""
+
+
+@attrs.frozen
+class Session:
+    """An admitted connection."""
+
+    identity: int
+    role: Role
+    namespace: str
+    geometry: str
+
+
+@final
+class Admission:
+    """Admits connections, and remembers the lock of every writing client."""
+
+    def __init__(self, *, granule: int, credentials: str, home: str, local_token: str) -> None:
+        """Admit who fits; clients of this very process show `local_token` instead of a lock."""
+        self._granule = granule
+        self._credentials = credentials
+        self._home = home
+        self._local_token = local_token
+        self.sessions: dict[int, Session] = {}
+        self._locks: dict[int, LockProbe] = {}
+
+    def admit(self, pipe: int, sender: int, hello: Hello) -> Session:
+        """Open a session on a pipe, or raise Rejected with what does not fit."""
+        if sender == 0:
+            raise Rejected("identity", "nobody is called 0")
+        if hello.wire_newest < WIRE_VERSION_OLDEST or hello.wire_oldest > WIRE_VERSION:
+            raise Rejected(
+                "wire_version",
+                f"you speak {hello.wire_oldest} to {hello.wire_newest}, "
+                f"this node {WIRE_VERSION_OLDEST} to {WIRE_VERSION}: upgrade the older side",
+            )
+        if hello.granule != self._granule:
+            raise Rejected(
+                "granule", f"your granule is {hello.granule}, this cluster's {self._granule}"
+            )
+        if not hmac.compare_digest(hello.credentials.encode(), self._credentials.encode()):
+            raise Rejected("credentials", "the credentials are not this cluster's")
+        self._check_geometry(hello)
+        role = Role.NODE if hello.is_node else self._client_role(sender, hello)
+        session = Session(sender, role, hello.namespace, hello.geometry)
+        self.sessions[pipe] = session
+        return session
+
+    def end(self, pipe: int) -> None:
+        """Forget a connection; what its client has reserved stays: it may come back."""
+        self.sessions.pop(pipe, None)
+
+    def route(self, session: Session, message: Message) -> str | None:
+        """Return the actor for a message, or None if this peer may not send it."""
+        actor, roles = ROUTES.get(type(message), ("", ()))
+        return actor if session.role in roles else None
+
+    def exited(self) -> list[int]:
+        """Return the clients whose processes have exited since the last look, and forget them."""
+        gone = [client for client, lock in self._locks.items() if not lock.is_held()]
+        for client in gone:
+            self._locks.pop(client).close(remove=True)
+        return gone
+
+    def close(self) -> None:
+        """Let go of the lock files; their clients go on."""
+        for lock in self._locks.values():
+            lock.close(remove=False)
+        self._locks.clear()
+
+    def _check_geometry(self, hello: Hello) -> None:
+        for session in self.sessions.values():
+            if (
+                hello.namespace
+                and session.namespace == hello.namespace
+                and session.geometry != hello.geometry
+            ):
+                raise Rejected(
+                    "geometry",
+                    f"namespace {hello.namespace!r} is in use with another geometry: "
+                    f"{session.geometry!r}, yours is {hello.geometry!r}",
+                )
+
+    def _client_role(self, client: int, hello: Hello) -> Role:
+        if not hello.lock:
+            return Role.READER
+        if hmac.compare_digest(hello.lock.encode(), self._local_token.encode()):
+            return Role.WRITER
+        if client not in self._locks:
+            if len(self._locks) >= CLIENTS_MAX:
+                raise Rejected("clients", f"this node has {CLIENTS_MAX} clients already")
+            probe = LockProbe(self._home, hello.lock)
+            if not probe.is_held():
+                probe.close(remove=False)
+                raise Rejected("lock", f"nobody holds the lock {hello.lock}")
+            self._locks[client] = probe
+        return Role.WRITER

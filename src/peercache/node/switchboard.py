@@ -1,0 +1,239 @@
+"""The switchboard: messages from sockets to mailboxes, and effects to sockets and memory.
+
+Everything that comes in passes here once: decoded, its sender known, meant for this incarnation,
+and allowed; else it is dropped and counted, and a stranger is told to say Hello.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import trio
+
+from peercache.actors._actor import SELF, Mailbox
+from peercache.codec import WrongCluster, WrongVersion, decode, encode
+from peercache.errors import Rejected, RemoteProtocolError
+from peercache.messages import (
+    WIRE_VERSION,
+    WIRE_VERSION_OLDEST,
+    Envelope,
+    Hello,
+    Member,
+    Message,
+    Refused,
+    SayHello,
+    StatsAsked,
+    Welcome,
+)
+from peercache.net.link import Link
+from peercache.net.sockets import Listener
+from peercache.node.admission import Admission, Session
+from peercache.observe import Metrics
+from peercache.ports import Effect, Origin, SendTo, StoreWords, Tell
+
+BURST_MESSAGES = 64
+"""Messages taken from the socket before other tasks get a turn."""
+
+REFUSALS_LOGGED_MAX = 256
+"""Refusals are logged once a peer and reason; so many are remembered."""
+
+
+@final
+class Switchboard:
+    """Carries messages between this node's actors and the world."""
+
+    def __init__(
+        self,
+        *,
+        me: Member,
+        cluster: str,
+        admission: Admission,
+        granule: int,
+        credentials: str,
+        segment_bytes: int,
+        listener: Listener,
+        mailboxes: dict[str, Mailbox],
+        store_words: Callable[[StoreWords], None],
+        member_of: Callable[[int], Member | None],
+        stats: Callable[[Origin, StatsAsked], Message],
+        metrics: Metrics,
+        log: Any,
+    ) -> None:
+        """Take everything from `node.Node`, which owns it."""
+        self._me = me
+        self._cluster = cluster
+        self._admission = admission
+        self._granule = granule
+        self._credentials = credentials
+        self._segment_bytes = segment_bytes
+        self._listener = listener
+        self._mailboxes = mailboxes
+        self._store_words = store_words
+        self._member_of = member_of
+        self._stats = stats
+        self._metrics = metrics
+        self._log = log
+        self._links: dict[str, Link] = {}
+        self._logged: dict[tuple[object, ...], None] = {}
+        self._nursery: trio.Nursery | None = None
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Take messages until cancelled; links live in this task's nursery."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            while True:
+                self._take(*await self._listener.receive())
+                for _ in range(BURST_MESSAGES):
+                    taken = self._listener.receive_now()
+                    if taken is None:
+                        break
+                    self._take(*taken)
+                await trio.lowlevel.checkpoint()
+
+    def _take(self, pipe: int, raw: bytes) -> None:
+        try:
+            envelope = decode(raw, cluster=self._cluster)
+        except (WrongVersion, WrongCluster) as error:
+            reason = "wire_version" if isinstance(error, WrongVersion) else "cluster"
+            self._refuse(pipe, Rejected(reason, error.what), 0)
+            return
+        except RemoteProtocolError as error:
+            self._drop("malformed", detail=error.what)
+            return
+        message = envelope.message
+        if isinstance(message, Hello):
+            self._greet(pipe, envelope.sender, message)
+            return
+        session = self._admission.sessions.get(pipe)
+        if session is None or session.identity != envelope.sender:
+            self._drop("stranger")
+            self._reply(pipe, envelope.sender, SayHello(self._me.incarnation))
+            return
+        if envelope.target not in (0, self._me.incarnation):
+            # Meant for a predecessor at this address: never ours to act on.
+            self._drop("other_incarnation")
+            self._reply(pipe, envelope.sender, SayHello(self._me.incarnation))
+            return
+        self._route(pipe, session, message)
+
+    def _route(self, pipe: int, session: Session, message: Message) -> None:
+        actor = self._admission.route(session, message)
+        origin = Origin(session.identity, 0 if session.role.value == "node" else pipe)
+        if actor is None:
+            self._drop("not_allowed", detail=type(message).__name__)
+            self._reply_refused(pipe, session, message)
+            return
+        self._metrics.messages_received.labels(type(message).__name__).inc()
+        if isinstance(message, StatsAsked):
+            self._reply(pipe, session.identity, self._stats(origin, message))
+        elif not self._mailboxes[actor].offer(origin, message):
+            self._drop("mailbox_full", detail=actor)
+
+    def _reply_refused(self, pipe: int, session: Session, message: Message) -> None:
+        what = type(message).__name__
+        refused = Refused(
+            getattr(message, "request", 0), "role", f"a {session.role.value} may not send {what}"
+        )
+        self._reply(pipe, session.identity, refused)
+
+    def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
+        try:
+            self._admission.admit(pipe, sender, hello)
+        except Rejected as refusal:
+            self._refuse(pipe, refusal, hello.request, sender)
+            return
+        self._reply(
+            pipe, sender, Welcome(hello.request, WIRE_VERSION, self._me, self._segment_bytes)
+        )
+
+    def _refuse(self, pipe: int, refusal: Rejected, request: int, sender: int = 0) -> None:
+        self._metrics.messages_dropped.labels(refusal.reason).inc()
+        self._log_once("peer.refused", sender, refusal.reason, refusal.detail)
+        self._reply(pipe, sender, Refused(request, refusal.reason, refusal.detail))
+
+    def _drop(self, reason: str, detail: str = "") -> None:
+        self._metrics.messages_dropped.labels(reason).inc()
+        self._log.debug("message.dropped", reason=reason, detail=detail)
+
+    def _log_once(self, event: str, peer: int, reason: str, detail: str) -> None:
+        """Warn once a peer and reason: a refused node says Hello again every second."""
+        key = (event, peer, reason)
+        if key not in self._logged and len(self._logged) < REFUSALS_LOGGED_MAX:
+            self._logged[key] = None
+            self._log.warning(event, peer=f"{peer:016x}", reason=reason, detail=detail)
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def perform(self, effect: Effect) -> None:
+        """Do what an actor returned; never blocks."""
+        if isinstance(effect, Tell):
+            self._mailboxes[effect.actor].tell(SELF, effect.fact)
+        elif isinstance(effect, StoreWords):
+            self._store_words(effect)
+        elif isinstance(effect, SendTo):
+            self._say(effect.address, 0, effect.message)
+        elif isinstance(effect.to, Origin) and effect.to.pipe:
+            self._reply(effect.to.pipe, effect.to.identity, effect.message)
+        else:
+            target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
+            member = self._member_of(target)
+            if member is None:
+                self._drop("unknown_member", detail=type(effect.message).__name__)
+            else:
+                self._say(member.control, target, effect.message)
+
+    def _reply(self, pipe: int, target: int, message: Message) -> None:
+        if not self._listener.reply(pipe, self._encode(target, message)):
+            self._drop("pipe_gone", detail=type(message).__name__)
+
+    def _say(self, address: str, target: int, message: Message) -> None:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = Link(
+                f"tcp://{address}",
+                hello=self._hello,
+                on_answer=lambda raw: self._answered(address, raw),
+                on_dropped=self._metrics.messages_dropped.labels("outbox_full").inc,
+            )
+            assert self._nursery is not None, "effects are performed after run() has started"
+            self._nursery.start_soon(link.run)
+        link.send(self._encode(target, message))
+
+    def keep_links(self, addresses: set[str]) -> None:
+        """End the links to addresses that nobody has any more."""
+        for address in [address for address in self._links if address not in addresses]:
+            self._links.pop(address).stop()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait, for a bounded time, until every link has handed over what it had."""
+        with trio.move_on_after(timeout_s):
+            # nng tells no event for it, so we look.
+            while not all(link.is_empty for link in self._links.values()):  # noqa: ASYNC110
+                await trio.sleep(timeout_s / 20)
+
+    def _hello(self) -> bytes:
+        hello = Hello(
+            0, WIRE_VERSION_OLDEST, WIRE_VERSION, self._cluster, is_node=True,
+            granule=self._granule, credentials=self._credentials, namespace="", geometry="", lock="",
+        )  # fmt: skip
+        return self._encode(0, hello)
+
+    def _answered(self, address: str, raw: bytes) -> None:
+        """Take what came back on a link: only the answers to its Hello are of interest."""
+        try:
+            message = decode(raw, cluster=self._cluster).message
+        except RemoteProtocolError as error:
+            self._drop("malformed", detail=error.what)
+            self._log_once("node.rejected", 0, address, error.what)
+            return
+        if isinstance(message, SayHello) and address in self._links:
+            self._links[address].greet_again()
+        elif isinstance(message, Refused):
+            self._log_once("node.rejected", 0, f"{address}: {message.reason}", message.detail)
+
+    def _encode(self, target: int, message: Message) -> bytes:
+        return encode(Envelope(self._me.incarnation, target, message), cluster=self._cluster)
