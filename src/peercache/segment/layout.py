@@ -69,6 +69,16 @@ class Layout:
         """Return the number of generation words: one a granule."""
         return self.page_bytes // self.granule
 
+    @property
+    def words_end(self) -> int:
+        """Return where the generation words end in the file."""
+        return self.words_offset + self.words_count * WORD_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory that the file takes: the gap before aligned pages takes none."""
+        return self.words_end + self.page_bytes
+
 
 @attrs.frozen
 class Header:

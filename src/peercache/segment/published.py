@@ -76,12 +76,12 @@ class PublishedSegment:
         layout = Layout.of(page_bytes, granule)
         path = Path(shm_dir) / segment_name(incarnation)
         free_bytes = _free_bytes(shm_dir)
-        if free_bytes < layout.total_bytes:
-            raise PoolTooLarge(os.fspath(shm_dir), layout.total_bytes, free_bytes)
+        if free_bytes < layout.memory_bytes:
+            raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
         file = _create_locked(path)
         try:
             os.ftruncate(file, layout.total_bytes)
-            _reserve(file, 0, layout.words_offset + layout.words_count * 8, path, layout)
+            _reserve(file, 0, layout.words_end, path, layout)
             segment = cls(path, file, layout, incarnation)
             # Odd before the header is there: nobody can read a slot that was never committed.
             segment.words.fill(NEVER_COMMITTED)
@@ -196,7 +196,7 @@ def _reserve(file: int, offset: int, size: int, path: Path, layout: Layout) -> N
 
 
 def _too_large(path: Path, layout: Layout) -> PoolTooLarge:
-    return PoolTooLarge(os.fspath(path.parent), layout.total_bytes, _free_bytes(path.parent))
+    return PoolTooLarge(os.fspath(path.parent), layout.memory_bytes, _free_bytes(path.parent))
 
 
 def _free_bytes(folder: str | os.PathLike[str]) -> int:

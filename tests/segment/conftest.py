@@ -1,0 +1,90 @@
+"""A folder of shared memory for each test, and a segment's owner in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+OWNER = Path(__file__).with_name("owner_process.py")
+
+
+class Owner:
+    """A process that publishes a segment and obeys lines."""
+
+    def __init__(self, shm_dir: Path, incarnation: int, page_bytes: int, granule: int) -> None:
+        """Start it and wait until it has published."""
+        self.process = subprocess.Popen(
+            [sys.executable, str(OWNER), str(shm_dir), str(incarnation), str(page_bytes),
+             str(granule)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.path = Path(self._line())
+
+    def tell(self, command: str) -> None:
+        """Have one command done."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        assert self._line() == "done"
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until the kernel has cleaned up."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """Leave nothing open."""
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    """Give a folder of its own in shared memory."""
+    parent = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=parent if parent.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def start_owner(shm_dir: Path) -> Iterator[Callable[..., Owner]]:
+    """Give what starts owners; all of them are gone after the test."""
+    owners: list[Owner] = []
+
+    def start(incarnation: int, page_bytes: int = 64 * 16384, granule: int = 16384) -> Owner:
+        owners.append(Owner(shm_dir, incarnation, page_bytes, granule))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.end()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """Mount a tmpfs of 4 MiB, where we may."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],
+        check=False,
+        capture_output=True,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
