@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import resource
 import socket
 import time
 from collections import deque
@@ -34,7 +35,10 @@ from peercache.runs import U64
 
 CONNECTIONS_MAX = 4096
 """Connections at once. 16 channels of 256 engine ranks; each costs a descriptor and a task (about
-10 KiB), so a flood of idle ones costs tens of megabytes, not the node."""
+10 KiB), so a flood of idle ones costs tens of megabytes, not the node. Where the process may open
+fewer than twice as many files, half of those: the control plane needs descriptors too."""
+BUSY_MAX = 64
+"""Connections beyond the limit that are told so; further ones are closed without a word."""
 GREETING_S = 5.0
 """From connect to a whole greeting: a client sends it at once."""
 REQUEST_S = 5.0
@@ -179,6 +183,9 @@ async def serve_pages(
 
     between_bytes_and_words: for tests that let the owner act at the worst moment.
     """
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files_max != resource.RLIM_INFINITY:
+        connections_max = min(connections_max, files_max // 2)
     service = _Service(
         source, admission, metrics, connections_max, between_bytes_and_words or _nothing
     )
@@ -216,6 +223,10 @@ class _Service:
                     continue  # Else the client hung up before we looked.
                 # A plain socket: trio's own has no send that tells "would block".
                 connection = socket.socket(fileno=accepted.detach())
+                if self.connections >= self.connections_max + BUSY_MAX:
+                    self._refuse(wire.BUSY)
+                    connection.close()
+                    continue
                 connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
                 self.connections += 1
                 nursery.start_soon(self._look_after, connection)
@@ -225,9 +236,8 @@ class _Service:
         open_now = self.metrics.connections.labels(port="data")
         open_now.inc()
         try:
-            with trio.CancelScope():
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await self._converse(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._converse(connection)
         except (OSError, trio.TooSlowError):
             pass  # The client hung up, or sleeps: its reads have ended, or will by their deadline.
         except Exception:

@@ -1,0 +1,130 @@
+"""Every fabric, and the fake that other tests use, passes the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from contracts.fabric_suite import (
+    GRANULE,
+    INCARNATION,
+    PAGE_MEMORY_BYTES,
+    FabricSuite,
+    Owner,
+    member_of,
+)
+from contracts.fakes import FakeFabric, PlainMemory
+from fabric.serving import PageServer, fabric_for
+from peercache.fabric.shm import ShmFabric
+from peercache.fabric.tcp import TcpFabric
+from peercache.ids import Incarnation
+from peercache.messages import Member
+from peercache.segment.layout import boot_id
+from peercache.segment.published import PublishedSegment
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
+    """A published segment, all of it usable."""
+    published = PublishedSegment.create(
+        tmp_path,
+        incarnation=Incarnation(INCARNATION),
+        page_bytes=PAGE_MEMORY_BYTES,
+        granule=GRANULE,
+    )
+    published.populate(PAGE_MEMORY_BYTES)
+    yield published
+    published.close()
+
+
+@attrs.define
+class FakeBench:
+    """The fake, with memory of this process."""
+
+    fabric: FakeFabric
+    owner: Owner
+    member: Member = attrs.field(factory=lambda: member_of(INCARNATION))
+
+    @property
+    def between(self) -> Callable[[], None]:
+        """What happens between bytes and word."""
+        return self.fabric.between
+
+    @between.setter
+    def between(self, act: Callable[[], None]) -> None:
+        self.fabric.between = act
+
+
+@attrs.define
+class TcpBench:
+    """The tcp fabric over loopback, with the server's loop in another thread."""
+
+    fabric: TcpFabric
+    owner: Owner
+    member: Member
+    server: PageServer
+
+    @property
+    def between(self) -> Callable[[], None]:
+        """What happens between bytes and word."""
+        return self.server.between
+
+    @between.setter
+    def between(self, act: Callable[[], None]) -> None:
+        self.server.between = act
+
+
+@attrs.define
+class ShmBench:
+    """The shared-memory fabric, with the segment mapped a second time."""
+
+    owner: Owner
+    member: Member
+    fabric: ShmFabric = attrs.field(init=False)
+    between: Callable[[], None] = attrs.field(default=lambda: None, init=False)
+
+    def act(self) -> None:
+        """Do what the test wants done between bytes and word."""
+        self.between()
+
+
+class TestFakeFabric(FabricSuite):
+    """The fake obeys the contract, or what is tested with it proves nothing."""
+
+    @pytest.fixture
+    def bench(self) -> FakeBench:
+        """Memory of this process, read by the fake."""
+        memory = PlainMemory.of(PAGE_MEMORY_BYTES, GRANULE)
+        fabric = FakeFabric(granule=GRANULE)
+        fabric.peers[INCARNATION] = memory
+        return FakeBench(fabric, Owner(memory))
+
+
+class TestTcpFabric(FabricSuite):
+    """Bytes through the kernel's loopback."""
+
+    @pytest.fixture
+    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
+        """A segment, served by a loop in another thread."""
+        server = PageServer(segment, incarnation=INCARNATION, granule=GRANULE)
+        fabric = fabric_for(GRANULE)
+        member = member_of(INCARNATION, data=server.address)
+        yield TcpBench(fabric, Owner(segment), member, server)
+        fabric.close()
+        server.close()
+
+
+class TestShmFabric(FabricSuite):
+    """One memory copy out of a mapped segment."""
+
+    @pytest.fixture
+    def bench(self, segment: PublishedSegment) -> Iterator[ShmBench]:
+        """A segment, mapped a second time by the fabric."""
+        member = member_of(INCARNATION, boot_id=boot_id(), segment=str(segment.path))
+        bench = ShmBench(Owner(segment), member)
+        bench.fabric = ShmFabric(boot_id=boot_id(), between=bench.act)
+        yield bench
+        bench.fabric.close()

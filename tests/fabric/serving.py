@@ -1,0 +1,98 @@
+"""A page server on a trio loop in a thread of its own, as the node runs it beside its clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from peercache.config import format_address
+from peercache.fabric.tcp import TcpFabric
+from peercache.fabric.tcp_server import Admission, PageSource, open_listeners, serve_pages
+from peercache.observe import Metrics
+
+CLUSTER = "tests"
+CREDENTIALS = "a secret"
+
+
+class PageServer:
+    """Serves a source until `close`; `between` may be set at any time.
+
+    address: HOST:PORT. metrics: the server's own.
+    """
+
+    def __init__(
+        self,
+        source: PageSource,
+        *,
+        incarnation: int,
+        granule: int,
+        credentials: str = CREDENTIALS,
+        port: int = 0,
+        **options: Any,
+    ) -> None:
+        """Start, and return when clients can connect."""
+        self.metrics = Metrics()
+        self.between: Callable[[], None] = lambda: None
+        self._source = source
+        self._admission = Admission(
+            cluster=CLUSTER, credentials=credentials, granule=granule, incarnation=incarnation
+        )
+        self._port = port
+        self._options = options
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._run,))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def close(self) -> None:
+        """Stop serving: every connection is closed when this returns."""
+        self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join()
+
+    def refusals(self, reason: str) -> float:
+        """Return how often a client was refused for that reason."""
+        value = self.metrics.registry.get_sample_value(
+            "peercache_tcp_refused_total", {"reason": reason}
+        )
+        return value or 0.0
+
+    def _act(self) -> None:
+        self.between()
+
+    async def _run(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as self._scope:
+            listeners = await open_listeners("127.0.0.1", self._port)
+            self.port = listeners[0].socket.getsockname()[1]
+            self.address = format_address("127.0.0.1", self.port)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._serve, listeners)
+                self._ready.set()
+
+    async def _serve(
+        self, listeners: list[trio.SocketListener], *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        await serve_pages(
+            listeners,
+            self._source,
+            admission=self._admission,
+            metrics=self.metrics,
+            between_bytes_and_words=self._act,
+            task_status=task_status,
+            **self._options,
+        )
+
+
+def fabric_for(granule: int, **options: Any) -> TcpFabric:
+    """Return a client side that the server above admits, unless `options` say otherwise."""
+    known: dict[str, Any] = {
+        "cluster": CLUSTER,
+        "credentials": CREDENTIALS,
+        "granule": granule,
+        "max_channels_per_peer": 4,
+        **options,
+    }
+    return TcpFabric(**known)
