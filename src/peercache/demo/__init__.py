@@ -1,0 +1,1 @@
+"""The demo: a cluster of three nodes on this machine, a killed node, and every byte checked."""
