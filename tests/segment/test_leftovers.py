@@ -136,8 +136,6 @@ def test_no_created_segment_is_lost_while_others_remove_leftovers(shm_dir: Path)
     script = (
         "import sys\n"
         "from peercache.segment.leftovers import remove_leftovers\n"
-        "import structlog\n"
-        "structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))\n"
         "print('ready', flush=True)\n"
         "while True: remove_leftovers(sys.argv[1])\n"
     )

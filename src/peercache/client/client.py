@@ -399,7 +399,7 @@ class Client:
             return self._unusable(operation, miss, error)
         except Exception:
             # A bug of ours must not become the engine's: a miss is always a right answer.
-            self._log.exception("call.failed", operation=operation, pages=pages)
+            self._log.error("call.failed", operation=operation, pages=pages, exc_info=True)
             self._count(operation, observe.INTERNAL, pages)
             return miss
         finally:

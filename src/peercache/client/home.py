@@ -125,7 +125,7 @@ class Home:
                 is_well = self._beat()
             except Exception:
                 # The thread must outlive any bug of ours: without it nothing heals.
-                self._log.exception("home.beat_failed")
+                self._log.error("home.beat_failed", exc_info=True)
             self._wake.wait(BEAT_S if is_well else LOST_BEAT_S)
             self._wake.clear()
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.codec import decode, encode
+from peercache.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.errors import RemoteProtocolError
 from peercache.messages import Envelope, Hello, Message, Refused, SayHello, Welcome
 from peercache.net.sockets import Dialer, answers
@@ -185,6 +185,10 @@ class Asker:
         """Return the message, or None for what no correct peer sends."""
         try:
             return decode(raw, cluster=self._cluster).message
+        except (WrongCluster, WrongVersion) as error:
+            # Its refusal cannot be read by us; that it does not fit is the refusal.
+            reason = "cluster" if isinstance(error, WrongCluster) else "wire_version"
+            return Refused(0, reason, error.what)
         except RemoteProtocolError as error:
             self._on_refused(0, Refused(0, "protocol", str(error)))
             return None

@@ -334,7 +334,7 @@ class Node:
             return Health(serving=False, reason="leaving the cluster", facts=facts)
         if late_s > LATE_S:
             return Health(serving=False, reason=f"the loop is {late_s:.0f} s late", facts=facts)
-        if not self.pool.figures()["usable_bytes"]:
+        if not self.pool.figures()["pool_bytes_usable"]:
             return Health(serving=False, reason="no page memory is populated yet", facts=facts)
         return Health(serving=True, reason="", facts=facts)
 
@@ -346,7 +346,7 @@ class Node:
             "members_alive": sum(member.state == ALIVE for member in members),
             "masters": len(self.membership.masters()),
             "directory_records": self.directory.record_count,
-            **{f"pool_{name}": value for name, value in self.pool.figures().items()},
+            **self.pool.figures(),
         }
 
     def _stats(self, _origin: Origin, asked: StatsAsked) -> Message:

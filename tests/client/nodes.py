@@ -1,0 +1,214 @@
+"""Real nodes as real processes, and pages whose bytes tell whose they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache import Client
+
+PAGE_BYTES = 128 * 1024
+Page = npt.NDArray[np.uint8]
+
+
+class NodeProcess:
+    """One `python -m peercache.node`."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Start it and wait for its ready line; what it says goes to `log`."""
+        self.flags = list(flags)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "peercache.node", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the node did not start: {self.said()}"
+        self.ready: dict[str, str] = json.loads(line)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP it."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT it."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> int:
+        """SIGTERM it; return its exit status."""
+        self.process.terminate()
+        return self.process.wait(10)
+
+    def said(self) -> str:
+        """Return its log."""
+        self.log.flush()
+        self.log.seek(0)
+        return self.log.read()
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+        self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.log.close()
+
+
+class LocalCluster:
+    """Nodes of one cluster on loopback, and clients attached to them."""
+
+    def __init__(self) -> None:
+        """Start with no node."""
+        # Not pytest's folder: the path of a unix socket is at most 108 bytes long.
+        self.folder = tempfile.TemporaryDirectory(prefix="peercache-")
+        self.name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+        self.nodes: list[NodeProcess] = []
+        self.clients: list[Client] = []
+
+    def start(
+        self, home: str = "", *, pool: str = "16MiB", flags: Sequence[str] = ()
+    ) -> NodeProcess:
+        """Start a node that joins the first one, if there is one."""
+        name = home or f"n{len(self.nodes)}"
+        all_flags = [
+            "--cluster", self.name, "--home", f"ipc://{self.folder.name}/{name}.ipc",
+            "--pool-size", pool, "--metrics-port", "0", "--log-format", "json", *flags,
+        ]  # fmt: skip
+        if "--listen" not in flags:
+            all_flags += ["--listen", "127.0.0.1:0"]
+        if self.nodes and "--discovery-addr" not in flags:
+            all_flags += ["--discovery-addr", self.nodes[0].ready["control"]]
+        node = NodeProcess(all_flags)
+        self.nodes.append(node)
+        return node
+
+    def start_many(self, count: int, *, pool: str = "16MiB") -> list[NodeProcess]:
+        """Start nodes and wait until all know all."""
+        nodes = [self.start(pool=pool) for _ in range(count)]
+        for node in nodes:
+            self.wait_for_members(node, count)
+        return nodes
+
+    def wait_for_members(self, node: NodeProcess, count: int, within_s: float = 10.0) -> None:
+        """Wait until a node counts so many live members."""
+        with self.client(node) as client:
+            wait_until(lambda: client.stats().get("home_members_alive") == count, within_s)
+        self.clients.remove(client)
+
+    def client(self, node: NodeProcess, **settings: object) -> Client:
+        """Return a client at a node."""
+        client = Client.open(
+            cluster=self.name, home=node.ready["home"], exists_timeout_s=0.5, **settings
+        )
+        self.clients.append(client)
+        return client
+
+    def __enter__(self) -> LocalCluster:
+        """Return the cluster itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End clients and processes; show the logs of a failed test."""
+        for client in self.clients:
+            client.close()
+        if error is not None:
+            for node in self.nodes:
+                sys.stderr.write(f"--- {node.flags}\n{node.said()}\n")
+        for node in self.nodes:
+            node.end()
+        self.folder.cleanup()
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Wait for something that other processes do; return how long it took."""
+    started = time.monotonic()
+    while not holds():
+        assert time.monotonic() - started < within_s, f"not within {within_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def keys_of(name: str, count: int) -> list[str]:
+    """Return page keys as SGLang makes them."""
+    return [hashlib.sha256(f"{name}/{i}".encode()).hexdigest() for i in range(count)]
+
+
+def page_of(key: str, size: int = PAGE_BYTES) -> Page:
+    """Return the only right bytes of a key: all words of a page differ, and so do pages."""
+    seed = int(key[:16], 16)
+    words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
+    return words.view(np.uint8)
+
+
+def pages_of(keys: Sequence[str], size: int = PAGE_BYTES) -> list[Page]:
+    """Return the pages of a batch."""
+    return [page_of(key, size) for key in keys]
+
+
+def empty(count: int, size: int = PAGE_BYTES) -> list[Page]:
+    """Return poisoned destinations: a hit that wrote nothing is noticed."""
+    return [np.full(size, 0xA5, np.uint8) for _ in range(count)]
+
+
+def read(client: Client, keys: Sequence[str], size: int = PAGE_BYTES) -> list[bool]:
+    """Read a batch, and assert that every hit has exactly its key's bytes."""
+    buffers = empty(len(keys), size)
+    hits = client.batch_get(keys, buffers)
+    assert len(hits) == len(keys)
+    for key, buffer, hit in zip(keys, buffers, hits, strict=True):
+        if hit:
+            assert np.array_equal(buffer, page_of(key, size)), f"wrong bytes under {key}"
+    return hits
+
+
+def timed(call: Callable[[], list[bool]]) -> tuple[list[bool], float]:
+    """Return an answer and the seconds it took."""
+    started = time.monotonic()
+    return call(), time.monotonic() - started
+
+
+@contextlib.contextmanager
+def script(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python source in a process of its own that ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", source, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
