@@ -27,7 +27,7 @@ LEVELS: dict[str, int] = {
     # L1: values, wire, seams, and the plain state that actors are made of.
     **dict.fromkeys(["runs", "keys", "records", "messages", "codec", "ports", "observe"], 1),
     **dict.fromkeys(["hash_ring", "flags", "view", "redial", "slots", "reservations"], 1),
-    **dict.fromkeys(["page_table", "holdings", "streams"], 1),
+    **dict.fromkeys(["page_table", "holdings", "streams", "waiting"], 1),
     **dict.fromkeys(["claims", "graves", "silence"], 1),
     # L2: state machines and sans-IO paths.
     **dict.fromkeys(["actors", "transfer"], 2),

@@ -104,6 +104,11 @@ class DirectoryShard:
         own = self._held[self.incarnation] = Holdings()
         self._serving[self.incarnation] = own.parts
 
+    @property
+    def record_count(self) -> int:
+        """How many records this shard holds, its own node's included."""
+        return self._count
+
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""
         match message:
