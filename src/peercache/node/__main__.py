@@ -71,13 +71,14 @@ async def _stop_on_signal(
 
 def _announce(ready: Ready, ready_file: str | None) -> None:
     line = json.dumps(ready.line())
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    # The file first: whoever has read the line will find it.
     if ready_file:
         # Whoever waits for the file must never see half of it.
         part = Path(f"{ready_file}.{os.getpid()}.part")
         part.write_text(line + "\n")
         part.replace(ready_file)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

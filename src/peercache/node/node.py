@@ -22,12 +22,12 @@ from peercache.actors.pool import Pool
 from peercache.actors.publisher import Publisher
 from peercache.actors.ring import RingActor
 from peercache.config import Config, format_address
-from peercache.errors import PoolTooLarge
+from peercache.errors import ConfigError, PoolTooLarge
 from peercache.fabric.tcp_server import Admission as DataAdmission
 from peercache.fabric.tcp_server import open_listeners, serve_pages
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
-from peercache.ids import name_of, new_incarnation
+from peercache.ids import Incarnation, name_of, new_incarnation
 from peercache.messages import ALIVE, DEAD, LEFT, SUSPECT, Member, Message, Stats, StatsAsked
 from peercache.net.sockets import Listener
 from peercache.node import addresses
@@ -111,16 +111,7 @@ class Node:
             except trio.RunFinishedError:
                 return
 
-        await trio.to_thread.run_sync(remove_leftovers, config.shm_dir)
-        page_bytes = config.pool_size // config.granule * config.granule
-        segment = await trio.to_thread.run_sync(
-            lambda: PublishedSegment.create(
-                config.shm_dir,
-                incarnation=self.incarnation,
-                page_bytes=page_bytes,
-                granule=config.granule,
-            )
-        )
+        segment = await trio.to_thread.run_sync(_publish, config, self.incarnation)
         listener = Listener(on_removed=pipe_ended)
         try:
             async with trio.open_nursery() as nursery:
@@ -351,6 +342,20 @@ class Node:
 
     def _stats(self, _origin: Origin, asked: StatsAsked) -> Message:
         return Stats(asked.request, self.figures())
+
+
+def _publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
+    """Create the segment, after what dead nodes have left is out of its way."""
+    try:
+        remove_leftovers(config.shm_dir)
+        return PublishedSegment.create(
+            config.shm_dir,
+            incarnation=incarnation,
+            page_bytes=config.pool_size // config.granule * config.granule,
+            granule=config.granule,
+        )
+    except OSError as error:
+        raise ConfigError("shm_dir", f"cannot use {config.shm_dir}: {error.strerror}") from error
 
 
 def _store(segment: PublishedSegment, effect: StoreWords) -> None:
