@@ -97,7 +97,7 @@ class RecordTable:
         self.moving = _doubled(self.moving)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Sent:
     """A message whose acknowledgement is awaited.
 
@@ -150,8 +150,7 @@ class OutgoingStream:
         self, rows: Rows, now: float, waiter: int = 0, positions: npt.NDArray[np.intp] = NO_ROWS
     ) -> Put:
         """Send these rows' records, new to the owner or not."""
-        added = rows[self.state(rows) == ABSENT]
-        self._add(added)
+        self._add(rows[self.state(rows) == ABSENT])
         records = self.table.records[rows]
         self._await(Sent(now, rows, records["generation"], waiter, positions))
         return Put(self.number, records.tobytes())

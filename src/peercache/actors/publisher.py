@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TypeAlias, final
 
 import attrs
@@ -160,9 +161,10 @@ class Publisher:
             self._waiting.acknowledge(waiter, own)
         effects: list[Effect] = []
         for owner, owned in self._by_owner(owners):
-            also = np.setdiff1d(elsewhere.pop(owner, NO_ROWS), owned)
             effects += self._put(self._streams[owner], rows, owned, now, waiter)
-            effects += self._put(self._streams[owner], rows, also, now)
+            if owner in elsewhere:
+                also = np.setdiff1d(elsewhere.pop(owner), owned)
+                effects += self._put(self._streams[owner], rows, also, now)
         for owner, positions in elsewhere.items():
             effects += self._put(self._streams[owner], rows, positions, now)
         return effects
@@ -283,10 +285,14 @@ class Publisher:
     def _by_owner(
         self, owners: npt.NDArray[np.uint64]
     ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """Yield each owner other than this node, and the positions that it owns."""
-        for owner in np.unique(owners):
-            if owner != self.incarnation:
-                yield int(owner), np.flatnonzero((owners == owner).any(axis=1))
+        """Yield each owner other than this node, and the positions that it owns, ascending."""
+        flat = owners.ravel()
+        order = np.argsort(flat, kind="stable")
+        grouped = flat[order]
+        cuts = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(flat)]
+        for start, end in pairwise(cuts):
+            if start < end and (owner := int(grouped[start])) != self.incarnation:
+                yield owner, order[start:end] // owners.shape[1]
 
     # --- owners -----------------------------------------------------------------------------------
 
