@@ -1,0 +1,73 @@
+"""What separates the pages of one model, layout and rank from all others.
+
+SGLang's page hashes say which tokens a page is for, and nothing about what its bytes mean or
+which shard of the model they belong to: its controllers add no suffix. All of that is put into
+the namespace here, from the storage configuration (ranks, model name) and from the host pool
+(dtype, layout, heads), which the configuration does not describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from peercache.keys import Namespace
+
+UNNAMED_MODEL = "default"
+
+_POOL_FACTS = (
+    "dtype",
+    "layout",
+    "page_size",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "dsa_kv_cache_store_fp8",
+)
+"""What the bytes of a page mean. One model name with two of these is refused by the nodes."""
+
+_STAGE_FACTS = ("start_layer", "end_layer", "layer_num", "target_layer_num")
+"""Which layers a page holds. Pipeline stages of one model differ in them."""
+
+
+def namespace_of(storage_config: Any, pool: Any, page_bytes: int) -> Namespace:
+    """Return the namespace of the pages of one host pool.
+
+    storage_config: SGLang's HiCacheStorageConfig, of any version: a field it lacks has its default.
+    pool:           the host pool that was registered.
+    page_bytes:     bytes of one page, all its runs together.
+    """
+    geometry = _facts(pool, _POOL_FACTS)
+    coordinates: dict[str, object] = {}
+
+    def field(name: str, default: object) -> object:
+        value = getattr(storage_config, name, default)
+        return default if value is None else value
+
+    replicated = bool(field("is_mla_model", default=False))
+    geometry["rank_replicated"] = replicated
+    if not replicated:
+        # Every rank of a replicated model holds the same bytes, and one of them writes them.
+        coordinates["tp"] = f"{field('tp_rank', 0)}/{field('tp_size', 1)}"
+    coordinates["pp"] = f"{field('pp_rank', 0)}/{field('pp_size', 1)}"
+    coordinates["cp"] = f"{field('attn_cp_rank', 0)}/{field('attn_cp_size', 1)}"
+
+    # The stages of a pipeline share the model's name, so what differs among them is a coordinate.
+    stage = coordinates if field("pp_size", 1) != 1 else geometry
+    stage |= _facts(pool, _STAGE_FACTS)
+    stage["page_bytes"] = page_bytes
+
+    if field("should_split_heads", default=False):
+        # Pages cut by head groups are a variation that we do not store: ours hold whole ranks.
+        geometry["split_heads"] = f"whole ranks, tp_lcm_size {field('tp_lcm_size', 0)}"
+    name = str(field("model_name", UNNAMED_MODEL)).replace("/", "-") or UNNAMED_MODEL
+    return Namespace.of(name, geometry, coordinates)
+
+
+def _facts(pool: Any, names: Iterable[str]) -> dict[str, object]:
+    """Return the attributes of a pool that it has."""
+    found = {name: getattr(pool, name, None) for name in names}
+    return {name: str(value) for name, value in found.items() if value is not None}

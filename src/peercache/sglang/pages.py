@@ -1,0 +1,201 @@
+"""Where each page of a host pool lies in memory, in the byte order of its flat page.
+
+SGLang's zero-copy interface (v1) names the buffers of a page through `get_page_buffer_meta`, its
+older one (v0) hands over the flattened page. Both must give one object with the same bytes, so
+runs are ordered as the flat page is: by address within the pool's buffer. (For layer-first MHA
+`get_page_buffer_meta` names K and V of each layer in turn, the flat page has all of K first.)
+
+In every layout that we serve, run r of page p is at base[r] + p * stride[r]. Both are taken from
+`get_page_buffer_meta` itself and compared with it on sample pages at registration; after that a
+batch is one numpy expression, where the function would make Python objects for every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from peercache import observe
+from peercache.runs import I64, U64, PageRuns
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+BATCH_PAGES = 128
+"""SGLang's largest batch: the sizes of so many pages are laid out once."""
+
+
+@attrs.define(eq=False)
+class UnservedPool(Exception):
+    """A host pool that we cannot serve; the store answers misses and says this once."""
+
+    why: str
+
+    def __str__(self) -> str:
+        """Return the sentence a person reads."""
+        return self.why
+
+
+@attrs.define(eq=False)
+class UnusableBatch(Exception):
+    """Arguments of one batch that cannot be served: a miss with a counted reason."""
+
+    reason: str
+    why: str
+
+    def __str__(self) -> str:
+        """Return the sentence a person reads."""
+        return self.why
+
+
+@attrs.frozen(eq=False)
+class HostPages:
+    """The pages of one host pool.
+
+    page_tokens: tokens a page. page_count: pages of the pool. page_bytes: bytes a page.
+    bases, strides, sizes: (runs,) each, of one page, in flat order.
+    order:       (runs,) which run of `get_page_buffer_meta` each of them is.
+    affine:      whether base + page * stride held on the sample pages.
+    batch_sizes: (BATCH_PAGES * runs,) the sizes of a full batch.
+    """
+
+    pool: Any
+    page_tokens: int
+    page_count: int
+    page_bytes: int
+    bases: U64
+    strides: U64
+    sizes: U64
+    order: npt.NDArray[np.intp]
+    affine: bool
+    batch_sizes: U64
+
+    @classmethod
+    def of(cls, pool: Any) -> HostPages:
+        """Read a pool's geometry; raise UnservedPool if its pages cannot be served whole."""
+        _require_servable(pool)
+        tokens, count = int(pool.page_size), int(pool.size) // int(pool.page_size)
+        first, sizes = _buffers(pool, np.zeros(1, np.int64))
+        # One tensor holds the pool: C order is address order. Two tensors (K and V of different
+        # width) are separate allocations, whose addresses say nothing: K comes first there.
+        single = isinstance(pool.kv_buffer, torch.Tensor)
+        order = np.argsort(first[0], kind="stable") if single else np.arange(first.shape[1])
+        page_bytes = int(sizes.sum())
+        _require_complete(pool, first[0][order], sizes[order], page_bytes)
+        second = _buffers(pool, np.ones(1, np.int64))[0] if count > 1 else first
+        strides = second[0] - first[0]
+        samples = np.unique(np.array([0, count // 3, count // 2, count - 1], np.int64))
+        expected, _ = _buffers(pool, samples)
+        affine = np.array_equal(expected, first + samples.astype(np.uint64)[:, None] * strides)
+        return cls(
+            pool=pool,
+            page_tokens=tokens,
+            page_count=count,
+            page_bytes=page_bytes,
+            bases=first[0][order],
+            strides=strides[order],
+            sizes=sizes[order],
+            order=order,
+            affine=affine,
+            batch_sizes=np.tile(sizes[order], BATCH_PAGES),
+        )
+
+    def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
+        """Return where the pages of a batch lie.
+
+        host_indices: (page_count * page_tokens,) int64, on the CPU; page i starts at entry
+        i * page_tokens, aligned, and is contiguous. Raises UnusableBatch otherwise.
+        """
+        slots = host_indices.numpy()
+        if slots.shape != (page_count * self.page_tokens,):
+            raise UnusableBatch(
+                observe.WRONG_SIZE,
+                f"{page_count} keys want {page_count * self.page_tokens} host indices, "
+                f"there are {slots.shape}",
+            )
+        starts, lasts = slots[:: self.page_tokens], slots[self.page_tokens - 1 :: self.page_tokens]
+        pages = starts // self.page_tokens
+        if (
+            (starts % self.page_tokens).any()
+            or (lasts - starts != self.page_tokens - 1).any()
+            or (page_count and (pages.min() < 0 or pages.max() >= self.page_count))
+        ):
+            raise UnusableBatch(
+                observe.REFUSED, "host indices that are not whole pages of the pool"
+            )
+        if self.affine:
+            addresses = self.bases + pages.astype(np.uint64)[:, None] * self.strides
+        else:
+            addresses, _ = _buffers(self.pool, pages)
+            addresses = addresses[:, self.order]
+        wanted = page_count * len(self.sizes)
+        sizes = self.batch_sizes[:wanted] if page_count <= BATCH_PAGES else None
+        if sizes is None:
+            sizes = np.tile(self.sizes, page_count)
+        return PageRuns.regular(addresses, sizes, page_count)
+
+
+def flat_runs(tensors: list[torch.Tensor], page_count: int, page_bytes: int) -> PageRuns:
+    """Return the runs of v0's flat pages: one contiguous CPU tensor a page, used in place.
+
+    Raises UnusableBatch for anything else: a copy would be read after the caller has moved on,
+    and an object of another size would keep the right one out.
+    """
+    if len(tensors) != page_count:
+        raise UnusableBatch(observe.WRONG_SIZE, f"{page_count} keys and {len(tensors)} pages")
+    if not all(_in_place(tensor) for tensor in tensors):
+        raise UnusableBatch(observe.REFUSED, "a page that is not a contiguous tensor on the CPU")
+    sizes = np.array([t.nbytes for t in tensors], np.uint64)
+    if (sizes != page_bytes).any():
+        raise UnusableBatch(observe.WRONG_SIZE, f"a page of another size than {page_bytes} bytes")
+    return PageRuns.regular([t.data_ptr() for t in tensors], sizes, page_count)
+
+
+def _in_place(page: Any) -> bool:
+    return isinstance(page, torch.Tensor) and page.is_contiguous() and page.device.type == "cpu"
+
+
+def _require_servable(pool: Any) -> None:
+    if getattr(pool, "kv_buffer", None) is None:
+        raise UnservedPool("its pages are not in this pool (kv_buffer is None)")
+    if pool.layout not in LAYOUTS:
+        raise UnservedPool(f"its layout is {pool.layout}; served are {', '.join(LAYOUTS)}")
+    if getattr(pool, "logical_size", pool.size) != pool.size:
+        raise UnservedPool("its pages are spread over several ranks")
+    if getattr(pool, "shared_allocation_domain", None) is not None:
+        raise UnservedPool("its pages move while it is in use (shared compacting memory)")
+
+
+def _require_complete(pool: Any, addresses: U64, sizes: U64, page_bytes: int) -> None:
+    """Refuse a pool whose runs are not all of a page, or not in the flat page's order."""
+    per_token = getattr(pool, "size_per_token", None) or pool.get_size_per_token()
+    if page_bytes != per_token * pool.page_size:
+        raise UnservedPool(
+            f"its buffers name {page_bytes} bytes a page, of {per_token * pool.page_size}"
+        )
+    if isinstance(pool.kv_buffer, torch.Tensor):
+        begin = pool.kv_buffer.data_ptr()
+        ends = addresses + sizes
+        inside = addresses[0] >= begin and ends[-1] <= begin + pool.kv_buffer.nbytes
+        if not (pool.kv_buffer.is_contiguous() and inside and (ends[:-1] <= addresses[1:]).all()):
+            raise UnservedPool("its buffers overlap, or lie outside kv_buffer")
+
+
+def _buffers(pool: Any, pages: I64) -> tuple[U64, U64]:
+    """Return what the pool says: addresses, (pages, runs), and sizes of one page, (runs,)."""
+    tokens = int(pool.page_size)
+    slots = (pages[:, None] * tokens + np.arange(tokens)).reshape(-1)
+    try:
+        addresses, sizes = pool.get_page_buffer_meta(torch.from_numpy(slots))
+    except (NotImplementedError, ValueError) as error:
+        raise UnservedPool(str(error)) from error
+    flat = np.array(addresses, np.uint64).reshape(len(pages), -1)
+    if flat.size == 0:
+        raise UnservedPool("it names no buffers of its pages")
+    of_each = np.broadcast_to(np.array(sizes, np.uint64).reshape(-1), flat.size).reshape(flat.shape)
+    if (of_each != of_each[0]).any():
+        raise UnservedPool("its pages have several sizes")
+    return flat, of_each[0].copy()

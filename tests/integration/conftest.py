@@ -1,0 +1,88 @@
+"""When the SGLang tests run, and how SGLang is made to start without an accelerator.
+
+They run in the Python of their own environment (run_sglang_tests.sh). Any other Python skips them
+with the reason, and with PEERCACHE_TEST_SGLANG=1 a missing environment is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+DEFAULT_VENV = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peercache/sglang-0.5.23"
+)
+VENV = Path(os.environ.get("PEERCACHE_SGLANG_VENV") or DEFAULT_VENV)
+HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
+
+if HAVE_SGLANG:
+    sys.path.insert(0, str(HERE / "cpu_engine"))
+    with warnings.catch_warnings():
+        # SGLang and torch warn at import; pytest's settings would make errors of that.
+        warnings.simplefilter("ignore")
+        import host_copies
+
+        host_copies.prepare()
+        import sglang.srt.managers.cache_controller
+        import sglang.srt.mem_cache.unified_radix_cache  # noqa: F401 - likewise
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need SGLang; it may warn."""
+    for item in items:
+        if HERE in item.path.parents and item.path.name.startswith("test_sglang"):
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+if not HAVE_SGLANG:
+    if os.environ.get("PEERCACHE_TEST_SGLANG") == "1" and not (VENV / "bin/python").exists():
+        raise pytest.UsageError(
+            f"PEERCACHE_TEST_SGLANG=1, and {VENV} is not there: run {HERE / 'install_sglang.sh'}"
+        )
+
+    class _WithoutSGLang(pytest.Module):
+        """A test module that cannot even be imported here, shown as one skip."""
+
+        def collect(self) -> list[pytest.Item]:
+            pytest.skip(
+                "needs SGLang: run tests/integration/run_sglang_tests.sh", allow_module_level=True
+            )
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+        """Collect no SGLang test in a Python that has no SGLang."""
+        if module_path.name.startswith("test_sglang"):
+            return _WithoutSGLang.from_parent(parent, path=module_path)
+        return pytest.Module.from_parent(parent, path=module_path)
+
+
+if HAVE_SGLANG:
+    from sglang_fakes import FakeCluster
+    from sglang_rig import FakeBackedStore, Rig, Shape
+
+    @pytest.fixture
+    def cluster() -> FakeCluster:
+        """Return an empty cluster, which stores built by name use."""
+        FakeBackedStore.cluster = FakeCluster()
+        return FakeBackedStore.cluster
+
+    @pytest.fixture
+    def open_rig(cluster: FakeCluster) -> Iterator[Callable[..., Rig]]:
+        """Return a function that opens rigs over the fake cluster; they are closed at the end."""
+        rigs: list[Rig] = []
+
+        def build(extra_config: dict[str, Any] | None = None, **shape: Any) -> Rig:
+            rigs.append(Rig(Shape(**shape), extra_config or {}, FakeBackedStore))
+            return rigs[-1]
+
+        yield build
+        for rig in rigs:
+            rig.close()

@@ -1,0 +1,73 @@
+"""One SGLang engine on a CPU, as a process that answers prompts: JSON lines in, JSON lines out.
+
+    engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON
+
+In:  {"input_ids": […], "flush": bool}     flush empties the engine's own caches first
+Out: {"ready": true}, then one {"tokens": […], "logprobs": […], "cached": {…}} a prompt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+PAGE_TOKENS = 64
+NEW_TOKENS = 8
+
+
+def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Generate greedily; return tokens, their log probabilities and what was cached."""
+    if request.get("flush"):
+        engine.flush_cache()
+    out = engine.generate(
+        input_ids=request["input_ids"],
+        sampling_params={"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+        return_logprob=True,
+    )
+    meta = out["meta_info"]
+    return {
+        "tokens": out["output_ids"],
+        "logprobs": [each[0] for each in meta["output_token_logprobs"]],
+        "cached": meta.get("cached_tokens_details"),
+    }
+
+
+def main(model: str, extra_config: str, replies: Any) -> None:
+    """Start the engine, then answer until stdin ends."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        page_size=PAGE_TOKENS,
+        max_total_tokens=4096,
+        max_running_requests=4,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        random_seed=0,
+        enable_cache_report=True,
+        enable_hierarchical_cache=True,
+        hicache_ratio=2.0,
+        hicache_write_policy="write_through",
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=extra_config,
+        log_level="warning",
+    )
+    try:
+        print(json.dumps({"ready": True}), file=replies, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(engine, json.loads(line))), file=replies, flush=True)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    # SGLang and its libraries write to stdout: the replies get a descriptor of their own.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(sys.argv[1], sys.argv[2], channel)

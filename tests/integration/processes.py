@@ -1,0 +1,124 @@
+"""Child processes of the tests: standalone nodes, and programs that speak JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parent.parent / "src"
+STOP_S = 20.0
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a child: it finds our sources and the stand-ins for a CPU."""
+    paths = [str(HERE / "cpu_engine"), str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """A program that reads one JSON line and answers with one, until its stdin ends."""
+
+    def __init__(self, *arguments: str, **more_environment: str) -> None:
+        """Start it."""
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment(**more_environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._received = b""
+
+    def ask(self, request: dict[str, Any], timeout_s: float = 60.0) -> Any:
+        """Send a request; return the answer."""
+        self.send(request)
+        return self.receive(timeout_s)
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Send a request without waiting."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def receive(self, timeout_s: float = 60.0) -> Any:
+        """Return the next line that the child writes; fail if it ends or takes too long."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        ends = time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, ends - time.monotonic()))
+            assert ready, f"no answer of {self._process.args} in {timeout_s} s"
+            piece = os.read(descriptor, 1 << 20)
+            assert piece, f"{self._process.args} ended: {self._process.wait()}"
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> int:
+        """End its stdin; return its exit status, killing it if it does not end."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            return self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class StandaloneNode(Child):
+    """`python -m peercache.node` on the loopback interface."""
+
+    def __init__(self, folder: Path, *, discovery: str = "", pool_size: str = "128MiB") -> None:
+        """Start it; `ready` is its ready line."""
+        home = f"ipc://{folder}/home.ipc"
+        flags = {
+            "--listen": "127.0.0.1:0",
+            "--home": home,
+            "--pool-size": pool_size,
+            "--metrics-port": "0",
+            "--log-level": "warning",
+            **({"--discovery": discovery} if discovery else {}),
+        }
+        super().__init__("-m", "peercache.node", *(part for flag in flags.items() for part in flag))
+        self.ready = self.receive()
+        self.home = str(self.ready["home"])
+        self.control = str(self.ready["control"])
+
+    def close(self) -> int:
+        """Ask it to leave; return its exit status."""
+        self._process.terminate()
+        return super().close()

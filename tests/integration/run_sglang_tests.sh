@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs the SGLang tests with the Python of their own environment; arguments go to pytest.
+#
+# Without that environment they are skipped, unless PEERCACHE_TEST_SGLANG=1: then it is made first.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+venv=${PEERCACHE_SGLANG_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/peercache/sglang-0.5.23}
+
+if [ "${PEERCACHE_TEST_SGLANG:-}" = 1 ]; then
+    "$here/install_sglang.sh" "$venv" >/dev/null
+elif [ ! -x "$venv/bin/python" ]; then
+    echo "skipped: the SGLang tests ($venv is not there; PEERCACHE_TEST_SGLANG=1 makes it)"
+    exit 0
+fi
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+cd "$root"
+exec "$venv/bin/python" -m pytest -m sglang tests/integration "$@"

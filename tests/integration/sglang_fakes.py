@@ -1,0 +1,132 @@
+"""An in-memory stand-in for `peercache.Client`, with the same contract.
+
+Pages live in one dict that every client of a `FakeCluster` shares, under the same page keys as in
+the real thing, so that namespaces separate here what they separate there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from peercache.keys import Namespace, page_keys
+from peercache.runs import PageRuns
+
+
+@attrs.define(eq=False)
+class FakeCluster:
+    """What all fake clients of one test share, and a switch that makes them fail."""
+
+    pages: dict[bytes, bytes] = attrs.field(factory=dict)
+    tags: dict[bytes, int] = attrs.field(factory=dict)
+    opened: list[FakeClient] = attrs.field(factory=list)
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+    refuse_to_open: Exception | None = None
+
+    def open(self, config: Any = None, *, namespace: Namespace, **settings: Any) -> FakeClient:
+        """Stand in for `Client.open`."""
+        if self.refuse_to_open is not None:
+            raise self.refuse_to_open
+        client = FakeClient(self, namespace)
+        self.opened.append(client)
+        return client
+
+
+@attrs.define(eq=False)
+class FakeClient:
+    """One client of a FakeCluster."""
+
+    cluster: FakeCluster
+    namespace: Namespace
+    closed: bool = False
+
+    def batch_set_from(self, keys: Sequence[str], segments: Any) -> list[bool]:
+        """Keep a copy of each page; the first size under a key stays."""
+        runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
+        return [
+            self._set(name, self._gather(runs, index))
+            for index, name in enumerate(self._names(keys))
+        ]
+
+    def batch_get_into(self, keys: Sequence[str], segments: Any) -> list[bool]:
+        """Scatter each page that is there and has the destination's size."""
+        runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
+        return [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        """Return the length of the leading run that is there."""
+        found = self.contains(keys)
+        return found.index(False) if False in found else len(found)
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Return one bool a key."""
+        with self.cluster.lock:
+            return [name in self.cluster.pages for name in self._names(keys)]
+
+    def remove(self, keys: Sequence[str]) -> int:
+        """Remove pages; return how many there were."""
+        with self.cluster.lock:
+            return sum(self.cluster.pages.pop(n, None) is not None for n in self._names(keys))
+
+    def clear(self) -> int:
+        """Remove the pages of this namespace and no others."""
+        tag = self.namespace.tag()
+        with self.cluster.lock:
+            names = [name for name, of in self.cluster.tags.items() if of == tag]
+            return sum(self.cluster.pages.pop(name, None) is not None for name in names)
+
+    def stats(self) -> dict[str, Any]:
+        """Return something to look at."""
+        return {"pages": len(self.cluster.pages)}
+
+    def close(self) -> None:
+        """Close; closing twice is fine."""
+        self.closed = True
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        return [key.tobytes() for key in page_keys(keys, self.namespace.digest())]
+
+    def _set(self, name: bytes, page: bytes) -> bool:
+        with self.cluster.lock:
+            held = self.cluster.pages.setdefault(name, page)
+            self.cluster.tags[name] = self.namespace.tag()
+            return not self.closed and len(held) == len(page)
+
+    def _get(self, name: bytes, runs: PageRuns, index: int) -> bool:
+        with self.cluster.lock:
+            page = self.cluster.pages.get(name)
+        if self.closed or page is None or len(page) != int(runs.lengths()[index]):
+            return False
+        offset = 0
+        for run in range(runs.starts[index], runs.starts[index + 1]):
+            size = int(runs.sizes[run])
+            ctypes.memmove(int(runs.addresses[run]), page[offset : offset + size], size)
+            offset += size
+        return True
+
+    @staticmethod
+    def _gather(runs: PageRuns, index: int) -> bytes:
+        return b"".join(
+            ctypes.string_at(int(runs.addresses[run]), int(runs.sizes[run]))
+            for run in range(runs.starts[index], runs.starts[index + 1])
+        )
+
+
+class BrokenClient:
+    """A client whose every method answers what its contract forbids."""
+
+    def __init__(self, answer: Any) -> None:
+        """Answer this, or raise it if it is an exception."""
+        self._answer = answer
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*arguments: Any, **options: Any) -> Any:
+            if isinstance(self._answer, Exception):
+                raise self._answer
+            return self._answer
+
+        return method

@@ -1,0 +1,263 @@
+"""SGLang's own cache controllers over real host pools, small enough for a laptop.
+
+A `Rig` is what one scheduler process has: a device pool (ordinary memory here), a host pool in one
+of SGLang's layouts, and HiCacheController or HybridCacheController with a storage backend attached
+the way the server attaches it. `back_up` takes the pages of a prompt from device to host to
+storage; `prefetch` takes them from storage to host to device, through SGLang's own threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, Queue
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_entry
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host import HostPoolGroup
+from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_parallel
+from sglang_fakes import FakeCluster
+
+from peercache.sglang import PeerCacheStore
+
+PAGE_TOKENS = 16
+LAYERS = 3
+DEVICE_PAGES = 48
+DTYPE = torch.bfloat16
+WAIT_S = 20.0  # A storage thread that has not answered by then will not.
+
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+EVERY_POOL = tuple(("mha", x) for x in MHA_LAYOUTS) + tuple(("mla", x) for x in MLA_LAYOUTS)
+
+
+class FakeBackedStore(PeerCacheStore):
+    """PeerCacheStore over the fake cluster of the test that runs, built by SGLang's factory."""
+
+    cluster: ClassVar[FakeCluster]
+
+    def __init__(self, storage_config: Any, *rest: Any) -> None:
+        super().__init__(storage_config, *rest, client_factory=self.cluster.open)
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """What a rig looks like."""
+
+    kind: str = "mha"
+    layout: str = "page_first"
+    interface: str = "v1"
+    controller: str = "hybrid"
+    model: str = "tiny/model"
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+def device_pool(kind: str) -> Any:
+    """Return SGLang's device pool, in ordinary memory."""
+    common = {
+        "size": DEVICE_PAGES * PAGE_TOKENS,
+        "page_size": PAGE_TOKENS,
+        "dtype": DTYPE,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    if kind == "mla":
+        return MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=8, **common)
+    v_head_dim = 16 if kind == "asymmetric" else 8
+    return MHATokenToKVPool(head_num=4, head_dim=8, v_head_dim=v_head_dim, **common)
+
+
+def host_pool(kind: str, layout: str, device: Any = None) -> Any:
+    """Return SGLang's host pool in one of its layouts."""
+    device = device or device_pool(kind)
+    info = device.get_device_pool_infos()[0].buffer_info
+    common = {
+        "host_to_device_ratio": 1.5,
+        "host_size": 0,
+        "page_size": PAGE_TOKENS,
+        "layout": layout,
+        "device_capacity_tokens": device.size,
+        "start_layer": device.start_layer,
+        "end_layer": device.end_layer,
+    }
+    if kind == "mla":
+        return MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **common)
+    return get_mha_host_pool_cls(info)(info, **common)
+
+
+def buffers(device: Any) -> list[torch.Tensor]:
+    """Return the device pool's buffers, one (tokens, …) a layer and part."""
+    if hasattr(device, "kv_buffer"):
+        return list(device.kv_buffer)
+    return [*device.k_buffer, *device.v_buffer]
+
+
+def content(device: Any, tokens: int, seed: int) -> list[torch.Tensor]:
+    """Return random bytes for so many tokens, one (tokens, row bytes) a buffer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, 256, (tokens, each[0].nbytes), dtype=torch.uint8, generator=generator)
+        for each in buffers(device)
+    ]
+
+
+class Rig:
+    """One scheduler process' caches, with a storage backend attached."""
+
+    def __init__(self, shape: Shape, extra_config: dict[str, Any], backend: type) -> None:
+        """Build pools and controller; the backend is loaded by name, as the server does it."""
+        self.shape = shape
+        self.device = device_pool(shape.kind)
+        self.host = host_pool(shape.kind, shape.layout, self.device)
+        allocator = PagedTokenToKVPoolAllocator(
+            self.device.size, PAGE_TOKENS, DTYPE, "cpu", self.device, need_sort=False
+        )
+        options = {
+            "token_to_kv_pool_allocator": allocator,
+            "page_size": PAGE_TOKENS,
+            "tp_group": None,
+            "load_cache_event": threading.Event(),
+            "write_policy": "write_through",
+            "io_backend": "direct" if shape.layout == "page_first_direct" else "kernel",
+            "storage_backend": "dynamic",
+            "prefetch_threshold": PAGE_TOKENS,
+            "model_name": shape.model,
+            "storage_backend_extra_config": {
+                "backend_name": "peercache",
+                "module_path": backend.__module__,
+                "class_name": backend.__name__,
+                "interface_v1": 1 if shape.interface == "v1" else 0,
+                **extra_config,
+            },
+        }
+        with ranks(shape):
+            if shape.controller == "plain":
+                self.pools = self.host
+                self.controller = HiCacheController(mem_pool_host=self.host, **options)
+            else:
+                entry = build_pool_entry(
+                    name=PoolName.KV,
+                    host_pool=self.host,
+                    device_pool=self.device,
+                    layer_mapping={layer: layer for layer in range(LAYERS)},
+                    transfer_layer_id_max=LAYERS,
+                    is_anchor=True,
+                )
+                self.pools = HostPoolGroup([entry])
+                self.controller = HybridCacheController(
+                    mem_pool_host=self.pools, transfer_layer_id_max=LAYERS, **options
+                )
+
+    @property
+    def store(self) -> Any:
+        """Return the backend that SGLang built."""
+        return self.controller.storage_backend
+
+    def back_up(self, tokens: list[int], seed: int) -> int:
+        """Fill pages on the device, take them to the host and to storage; return pages stored."""
+        rows = self.controller.mem_pool_device_allocator.alloc(len(tokens))
+        for buffer, data in zip(
+            buffers(self.device), content(self.device, len(tokens), seed), strict=True
+        ):
+            buffer.view(torch.uint8).reshape(len(buffer), -1)[rows] = data
+        slots = self.controller.write(rows)
+        keys = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
+        with ranks(self.shape):
+            self.controller.write_storage(slots, tokens, hash_value=keys)
+            operation = self._take(self.controller.ack_backup_queue)
+        self.controller.mem_pool_device_allocator.free(rows)
+        self.pools.free(slots)
+        return operation.completed_tokens // PAGE_TOKENS
+
+    def prefetch(self, tokens: list[int], seed: int) -> tuple[int, bool]:
+        """Bring a prompt's pages to the device; return how many, and whether they are right."""
+        handle = "rid" if self.shape.controller == "plain" else CacheRequestHandle("rid", 0)
+        self.controller.prefetch(handle, tokens)
+        operation = self._take(self.controller.prefetch_hit_queue)
+        hit_tokens = operation.storage_hit_count
+        if hit_tokens == 0:
+            return 0, True
+        slots = self.pools.alloc(hit_tokens)
+        operation.host_indices = slots
+        self.controller.prefetch_buffer.put(operation)
+        done_tokens = 0
+        while True:
+            ack = self._take(self.controller.ack_prefetch_queue)
+            if ack.completed_tokens is not None:
+                done_tokens = ack.completed_tokens
+            if ack.completed_req:
+                break
+        right = self._compare(slots[:done_tokens], len(tokens), seed)
+        self.pools.free(slots)
+        return done_tokens // PAGE_TOKENS, right
+
+    def close(self) -> None:
+        """Detach the storage backend, which closes it."""
+        self.controller.detach_storage_backend()
+
+    def _compare(self, slots: torch.Tensor, tokens: int, seed: int) -> bool:
+        if len(slots) == 0:
+            return True
+        rows = self.controller.load(slots)
+        self.controller.start_loading()
+        right = all(
+            torch.equal(buffer.view(torch.uint8).reshape(len(buffer), -1)[rows], data[: len(slots)])
+            for buffer, data in zip(
+                buffers(self.device), content(self.device, tokens, seed), strict=True
+            )
+        )
+        self.controller.mem_pool_device_allocator.free(rows)
+        return right
+
+    @staticmethod
+    def _take(queue: Queue[Any]) -> Any:
+        try:
+            return queue.get(timeout=WAIT_S)
+        except Empty:
+            raise AssertionError(f"SGLang's storage thread did not answer in {WAIT_S} s") from None
+
+
+@contextmanager
+def ranks(shape: Shape) -> Iterator[None]:
+    """Give SGLang the ranks that its launcher would have given it."""
+    with get_parallel().override(
+        tp_rank=shape.tp_rank, tp_size=shape.tp_size, pp_rank=0, pp_size=1,
+        attn_tp_rank=shape.tp_rank, attn_tp_size=shape.tp_size, attn_dp_rank=0,
+        attn_dcp_rank=0, attn_dcp_size=1,
+    ):  # fmt: skip
+        yield
+
+
+def prompt(pages: int, seed: int) -> list[int]:
+    """Return the token ids of a prompt of whole pages."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 30_000, (pages * PAGE_TOKENS,), generator=generator).tolist()
+
+
+def page_hash(number: int) -> str:
+    """Return a key of the form that SGLang's are."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def wait_until(true: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until a condition of another process holds; fail with what it was."""
+    ends = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < ends, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)

@@ -1,0 +1,45 @@
+"""The writing engine of the two-process tests: SGLang's controller in a process of its own.
+
+In:  {"shape": {…}, "extra": {…}, "tokens": […], "seed": n}
+Out: {"ready": true}, then {"stored": pages} a line. Its rigs stay open until stdin ends, because an
+     embedded node takes its pages along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import host_copies  # noqa: E402 - the warnings of what is imported here are of no interest
+
+host_copies.prepare()
+
+from sglang_rig import Rig, Shape  # noqa: E402 - SGLang must find the stand-ins in place
+
+from peercache.sglang import PeerCacheStore  # noqa: E402 - likewise
+
+
+def main(replies: Any) -> None:
+    """Back up one prompt a line."""
+    rigs: dict[str, Rig] = {}
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = json.dumps([request["shape"], request["extra"]])
+        if name not in rigs:
+            rigs[name] = Rig(Shape(**request["shape"]), request["extra"], PeerCacheStore)
+        stored = rigs[name].back_up(request["tokens"], request["seed"])
+        print(json.dumps({"stored": stored}), file=replies, flush=True)
+    for rig in rigs.values():
+        rig.close()
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(channel)

@@ -1,0 +1,167 @@
+"""SGLang's own controllers back up and prefetch through PeerCacheStore, over the fake cluster.
+
+The same travels between two processes over real nodes in test_sglang_processes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageFailureInjector,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang_fakes import FakeCluster
+from sglang_rig import EVERY_POOL, PAGE_TOKENS, Rig, host_pool, page_hash, prompt
+
+PAGES = 9
+
+OpenRig = Callable[..., Rig]
+
+
+@pytest.mark.parametrize("interface", ["v0", "v1"])
+@pytest.mark.parametrize("controller", ["plain", "hybrid"])
+@pytest.mark.parametrize(("kind", "layout"), EVERY_POOL)
+def test_pages_travel_from_engine_to_engine_bit_for_bit(
+    open_rig: OpenRig, kind: str, layout: str, controller: str, interface: str
+) -> None:
+    """What one engine backs up is what another prefetches, in every layout and interface."""
+    shape = {"kind": kind, "layout": layout, "controller": controller, "interface": interface}
+    writer, reader = open_rig(**shape), open_rig(**shape)
+    tokens = prompt(PAGES, seed=1)
+
+    stored = writer.back_up(tokens, seed=2)
+    loaded = reader.prefetch(tokens, seed=2)
+
+    assert (stored, loaded) == (PAGES, (PAGES, True))
+
+
+@pytest.mark.parametrize(("written", "read"), [("v0", "v1"), ("v1", "v0")])
+@pytest.mark.parametrize(("kind", "layout"), EVERY_POOL)
+def test_each_interface_reads_the_pages_of_the_other(
+    open_rig: OpenRig, kind: str, layout: str, written: str, read: str
+) -> None:
+    """v0 and v1 keep one object a page with the same bytes, in every layout."""
+    writer = open_rig(kind=kind, layout=layout, interface=written)
+    reader = open_rig(kind=kind, layout=layout, interface=read)
+    tokens = prompt(PAGES, seed=3)
+
+    stored = writer.back_up(tokens, seed=4)
+    loaded = reader.prefetch(tokens, seed=4)
+
+    assert (stored, loaded) == (PAGES, (PAGES, True))
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_heads_of_two_widths_travel_bit_for_bit(open_rig: OpenRig, layout: str) -> None:
+    """K and V of different width lie in two buffers, whose addresses order nothing."""
+    writer = open_rig(kind="asymmetric", layout=layout)
+    reader = open_rig(kind="asymmetric", layout=layout)
+    tokens = prompt(PAGES, seed=5)
+
+    stored = writer.back_up(tokens, seed=6)
+    loaded = reader.prefetch(tokens, seed=6)
+
+    assert (stored, loaded) == (PAGES, (PAGES, True))
+
+
+@pytest.mark.parametrize("interface", ["v0", "v1"])
+def test_rank_one_never_reads_the_heads_of_rank_zero(open_rig: OpenRig, interface: str) -> None:
+    """Tensor-parallel ranks of MHA hold different heads under the same page hashes."""
+    rigs = [open_rig(interface=interface, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    tokens = prompt(PAGES, seed=7)
+
+    rigs[0].back_up(tokens, seed=100)
+    before = rigs[1].prefetch(tokens, seed=101)
+    rigs[1].back_up(tokens, seed=101)
+    after = [rig.prefetch(tokens, seed=100 + rank) for rank, rig in enumerate(rigs)]
+
+    assert before == (0, True)
+    assert after == [(PAGES, True), (PAGES, True)]
+
+
+@pytest.mark.parametrize("interface", ["v0", "v1"])
+def test_ranks_of_mla_share_what_one_of_them_writes(open_rig: OpenRig, interface: str) -> None:
+    """MLA pages are the same on every rank, and SGLang lets only rank 0 write them."""
+    rigs = [open_rig(kind="mla", interface=interface, tp_rank=r, tp_size=2) for r in (0, 1)]
+    tokens = prompt(PAGES, seed=8)
+
+    skipped = rigs[1].back_up(tokens, seed=9)
+    before = rigs[1].prefetch(tokens, seed=9)
+    rigs[0].back_up(tokens, seed=9)
+    after = [rig.prefetch(tokens, seed=9) for rig in rigs]
+
+    assert (skipped, before) == (0, (0, True))
+    assert after == [(PAGES, True), (PAGES, True)]
+
+
+def test_prefetch_stops_at_a_page_that_is_missing(open_rig: OpenRig, cluster: FakeCluster) -> None:
+    """Pages behind a gap are of no use, and exists counts the leading run only."""
+    rig = open_rig()
+    tokens = prompt(PAGES, seed=10)
+    rig.back_up(tokens, seed=11)
+
+    del cluster.pages[sorted(cluster.pages, key=list(cluster.pages).index)[4]]
+
+    assert rig.prefetch(tokens, seed=11) == (4, True)
+
+
+def test_a_chain_of_three_hundred_pages_is_asked_for_in_one_call(open_rig: OpenRig) -> None:
+    """HybridCacheController hands the whole chain to exists: no cap, no portion."""
+    store = open_rig().store
+    indices = torch.arange(2 * PAGE_TOKENS)
+    keys = [page_hash(number) for number in range(300)]
+    for begin in range(0, 300, 2):
+        assert store.batch_set_v1(keys[begin : begin + 2], indices) == [True, True]
+
+    found = store.batch_exists([*keys, "f" * 64])
+
+    assert found == 300
+
+
+def test_injected_failures_shorten_hits_and_never_corrupt_them(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under SGLang's own fault injector every prefetch is a right prefix, often a short one."""
+    monkeypatch.setenv(envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.name, "0.3")
+    monkeypatch.setenv(envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.name, "0.002")
+    writer, reader = open_rig(interface="v1"), open_rig(interface="v0")
+    rounds = 40
+
+    seen = []
+    for seed in range(rounds):
+        tokens = prompt(PAGES, seed=1000 + seed)
+        stored = writer.back_up(tokens, seed)
+        loaded, right = reader.prefetch(tokens, seed)
+        seen.append((stored, loaded, right))
+
+    assert isinstance(writer.store, HiCacheStorageFailureInjector)
+    assert all(right for _, _, right in seen)
+    assert {stored for stored, _, _ in seen} == {0, PAGES}
+    assert {loaded for _, loaded, _ in seen} == {0, PAGES}
+
+
+def test_a_hybrid_model_recomputes(open_rig: OpenRig) -> None:
+    """With a sliding-window pool beside KV nothing hits, although the KV pages are there."""
+    rig = open_rig()
+    tokens = prompt(PAGES, seed=12)
+    rig.back_up(tokens, seed=13)
+    rig.store.register_mem_host_pool_v2(host_pool("mha", "page_first"), PoolName.SWA)
+
+    window = PoolTransfer(name=PoolName.SWA, keys=["last"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    rig.controller.prefetch(_handle(), tokens, extra_pools=[window])
+    operation = rig.controller.prefetch_hit_queue.get(timeout=20)
+
+    assert operation.storage_hit_count == 0
+    assert rig.store.stats()["refused"] == {"exists_v2": {"unsupported": PAGES}}
+
+
+def _handle() -> object:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    return CacheRequestHandle("rid", 0)

@@ -1,0 +1,96 @@
+"""Two whole SGLang engines: the second answers its first prompt from what the first computed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import PAGE_TOKENS
+from processes import HERE, Child, StandaloneNode
+from sglang_rig import wait_until
+from tiny_llama import VOCABULARY, write_tiny_llama
+
+START_S = 240.0
+PROMPT_TOKENS = 1000
+STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
+
+Engines = tuple[Child, Child]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Return two engines on two nodes of one cluster; they start at the same time."""
+    folder = tmp_path_factory.mktemp("engines")
+    model = write_tiny_llama(folder / "tiny-llama")
+    with (
+        StandaloneNode(tmp_path_factory.mktemp("a")) as first,
+        StandaloneNode(tmp_path_factory.mktemp("b"), discovery=first.control) as second,
+        start(model, first, interface=1) as writer,
+        start(model, second, interface=0) as reader,
+    ):
+        for engine in (writer, reader):
+            assert engine.receive(START_S)["ready"]
+        yield writer, reader
+
+
+def start(model: Path, node: StandaloneNode, *, interface: int) -> Child:
+    """Start an engine that is at home with a node."""
+    extra = {
+        "backend_name": "peercache",
+        "module_path": "peercache.sglang",
+        "class_name": "PeerCacheStore",
+        "interface_v1": interface,
+        "home": node.home,
+    }
+    return Child(
+        str(HERE / "engine_process.py"),
+        str(model),
+        json.dumps(extra),
+        PEERCACHE_TEST_CPU_ENGINE="1",
+        SGLANG_USE_CPU_ENGINE="1",
+        HF_HUB_OFFLINE="1",
+    )
+
+
+def a_prompt(seed: int) -> list[int]:
+    """Return token ids that are no special ones."""
+    return random.Random(seed).choices(range(3, VOCABULARY), k=PROMPT_TOKENS)
+
+
+def from_storage(reply: dict[str, Any]) -> int:
+    """Return how many prompt tokens came out of the store."""
+    return int((reply["cached"] or {}).get("storage", 0))
+
+
+def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines: Engines) -> None:
+    """All whole pages come from storage; tokens and log probabilities are those of the writer."""
+    writer, reader = engines
+    ids = a_prompt(1)
+
+    computed = writer.ask({"input_ids": ids})
+    # SGLang stores in the background: the pages are there once the writer itself reads them back.
+    wait_until(
+        lambda: from_storage(writer.ask({"input_ids": ids, "flush": True})) == STORED_TOKENS,
+        "the writer's pages are stored",
+    )
+    answered = reader.ask({"input_ids": ids})
+
+    assert from_storage(computed) == 0
+    assert answered["cached"]["storage"] == STORED_TOKENS
+    assert answered["cached"]["device"] == answered["cached"]["host"] == 0
+    assert answered["tokens"] == computed["tokens"]
+    assert answered["logprobs"] == pytest.approx(computed["logprobs"], abs=1e-5)
+
+
+def test_another_prompt_is_computed_and_answered_differently(engines: Engines) -> None:
+    """The model's answers do depend on the prompt, so equal answers above mean something."""
+    _, reader = engines
+
+    replies = [reader.ask({"input_ids": a_prompt(seed)}) for seed in (2, 3)]
+
+    assert [from_storage(reply) for reply in replies] == [0, 0]
+    assert replies[0]["tokens"] != replies[1]["tokens"]

@@ -1,0 +1,71 @@
+"""A Llama checkpoint of a few megabytes with random weights, made on the spot.
+
+SGLang's `--load-format dummy` will not do: with its weights of about 1e-3 the greedy tokens stay
+the same even when every cached page is zero, so "equal output" would say nothing. Here the weights
+keep the scale of what passes through them, and a wrong page changes every token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 256, 512, 4, 4, 2, 64, 4096
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """Write config.json and model.safetensors; equal bytes every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) * gain / columns**0.5
+        return values.to(torch.bfloat16)
+
+    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    tensors = {
+        "model.embed_tokens.weight": weight(VOCABULARY, HIDDEN, HIDDEN**0.5),
+        "model.norm.weight": ones.clone(),
+        "lm_head.weight": weight(VOCABULARY, HIDDEN, 2.0),
+    }
+    for layer in range(LAYERS):
+        parts = {
+            "self_attn.q_proj": weight(HEADS * HEAD_DIM, HIDDEN, 2.0),
+            "self_attn.k_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
+            "self_attn.v_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
+            "self_attn.o_proj": weight(HIDDEN, HEADS * HEAD_DIM, 2.0),
+            "mlp.gate_proj": weight(INNER, HIDDEN),
+            "mlp.up_proj": weight(INNER, HIDDEN),
+            "mlp.down_proj": weight(HIDDEN, INNER),
+            "input_layernorm": ones.clone(),
+            "post_attention_layernorm": ones.clone(),
+        }
+        tensors |= {f"model.layers.{layer}.{name}.weight": t for name, t in parts.items()}
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
