@@ -343,8 +343,7 @@ def test_two_embedded_engines_share_pages_and_collide_in_nothing() -> None:
 
 
 def _control_port(client: Client) -> str:
-    assert client._node is not None
-    return client._node.ready.control.rpartition(":")[2]
+    return client._wiring.control_address().rpartition(":")[2]
 
 
 def test_every_call_ends_by_its_deadline_when_all_nodes_are_stopped() -> None:

@@ -11,8 +11,6 @@ hit is a miss with a counted reason. All of them may be called from several thre
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Callable, Sequence
 from threading import Condition
 from types import TracebackType
@@ -22,38 +20,19 @@ import numpy as np
 
 from peercache import observe
 from peercache.client.buffers import UnusableBuffers, runs_of_buffers
-from peercache.client.driver import Driver
-from peercache.client.home import Home
+from peercache.client.wiring import Wiring
 from peercache.config import Config
-from peercache.errors import PeerCacheError
-from peercache.fabric.shm import ShmFabric
-from peercache.fabric.tcp import TcpFabric
-from peercache.ids import name_of, new_client_id
+from peercache.ids import name_of
 from peercache.keys import Key, Namespace, PageKeys, page_keys
 from peercache.messages import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
     Clear,
-    Hello,
     Message,
-    Refused,
     Remove,
     Removed,
     Stats,
     StatsAsked,
 )
-from peercache.net.asking import Asker
-from peercache.node.embedded import EmbeddedNode
-from peercache.observe import Metrics, get_logger
-from peercache.ports import Fabric
 from peercache.runs import PageRuns
-from peercache.segment.client_lock import ClientLock
-from peercache.segment.layout import boot_id
-from peercache.transfer.breaker import Breakers
-from peercache.transfer.cache import LocationCache
-from peercache.transfer.locating import Locator
-from peercache.transfer.reading import Reader
-from peercache.transfer.writing import Writer
 
 RETURN_MARGIN_S = 0.01
 """Kept back from every deadline, for what happens between the last wait and the return."""
@@ -72,81 +51,16 @@ class Client:
         """Use `Client.open`."""
         self.config = config
         self.namespace = namespace
-        self.metrics = Metrics()
+        self._wiring = wiring = Wiring(config, namespace)
+        self.metrics = wiring.metrics
+        self._home = wiring.home
+        self._log = wiring.log
+        self._clock = wiring.clock
+        self._digest = namespace.digest()
         self._pid = os.getpid()
         self._calls = Condition()
         self._calls_in_flight = 0
         self._is_closed = False
-        self._clock = time.monotonic
-        self._id = new_client_id(random.SystemRandom())
-        self._log = get_logger(client=name_of(self._id))
-        self._digest = namespace.digest()
-        self._refusals_logged: set[tuple[int, str]] = set()
-        self._alive: set[int] = set()
-        self._node: EmbeddedNode | None = None
-        self._lock: ClientLock | None = None
-        if config.home:
-            url = config.home
-            self._lock = ClientLock(url, self._id)
-            self._lock_name = self._lock.name
-        else:
-            self._node = EmbeddedNode(config, metrics=self.metrics)
-            url = self._node.ready.home
-            self._lock_name = self._node.ready.local_token
-        self._wire(url)
-
-    def _wire(self, url: str) -> None:
-        config = self.config
-        self._breakers = Breakers()
-        self._cache = LocationCache(entries_max=config.location_cache_entries)
-        locator = Locator(cache=self._cache, breakers=self._breakers, clock=self._clock)
-        self._reader = Reader(
-            locator=locator, cache=self._cache, verify=config.verify, clock=self._clock
-        )
-        self._writer = Writer(
-            cache=self._cache,
-            breakers=self._breakers,
-            verify=config.verify,
-            namespace_tag=self.namespace.tag(),
-            clock=self._clock,
-        )
-        self._asker = Asker(
-            identity=self._id,
-            cluster=config.cluster,
-            hello_for=self._hello,
-            url_of=self._url_of,
-            breakers=self._breakers,
-            clock=self._clock,
-            on_refused=self._refused,
-        )
-        self._shm = ShmFabric(boot_id=boot_id())
-        self._tcp = TcpFabric(
-            cluster=config.cluster,
-            credentials=config.credentials,
-            granule=config.granule,
-            max_channels_per_peer=config.max_channels_per_peer,
-        )
-        fabrics: dict[str, tuple[Fabric, ...]] = {
-            "auto": (self._shm, self._tcp),
-            "shm": (self._shm,),
-            "tcp": (self._tcp,),
-        }
-        self._driver = Driver(
-            asker=self._asker,
-            fabrics=fabrics[config.fabric],
-            breakers=self._breakers,
-            clock=self._clock,
-            log=self._log,
-        )
-        self._home = Home(
-            url=url,
-            config=config,
-            asker=self._asker,
-            touches=self._reader.touches,
-            on_view=self._view_changed,
-            metrics=self.metrics,
-            log=self._log,
-        )
 
     @classmethod
     def open(
@@ -230,14 +144,22 @@ class Client:
 
     def remove(self, keys: Sequence[Key]) -> int:
         """Drop these pages at every live holder; return how many pages went."""
-        page_names = page_keys(keys, self._digest)
-        self._cache.forget(page_names.tolist())
-        return self._tell_all("remove", Remove(0, page_names.tobytes()))
+
+        def ask(until: float) -> int:
+            names = page_keys(keys, self._digest)
+            self._wiring.cache.forget(names.tolist())
+            return self._tell_all(Remove(0, names.tobytes()), until)
+
+        return self._call("remove", len(keys), 0, ask)
 
     def clear(self) -> int:
         """Drop every page of this namespace on every live node; return how many went."""
-        self._cache.clear()
-        return self._tell_all("clear", Clear(0, self.namespace.tag()))
+
+        def ask(until: float) -> int:
+            self._wiring.cache.clear()
+            return self._tell_all(Clear(0, self.namespace.tag()), until)
+
+        return self._call("clear", 0, 0, ask)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return figures of this client and of its home node, for people and tests."""
@@ -257,18 +179,7 @@ class Client:
                 return
             self._is_closed = True
             is_quiet = self._calls.wait_for(lambda: self._calls_in_flight == 0, CLOSE_S)
-        self._home.stop()
-        self._home.detach()
-        self._driver.close()
-        self._asker.close()
-        self._shm.close()
-        self._tcp.close()
-        if self._lock is not None and is_quiet:
-            # With a copy still under way the lock must stay: it is what keeps the slots ours.
-            self._lock.release()
-        if self._node is not None:
-            self._node.close()
-        self._log.info("client.closed")
+        self._wiring.close(is_quiet=is_quiet)
 
     def __enter__(self) -> Client:
         """Return the client itself."""
@@ -291,8 +202,8 @@ class Client:
         if attached is None:
             self._count_refused(observe.NO_HOME, len(keys))
             return [False] * len(keys)
-        outcome = self._driver.run(
-            self._writer.set(
+        outcome = self._wiring.driver.run(
+            self._wiring.writer.set(
                 names,
                 runs,
                 home=attached.incarnation,
@@ -316,7 +227,9 @@ class Client:
 
     def _get(self, keys: Sequence[Key], segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
-        outcome = self._driver.run(self._reader.get(names, runs, self._home.cluster, until))
+        outcome = self._wiring.driver.run(
+            self._wiring.reader.get(names, runs, self._home.cluster, until)
+        )
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
@@ -326,7 +239,9 @@ class Client:
 
     def _contains(self, keys: Sequence[Key], until: float) -> list[bool]:
         names = page_keys(keys, self._digest)
-        known, _ = self._driver.run(self._reader.exists(names, self._home.cluster, until))
+        known, _ = self._wiring.driver.run(
+            self._wiring.reader.exists(names, self._home.cluster, until)
+        )
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(int(np.argmin(known)) if not known.all() else len(known))
         found: list[bool] = known.tolist()
@@ -355,22 +270,23 @@ class Client:
         del held
         return answers
 
-    def _tell_all(self, operation: str, message: Message) -> int:
-        def ask(until: float) -> int:
-            members = self._home.cluster.members
-            now = self._clock()
-            peers = [peer for peer in members if self._breakers.available(peer, now)]
-            answers = self._asker.ask([(peer, message) for peer in peers], until)
-            return sum(answer.count for answer in answers if isinstance(answer, Removed))
-
-        return self._call(operation, 0, 0, ask)
+    def _tell_all(self, message: Message, until: float) -> int:
+        """Ask every live member; return the sum of what they dropped."""
+        now = self._clock()
+        open_peers = [
+            peer
+            for peer in self._home.cluster.members
+            if self._wiring.breakers.available(peer, now)
+        ]
+        answers = self._wiring.asker.ask([(peer, message) for peer in open_peers], until)
+        return sum(answer.count for answer in answers if isinstance(answer, Removed))
 
     def _home_figures(self, until: float) -> dict[str, int | float | str] | None:
         attached = self._home.attached
         if attached is None:
             return None
         patience = min(until, self._clock() + self.config.exists_timeout_s)
-        answer = self._asker.ask([(attached.incarnation, StatsAsked(0))], patience)[0]
+        answer = self._wiring.asker.ask([(attached.incarnation, StatsAsked(0))], patience)[0]
         return answer.figures if isinstance(answer, Stats) else None
 
     # --- the guard: deadline, closing, and nothing raised -----------------------------------------
@@ -430,52 +346,13 @@ class Client:
             if reason:
                 self.metrics.pages_missed.labels(reason).inc()
 
-    # --- what the parts below ask -----------------------------------------------------------------
-
-    def _url_of(self, peer: int) -> str | None:
-        return self._home.url_of(peer)
-
-    def _hello(self, peer: int) -> Hello:
-        attached = self._home.attached
-        # 0 is whoever listens at the home address: only there do we write.
-        is_home = peer == 0 or (attached is not None and attached.incarnation == peer)
-        return Hello(
-            request=0,
-            wire_oldest=WIRE_VERSION_OLDEST,
-            wire_newest=WIRE_VERSION,
-            cluster=self.config.cluster,
-            is_node=False,
-            granule=self.config.granule,
-            credentials=self.config.credentials,
-            namespace=self.namespace.name,
-            geometry=self.namespace.geometry,
-            lock=self._lock_name if is_home else "",
-        )
-
-    def _refused(self, peer: int, refusal: Refused) -> None:
-        key = (peer, refusal.reason)
-        if key not in self._refusals_logged and len(self._refusals_logged) < 1024:
-            self._refusals_logged.add(key)
-            self._log.warning(
-                "client.refused", peer=name_of(peer), reason=refusal.reason, detail=refusal.detail
-            )
-
-    def _view_changed(self, alive: set[int]) -> None:
-        self._breakers.forget(alive)
-        self._asker.forget(alive)
-        self._driver.forget(alive)
-        for gone in sorted(self._alive - alive):
-            self._shm.forget(gone)
-            self._tcp.forget(gone)
-        self._alive = alive
-
     def _own_figures(self) -> dict[str, int | float | str]:
         figures: dict[str, int | float | str] = {
-            "client": name_of(self._id),
+            "client": name_of(self._wiring.identity),
             "home_attached": int(self._home.attached is not None),
             "members": len(self._home.cluster.members),
-            "location_cache_entries": len(self._cache),
-            "breakers_opened": self._breakers.opened_count,
+            "location_cache_entries": len(self._wiring.cache),
+            "breakers_opened": self._wiring.breakers.opened_count,
         }
         for metric in self.metrics.registry.collect():
             for sample in metric.samples:
@@ -484,6 +361,3 @@ class Client:
                     name = sample.name.removeprefix("peercache_").removesuffix("_total")
                     figures[name + labels] = sample.value
         return figures
-
-
-__all__ = ["Client", "PeerCacheError"]
