@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,7 +305,7 @@ def test_a_forked_child_answers_misses_and_exits() -> None:
 FORKS = """
 import os, sys
 from peercache import Client
-client = Client.open(pool_size="4MiB", listen="127.0.0.1:0")
+client = Client.open(pool_size="4MiB", listen="127.0.0.1:0", shm_dir=sys.argv[1])
 child = os.fork()
 if child:
     _, status = os.waitpid(child, 0)
@@ -312,14 +314,21 @@ if child:
 
 
 def test_an_engine_that_never_closes_exits_and_so_does_its_forked_child() -> None:
-    """Neither nng's exit hook nor our threads hold a process up."""
+    """Neither nng's exit hook nor our threads hold a process up, and no segment is left."""
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=30, check=False
-    )
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS, folder],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        left = list(Path(folder).iterdir())
 
     assert done.returncode == 0, done.stderr
     assert "child 0" in done.stdout
+    assert left == []
     assert time.monotonic() - started < 20
 
 

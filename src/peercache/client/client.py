@@ -10,7 +10,9 @@ hit is a miss with a counted reason. All of them may be called from several thre
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from threading import Condition
 from types import TracebackType
@@ -41,6 +43,15 @@ CLOSE_S = 5.0
 """How long `close` waits for calls in flight; their own deadlines are usually shorter."""
 
 Result = TypeVar("Result")
+
+_open_clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave the cluster and remove segments when an engine exits without closing; bounded."""
+    for client in list(_open_clients.values()):
+        client.close()
 
 
 @final
@@ -82,6 +93,7 @@ class Client:
         elif settings:
             raise TypeError("give a config, or settings, not both")
         client = cls(config, namespace or Namespace())
+        _open_clients[client._wiring.identity] = client
         try:
             client._home.open()
         except BaseException:
