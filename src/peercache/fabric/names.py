@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeAlias, final
@@ -17,29 +18,41 @@ Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 """Family, and what `socket.connect` takes."""
 
 
+def look_up(host: str, port: int, flags: int) -> list[Address]:
+    """Ask the system's resolver, however long it takes; raise OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
+
+
 @final
 class Names:
     """Resolves HOST, PORT to the addresses to try, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[str, int, int], list[Address]] = look_up) -> None:
         """Ask nothing yet."""
+        self._look_up = ask
         self._lock = threading.Lock()
         self._asked: dict[tuple[str, int], Future[list[Address]]] = {}
 
     def resolve(self, host: str, port: int, timeout_s: float) -> list[Address]:
         """Return the addresses, or none: no such name, or no answer within timeout_s."""
         try:
-            return _look_up(host, port, socket.AI_NUMERICHOST)
-        except OSError:
-            pass  # It is a name, then.
+            return self._look_up(host, port, socket.AI_NUMERICHOST)
+        except (OSError, ValueError):
+            pass  # It is a name, then, or nothing at all.
         key = (host, port)
         with self._lock:
             answer = self._asked.get(key)
             if answer is None:
-                answer = self._asked[key] = Future()
-                threading.Thread(
+                answer = Future()
+                asking = threading.Thread(
                     target=self._ask, args=(key, answer), name="peercache-names", daemon=True
-                ).start()
+                )
+                try:
+                    asking.start()
+                except RuntimeError:  # No thread to be had: as good as no name server.
+                    return []
+                self._asked[key] = answer
         try:
             return answer.result(timeout_s)
         except (OSError, FutureTimeoutError):
@@ -47,14 +60,9 @@ class Names:
 
     def _ask(self, key: tuple[str, int], answer: Future[list[Address]]) -> None:
         try:
-            answer.set_result(_look_up(*key, 0))
+            answer.set_result(self._look_up(*key, 0))
         except Exception as error:  # Whatever it is, it belongs to those who wait.
             answer.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
         # Nothing is remembered: a name may move, and every answer opens a channel that lasts.
         with self._lock:
             del self._asked[key]
-
-
-def _look_up(host: str, port: int, flags: int) -> list[Address]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, address) for family, _, _, _, address in found]

@@ -24,13 +24,6 @@ from peercache.runs import U64
 
 PIECES_MAX = 1024
 """The kernel's IOV_MAX: more pieces in one call are an error."""
-STEP_BYTES_MAX = 64 * 2**20
-"""Most bytes of one call: enough for the usual batch, and a limit for how long one can last."""
-STEP_BYTES_MIN = 2**20
-"""Least bytes worth a call (if they are wanted), about 0.3 ms."""
-COPY_BYTES_PER_S = 1e9
-"""What the kernel copies at the least. Its time-out counts only its waiting, not its copying, so a
-call takes no more than can be copied in the time that is left."""
 
 
 class _MessageHeader(ctypes.Structure):
@@ -83,15 +76,20 @@ class Scatter:
         self.total = int(self._ends[-1]) if len(sizes) else 0
         self.received = 0
 
-    def receive(self, descriptor: int, left_s: float) -> int:
+    def receive(self, descriptor: int) -> int:
         """Receive once, and return the bytes taken; 0 means that the other side closed.
 
-        left_s: the call should take no longer. Its copying is bounded by this, its waiting by
-        SO_RCVTIMEO, which the caller sets: when that has been waited for, what came is returned.
-        Raises OSError: BlockingIOError if nothing came in that time, EINTR as InterruptedError,
-        EFAULT for a place that is no memory.
+        Returns early, with what came, when the socket's SO_RCVTIMEO has been waited for. Raises
+        OSError: BlockingIOError if nothing came in that time, EINTR as InterruptedError, EFAULT
+        for a place that is no memory.
         """
-        pieces = self._next_pieces(int(max(left_s * COPY_BYTES_PER_S, STEP_BYTES_MIN)))
+        assert self.received < self.total, "nothing is left to receive"
+        here = np.uint64(self.received)
+        first = int(np.searchsorted(self._ends, here, side="right"))
+        pieces: npt.NDArray[np.uint64] = self._pieces[first : first + PIECES_MAX].copy()
+        taken_before = here - (self._ends[first] - self._pieces[first, 1])
+        pieces[0, 0] += taken_before
+        pieces[0, 1] -= taken_before
         header = _MessageHeader(pieces=pieces.ctypes.data, piece_count=len(pieces))
         taken: int = _recvmsg(descriptor, ctypes.byref(header), socket.MSG_WAITALL)
         if taken < 0:
@@ -99,20 +97,3 @@ class Scatter:
             raise OSError(code, os.strerror(code))
         self.received += taken
         return taken
-
-    def _next_pieces(self, bytes_max: int) -> npt.NDArray[np.uint64]:
-        assert self.received < self.total, "nothing is left to receive"
-        here = np.uint64(self.received)
-        step = min(bytes_max, STEP_BYTES_MAX)
-        until = np.uint64(min(self.received + step, self.total))
-        first = int(np.searchsorted(self._ends, here, side="right"))
-        last = int(np.searchsorted(self._ends, until, side="left"))
-        last = min(last, first + PIECES_MAX - 1)
-        pieces: npt.NDArray[np.uint64] = self._pieces[first : last + 1].copy()
-        if self._ends[last] > until:
-            pieces[-1, 1] -= self._ends[last] - until
-        # Last: the first piece may be the last one too, and is cut at both ends then.
-        taken = here - (self._ends[first] - self._pieces[first, 1])
-        pieces[0, 0] += taken
-        pieces[0, 1] -= taken
-        return pieces

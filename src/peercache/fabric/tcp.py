@@ -1,6 +1,6 @@
 """The tcp fabric, client side: blocking sockets in the caller's thread.
 
-Nothing here has a thread or a loop. One read leases one channel, sends what it wants in one call,
+No thread and no loop moves bytes. One read leases one channel, sends what it wants in one call,
 and receives straight into the caller's memory. A channel that did not end its read in full and in
 order is closed before `read` returns: a socket that is closed writes nowhere, which is how "after
 it returns nothing writes to a destination" is kept. Idle channels are closed on the way of later
@@ -22,6 +22,7 @@ from peercache.errors import LocalProtocolError
 from peercache.fabric import tcp_wire as wire
 from peercache.fabric.names import Names
 from peercache.fabric.tcp_channel import GONE, REFUSED_BECAUSE, TcpChannel, dial
+from peercache.fabric.watchdog import Watchdog
 from peercache.ids import name_of
 from peercache.messages import Member
 from peercache.observe import CLOSED, DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED, get_logger
@@ -68,6 +69,7 @@ class TcpFabric:
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
         self._names = Names()
+        self._watchdog = Watchdog(clock)
         # Guards everything below; whoever waits on it waits for a channel to come free.
         self._changed = threading.Condition()
         self._pool = ChannelPool(max_channels_per_peer=max_channels_per_peer)
@@ -114,6 +116,7 @@ class TcpFabric:
             until = max(self._last_deadline, self._clock()) + CLOSE_MARGIN_S
             while self._pool.in_use() and self._clock() < until:
                 self._changed.wait(until - self._clock())
+        self._watchdog.close()
 
     def _read(self, read: PeerRead, words: U64, deadline: float) -> tuple[int, str]:
         if not np.array_equal(read.lengths, read.runs.lengths()):
@@ -163,8 +166,12 @@ class TcpFabric:
                     return 0, failure
             else:
                 channel = self._channels[lease.channel]
-            done, failure = channel.fetch(read, words, deadline)
-            works = not failure
+            watched = self._watchdog.watch(channel.interrupt, deadline)
+            try:
+                done, failure = channel.fetch(read, words, deadline)
+            finally:
+                in_time = self._watchdog.release(watched)
+            works = in_time and not failure
             return done, self._explain(failure, read.member)
         finally:
             self._end(lease, channel, works=works)

@@ -252,10 +252,10 @@ class _Service:
         refused = await self._refusal_of_greeting(connection)
         if refused is None:
             return
-        await self._send(connection, [wire.encode_answer(refused)])
         if refused:
-            await self._part(connection, refused)
+            await self._part(connection, wire.encode_answer(refused), refused)
             return
+        await self._send(connection, [wire.encode_answer("")])
         while await self._serve_request(connection):
             pass
 
@@ -296,8 +296,7 @@ class _Service:
                 granule=self.admission.granule,
             )
         except wire.Refusal as refusal:
-            await self._send(connection, [wire.encode_status(refusal.what)])
-            await self._part(connection, refusal.what)
+            await self._part(connection, wire.encode_status(refusal.what), refusal.what)
             return False
         await self._serve_pages(connection, offsets, lengths)
         return True
@@ -327,9 +326,10 @@ class _Service:
                 with trio.fail_after(SEND_STALL_S):
                     await trio.lowlevel.wait_writable(connection)
 
-    async def _part(self, connection: socket.socket, reason: str) -> None:
-        """Close in peace: unread bytes at a close would reset the refusal on its way."""
+    async def _part(self, connection: socket.socket, answer: bytes, reason: str) -> None:
+        """Say no, and close in peace: unread bytes at a close would reset the answer's way."""
         self._refuse(reason)
+        await self._send(connection, [answer])
         connection.shutdown(socket.SHUT_WR)
         with trio.move_on_after(GOODBYE_S):
             await _receive(connection, bytearray(GOODBYE_BYTES_MAX))
