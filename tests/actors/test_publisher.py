@@ -567,7 +567,7 @@ def test_page_dropped_during_a_hand_over_is_not_published_again() -> None:
 
 
 def test_page_committed_during_a_hand_over_ends_at_its_owners_only() -> None:
-    """Old and new owners take the record that changed meanwhile, and the old one is left with it."""
+    """Old and new owners take a record that changes meanwhile, and the old ones are left."""
     cluster = Cluster(replicas=1)
     for incarnation in (ME, A):
         cluster.add(incarnation)

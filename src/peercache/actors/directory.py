@@ -66,7 +66,7 @@ HOLDERS_TOLD_MAX = 8
 LOCATED_MAX = 131_072
 """Records in one answer: 7.3 MB, within the 8 MiB of a message."""
 
-SWEEP_KEYS_MAX = 4096
+SWEEP_KEYS_MAX = 1024
 """Keys of ended holders that one tick sweeps: about 2 ms."""
 
 SWEEP_EVERY_S = 0.01

@@ -71,8 +71,8 @@ class Publisher:
     """By owner, in the ring's order."""
     _ring: HashRing = attrs.field(init=False)
     _number_floor: int = attrs.field(default=0, init=False)
-    """The highest number of any stream that ended: the same owner may come back, and numbers that
-    it has seen would be late to it."""
+    """No less than the number of any stream that ended: the same owner may come back, and numbers
+    that it has seen would be late to it."""
     _queue: Rows = attrs.field(default=NO_ROWS, init=False)
     """Rows whose owners have changed and were not told yet, hottest first."""
     _allowance: float = attrs.field(init=False)
@@ -207,17 +207,20 @@ class Publisher:
         for owner in ring.members:
             if owner != self.incarnation:
                 # Also to an owner of nothing: it may still hold what it once owned.
-                kept = self._streams.pop(owner) if owner in self._streams else None
-                streams[owner] = kept or self._new_stream(owner, now)
-        for ended in self._streams.values():
-            self._number_floor = max(self._number_floor, ended.number)
+                streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
+        numbers = [stream.number for stream in self._streams.values()]
+        self._number_floor = max([self._number_floor, *numbers])
         self._streams = streams
         rows = self._table.live_rows()
         keys = self._table.records["key"][rows]
-        old, new = np.sort(before.owners(keys), axis=1), np.sort(ring.owners(keys), axis=1)
-        changed = rows if old.shape != new.shape else rows[(old != new).any(axis=1)]
-        self._table.moving[changed] = True
-        return self._enqueue(changed, now)
+        old, new = before.owners(keys), ring.owners(keys)
+        if old.shape == new.shape:
+            # Most keys keep their owners in order; only of the others the sets must be compared.
+            other = np.flatnonzero((old != new).any(axis=1))
+            sets_differ = (np.sort(old[other], axis=1) != np.sort(new[other], axis=1)).any(axis=1)
+            rows = rows[other[sets_differ]]
+        self._table.moving[rows] = True
+        return self._enqueue(rows, now)
 
     def _new_stream(self, owner: int, now: float) -> OutgoingStream:
         return OutgoingStream(
