@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from peercache.errors import AddressTaken, PoolTooLarge
 from peercache.ids import Incarnation
+from peercache.segment import kernel
 from peercache.segment.attached import AttachedSegment
 from peercache.segment.layout import Layout, boot_id, parse_header, segment_name
 from peercache.segment.published import POPULATE_CHUNK_BYTES, PublishedSegment
@@ -85,8 +87,15 @@ def test_pool_that_cannot_fit_is_refused_before_anything_is_made(shm_dir: Path) 
     assert list(shm_dir.iterdir()) == []
 
 
-def test_full_file_system_is_an_error_and_never_a_bus_error(small_tmpfs: Path) -> None:
-    """Two pools that fit one by one: the second one's populate says so, and both live on."""
+@pytest.mark.parametrize("advice", [23, 9999])
+def test_full_file_system_is_an_error_and_never_a_bus_error(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    """Two pools that fit one by one: the second one's populate says so, and both live on.
+
+    With an advice that no kernel knows, this one answers as those before 5.14 do.
+    """
+    monkeypatch.setattr(kernel, "_POPULATE_WRITE", advice)
     first = publish(small_tmpfs, granules=120)
     second = publish(small_tmpfs, granules=150, node=Incarnation(2))
     first.populate(120 * GRANULE)
@@ -103,17 +112,23 @@ def test_full_file_system_is_an_error_and_never_a_bus_error(small_tmpfs: Path) -
     second.close()
 
 
-def test_full_file_system_at_the_words_table_leaves_no_file(small_tmpfs: Path) -> None:
-    """Header and words are reserved when the file is made, not when they are first touched."""
-    filler = small_tmpfs / "filler"
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 4 * 2**20 - 3 * 4096)
-        free = os.statvfs(small_tmpfs)
+def test_file_system_that_fills_up_while_a_segment_is_made_leaves_no_file(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 there is room · 2 somebody takes it · 3 the words are reserved: an error, no bus error."""
+    real, filler = fcntl.flock, small_tmpfs / "filler"
+
+    def flock(file: int, operation: int) -> None:
+        with filler.open("wb") as other:
+            found = os.statvfs(small_tmpfs)
+            os.posix_fallocate(other.fileno(), 0, found.f_bavail * found.f_frsize)
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
     with pytest.raises(PoolTooLarge):
         publish(small_tmpfs, granules=8)
 
-    assert free.f_bavail * free.f_frsize < 8 * GRANULE
     assert list(small_tmpfs.iterdir()) == [filler]
 
 

@@ -80,7 +80,7 @@ class AttachedSegment:
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
         # O_NONBLOCK: the path came from a peer, and opening a pipe would wait for its other end.
         flags = os.O_RDWR if writable else os.O_RDONLY
-        flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK | os.O_CLOEXEC
         try:
             file = os.open(path, flags)
         except FileNotFoundError as error:
