@@ -256,7 +256,8 @@ class Membership:
                 effects += self._share(sender, (self._me,))
         # Two sides meet, each with what the other lacks. Members that know each other need no
         # answer here: they learn the rest from the masters.
-        if (before is None or not is_live(before)) and self._view.adds_to(theirs):
+        met = before is None or before.state in (DEAD, LEFT)
+        if met and self._view.adds_to(theirs):
             effects += self._share(sender)
         return effects
 
