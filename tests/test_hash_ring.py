@@ -25,7 +25,7 @@ def ring_of(members: object, replicas: int = 2, virtual_nodes: int = 32) -> Hash
 def slow_owners(members: set[int], replicas: int, key: bytes) -> list[int]:
     """Walk the circle from the key's point, token by token."""
     point = int.from_bytes(key[:8], "little")
-    placed = sorted((token, member) for member in members for token in _tokens(member, 32))
+    placed = sorted((token, member) for member in members for token in _tokens(member, 32).tolist())
     clockwise = [m for t, m in placed if t >= point] + [m for t, m in placed if t < point]
     return list(dict.fromkeys(clockwise))[:replicas]
 

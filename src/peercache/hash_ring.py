@@ -27,13 +27,13 @@ class HashRing:
             b"".join(m.to_bytes(8, "little") for m in self.members), digest_size=8
         ).digest()
         """Digest of the member set; compared only for equality."""
-        placed = sorted(
-            (token, index)
-            for index, member in enumerate(self.members)
-            for token in _tokens(member, virtual_nodes)
-        )
-        self._tokens = np.array([token for token, _ in placed], np.uint64)
-        self._owners = self._successors([index for _, index in placed])
+        tokens = [_tokens(member, virtual_nodes) for member in self.members]
+        points = np.concatenate([np.empty(0, np.uint64), *tokens])
+        places = np.repeat(np.arange(len(self.members)), virtual_nodes)
+        # Equal tokens, if ever, stand in the order of their members: the same on every node.
+        order = np.lexsort((places, points))
+        self._tokens = points[order]
+        self._owners = self._successors(places[order])
 
     def __len__(self) -> int:
         """Return the number of members."""
@@ -48,24 +48,27 @@ class HashRing:
         owners: npt.NDArray[np.uint64] = self._owners[arcs]
         return owners
 
-    def _successors(self, clockwise: list[int]) -> npt.NDArray[np.uint64]:
+    def _successors(self, clockwise: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Return for each arc its first `replicas` distinct members, clockwise."""
-        table = np.zeros((len(clockwise), self.replicas), np.uint64)
-        for arc in range(len(clockwise)):
-            distinct: dict[int, None] = {}
-            step = arc
-            while len(distinct) < self.replicas:
-                distinct[clockwise[step % len(clockwise)]] = None
-                step += 1
-            table[arc] = [self.members[index] for index in distinct]
-        return table
+        arcs = np.arange(len(clockwise))
+        table = np.full((len(clockwise), self.replicas), -1, np.intp)
+        filled = np.zeros(len(clockwise), np.intp)
+        step = 0
+        while len(arcs):
+            found = clockwise[(arcs + step) % len(clockwise)]
+            fresh = (table[arcs] != found[:, None]).all(axis=1)
+            rows = arcs[fresh]
+            table[rows, filled[rows]] = found[fresh]
+            filled[rows] += 1
+            arcs = arcs[filled[arcs] < self.replicas]
+            step += 1
+        return np.array(self.members, np.uint64)[table]
 
 
-def _tokens(member: int, count: int) -> list[int]:
+def _tokens(member: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return a member's places on the circle, (count,): eight from each hash."""
     seed = member.to_bytes(8, "little")
-    return [
-        int.from_bytes(
-            hashlib.blake2b(seed + i.to_bytes(4, "little"), digest_size=8).digest(), "little"
-        )
-        for i in range(count)
+    hashed = [
+        hashlib.blake2b(seed + i.to_bytes(4, "little")).digest() for i in range(-(-count // 8))
     ]
+    return np.frombuffer(b"".join(hashed), "<u8")[:count].astype(np.uint64)
