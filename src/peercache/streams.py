@@ -140,7 +140,8 @@ class OutgoingStream:
     _asked_buckets: npt.NDArray[np.uint64] = attrs.field(
         factory=lambda: np.zeros(BUCKETS, np.uint64)
     )
-    _forgot_pending: bool = False
+    _forgotten: int = 0
+    """The last message whose acknowledgement is no longer awaited, until a summary settles it."""
 
     def state(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """Return the state of each row at this owner."""
@@ -192,11 +193,8 @@ class OutgoingStream:
         for sent in settled:
             self._confirm_rows(sent)
         self.unsure = False
-        if self._forgot_pending and number == self.number:
-            self._forgot_pending = False
-            held = np.flatnonzero(self._states())
-            self._state[held] = CONFIRMED
-            settled.append(Sent(self.asked_at, held, self.table.records["generation"][held]))
+        if 0 < self._forgotten <= number:
+            settled.append(self._confirm_forgotten())
         return settled
 
     def summary(self, now: float, next_at: float) -> StreamSummary:
@@ -265,14 +263,25 @@ class OutgoingStream:
         if len(self.pending) > PENDING_MAX:
             # Its waiter still has other owners, and its patience; its rows are confirmed by the
             # next summary that matches.
-            del self.pending[next(iter(self.pending))]
-            self._forgot_pending = True
+            self._forgotten = next(iter(self.pending))
+            del self.pending[self._forgotten]
 
     def _confirm_rows(self, sent: Sent) -> None:
         same = self.table.records["generation"][sent.rows] == sent.generations
         rows = sent.rows[same]
         state = self._states()
         state[rows[state[rows] == SENT]] = CONFIRMED
+
+    def _confirm_forgotten(self) -> Sent:
+        """Confirm what was sent and is in no message that is still awaited."""
+        self._forgotten = 0
+        state = self._states()
+        settled = state == SENT
+        for later in self.pending.values():
+            settled[later.rows] = False
+        rows = np.flatnonzero(settled)
+        state[rows] = CONFIRMED
+        return Sent(self.asked_at, rows, self.table.records["generation"][rows])
 
     def _covers(self, sent: Sent) -> bool:
         """Return whether all that a message put into force is confirmed by now."""

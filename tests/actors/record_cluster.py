@@ -7,6 +7,7 @@ arrives, what arrives twice, and what never does.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Sequence
 
@@ -226,7 +227,7 @@ class Cluster:
                 seen.append(self.flying[0].message)
                 self.deliver()
             deadlines = [a.deadline() for n in self.nodes.values() for a in (n.shard, n.publisher)]
-            soonest = max(self.now, min(deadlines, default=until))
+            soonest = max(self.now, min(deadlines, default=math.inf))
             if soonest > until:
                 self.now = until
                 return seen

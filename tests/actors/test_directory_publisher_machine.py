@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import attrs
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,6 +21,8 @@ from hypothesis.stateful import (
 )
 from record_cluster import Cluster, located
 
+from peercache import streams
+from peercache.actors import directory, publisher
 from peercache.messages import (
     DEAD,
     Acknowledged,
@@ -42,9 +45,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.cluster = Cluster(summary_s=1.0, republish_rate=100.0)
         self.last = 0
         self.asked: list[int] = []
+        self.patched = pytest.MonkeyPatch()
 
-    @initialize()
-    def two_nodes(self) -> None:
+    @initialize(tight=st.booleans())
+    def two_nodes(self, tight: bool) -> None:
+        """With tight limits even these few records are cut, forgotten and published anew."""
+        if tight:
+            self.patched.setattr(streams, "PENDING_MAX", 2)
+            self.patched.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 3)
+            self.patched.setattr(directory, "SWEEP_KEYS_MAX", 2)
         for _ in range(2):
             self.last += 1
             self.cluster.add(self.last)
@@ -134,9 +143,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Faults stop: within a few summaries all is whole, and stays so without repairs."""
+        try:
+            self.heal()
+        finally:
+            self.patched.undo()
+
+    def heal(self) -> None:
         cluster = self.cluster
-        if not cluster.nodes:
-            return
         cluster.show_all()
         cluster.run(12.0)
         cluster.assert_whole()
