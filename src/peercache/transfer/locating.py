@@ -19,11 +19,14 @@ from peercache.messages import Located, Lookup, Message
 from peercache.ports import Ask, Step
 from peercache.records import RECORD, RESIDENT, Records
 from peercache.records import from_bytes as records_from_bytes
-from peercache.transfer.breaker import STALL_S, Breakers
+from peercache.transfer.breaker import STALL_S, Breakers, data_port
 from peercache.transfer.cache import LocationCache, unpack
 from peercache.transfer.cluster import Cluster
 
 Mask = npt.NDArray[np.bool_]
+
+LOOKUP_KEYS_MAX = 16_384
+"""Keys of one Lookup: with eight holders each, the answer is as large as a message may be."""
 
 
 @attrs.define(eq=False)
@@ -67,18 +70,17 @@ class Locator:
         cached_since: records cached earlier do not count; +inf bypasses the cache.
         avoid:        holders that have just failed us.
         """
-        search = _Search(keys, cluster, avoid, self._breakers)
+        search = _Search(keys, cluster, avoid, self._may_read)
         if cached_since < np.inf:
             records, known = unpack(self._cache.find(search.names, not_before=cached_since))
             search.take_cached(records, known)
-        owners = cluster.ring.owners(keys)
         asked_home = False
         while not search.known.all():
             now = self._clock()
             if now >= until:
                 break
             targets = search.next_owners(
-                owners, self._open_for(now), in_handover=now < cluster.handover_until
+                self._open_for(now), in_handover=now < cluster.handover_until
             )
             if not asked_home and cluster.home and self._breakers.available(cluster.home, now):
                 targets[cluster.home] = np.flatnonzero(~search.known)
@@ -90,19 +92,33 @@ class Locator:
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
+    def _may_read(self, holder: int) -> bool:
+        # Without taking a probe: that is for whoever reads, and `exists` never does.
+        now = self._clock()
+        return self._breakers.may_be_available(holder, now) and self._breakers.may_be_available(
+            data_port(holder), now
+        )
+
     def _ask(
         self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
     ) -> Generator[Step, Any, None]:
-        questions = tuple(
-            (peer, Lookup(0, search.keys[positions].tobytes()))
+        asked = [
+            (peer, positions[begin : begin + LOOKUP_KEYS_MAX])
             for peer, positions in sorted(targets.items())
+            for begin in range(0, len(positions), LOOKUP_KEYS_MAX)
+        ]
+        questions = tuple(
+            (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
         )
         # Half of what is left, so that a hung owner leaves time for its replica.
         patience = min(until, now + min(STALL_S, (until - now) / 2))
         answers: Sequence[Message | None] = yield Ask(questions, patience, search.take)
-        for (peer, _), answer in zip(questions, answers, strict=True):
+        for (peer, positions), answer in zip(asked, answers, strict=True):
             if isinstance(answer, Located):
-                search.answered[targets[peer]] = True
+                # "Absent" is an owner's word alone: the home node is asked for what it holds.
+                owners = search.owners[positions, : search.replicas]
+                owned = (owners == peer).any(axis=1)
+                search.answered[positions[owned]] = True
 
     def _open_for(self, now: float) -> Callable[[int], bool]:
         memo: dict[int, bool] = {}
@@ -119,10 +135,16 @@ class _Search:
     """The state of one locate."""
 
     def __init__(
-        self, keys: PageKeys, cluster: Cluster, avoid: frozenset[int], breakers: Breakers
+        self,
+        keys: PageKeys,
+        cluster: Cluster,
+        avoid: frozenset[int],
+        may_read: Callable[[int], bool],
     ) -> None:
         count = len(keys)
         self.keys = keys
+        self.owners = cluster.ring.owners(keys)
+        self.replicas = cluster.replicas
         self.names: list[bytes] = keys.tolist()
         self.records: Records = np.zeros(count, RECORD)
         self.known: Mask = np.zeros(count, np.bool_)
@@ -133,7 +155,7 @@ class _Search:
         self._position = {name: i for i, name in enumerate(self.names)}
         self._cluster = cluster
         self._avoid = avoid
-        self._breakers = breakers
+        self._may_read = may_read
         self._usable: dict[int, bool] = {}
         # A key that is repeated in the batch is looked up once, at its last place.
         self._repeats = len(self._position) < count
@@ -186,14 +208,11 @@ class _Search:
         self.known[place] = self.fresh[place] = True
 
     def next_owners(
-        self,
-        owners: npt.NDArray[np.uint64],
-        is_open_for: Callable[[int], bool],
-        *,
-        in_handover: bool,
+        self, is_open_for: Callable[[int], bool], *, in_handover: bool
     ) -> dict[int, npt.NDArray[np.intp]]:
         """Return whom to ask next for which keys, each key's next owner that may be asked."""
-        columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
+        owners = self.owners
+        columns = owners.shape[1] if in_handover else min(owners.shape[1], self.replicas)
         wanted = ~self.known if in_handover else ~self.known & ~self.answered
         chosen = np.zeros(len(self.keys), np.uint64)
         for column in range(columns):
@@ -235,7 +254,7 @@ class _Search:
                 usable[holder] = (
                     holder in self._cluster.members
                     and holder not in self._avoid
-                    and not self._breakers.is_open(holder)
+                    and self._may_read(holder)
                 )
         return np.array([usable[holder] for holder in holders.tolist()], np.bool_)
 
