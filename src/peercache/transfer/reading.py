@@ -23,7 +23,12 @@ from peercache.runs import PageRuns
 from peercache.transfer.cache import EXISTS_TRUSTS_S, LocationCache
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.locating import Locator, Mask
-from peercache.transfer.verify import checksums_agree, verified, wants_checksum
+from peercache.transfer.verify import (
+    checksum_portions,
+    checksums_agree,
+    verified,
+    wants_checksum,
+)
 
 ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
@@ -163,57 +168,64 @@ class Reader:
             for group in groups
         )
         answers: Sequence[Fetched] = yield Fetch(reads, until)
+        disputed: list[Records] = []
         for group, fetched in zip(groups, answers, strict=True):
-            yield from self._judge(
-                batch, cluster, places[group], records[group], fresh[group], fetched
-            )
+            changed = yield from self._judge(batch, until, places[group], records[group], fetched)
+            wrong = group[changed]
+            disputed.append(records[wrong[fresh[wrong]]])
+        told = np.concatenate(disputed)
+        if len(told):
+            yield Post(_disputes(told, cluster))
 
     def _judge(
-        self,
-        batch: _Batch,
-        cluster: Cluster,
-        places: Places,
-        records: Records,
-        fresh: Mask,
-        fetched: Fetched,
-    ) -> Generator[Step, Any, None]:
-        """Decide which pages of one holder are hits: the only place that does."""
+        self, batch: _Batch, until: float, places: Places, records: Records, fetched: Fetched
+    ) -> Generator[Step, Any, Places]:
+        """Decide which pages of one holder are hits, the only place that does.
+
+        Returns which records were found to be wrong.
+        """
         hits = verified(records, fetched.words)
-        corrupt = yield from self._corrupt(batch, places, records, hits)
+        corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
         hits[corrupt] = False
+        hits[unchecked] = False
         holder = int(records["holder"][0])
-        arrived = fetched.words != ODD
+        is_wrong = ~hits & (fetched.words != ODD)
+        is_wrong[unchecked] = False
         batch.hit(places[hits], records[hits], fetched.fabric)
         if hits.any():
             self.touches.add(holder, records[hits])
-        changed = arrived & ~hits
+        changed = np.flatnonzero(is_wrong)
         self._cache.drop(records[changed])
-        told = records[changed & fresh]
-        if len(told):
-            yield Post(_disputes(told, cluster))
-        for i in np.flatnonzero(changed).tolist():
-            batch.reasons[places[i]] = observe.EVICTED
+        batch.reasons_at(places[changed], observe.EVICTED)
         batch.reasons_at(places[corrupt], observe.VERIFY_FAILED)
-        missing = np.flatnonzero(~arrived)
+        batch.reasons_at(places[unchecked], observe.DEADLINE)
+        missing = np.flatnonzero(fetched.words == ODD)
         batch.reasons_at(places[missing], fetched.failure or observe.PEER_UNREACHABLE)
         if len(missing) and fetched.failure != observe.DEADLINE:
             batch.avoid.add(holder)
             self._cache.drop(records[missing])
             batch.open = np.union1d(batch.open, places[missing])
-        batch.open = np.union1d(batch.open, places[np.flatnonzero(changed)])
+        batch.open = np.union1d(batch.open, places[changed])
+        return changed
 
-    def _corrupt(
-        self, batch: _Batch, places: Places, records: Records, hits: Mask
-    ) -> Generator[Step, Any, Places]:
-        """Return which verified pages do not have their record's checksum."""
+    def _checked(
+        self, batch: _Batch, until: float, places: Places, records: Records, hits: Mask
+    ) -> Generator[Step, Any, tuple[Places, Places]]:
+        """Return which verified pages have another checksum than their record's, and which were
+        left unchecked, for lack of time.
+        """
         sampled = np.intersect1d(
             wants_checksum(batch.keys[places], self._verify), np.flatnonzero(hits)
         )
-        if not len(sampled):
-            return sampled
-        digests = yield Checksum(batch.runs.take(places[sampled]))
-        wrong: Places = sampled[~checksums_agree(records[sampled], digests)]
-        return wrong
+        wrong, checked = [sampled[:0]], 0
+        for part in checksum_portions(sampled, batch.lengths[places]):
+            # The first portion is always made: it takes less than what is kept for the return.
+            if checked and self._clock() >= until:
+                break
+            digests = yield Checksum(batch.runs.take(places[part]))
+            wrong.append(part[~checksums_agree(records[part], digests)])
+            checked += len(part)
+        return np.concatenate(wrong), sampled[checked:]
 
 
 class _Batch:

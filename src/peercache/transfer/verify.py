@@ -16,6 +16,9 @@ from peercache.keys import PageKeys
 from peercache.records import HAS_CHECKSUM, Records
 from peercache.runs import U64
 
+CHECKSUM_PORTION_BYTES = 64 * 2**20
+"""Bytes whose checksums are made between two looks at the clock: 3 ms."""
+
 SAMPLE_ONE_IN = 64
 """With `verify = sampled`: keys whose checksum is made and checked. Writer and reader must choose
 the same ones, so the choice is by key."""
@@ -27,6 +30,8 @@ def verified(records: Records, words: U64) -> npt.NDArray[np.bool_]:
     records: (n,) RECORD, what was believed; words: (n,) uint64, read after all of a page's bytes.
     """
     generations = records["generation"]
+    # One word too few would be compared with every record.
+    assert words.shape == generations.shape, f"{words.shape} words, {generations.shape} records"
     committed = (generations & np.uint64(1) == 0) & (generations != 0)
     same: npt.NDArray[np.bool_] = committed & (generations == words)
     return same
@@ -40,6 +45,16 @@ def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
         return np.empty(0, np.intp)
     last_bytes = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, 15]
     return np.flatnonzero(last_bytes % SAMPLE_ONE_IN == 0)
+
+
+def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.NDArray[np.intp]]:
+    """Return the places in their order, cut so that the pages of a part are a portion of bytes.
+
+    lengths: bytes of each page of the batch. One page may be more than a portion.
+    """
+    ends = np.cumsum(lengths[places], dtype=np.uint64)
+    portion = ends // np.uint64(CHECKSUM_PORTION_BYTES)
+    return np.split(places, np.flatnonzero(np.diff(portion)) + 1) if len(places) else []
 
 
 def checksums_agree(records: Records, digests: U64) -> npt.NDArray[np.bool_]:
