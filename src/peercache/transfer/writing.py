@@ -39,10 +39,22 @@ from peercache.records import from_bytes as records_from_bytes
 from peercache.runs import U64, PageRuns
 from peercache.transfer.breaker import STALL_S, Breakers
 from peercache.transfer.cache import LocationCache
-from peercache.transfer.verify import wants_checksum
+from peercache.transfer.verify import checksum_portions, wants_checksum
 
 RESERVE_PAGES_MAX = 4096
 """Pages of one Reserve: 96 KiB of keys and lengths, well under a millisecond of the home node."""
+
+RESEND_S = STALL_S / 2
+"""Silence after which the home node is asked again: a lost message costs a repetition, and only a
+second silence opens its breaker."""
+
+PUBLISH_PATIENCE_S = 0.1
+"""How long a Commit waits for a directory owner, on top of which its answer must be on time."""
+
+COMMIT_S = 0.1
+"""Kept back from the copy for the Commit, so that what was copied in time is stored."""
+
+assert PUBLISH_PATIENCE_S + RESEND_S < STALL_S, "one slow Commit would open the breaker"
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
@@ -190,7 +202,7 @@ class Writer:
         lengths = runs.lengths()
         reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths.tobytes())
         granted = yield from self._insist(home, reserve, until)
-        if not isinstance(granted, Granted) or len(granted.states) != len(keys):
+        if not isinstance(granted, Granted) or not _fits(granted, len(keys)):
             _refuse(outcome, places, observe.NO_HOME)
             return places
         states = np.frombuffer(granted.states, np.uint8)
@@ -201,10 +213,9 @@ class Writer:
             offsets = np.frombuffer(granted.offsets, np.uint64)[wanted]
             checksums = yield from self._copy(keys, runs, wanted, offsets, until, written)
             if written.any():
-                commit = Commit(
-                    0, sequence, written.tobytes(), checksums.tobytes(), self._patience(until)
-                )
-                answer = yield from self._insist(home, commit, until)
+                patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - self._clock()) / 2))
+                commit = Commit(0, sequence, written.tobytes(), checksums.tobytes(), patience_s)
+                answer = yield from self._insist(home, commit, until, patience_s)
                 if isinstance(answer, Committed) and len(answer.states) == len(keys):
                     committed = answer
             else:
@@ -222,29 +233,34 @@ class Writer:
     ) -> Generator[Step, Any, U64]:
         """Copy the wanted pages, mark those that arrived whole, return checksums (0: none)."""
         checksums = np.zeros(len(keys), np.uint64)
-        count: int = yield Place(offsets, runs.take(wanted), until)
+        now = self._clock()
+        copied_by = until - min(COMMIT_S, (until - now) / 4)
+        count: int = yield Place(offsets, runs.take(wanted), copied_by)
         done = wanted[:count]
         written[done] = 1
         sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
-        if len(sampled):
-            checksums[sampled] = yield Checksum(runs.take(sampled))
+        for part in checksum_portions(sampled, runs.lengths()):
+            # A page without a checksum is only checked less; one that is late is lost.
+            if self._clock() >= copied_by:
+                break
+            checksums[part] = yield Checksum(runs.take(part))
         return checksums
 
-    def _insist(self, home: int, message: Message, until: float) -> Generator[Step, Any, Any]:
+    def _insist(
+        self, home: int, message: Message, until: float, patience_s: float = 0.0
+    ) -> Generator[Step, Any, Any]:
         """Ask the home node until it answers, or is taken for gone.
 
-        Reserve and Commit are idempotent, so a lost message is asked again.
+        Reserve and Commit are idempotent, so a lost message is asked again. patience_s: how long
+        the home node was told that its answer may take.
         """
         while (now := self._clock()) < until and self._breakers.available(home, now):
             answers: Sequence[Message | None] = yield Ask(
-                ((home, message),), min(until, now + STALL_S)
+                ((home, message),), min(until, now + RESEND_S + patience_s)
             )
             if answers[0] is not None:
                 return answers[0]
         return None
-
-    def _patience(self, until: float) -> float:
-        return max(0.0, min(STALL_S, (until - self._clock()) / 2))
 
     def _settle(
         self,
@@ -265,7 +281,9 @@ class Writer:
             final_states[granted == RESERVED] = ABORTED
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
-        outcome.stored[places[stored]] = True
+        for i in np.flatnonzero(stored).tolist():
+            # It may have found no room at first.
+            outcome.stored[places[i]], outcome.reasons[places[i]] = True, ""
         outcome.copied += int(ours.sum())
         outcome.copied_bytes += int(lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())
@@ -276,6 +294,10 @@ class Writer:
             outcome.reasons[places[i]] = _REASONS.get(int(final_states[i]), observe.NO_HOME)
         full: Places = places[final_states == REFUSED_FULL]
         return full
+
+
+def _fits(granted: Granted, pages: int) -> bool:
+    return len(granted.states) == pages and len(granted.offsets) == 8 * pages
 
 
 def _spread_repeats(keys: PageKeys, outcome: WriteOutcome) -> None:
