@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from threading import Lock
 from typing import Any, TypeVar, final
 
@@ -13,12 +14,13 @@ import numpy as np
 import xxhash
 
 from peercache import observe
+from peercache.errors import PeerUnreachable
 from peercache.net.asking import Asker
 from peercache.ports import ODD, Ask, Fabric, Fetch, Fetched, PeerRead, Place, Post, Step
 from peercache.runs import U64, PageRuns
 from peercache.segment.attached import AttachedSegment
 from peercache.segment.copying import copy_pages
-from peercache.transfer.breaker import Breakers
+from peercache.transfer.breaker import Breakers, data_port
 
 FETCH_THREADS_MAX = 16
 """Holders read from at once over a network: their streams overlap, one thread each."""
@@ -47,6 +49,7 @@ class Driver:
         self._log = log
         self._chosen: dict[int, str] = {}
         self._threads: ThreadPoolExecutor | None = None
+        self._is_closed = False
         self._lock = Lock()
 
     def run(
@@ -54,24 +57,29 @@ class Driver:
     ) -> Result:
         """Drive a path to its end; `home_segment` is where its pages are placed."""
         answer: Any = None
-        while True:
-            try:
-                step = path.send(answer)
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-            answer = self._do(step, home_segment)
+        try:
+            while True:
+                try:
+                    step = path.send(answer)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+                answer = self._do(step, home_segment)
+        finally:
+            # Whatever was raised, the path lets go of what it holds now, not when it is collected.
+            path.close()
 
     def close(self) -> None:
         """End the threads; reads in flight are bounded by their deadlines."""
         with self._lock:
+            self._is_closed = True
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, alive: set[int]) -> None:
         """Forget peers that are not alive any more."""
-        for peer in [peer for peer in self._chosen if peer not in alive]:
+        for peer in [peer for peer in list(self._chosen) if peer not in alive]:
             self._chosen.pop(peer, None)
 
     def fabric_of_peers(self) -> dict[int, str]:
@@ -91,28 +99,61 @@ class Driver:
 
     def _fetch(self, step: Fetch) -> list[Fetched]:
         chosen = [self._fabric_for(read) for read in step.reads]
-        waiting: list[Callable[[], Fetched]] = []
-        for read, fabric in zip(step.reads[1:], chosen[1:], strict=True):
-            # Memory copies gain nothing from threads; streams of a network do.
-            if fabric is None or fabric.name == "shm":
-                waiting.append(lambda r=read, f=fabric: self._read(r, f, step.until))  # type: ignore[misc]
-            else:
-                future = self._executor().submit(self._read, read, fabric, step.until)
-                waiting.append(future.result)
-        if not step.reads:
-            return []
-        return [self._read(step.reads[0], chosen[0], step.until), *(wait() for wait in waiting)]
+        elsewhere: dict[int, Future[Fetched]] = {}
+        try:
+            for place, fabric in enumerate(chosen[1:], start=1):
+                # Memory copies gain nothing from threads; streams of a network do.
+                if fabric is not None and fabric.name != "shm":
+                    future = self._submit(step.reads[place], fabric, step.until)
+                    if future is not None:
+                        elsewhere[place] = future
+            here = {
+                place: self._read(read, chosen[place], step.until)
+                for place, read in enumerate(step.reads)
+                if place not in elsewhere
+            }
+            return [
+                here[place] if place in here else self._result(elsewhere[place], read, step.until)
+                for place, read in enumerate(step.reads)
+            ]
+        finally:
+            # Also when something was raised: nothing may write to a destination after the return.
+            wait([future for future in elsewhere.values() if not future.cancel()])
 
     def _read(self, read: PeerRead, fabric: Fabric | None, until: float) -> Fetched:
-        if fabric is None:
-            return Fetched(np.full(len(read.offsets), ODD), observe.PEER_UNREACHABLE)
-        holder = read.member.incarnation
+        pages, holder = len(read.offsets), read.member.incarnation
+        breaker = data_port(holder)
+        if fabric is None or not self._breakers.available(breaker, self._clock()):
+            return _nothing(pages, observe.PEER_UNREACHABLE)
         fetched = fabric.read(read, until)
         if fetched.failure == observe.PEER_UNREACHABLE:
-            self._breakers.failed(holder, self._clock())
+            self._breakers.failed(breaker, self._clock())
         elif not fetched.failure:
-            self._breakers.answered(holder)
+            self._breakers.answered(breaker)
         return attrs.evolve(fetched, fabric=fabric.name)
+
+    def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
+        """Read in another thread; None if there is none to be had."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
+            try:
+                return self._threads.submit(self._read, read, fabric, until)
+            except RuntimeError:
+                return None
+
+    def _result(self, future: Future[Fetched], read: PeerRead, until: float) -> Fetched:
+        try:
+            return future.result(max(0.0, until - self._clock()))
+        except FutureTimeoutError:
+            # It may wait behind reads of other calls, with later deadlines: then it never begins.
+            if future.cancel():
+                return _nothing(len(read.offsets), observe.DEADLINE)
+            return future.result()
+        except CancelledError:
+            return _nothing(len(read.offsets), observe.CLOSED)
 
     def _fabric_for(self, read: PeerRead) -> Fabric | None:
         holder = read.member.incarnation
@@ -124,23 +165,28 @@ class Driver:
                 return fabric
         return None
 
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
-            return self._threads
+
+def _nothing(pages: int, failure: str) -> Fetched:
+    return Fetched(np.full(pages, ODD), failure)
 
 
 def _place(step: Place, segment: AttachedSegment | None) -> int:
     if segment is None:
         return 0
-    ends = step.offsets + step.runs.lengths()
-    # The home node is trusted with our pages, not with our memory.
-    if len(ends) and int(ends.max()) > segment.page_bytes:
+    lengths, page_bytes = step.runs.lengths(), np.uint64(segment.page_bytes)
+    # The home node is trusted with our pages, not with our memory. A sum could wrap around.
+    inside = (lengths <= page_bytes) & (
+        step.offsets <= page_bytes - np.minimum(lengths, page_bytes)
+    )
+    if not inside.all():
         return 0
-    with segment.in_use():
-        addresses = step.offsets + np.uint64(segment.pages_address)
-        return copy_pages(step.runs, addresses, to_slots=True, deadline=step.until)
+    try:
+        with segment.in_use():
+            addresses = step.offsets + np.uint64(segment.pages_address)
+            return copy_pages(step.runs, addresses, to_slots=True, deadline=step.until)
+    except PeerUnreachable:
+        # The home node has restarted since, and its old segment is being unmapped.
+        return 0
 
 
 def checksums_of(runs: PageRuns) -> U64:
