@@ -22,8 +22,10 @@ def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[Any
     for place, buffer in enumerate(buffers):
         try:
             view = memoryview(buffer)
-        except TypeError as error:
-            raise UnusableBuffers(f"buffer {place} has no buffer protocol: {error}") from error
+        except Exception as error:  # also a closed map, a released view, and what a class may do
+            raise UnusableBuffers(f"buffer {place} gives no buffer: {error}") from error
+        if "O" in view.format:
+            raise UnusableBuffers(f"buffer {place} holds references to objects, not bytes")
         if not view.c_contiguous:
             raise UnusableBuffers(f"buffer {place} is not C-contiguous")
         if writable and view.readonly:
