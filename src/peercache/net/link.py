@@ -12,11 +12,14 @@ from typing import final
 
 import trio
 
-from peercache.net.sockets import Dialer
+from peercache.net.sockets import Dialer, UnusableAddress
 
 OUTBOX_MESSAGES_MAX = 512
 """Messages that wait while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
 what is newest is most likely still true."""
+
+BURST_MESSAGES = 64
+"""Messages taken from the peer before other tasks get a turn."""
 
 OUTBOX_BYTES_MAX = 64 * 2**20
 """The same in bytes: a dozen re-publications of 100,000 records."""
@@ -44,6 +47,7 @@ class Link:
         self._greeted = False
         self._wake = trio.Event()
         self._connected = False
+        self._is_usable = True
         self._scope = trio.CancelScope()
 
     def send(self, raw: bytes) -> None:
@@ -51,7 +55,11 @@ class Link:
         self._outbox.append(raw)
         self._outbox_bytes += len(raw)
         dropped = 0
-        while len(self._outbox) > OUTBOX_MESSAGES_MAX or self._outbox_bytes > OUTBOX_BYTES_MAX:
+        while self._outbox and (
+            len(self._outbox) > OUTBOX_MESSAGES_MAX
+            or self._outbox_bytes > OUTBOX_BYTES_MAX
+            or not self._is_usable
+        ):
             self._outbox_bytes -= len(self._outbox.popleft())
             dropped += 1
         if dropped:
@@ -73,7 +81,10 @@ class Link:
         return not self._outbox
 
     async def run(self) -> None:
-        """Dial, greet, send and listen until stopped."""
+        """Dial, greet, send and listen until stopped.
+
+        At an address that cannot be dialled it only drops: a peer may say of itself what it likes.
+        """
         token = trio.lowlevel.current_trio_token()
 
         def from_nng(fact: Callable[[], None]) -> Callable[[], None]:
@@ -87,11 +98,17 @@ class Link:
 
         with self._scope:
             self._connected = False
-            dialer = Dialer(
-                self.url,
-                on_connected=from_nng(self._on_connected),
-                on_removed=from_nng(self._on_removed),
-            )
+            try:
+                dialer = Dialer(
+                    self.url,
+                    on_connected=from_nng(self._on_connected),
+                    on_removed=from_nng(self._on_removed),
+                )
+            except UnusableAddress:
+                self._is_usable = False
+                self._on_dropped(len(self._outbox))
+                self._outbox.clear()
+                await trio.sleep_forever()
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._listen, dialer)
@@ -109,7 +126,9 @@ class Link:
     async def _listen(self, dialer: Dialer) -> None:
         while True:
             await trio.lowlevel.wait_readable(dialer.receive_fd)
-            while (raw := dialer.receive()) is not None:
+            for _ in range(BURST_MESSAGES):
+                if (raw := dialer.receive()) is None:
+                    break
                 self._on_answer(raw)
 
     async def _talk(self, dialer: Dialer) -> None:

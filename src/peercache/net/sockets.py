@@ -19,7 +19,7 @@ import trio
 
 from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.config import format_address, parse_address
-from peercache.errors import AddressTaken, ConfigError, LocalProtocolError
+from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
 
 # nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
 # and in a parent that never closed it may wait for a peer; the end of a process ends them anyway.
@@ -65,6 +65,10 @@ PipeFact = Callable[[int], None]
 """Called with a pipe's number on a thread of nng: hand it on and return."""
 
 
+class UnusableAddress(DefiniteError):
+    """nng cannot dial what a peer says its address is."""
+
+
 class Listener:
     """A polyamorous PAIR1 socket on a trio loop: takes from every pipe, answers on each."""
 
@@ -75,8 +79,21 @@ class Listener:
             send_buffer_size=SEND_BUFFER_MESSAGES,
             recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
         )
-        self._socket.add_post_pipe_remove_cb(lambda pipe: on_removed(pipe.id))
+        self._open_pipes: dict[int, None] = {}
+        self._on_removed = on_removed
+        # Before, not after: messages may arrive in between.
+        self._socket.add_pre_pipe_connect_cb(self._pipe_added)
+        self._socket.add_post_pipe_remove_cb(self._pipe_removed)
         self._receive_fd: int = self._socket.recv_fd
+
+    def _pipe_added(self, pipe: Any) -> None:
+        self._open_pipes[pipe.id] = None
+
+    def _pipe_removed(self, pipe: Any) -> None:
+        number = pipe.id
+        # First, so that whoever finds a pipe open hears of its end later.
+        self._open_pipes.pop(number, None)
+        self._on_removed(number)
 
     def listen_tcp(self, name: str, host: str, port: int) -> int:
         """Listen on one TCP address; return the port. AddressTaken names the setting `name`."""
@@ -115,7 +132,16 @@ class Listener:
         except pynng.TryAgain:
             return None
         pipe = message.pipe
-        return (pipe.id if pipe is not None else 0), message.bytes
+        number: int = pipe.id if pipe is not None else 0
+        if number not in self._open_pipes:
+            # Of a connection that has ended: pynng has just made a new entry for it, for ever.
+            with self._socket._pipe_notify_lock:  # noqa: SLF001 - it has no public name
+                self._socket._pipes.pop(number, None)  # noqa: SLF001 - as below
+        return number, message.bytes
+
+    def is_open(self, pipe: int) -> bool:
+        """Return whether a connection is still there; `on_removed` comes after it is not."""
+        return pipe in self._open_pipes
 
     def reply(self, pipe: int, raw: bytes) -> bool:
         """Send on a pipe; False if it is gone or full. nng may still drop it silently."""
@@ -136,7 +162,7 @@ class Listener:
 
     def pipe_count(self) -> int:
         """Return the number of open connections."""
-        return len(self._socket._pipes)  # noqa: SLF001 - as above
+        return len(self._open_pipes)
 
     def close(self) -> None:
         """Stop listening and end every pipe."""
@@ -153,7 +179,7 @@ class Dialer:
         on_connected: Callable[[], None] | None = None,
         on_removed: Callable[[], None] | None = None,
     ) -> None:
-        """Start dialling; the callbacks come on threads of nng."""
+        """Start dialling; the callbacks come on threads of nng. Raises UnusableAddress."""
         self._socket = _open(
             send_buffer_size=SEND_BUFFER_MESSAGES,
             recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
@@ -166,7 +192,11 @@ class Dialer:
             self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
         self.receive_fd: int = self._socket.recv_fd
         self.send_fd: int = self._socket.send_fd
-        self._socket.dial(url, block=False)
+        try:
+            self._socket.dial(url, block=False)
+        except pynng.NNGException as error:
+            self._socket.close()
+            raise UnusableAddress(f"{url}: {error}") from error
 
     def send(self, raw: bytes) -> bool:
         """Hand a message to nng; False if its buffer is full. It may never arrive."""
@@ -199,7 +229,8 @@ def local_path(url: str) -> str:
 def remove_dead_socket(url: str) -> None:
     """Remove the socket file of an ipc address whose listener has died."""
     path = Path(local_path(url))
-    if path.exists() and not answers(url, 0.5):
+    # Only ever a socket: the path may be a slip of the keyboard, and the file somebody's.
+    if path.is_socket() and not answers(url, 0.5):
         path.unlink()
 
 
@@ -207,12 +238,13 @@ def answers(url: str, timeout_s: float) -> bool:
     """Return whether anybody accepts connections at a tcp:// or ipc:// address.
 
     nng dials in the background and does not tell a refusal, so the first connection to a peer asks
-    the kernel, which does.
+    the kernel, which does. A host name is taken for true: to ask for its address may take longer
+    than anybody has, and nng does it on a thread of its own.
     """
     try:
         if url.startswith("tcp://"):
-            with socket.create_connection(parse_address(url[6:]), timeout=timeout_s):
-                return True
+            host, port = parse_address(url[6:])
+            return _accepts(host, port, timeout_s)
         if url.startswith("ipc://"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.settimeout(timeout_s)
@@ -220,4 +252,17 @@ def answers(url: str, timeout_s: float) -> bool:
                 return True
     except (OSError, ValueError):
         return False
+    return True
+
+
+def _accepts(host: str, port: int, timeout_s: float) -> bool:
+    flags = socket.AI_NUMERICHOST
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except socket.gaierror:
+        return True
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
+        probe.settimeout(timeout_s)
+        probe.connect(address)
     return True

@@ -23,7 +23,6 @@ from peercache.messages import (
     Message,
     Refused,
     SayHello,
-    StatsAsked,
     Welcome,
 )
 from peercache.net.link import Link
@@ -56,7 +55,7 @@ class Switchboard:
         mailboxes: dict[str, Mailbox],
         store_words: Callable[[StoreWords], None],
         member_of: Callable[[int], Member | None],
-        stats: Callable[[Origin, StatsAsked], Message],
+        answer: Callable[[Message], Message | None],
         metrics: Metrics,
         log: Any,
     ) -> None:
@@ -71,7 +70,7 @@ class Switchboard:
         self._mailboxes = mailboxes
         self._store_words = store_words
         self._member_of = member_of
-        self._stats = stats
+        self._answer = answer
         self._metrics = metrics
         self._log = log
         self._links: dict[str, Link] = {}
@@ -128,8 +127,10 @@ class Switchboard:
             self._reply_refused(pipe, session, message)
             return
         self._metrics.messages_received.labels(type(message).__name__).inc()
-        if isinstance(message, StatsAsked):
-            self._reply(pipe, session.identity, self._stats(origin, message))
+        if actor == "node":
+            answer = self._answer(message)
+            if answer is not None:
+                self._reply(pipe, session.identity, answer)
         elif not self._mailboxes[actor].offer(origin, message):
             self._drop("mailbox_full", detail=actor)
 
@@ -141,6 +142,10 @@ class Switchboard:
         self._reply(pipe, session.identity, refused)
 
     def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
+        if not self._listener.is_open(pipe):
+            # Its end has been told already: a session begun now would never end.
+            self._drop("pipe_gone", detail="Hello")
+            return
         try:
             self._admission.admit(pipe, sender, hello)
         except Rejected as refusal:
@@ -218,7 +223,8 @@ class Switchboard:
     def _hello(self) -> bytes:
         hello = Hello(
             0, WIRE_VERSION_OLDEST, WIRE_VERSION, self._cluster, is_node=True,
-            granule=self._granule, credentials=self._credentials, namespace="", geometry="", lock="",
+            granule=self._granule, credentials=self._credentials,
+            namespace="", geometry="", lock="",
         )  # fmt: skip
         return self._encode(0, hello)
 
