@@ -18,7 +18,7 @@ import attrs
 from peercache.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.errors import RemoteProtocolError
 from peercache.messages import Envelope, Hello, Message, Refused, SayHello, Welcome
-from peercache.net.sockets import Dialer, answers
+from peercache.net.sockets import Dialer, UnusableAddress, answers
 from peercache.transfer.breaker import Breakers
 
 IDLE_CONNECTIONS_MAX = 8
@@ -29,6 +29,13 @@ POLL_SLICE_S = 0.02
 thread of its own, which cannot wake a poll."""
 
 CONNECT_TIMEOUT_S = 0.25
+
+POST_CONNECT_S = 0.02
+"""How long one `post` may spend on new connections, to however many peers it goes."""
+
+BURST_MESSAGES = 64
+"""Messages taken from one connection before the clock is looked at again: a peer may send without
+end."""
 
 
 class _Connection:
@@ -93,17 +100,26 @@ class Asker:
         until: float,
         enough: Callable[[Message], bool] | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, one is `enough`, or time is up."""
+        """Return each peer's answer, or None, once all are in, one is `enough`, or time is up.
+
+        A Refused is an answer too.
+        """
         exchange = _Exchange(self, until, enough, len(questions))
-        for place, (peer, message) in enumerate(questions):
-            exchange.put(place, peer, message)
-        exchange.wait()
+        try:
+            for place, (peer, message) in enumerate(questions):
+                exchange.put(place, peer, message)
+            exchange.wait()
+        finally:
+            exchange.end()
         return exchange.answers
 
     def post(self, messages: Sequence[tuple[int, Message]]) -> None:
         """Send without expecting an answer; dropped where there is no connection to be had."""
+        until = self._clock() + POST_CONNECT_S
         for peer, message in messages:
-            connection = self.lease(peer, patience_s=POLL_SLICE_S, fresh=False)
+            if self._breakers.is_open(peer):
+                continue
+            connection = self.lease(peer, patience_s=until - self._clock(), fresh=False)
             if connection is not None:
                 connection.send(self.encode(peer, message))
                 self.give_back(peer, connection)
@@ -117,12 +133,18 @@ class Asker:
             connection.send(self.encode(0, self._hello_for(0)))
             poll = select.poll()
             poll.register(connection.fd, select.POLLIN)
-            while (left := until - self._clock()) > 0 and not connection.is_broken:
+            while (left := until - self._clock()) > 0:
+                # What came before the connection broke still counts.
+                is_broken = connection.is_broken
                 poll.poll(1000 * min(left, POLL_SLICE_S))
-                while (raw := connection.receive()) is not None:
+                for _ in range(BURST_MESSAGES):
+                    if (raw := connection.receive()) is None:
+                        break
                     message = self.decode(raw)
                     if isinstance(message, (Welcome, Refused)):
                         return message
+                if is_broken:
+                    break
             return None
         finally:
             connection.close()
@@ -153,9 +175,12 @@ class Asker:
                     return connection
                 connection.close()
         url = self._url_of(peer)
-        if url is None or self._is_closed or not answers(url, patience_s):
+        if url is None or self._is_closed or patience_s <= 0 or not answers(url, patience_s):
             return None
-        connection = _Connection(url)
+        try:
+            connection = _Connection(url)
+        except UnusableAddress:
+            return None
         # The question follows at once: on one connection the order is kept.
         connection.send(self.encode(0, self._hello_for(peer)))
         return connection
@@ -225,8 +250,12 @@ class _Exchange:
     def put(self, place: int, peer: int, message: Message, *, fresh: bool = False) -> None:
         """Send one question; a peer that is away is noted at once."""
         asker = self._asker
-        left = (self._until - asker.clock()) / 2
-        patience_s = max(POLL_SLICE_S / 2, min(CONNECT_TIMEOUT_S, left))
+        left = self._until - asker.clock()
+        if left <= 0:
+            # Not the peer's fault: another one has used the time up.
+            return
+        # Half of it, so that one that does not even accept leaves time for the next.
+        patience_s = min(CONNECT_TIMEOUT_S, left / 2)
         connection = asker.lease(peer, patience_s=patience_s, fresh=fresh)
         now = asker.clock()
         if connection is None:
@@ -242,14 +271,18 @@ class _Exchange:
         clock = self._asker.clock
         while self._pending and not self._is_done:
             left = self._until - clock()
-            if left <= 0:
-                break
-            for fd, _ in self._poll.poll(1000 * min(left, POLL_SLICE_S)):
+            for fd, _ in self._poll.poll(1000 * min(max(left, 0.0), POLL_SLICE_S)):
                 if fd in self._pending:
                     self._take(self._pending[fd])
             for question in [q for q in self._pending.values() if q.connection.is_broken]:
                 self._broke(question)
-        now = clock()
+            # Only now: if it was this thread that slept, the answers lie there.
+            if left <= 0:
+                break
+
+    def end(self) -> None:
+        """Give every connection back; who has been silent all the time is noted."""
+        now = self._asker.clock()
         for question in list(self._pending.values()):
             # Whoever was cut short because another answer was enough has not failed.
             if not self._is_done:
@@ -258,7 +291,9 @@ class _Exchange:
 
     def _take(self, question: _Question) -> None:
         asker = self._asker
-        while (raw := question.connection.receive()) is not None:
+        for _ in range(BURST_MESSAGES):
+            if (raw := question.connection.receive()) is None:
+                return
             message = asker.decode(raw)
             if message is None or isinstance(message, Welcome):
                 continue
@@ -267,8 +302,13 @@ class _Exchange:
                 self._broke(question)
                 return
             if isinstance(message, Refused) and message.request in (0, question.number):
+                if not question.connection.is_fresh:
+                    # Perhaps for what was posted over it before.
+                    self._broke(question)
+                    return
                 asker.refused(question.peer, message)
                 question.connection.is_broken = True
+                self.answers[question.place] = message
                 self._finish(question)
                 return
             # Anything else is the late answer to a question that was given up.
