@@ -13,6 +13,7 @@ from typing import final
 import attrs
 
 from peercache.errors import Rejected
+from peercache.ids import name_of
 from peercache.messages import (
     WIRE_VERSION,
     WIRE_VERSION_OLDEST,
@@ -20,6 +21,7 @@ from peercache.messages import (
     Acknowledged,
     Clear,
     Commit,
+    Counted,
     Delete,
     Disputed,
     Heartbeat,
@@ -41,7 +43,7 @@ from peercache.messages import (
     ViewAsked,
     ViewShared,
 )
-from peercache.segment.client_lock import LockProbe
+from peercache.segment.client_lock import LockProbe, lock_name
 
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
@@ -81,6 +83,7 @@ ROUTES: dict[type[Message], tuple[str, tuple[Role, ...]]] = {
     Abort: ("pool", (Role.WRITER,)),
     LiveReservations: ("pool", (Role.WRITER,)),
     StatsAsked: ("node", _CLIENTS),
+    Counted: ("node", (Role.WRITER,)),
 }
 """Which actor a message is for, and who may send it; what is not here nobody may."""
 
@@ -170,6 +173,9 @@ class Admission:
             return Role.READER
         if hmac.compare_digest(hello.lock.encode(), self._local_token.encode()):
             return Role.WRITER
+        if hello.lock != lock_name(client):
+            # Else whoever has heard of a client could write in its name.
+            raise Rejected("lock", f"{hello.lock!r} is not the lock of client {name_of(client)}")
         if client not in self._locks:
             if len(self._locks) >= CLIENTS_MAX:
                 raise Rejected("clients", f"this node has {CLIENTS_MAX} clients already")

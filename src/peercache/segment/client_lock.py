@@ -8,19 +8,25 @@ hand it to a forked child.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import struct
+import time
 from pathlib import Path
 from typing import final
 
-from peercache.errors import Rejected
+from peercache.errors import ConfigError, Rejected
 from peercache.ids import name_of
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi4x")
 _NAME = re.compile(r"[0-9a-f]{16}\.lock")
+
+LOCK_ATTEMPTS = 50
+LOCK_RETRY_S = 0.01
+"""A node that starts holds the lock of a file for the moment in which it removes it."""
 
 
 def folder_of(home: str) -> Path:
@@ -28,26 +34,41 @@ def folder_of(home: str) -> Path:
     return Path(home.removeprefix("ipc://") + ".clients")
 
 
+def lock_name(client: int) -> str:
+    """Return the name of a client's lock file."""
+    return f"{name_of(client)}.lock"
+
+
 @final
 class ClientLock:
     """Held by a client, on a file of its own, until `release` or the end of the process."""
 
     def __init__(self, home: str, client: int) -> None:
-        """Make and lock the file."""
-        folder = folder_of(home)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / f"{name_of(client)}.lock"
-        self.name = self._path.name
-        while True:
-            self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A node that starts removes files without a lock; it may have caught this one before.
+        """Make and lock the file; raise ConfigError where that cannot be."""
+        self.name = lock_name(client)
+        self._path = folder_of(home) / self.name
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = self._locked()
+        except OSError as error:
+            raise ConfigError("home", f"cannot lock {self._path}: {error.strerror}") from error
+
+    def _locked(self) -> int:
+        for _ in range(LOCK_ATTEMPTS):
+            file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
-                if self._path.stat().st_ino == os.fstat(self._fd).st_ino:
-                    return
-            except FileNotFoundError:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A node that starts removes files without a lock; it may have caught this one.
+                if self._path.stat().st_ino == os.fstat(file).st_ino:
+                    return file
+            except (BlockingIOError, FileNotFoundError):
                 pass
-            os.close(self._fd)
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+            time.sleep(LOCK_RETRY_S)
+        raise BlockingIOError(errno.EAGAIN, "somebody else holds the lock")
 
     def release(self) -> None:
         """Remove the file and let go: nothing will be written any more."""
@@ -80,6 +101,14 @@ class LockProbe:
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
 
+    def take(self) -> bool:
+        """Take the lock, if nobody holds it, until `close`; return whether that was so."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
     def close(self, *, remove: bool) -> None:
         """Close, and remove the file of a client that is gone."""
         if remove:
@@ -94,4 +123,4 @@ def remove_dead_locks(home: str) -> None:
             probe = LockProbe(home, path.name)
         except Rejected:
             continue
-        probe.close(remove=not probe.is_held())
+        probe.close(remove=probe.take())
