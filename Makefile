@@ -42,7 +42,7 @@ sglang: $(STAMP)
 
 # Pages of docs/reference that are made from the code.
 docs: $(STAMP)
-	$(BIN)/python -m tests.reference
+	$(BIN)/python tests/reference_pages.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

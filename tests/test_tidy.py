@@ -28,7 +28,7 @@ LEVELS: dict[str, int] = {
     **dict.fromkeys(["runs", "keys", "records", "messages", "codec", "ports", "observe"], 1),
     **dict.fromkeys(["hash_ring", "flags", "view", "redial", "slots", "reservations"], 1),
     **dict.fromkeys(["page_table", "holdings", "streams", "waiting"], 1),
-    **dict.fromkeys(["claims", "graves", "silence"], 1),
+    **dict.fromkeys(["claims", "graves", "silence", "reporting"], 1),
     # L2: state machines and sans-IO paths.
     **dict.fromkeys(["actors", "transfer"], 2),
     # L3: one foreign library or kernel facility each.

@@ -1,0 +1,56 @@
+"""The documentation: made pages are current, links lead somewhere, named things exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from reference_pages import BEGIN, END, MADE, PAGES, ROOT, with_made_part
+
+TEXTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+
+
+@pytest.mark.parametrize("page", MADE)
+def test_made_page_is_current(page: str) -> None:
+    """What the code says is what the reference says; `make docs` brings it up to date."""
+    text = (PAGES / page).read_text()
+
+    assert text == with_made_part(page, text), f"docs/reference/{page} is old: make docs"
+
+
+def test_made_part_without_its_place_is_an_error() -> None:
+    """A page that lost its markers would never be current again, and nobody would notice."""
+    with pytest.raises(ValueError, match="no place"):
+        with_made_part("metrics.md", f"# Metrics\n{END}\n")
+    assert with_made_part("metrics.md", f"{BEGIN}\nold\n{END}\n").count("peercache_pages_hit") == 1
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path: Path) -> None:
+    """Every relative link names a file that is there."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+
+    broken = [
+        target
+        for target in targets
+        if "://" not in target and not (path.parent / target).exists()
+    ]
+
+    assert not broken
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    """A page that nothing links to is not read."""
+    reached: set[Path] = set()
+    open_ends = [ROOT / "README.md"]
+    while open_ends:
+        path = open_ends.pop()
+        if path in reached or path.suffix != ".md":
+            continue
+        reached.add(path)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target:
+                open_ends.append((path.parent / target).resolve())
+
+    assert not set(TEXTS) - reached
