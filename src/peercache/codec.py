@@ -197,6 +197,7 @@ _BY_NAME: dict[str, Callable[[Any], bytes]] = {
     "lengths": _blob_of(8),
     "offsets": _blob_of(8),
     "checksums": _blob_of(8),
+    "calls": _blob_of(5),
 }
 
 

@@ -352,12 +352,21 @@ class Stats:
 
 @attrs.frozen
 class SummaryMatches:
-    """Answer a summary that matches: everything up to message `number` is in force.
-
-    Unlike Acknowledged, which speaks of one message only: others before it may be lost.
-    """
+    """Answer a summary that matches: unlike an Acknowledged, all before it is in force too."""
 
     number: int
+
+
+@attrs.frozen
+class Counted:
+    """Tell the home node what a client has counted since it last told, so that one scrape sees all.
+
+    counts:  increases by "metric" or "metric/label value".
+    calls:   how long batch calls took, n × 5 bytes (`reporting.CALL`).
+    """
+
+    counts: dict[str, int | float | str]
+    calls: bytes
 
 
 Message: TypeAlias = (
@@ -367,7 +376,7 @@ Message: TypeAlias = (
     | StreamSummary | SummaryDiffers | Repair
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
-    | SummaryMatches
+    | SummaryMatches | Counted
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -377,7 +386,7 @@ MESSAGES: tuple[type[Message], ...] = (
     StreamSummary, SummaryDiffers, Repair,
     Reserve, Granted, Commit, Committed, Abort, LiveReservations,
     Touched, Remove, Clear, Removed, StatsAsked, Stats,
-    SummaryMatches,
+    SummaryMatches, Counted,
 )  # fmt: skip
 
 

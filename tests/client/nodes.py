@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -212,3 +213,10 @@ def script(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def free_port() -> str:
+    """Return a port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.client.nodes import (
     PAGE_BYTES,
     LocalCluster,
     empty,
+    free_port,
     keys_of,
     page_of,
     pages_of,
@@ -199,3 +201,21 @@ def test_str_and_bytes_and_any_length_of_key_name_pages(three: LocalCluster) -> 
     assert client.batch_get(["système".encode()], buffer) == [True]
     assert np.array_equal(buffer[0], page)
     assert client.contains(["", b"x" * 10_000, "y"]) == [True, True, False]
+
+
+def test_what_clients_count_is_seen_at_their_home_node() -> None:
+    """One scrape of the node shows its engines' hits, misses and latencies."""
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--metrics-port", free_port()))
+        client = cluster.client(node)
+        keys = keys_of("counted", 4)
+        client.batch_set(keys, pages_of(keys))
+        read(client, [*keys, *keys_of("absent", 1)])
+
+        def scraped() -> str:
+            with urllib.request.urlopen(f"http://{node.ready['http']}/metrics") as page:
+                return str(page.read().decode())
+
+        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped(), 5.0)
+        assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped()
+        assert 'peercache_latency_seconds_count{operation="get"} 1.0' in scraped()

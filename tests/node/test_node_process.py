@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.client.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.client.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
 
 
 def run_node(
@@ -88,7 +88,7 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
     """One JSON line on stdout, the same in the file; every address in it answers."""
     file = tmp_path / "ready.json"
     with LocalCluster() as cluster:
-        node = cluster.start(flags=("--ready-file", str(file), "--metrics-port", _free_port()))
+        node = cluster.start(flags=("--ready-file", str(file), "--metrics-port", free_port()))
         ready = node.ready
 
         assert json.loads(file.read_text()) == ready
@@ -107,7 +107,7 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
 def test_health_says_nothing_good_while_the_node_is_paused() -> None:
     """A paused node answers nothing, and is well again when it goes on."""
     with LocalCluster() as cluster:
-        node = cluster.start(flags=("--metrics-port", _free_port()))
+        node = cluster.start(flags=("--metrics-port", free_port()))
         url = f"http://{node.ready['http']}/healthz"
         node.pause()
         with pytest.raises(TimeoutError):
@@ -150,7 +150,7 @@ def test_a_node_leaves_no_segment_behind() -> None:
 
 def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> None:
     """Nobody there: it serves at once, says it is alone, and is joined later."""
-    head = f"127.0.0.1:{_free_port()}"
+    head = f"127.0.0.1:{free_port()}"
     with LocalCluster() as cluster:
         alone = cluster.start(flags=("--discovery-addr", head))
         client = cluster.client(alone)
@@ -222,9 +222,3 @@ def test_pages_survive_the_end_of_the_engine_that_set_them() -> None:
         first.close()
 
         assert read(cluster.client(node), keys) == [True] * 4
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

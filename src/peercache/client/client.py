@@ -335,7 +335,7 @@ class Client:
                 self._calls_in_flight -= 1
                 self._calls.notify_all()
             took_s = self._clock() - started
-            self.metrics.latency_s.labels(operation).observe(took_s)
+            self._wiring.report.add_call(operation, took_s)
             if took_s > timeout_s:
                 self.metrics.deadlines_overrun.inc()
 

@@ -19,6 +19,7 @@ from peercache.ids import Incarnation, name_of
 from peercache.messages import Member, Message, Refused, Touched, ViewAsked, ViewShared, Welcome
 from peercache.net.asking import Asker
 from peercache.observe import Metrics
+from peercache.reporting import Report
 from peercache.segment.attached import AttachedSegment
 from peercache.segment.layout import boot_id
 from peercache.transfer.cluster import Cluster
@@ -59,6 +60,7 @@ class Home:
         config: Config,
         asker: Asker,
         touches: Touches,
+        report: Report | None,
         on_view: Callable[[set[int]], None],
         metrics: Metrics,
         log: Any,
@@ -68,6 +70,7 @@ class Home:
         self._config = config
         self._asker = asker
         self._touches = touches
+        self._report = report
         self._on_view = on_view
         self._metrics = metrics
         self._log = log
@@ -113,9 +116,10 @@ class Home:
 
     def detach(self) -> None:
         """Tell the home node that nothing will be written any more, and unmap its segment."""
-        attached, self.attached = self.attached, None
+        attached = self.attached
         if attached is not None:
-            self._asker.post(((attached.incarnation, attached.reservations.report()),))
+            self._tell(attached)
+            self.attached = None
             attached.segment.close(UNMAP_S)
 
     def _main(self) -> None:
@@ -139,11 +143,18 @@ class Home:
             is_well = self._ask_view()
         attached = self.attached
         if attached is not None and is_well:
-            self._asker.post(((attached.incarnation, attached.reservations.report()),))
+            self._tell(attached)
         for holder, drops in self._touches.take().items():
             if holder in self.cluster.members and not self._asker.breakers.is_open(holder):
                 self._asker.post(((holder, Touched(drops)),))
         return is_well
+
+    def _tell(self, attached: Attached) -> None:
+        """List the live reservations, and what was counted since the last time."""
+        self._asker.post(((attached.incarnation, attached.reservations.report()),))
+        counted = self._report.take() if self._report is not None else None
+        if counted is not None:
+            self._asker.post(((attached.incarnation, counted),))
 
     def _attach(self, until: float) -> bool:
         """Say Hello at the home address, map what is published there; False if nobody answers."""

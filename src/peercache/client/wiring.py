@@ -18,6 +18,7 @@ from peercache.net.asking import Asker
 from peercache.node.embedded import EmbeddedNode
 from peercache.observe import Metrics, get_logger
 from peercache.ports import Fabric
+from peercache.reporting import Report
 from peercache.segment.client_lock import ClientLock
 from peercache.segment.layout import boot_id
 from peercache.transfer.breaker import Breakers
@@ -83,23 +84,21 @@ class Wiring:
             granule=config.granule,
             max_channels_per_peer=config.max_channels_per_peer,
         )
-        fabrics: dict[str, tuple[Fabric, ...]] = {
-            "auto": (self._shm, self._tcp),
-            "shm": (self._shm,),
-            "tcp": (self._tcp,),
-        }
         self.driver = Driver(
             asker=self.asker,
-            fabrics=fabrics[config.fabric],
+            fabrics=self._fabrics(),
             breakers=self.breakers,
             clock=self.clock,
             log=self.log,
         )
+        self.report = Report(self.metrics)
         self.home = Home(
             url=url,
             config=config,
             asker=self.asker,
             touches=self.reader.touches,
+            # An embedded node has the very same metrics.
+            report=self.report if self._node is None else None,
             on_view=self._view_changed,
             metrics=self.metrics,
             log=self.log,
@@ -123,6 +122,12 @@ class Wiring:
     def control_address(self) -> str:
         """Return HOST:PORT of the embedded node's control port, "" where there is none."""
         return self._node.ready.control if self._node is not None else ""
+
+    def _fabrics(self) -> tuple[Fabric, ...]:
+        """Return the fabrics that may be used, the best one first."""
+        if self._config.fabric == "shm":
+            return (self._shm,)
+        return (self._tcp,) if self._config.fabric == "tcp" else (self._shm, self._tcp)
 
     # --- what the parts ask each other ------------------------------------------------------------
 

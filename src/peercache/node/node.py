@@ -15,36 +15,39 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors._actor import SELF, Mailbox, run_actor
-from peercache.actors.directory import DirectoryShard
-from peercache.actors.membership import Membership
-from peercache.actors.pool import Pool
-from peercache.actors.publisher import Publisher
-from peercache.actors.ring import RingActor
+from peercache.actors._actor import SELF
 from peercache.config import Config, format_address
-from peercache.errors import ConfigError, PoolTooLarge
 from peercache.fabric.tcp_server import Admission as DataAdmission
 from peercache.fabric.tcp_server import open_listeners, serve_pages
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
-from peercache.ids import Incarnation, name_of, new_incarnation
-from peercache.messages import ALIVE, DEAD, LEFT, SUSPECT, Member, Message, Stats, StatsAsked
+from peercache.ids import name_of, new_incarnation
+from peercache.messages import (
+    ALIVE,
+    DEAD,
+    LEFT,
+    SUSPECT,
+    Counted,
+    Member,
+    Message,
+    Stats,
+    StatsAsked,
+)
 from peercache.net.sockets import Listener
 from peercache.node import addresses
 from peercache.node.admission import Admission
+from peercache.node.crew import Crew
+from peercache.node.memory import Source, populate, publish
 from peercache.node.switchboard import Switchboard
 from peercache.observe import Metrics, get_logger
-from peercache.ports import ClientGone, Origin, PoolGrew, StateActor, StoreWords
+from peercache.ports import ClientGone, PoolGrew
+from peercache.reporting import absorb
 from peercache.segment.client_lock import remove_dead_locks
 from peercache.segment.layout import boot_id
-from peercache.segment.leftovers import remove_leftovers
 from peercache.segment.published import PublishedSegment
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup
-
-POPULATE_STEP_BYTES = 256 * 2**20
-"""Memory populated between two looks at cancellation: about a tenth of a second."""
 
 HOUSEKEEPING_S = 1.0
 """How soon the slots of a client that died come back; a probe is one system call a client."""
@@ -94,6 +97,7 @@ class Node:
         self._stopping = trio.Event()
         self.stopped = trio.Event()
         self._came_round = time.monotonic()
+        self._admission: Admission | None = None
 
     def stop(self) -> None:
         """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
@@ -101,63 +105,54 @@ class Node:
 
     async def run(self, *, task_status: trio.TaskStatus[Ready] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until stopped or cancelled; hand `Ready` to `task_status.started`."""
-        config = self.config
         token = trio.lowlevel.current_trio_token()
-        admission_box: list[Admission] = []
 
         def pipe_ended(pipe: int) -> None:
             try:
-                token.run_sync_soon(lambda: admission_box[0].end(pipe))
+                token.run_sync_soon(self._pipe_ended, pipe)
             except trio.RunFinishedError:
-                return
+                return  # The node has gone, and its sessions with it.
 
-        segment = await trio.to_thread.run_sync(_publish, config, self.incarnation)
+        segment = await trio.to_thread.run_sync(publish, self.config, self.incarnation)
         listener = Listener(on_removed=pipe_ended)
         try:
             async with trio.open_nursery() as nursery:
-                await self._serve(nursery, segment, listener, admission_box, task_status)
+                task_status.started(await self._start(nursery, segment, listener))
+                await self._stopping.wait()
+                await self._leave()
+                nursery.cancel_scope.cancel()
         finally:
             listener.close()
-            if admission_box:
-                admission_box[0].close()
+            if self._admission is not None:
+                self._admission.close()
             segment.close()
             self.log.info("node.stopped")
             self.stopped.set()
 
-    async def _serve(
-        self,
-        nursery: trio.Nursery,
-        segment: PublishedSegment,
-        listener: Listener,
-        admission_box: list[Admission],
-        task_status: trio.TaskStatus[Ready],
-    ) -> None:
+    async def _start(
+        self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener
+    ) -> Ready:
+        """Bind every address, start every part, and return once pages can be stored."""
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
-        home, local_token = self._listen_home(listener, control_port)
-        admission = Admission(
+        home = self._listen_home(listener, control_port)
+        local_token = secrets.token_hex(16)
+        self._admission = admission = Admission(
             granule=config.granule,
             credentials=config.credentials,
             home=home,
             local_token=local_token,
         )
-        admission_box.append(admission)
-        data_listeners = await open_listeners(bound_host, config.data_port)
-        data_port: int = data_listeners[0].socket.getsockname()[1]
         host = addresses.advertised_host(config, bound_host)
-        control = format_address(host, control_port)
-        me = Member(
-            incarnation=self.incarnation,
-            counter=1,
-            state=ALIVE,
-            head_rank=addresses.head_rank(config, control),
-            host_name=config.host(),
-            control=control,
-            data=format_address(host, data_port),
-            boot_id=boot_id(),
-            segment=str(segment.path),
+        data_port = await self._serve_pages(nursery, segment, bound_host)
+        me = self._member(segment, format_address(host, control_port), host, data_port)
+        self._crew = crew = Crew(
+            config,
+            me,
+            page_bytes=segment.layout.page_bytes,
+            rng=self._rng,
+            metrics=self.metrics,
         )
-        self._make_actors(me, segment)
         self._switchboard = switchboard = Switchboard(
             me=me,
             cluster=config.cluster,
@@ -166,100 +161,74 @@ class Node:
             credentials=config.credentials,
             segment_bytes=segment.layout.total_bytes,
             listener=listener,
-            mailboxes=self._mailboxes,
-            store_words=lambda e: _store(segment, e),
-            member_of=self.membership.member,
-            stats=self._stats,
+            mailboxes=crew.mailboxes,
+            store_words=lambda effect: segment.store_words(effect.indices, effect.values),
+            member_of=crew.membership.member,
+            answer=self._answer,
             metrics=self.metrics,
             log=self.log,
         )
-        await nursery.start(
-            lambda task_status: serve_pages(
-                data_listeners,
-                _Source(segment),
-                admission=DataAdmission(
-                    cluster=config.cluster,
-                    credentials=config.credentials,
-                    granule=config.granule,
-                    incarnation=self.incarnation,
-                ),
-                metrics=self.metrics,
-                task_status=task_status,
-            )
-        )
         await nursery.start(switchboard.run)
-        for name, actor in self._actors.items():
-            nursery.start_soon(run_actor, actor, self._mailboxes[name], switchboard.perform)
-        for effect in self.membership.start(trio.current_time()):
-            switchboard.perform(effect)
+        crew.start(nursery, switchboard.perform)
         http = await self._serve_http(nursery, bound_host)
-        first_byte = trio.Event()
-        nursery.start_soon(self._populate, segment, first_byte)
+        await nursery.start(populate, segment, self._pool_grew, self.log)
         nursery.start_soon(self._keep_house, admission)
-        await first_byte.wait()
-        ready = Ready(
+        self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
+        return Ready(
             incarnation=self.incarnation,
-            control=control,
+            control=me.control,
             data=me.data,
             home=home,
             http=http,
             local_token=local_token,
         )
-        self.log.info("node.ready", control=control, data=me.data, home=home, http=http)
-        task_status.started(ready)
-        await self._stopping.wait()
-        await self._leave()
-        nursery.cancel_scope.cancel()
 
-    def _listen_home(self, listener: Listener, control_port: int) -> tuple[str, str]:
-        """Listen for the local clients; return the address and the token of our own process."""
+    def _member(self, segment: PublishedSegment, control: str, host: str, data_port: int) -> Member:
+        return Member(
+            incarnation=self.incarnation,
+            counter=1,
+            state=ALIVE,
+            head_rank=addresses.head_rank(self.config, control),
+            host_name=self.config.host(),
+            control=control,
+            data=format_address(host, data_port),
+            boot_id=boot_id(),
+            segment=str(segment.path),
+        )
+
+    def _listen_home(self, listener: Listener, control_port: int) -> str:
+        """Listen for the local clients; return the address."""
         if self._in_process:
             home = f"inproc://peercache-{name_of(self.incarnation)}"
             listener.listen_local(home)
-            return home, secrets.token_hex(16)
+            return home
         home = addresses.listen_home(listener, self.config, control_port)
         remove_dead_locks(home)
-        # Nobody shows a token here: clients of a standalone node live in other processes.
-        return home, secrets.token_hex(16)
+        return home
 
-    def _make_actors(self, me: Member, segment: PublishedSegment) -> None:
-        config, metrics = self.config, self.metrics
-        self.membership = Membership(
-            me=me,
-            discovery_addr=config.discovery_addr,
-            max_masters=config.max_masters,
-            heartbeat_s=config.heartbeat_s,
-            suspect_s=config.suspect_s,
-            dead_s=config.dead_s,
-            rng=self._rng,
-            metrics=metrics,
-        )
-        self.pool = Pool(
-            incarnation=self.incarnation,
+    async def _serve_pages(
+        self, nursery: trio.Nursery, segment: PublishedSegment, host: str
+    ) -> int:
+        """Start the tcp fabric's server; return its port."""
+        config = self.config
+        listeners = await open_listeners(host, config.data_port)
+        admission = DataAdmission(
+            cluster=config.cluster,
+            credentials=config.credentials,
             granule=config.granule,
-            page_bytes=segment.layout.page_bytes,
-            usable_bytes=0,
-            client_uncommitted_max=config.client_uncommitted_max,
-            rng=self._rng,
-            metrics=metrics,
+            incarnation=self.incarnation,
         )
-        self.directory = DirectoryShard(incarnation=self.incarnation, metrics=metrics)
-        self._actors: dict[str, StateActor] = {
-            "membership": self.membership,
-            "ring": RingActor(
-                virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
-            ),
-            "directory": self.directory,
-            "publisher": Publisher(
-                incarnation=self.incarnation,
-                republish_rate=config.republish_rate,
-                summary_s=config.summary_s,
-                rng=self._rng,
-                metrics=metrics,
-            ),
-            "pool": self.pool,
-        }
-        self._mailboxes = {name: Mailbox() for name in self._actors}
+        await nursery.start(
+            lambda task_status: serve_pages(
+                listeners,
+                Source(segment),
+                admission=admission,
+                metrics=self.metrics,
+                task_status=task_status,
+            )
+        )
+        port: int = listeners[0].socket.getsockname()[1]
+        return port
 
     async def _serve_http(self, nursery: trio.Nursery, host: str) -> str:
         if self.config.metrics_port == 0 or (self._in_process and self.config.metrics_port == -1):
@@ -275,28 +244,19 @@ class Node:
         )
         return address
 
-    async def _populate(self, segment: PublishedSegment, first_byte: trio.Event) -> None:
-        """Make the page memory usable, step by step; what is ready serves already."""
-        total = segment.layout.page_bytes
-        done = 0
-        while done < total:
-            step = min(total, done + POPULATE_STEP_BYTES)
-            try:
-                done = await trio.to_thread.run_sync(segment.populate, step)
-            except PoolTooLarge as error:
-                self.log.error("pool.cut_short", usable_bytes=done, problem=str(error))
-                break
-            self._mailboxes["pool"].tell(SELF, PoolGrew(done))
-            first_byte.set()
-            self.log.info("pool.grew", usable_bytes=done, of_bytes=total)
-        first_byte.set()
+    def _pool_grew(self, usable_bytes: int) -> None:
+        self._crew.mailboxes["pool"].tell(SELF, PoolGrew(usable_bytes))
+
+    def _pipe_ended(self, pipe: int) -> None:
+        if self._admission is not None:
+            self._admission.end(pipe)
 
     async def _keep_house(self, admission: Admission) -> None:
         while True:
             for client in admission.exited():
                 self.log.info("client.exited", client=name_of(client))
-                self._mailboxes["pool"].tell(SELF, ClientGone(client))
-            members = self.membership.view.members()
+                self._crew.mailboxes["pool"].tell(SELF, ClientGone(client))
+            members = self._crew.membership.view.members()
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
             self._switchboard.keep_links(kept | set(self.config.discovery_addr))
             for state, name in (
@@ -311,7 +271,7 @@ class Node:
 
     async def _leave(self) -> None:
         self.log.info("node.leaving")
-        for effect in self.membership.leave(trio.current_time()):
+        for effect in self._crew.membership.leave(trio.current_time()):
             self._switchboard.perform(effect)
         await self._switchboard.flush(GOODBYE_S)
 
@@ -325,41 +285,29 @@ class Node:
             return Health(serving=False, reason="leaving the cluster", facts=facts)
         if late_s > LATE_S:
             return Health(serving=False, reason=f"the loop is {late_s:.0f} s late", facts=facts)
-        if not self.pool.figures()["pool_bytes_usable"]:
+        if not self._crew.pool.figures()["pool_bytes_usable"]:
             return Health(serving=False, reason="no page memory is populated yet", facts=facts)
         return Health(serving=True, reason="", facts=facts)
 
     def figures(self) -> dict[str, int | float | str]:
         """Return named figures about this node."""
-        members = self.membership.view.members()
+        members = self._crew.membership.view.members()
         return {
             "node": name_of(self.incarnation),
             "members_alive": sum(member.state == ALIVE for member in members),
-            "masters": len(self.membership.masters()),
-            "directory_records": self.directory.record_count,
-            **self.pool.figures(),
+            "masters": len(self._crew.membership.masters()),
+            "directory_records": self._crew.directory.record_count,
+            **self._crew.pool.figures(),
         }
 
-    def _stats(self, _origin: Origin, asked: StatsAsked) -> Message:
-        return Stats(asked.request, self.figures())
-
-
-def _publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
-    """Create the segment, after what dead nodes have left is out of its way."""
-    try:
-        remove_leftovers(config.shm_dir)
-        return PublishedSegment.create(
-            config.shm_dir,
-            incarnation=incarnation,
-            page_bytes=config.pool_size // config.granule * config.granule,
-            granule=config.granule,
-        )
-    except OSError as error:
-        raise ConfigError("shm_dir", f"cannot use {config.shm_dir}: {error.strerror}") from error
-
-
-def _store(segment: PublishedSegment, effect: StoreWords) -> None:
-    segment.store_words(effect.indices, effect.values)
+    def _answer(self, message: Message) -> Message | None:
+        """Answer what is for the node itself."""
+        if isinstance(message, StatsAsked):
+            return Stats(message.request, self.figures())
+        if isinstance(message, Counted):
+            ignored = absorb(self.metrics, message)
+            self.metrics.messages_dropped.labels("malformed").inc(ignored)
+        return None
 
 
 def describe(error: BaseException) -> list[BaseException]:
@@ -367,19 +315,3 @@ def describe(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [inner for group in error.exceptions for inner in describe(group)]
     return [error]
-
-
-class _Source:
-    """The published segment as the tcp server sees it."""
-
-    def __init__(self, segment: PublishedSegment) -> None:
-        self._segment = segment
-        self.pages = segment.pages
-        self.words = segment.words
-        self.granule = segment.layout.granule
-        self.page_bytes = segment.layout.page_bytes
-
-    @property
-    def usable_bytes(self) -> int:
-        """Return how much of the page memory is populated."""
-        return self._segment.usable_bytes

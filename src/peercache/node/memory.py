@@ -1,0 +1,76 @@
+"""A node's published memory: created, populated step by step, shown to the tcp server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from peercache.config import Config
+from peercache.errors import ConfigError, PoolTooLarge
+from peercache.ids import Incarnation
+from peercache.segment.leftovers import remove_leftovers
+from peercache.segment.published import PublishedSegment
+
+POPULATE_STEP_BYTES = 256 * 2**20
+"""Memory populated between two looks at cancellation: about a tenth of a second."""
+
+
+def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
+    """Create the segment, after what dead nodes have left is out of its way."""
+    try:
+        remove_leftovers(config.shm_dir)
+        return PublishedSegment.create(
+            config.shm_dir,
+            incarnation=incarnation,
+            page_bytes=config.pool_size // config.granule * config.granule,
+            granule=config.granule,
+        )
+    except OSError as error:
+        raise ConfigError("shm_dir", f"cannot use {config.shm_dir}: {error.strerror}") from error
+
+
+async def populate(
+    segment: PublishedSegment,
+    on_grown: Callable[[int], None],
+    log: Any,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Make the page memory usable; started once the first step serves, `on_grown` hears of each."""
+    total = segment.layout.page_bytes
+    done = 0
+    is_started = False
+    while done < total:
+        step = min(total, done + POPULATE_STEP_BYTES)
+        try:
+            done = await trio.to_thread.run_sync(segment.populate, step)
+        except PoolTooLarge as error:
+            if not done:
+                raise
+            # Somebody else took the memory meanwhile; what is there goes on serving.
+            log.warning("pool.cut_short", usable_bytes=done, problem=str(error))
+            return
+        on_grown(done)
+        log.info("pool.grew", usable_bytes=done, of_bytes=total)
+        if not is_started:
+            task_status.started()
+            is_started = True
+
+
+class Source:
+    """The published segment as the tcp server sees it."""
+
+    def __init__(self, segment: PublishedSegment) -> None:
+        """Show `segment`."""
+        self._segment = segment
+        self.pages = segment.pages
+        self.words = segment.words
+        self.granule = segment.layout.granule
+        self.page_bytes = segment.layout.page_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return how much of the page memory is populated."""
+        return self._segment.usable_bytes
