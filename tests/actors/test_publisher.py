@@ -459,8 +459,18 @@ def test_malformed_digests_are_ignored_and_counted() -> None:
 def test_answers_of_strangers_are_ignored() -> None:
     """Who is no owner of ours has nothing to acknowledge."""
     made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
 
     assert heard(made, C, Acknowledged(1), 0.0) == []
+    assert heard(made, C, SummaryMatches(1), 0.0) == []
+
+
+def test_answers_to_what_was_never_sent_are_ignored() -> None:
+    """A number above the last one settles nothing."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+
+    assert heard(made, A, Acknowledged(10**6), 0.0) == []
     assert heard(made, A, SummaryMatches(10**6), 0.0) == []
 
 
