@@ -128,20 +128,13 @@ class AttachedSegment:
     def populate(self) -> int:
         """Fill our page tables for what the owner has populated; return how many bytes, in all.
 
-        Blocks without the GIL: for a worker thread, again until it returns `page_bytes`. Raises
-        PeerUnreachable after `close` began.
+        Blocks without the GIL: for a worker thread, again until it returns `page_bytes`. Returns
+        early once `close` began. One thread at a time.
         """
-        while True:
-            with self.in_use():
-                begin = self._populated_bytes
-                end = min(begin + POPULATE_CHUNK_BYTES, self._owner_populated_bytes())
-                if begin >= end:
-                    return begin
-                try:
-                    prefault(self._pages[begin:end], write=self._writable)
-                except OSError:
-                    return begin  # Only speed is lost; the copies fault their pages in.
-                self._populated_bytes = end
+        with suppress(PeerUnreachable):
+            while self._populate_chunk():
+                pass
+        return self._populated_bytes
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new uses, wait for those that run, unmap; return whether it is unmapped.
@@ -156,6 +149,19 @@ class AttachedSegment:
             self._unmap()
         with self._changed:
             return self._changed.wait_for(lambda: self._unmapped, timeout_s)
+
+    def _populate_chunk(self) -> bool:
+        with self.in_use():
+            begin = self._populated_bytes
+            end = min(begin + POPULATE_CHUNK_BYTES, self._owner_populated_bytes())
+            if begin >= end:
+                return False
+            try:
+                prefault(self._pages[begin:end], write=self._writable)
+            except OSError:
+                return False  # Only speed is lost; the copies fault their pages in.
+            self._populated_bytes = end
+            return True
 
     def _owner_populated_bytes(self) -> int:
         # To touch a hole of the file would allocate it, and charge our container for it.
