@@ -595,6 +595,22 @@ def test_page_committed_during_a_hand_over_ends_at_its_owners_only() -> None:
     assert not any(isinstance(message, Repair) for message in seen)
 
 
+def test_acknowledgement_of_an_older_record_ends_no_hand_over() -> None:
+    """The new owner has the record that was, not the one that is: the former owner stays."""
+    after = ring_of(A, B, replicas=1)
+    name = owned_by(after, B, range(50))[0]
+    made = publisher_in(ring_of(A, replicas=1))
+    acknowledge(made, heard(made, ME, commit_of(records_of(ME, [name], 2)), 0.0), 0.0)
+    heard(made, ME, RingChanged(after), 1.0)
+    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2), 1.0)
+
+    older = heard(made, B, Acknowledged(1), 1.1)
+    newer = heard(made, B, Acknowledged(2), 1.2)
+
+    assert sent(older, Delete) == []
+    assert [owner for owner, _ in sent(newer, Delete)] == [A]
+
+
 def test_stale_records_do_not_come_back_after_join_evict_and_leave() -> None:
     """The historical fault: a former owner must not serve what was evicted while it owned nothing.
 
