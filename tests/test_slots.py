@@ -15,9 +15,15 @@ from peercache.slots import UNITS_ABOUT, Slot, SlotAllocator
 class Rig:
     """An allocator and everything that was taken from it, by first granule."""
 
-    def __init__(self, granules: int, usable: int | None = None) -> None:
+    def __init__(
+        self, granules: int, usable: int | None = None, units_about: int = UNITS_ABOUT
+    ) -> None:
         """Start with an empty pool."""
-        self.slots = SlotAllocator(granules=granules, usable=granules if usable is None else usable)
+        self.slots = SlotAllocator(
+            granules=granules,
+            usable=granules if usable is None else usable,
+            units_about=units_about,
+        )
         self.held: OrderedDict[int, Slot] = OrderedDict()
         self.reserved: dict[int, Slot] = {}
         self.evicted: list[int] = []
@@ -274,11 +280,7 @@ def test_two_classes_in_equal_use_do_not_steal_from_each_other(one: int, other: 
 @pytest.mark.parametrize("units", [2, 3, 4, 5, 7])
 def test_two_classes_in_a_tiny_pool_settle(units: int) -> None:
     """Also where an extent is a large part of the pool nothing moves to and fro."""
-    rig = Rig(units * 6)
-    rig.slots.unit = 6  # a pool of a few large units, as if it were one of hundreds
-    rig.slots._units = [None] * units
-    rig.slots._unit_freed = [0] * units
-    rig.slots._unassigned = units
+    rig = Rig(units * 6, units_about=units)
     for _ in range(500):
         rig.put(2)
         rig.put(3)
@@ -372,12 +374,13 @@ def test_slot_freed_twice_is_a_bug() -> None:
     seed=st.integers(0, 2**32),
     steps=st.integers(1, 250),
     largest=st.integers(1, 40),
+    units_about=st.sampled_from([3, 16, UNITS_ABOUT]),
 )
 def test_allocator_never_gives_one_granule_twice(
-    granules: int, seed: int, steps: int, largest: int
+    granules: int, seed: int, steps: int, largest: int, units_about: int
 ) -> None:
     """Whatever is taken, held, touched and freed: slots do not overlap, and sums are right."""
-    rig, rng = Rig(granules), random.Random(seed)
+    rig, rng = Rig(granules, units_about=units_about), random.Random(seed)
     largest = min(largest, granules)
 
     for _ in range(steps):

@@ -96,11 +96,11 @@ class SizeClass:
 class SlotAllocator:
     """The slots of one page memory. All sizes in granules."""
 
-    def __init__(self, *, granules: int, usable: int) -> None:
+    def __init__(self, *, granules: int, usable: int, units_about: int = UNITS_ABOUT) -> None:
         """Start with everything unassigned; only the first `usable` granules may be given out."""
         assert granules >= 1, granules
         self.granules: Final = granules
-        self.unit: Final = max(1, granules // UNITS_ABOUT)
+        self.unit: Final = max(1, granules // units_about)
         self.usable = 0
         self.clock = 0
         """Touches so far; a slot touched after a given moment has a greater `touched`."""
@@ -112,6 +112,8 @@ class SlotAllocator:
         self._units: list[Extent | None] = []
         self._unit_freed: list[int] = []
         self._unassigned = 0
+        self._fresh = 0
+        """From here on no unit was ever assigned: a pool that fills needs no search."""
         self._version = 0
         self.grow(usable)
 
@@ -257,11 +259,15 @@ class SlotAllocator:
         least = -(-size_class.granules // self.unit)
         if self._unassigned < least or size_class.searched == self._version:
             return False
+        wanted = self._units_wanted(size_class.granules)
+        if self._fits(self._fresh, wanted, size_class.granules):
+            self._assign(size_class, self._fresh, wanted)
+            return True
         oldest_first = [
             freed if extent is None else _BLOCKED
             for extent, freed in zip(self._units, self._unit_freed, strict=True)
         ]
-        for units in dict.fromkeys((self._units_wanted(size_class.granules), least)):
+        for units in dict.fromkeys((wanted, least)):
             start = self._least_window(oldest_first, units, size_class.granules)
             if start is not None:
                 self._assign(size_class, start, units)
@@ -315,13 +321,18 @@ class SlotAllocator:
             return None
         windows = np.lib.stride_tricks.sliding_window_view(np.array(keys, np.int64), units)
         greatest = windows.max(axis=1)
-        if self._window_granules(len(keys) - units, units) < granules:
+        if not self._fits(len(keys) - units, units, granules):
             greatest[-1] = _BLOCKED  # the last unit is short, and this page does not fit in
         least = greatest.min()
         if least >= _BLOCKED:
             return None
         candidates = np.flatnonzero(greatest == least)
         return int(candidates[np.argmin(windows[candidates].sum(axis=1))])
+
+    def _fits(self, start: int, units: int, granules: int) -> bool:
+        """Return whether these units exist and hold a slot of this size: the last may be short."""
+        there = start + units <= len(self._units)
+        return there and self._window_granules(start, units) >= granules
 
     def _window_granules(self, start: int, units: int) -> int:
         return min((start + units) * self.unit, self.granules) - start * self.unit
@@ -335,6 +346,7 @@ class SlotAllocator:
         extent = Extent(size_class, start, units, start * self.unit, slots_max)
         self._units[start : start + units] = [extent] * units
         self._unassigned -= units
+        self._fresh = max(self._fresh, start + units)
         self._version += 1
         size_class.extents[start] = extent
         size_class.cutting = extent

@@ -42,6 +42,7 @@ from peercache.ports import (
     Tell,
 )
 from peercache.records import DROP, RECORD, RESIDENT
+from peercache.slots import UNITS_ABOUT, SlotAllocator
 
 GRANULE = 4096
 INCARNATION = Incarnation(77)
@@ -67,6 +68,7 @@ class World:
         granules: int,
         usable: int | None = None,
         uncommitted_max: int = 0,
+        units_about: int = UNITS_ABOUT,
         metrics: Metrics | None = None,
         seed: int = 1,
     ) -> None:
@@ -79,6 +81,12 @@ class World:
             client_uncommitted_max=uncommitted_max,
             rng=random.Random(seed),
             metrics=metrics,
+        )
+        # Few units make extents of several slots in a pool small enough to be checked in full.
+        self.pool._slots = SlotAllocator(
+            granules=granules,
+            usable=granules if usable is None else usable,
+            units_about=units_about,
         )
         self.words = [0] * granules
         self.ever: list[set[int]] = [{0} for _ in range(granules)]

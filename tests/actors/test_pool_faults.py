@@ -235,6 +235,18 @@ def test_reserve_that_is_listed_before_it_arrives_is_granted() -> None:
     assert [answer.states for answer in answers] == [bytes((RESERVED,))] * 2
 
 
+def test_list_that_was_overtaken_reopens_nothing() -> None:
+    """What a newer list has closed stays closed, in whatever order lists arrive."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], PAGE)
+    world.list_live(ALICE, 3, [1])
+
+    world.list_live(ALICE, 1, [1])
+    late = world.reserve(ALICE, [2], PAGE, sequence=2)
+
+    assert late.states == bytes((REFUSED_FULL,))
+
+
 def test_list_that_was_overtaken_ends_nothing_newer() -> None:
     """An old list says nothing about what came after it."""
     world = World(granules=64)
