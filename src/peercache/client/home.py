@@ -76,7 +76,8 @@ class Home:
         self._log = log
         self._boot_id = boot_id()
         self._wake = threading.Event()
-        self._is_closing = False
+        self._closing = threading.Event()
+        self._told_problem = ""
         self._view = View.of()
         self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
         self._thread: threading.Thread | None = None
@@ -109,7 +110,7 @@ class Home:
 
     def stop(self) -> None:
         """End the thread, within a bound."""
-        self._is_closing = True
+        self._closing.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(2 * BEAT_S)
@@ -123,7 +124,7 @@ class Home:
             attached.segment.close(UNMAP_S)
 
     def _main(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             is_well = False
             try:
                 is_well = self._beat()
@@ -139,7 +140,9 @@ class Home:
             try:
                 self._attach(time.monotonic() + BEAT_S)
             except PeerCacheError as error:
-                self._log.warning("home.rejected", home=self._url, problem=str(error))
+                if str(error) != self._told_problem:
+                    self._told_problem = str(error)
+                    self._log.warning("home.rejected", home=self._url, problem=str(error))
             is_well = self._ask_view()
         attached = self.attached
         if attached is not None and is_well:
@@ -175,14 +178,24 @@ class Home:
             # It may have stopped just now; if not, this is what `open` tells.
             self._problem = error
             return False
-        threading.Thread(target=segment.populate, name="peercache-populate", daemon=True).start()
         self.attached = Attached(member.incarnation, segment, Reservations())
+        threading.Thread(
+            target=self._populate, args=(segment,), name="peercache-populate", daemon=True
+        ).start()
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
         self._metrics.home_attached.inc()
         self._log.info("home.attached", home=self._url, node=name_of(member.incarnation))
         if old is not None:
             old.segment.close(UNMAP_S)
         return True
+
+    def _populate(self, segment: AttachedSegment) -> None:
+        """Fill the page tables of our mapping, as far as the node has come with its own."""
+        while segment.populate() < segment.page_bytes:
+            self._closing.wait(BEAT_S)
+            attached = self.attached
+            if self._closing.is_set() or attached is None or attached.segment is not segment:
+                return
 
     def _ask_view(self) -> bool:
         """Fetch the view from the home node, or from anybody while that is lost."""

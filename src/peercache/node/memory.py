@@ -44,6 +44,7 @@ async def populate(
     is_started = False
     while done < total:
         step = min(total, done + POPULATE_STEP_BYTES)
+        before = done
         try:
             done = await trio.to_thread.run_sync(segment.populate, step)
         except PoolTooLarge as error:
@@ -52,6 +53,8 @@ async def populate(
             # Somebody else took the memory meanwhile; what is there goes on serving.
             log.warning("pool.cut_short", usable_bytes=done, problem=str(error))
             return
+        if done <= before:
+            return  # The segment has been closed meanwhile.
         on_grown(done)
         log.info("pool.grew", usable_bytes=done, of_bytes=total)
         if not is_started:
