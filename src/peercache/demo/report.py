@@ -43,6 +43,11 @@ class Reading:
         """Verified bytes by the time spent in calls, in units of 10^9 bytes a second."""
         return self.verified_bytes / self.read_s / 1e9 if self.read_s else 0.0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every page had to be a hit, so that its speed says something."""
+        return self.misses_expected == 0 and self.hits_expected is not None
+
     def problems(self, *, op_timeout_s: float) -> list[str]:
         """Return what is wrong with it, a sentence each."""
         found = []
@@ -84,10 +89,11 @@ class Report:
         return found
 
     def gb_s(self) -> dict[str, float]:
-        """Return 10^9 bytes a second by fabric, over the steps in which nothing was broken."""
+        """Return 10^9 bytes a second by fabric, in the best step in which nothing was broken."""
         speeds: dict[str, float] = {}
         for reading in self.readings:
-            speeds.setdefault(reading.fabric, round(reading.gb_s, 2))
+            best = max(speeds.get(reading.fabric, 0.0), reading.gb_s if reading.is_whole else 0.0)
+            speeds[reading.fabric] = round(best, 2)
         return speeds
 
     def for_machines(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _row(reading: Reading, *, repeats: bool) -> list[Text]:
         str(reading.hits),
         str(reading.misses),
         str(reading.wrong_bytes),
-        f"{reading.gb_s:.1f}" if reading.hits else "-",
+        f"{reading.gb_s:.1f}" if reading.is_whole else "-",
         f"{1000 * reading.longest_call_s:.0f} ms",
     ]
     styles = ["", "", "", "", "bold red" if reading.wrong_bytes else "green", "", ""]
