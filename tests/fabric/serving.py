@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from peercache.observe import Metrics
 
 CLUSTER = "tests"
 CREDENTIALS = "a secret"
+PATIENCE_S = 10.0
 
 
 class PageServer:
@@ -62,6 +65,11 @@ class PageServer:
     def _act(self) -> None:
         self.between()
 
+    def connections(self) -> float:
+        """Return how many connections are open."""
+        labels = {"port": "data"}
+        return self.metrics.registry.get_sample_value("peercache_connections", labels) or 0.0
+
     async def _run(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
@@ -84,6 +92,14 @@ class PageServer:
             task_status=task_status,
             **self._options,
         )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Spin until something that another thread does is done."""
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until
+        os.sched_yield()
 
 
 def fabric_for(granule: int, **options: Any) -> TcpFabric:

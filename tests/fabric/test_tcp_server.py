@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from contracts.fakes import PlainMemory
-from fabric.serving import CLUSTER, CREDENTIALS, PageServer, fabric_for
+from fabric.serving import CLUSTER, CREDENTIALS, PageServer, fabric_for, wait_until
 from peercache.errors import AddressTaken
 from peercache.fabric import tcp_server
 from peercache.fabric import tcp_wire as wire
@@ -228,9 +228,7 @@ def test_client_that_does_not_receive_is_hung_up_on(
     request = wire.encode_request(np.zeros(count, np.uint64), lengths, INCARNATION)
     with admitted(server) as client:
         client.sendall(request)
-        while server.metrics.registry.get_sample_value("peercache_connections", {"port": "data"}):
-            trio.run(trio.sleep, 0)
-
+        wait_until(lambda: server.connections() == 0)
         got = receive(client, 200 * 2**20)
 
     assert len(got) < 200 * 2**20
@@ -241,8 +239,7 @@ def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemor
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=1)
     with admitted(server), connect(server) as second:
         answer = receive(second, wire.ANSWER_BYTES)
-    while server.metrics.registry.get_sample_value("peercache_connections", {"port": "data"}):
-        trio.run(trio.sleep, 0)
+    wait_until(lambda: server.connections() == 0)
     served = serves(server)
     server.close()
 

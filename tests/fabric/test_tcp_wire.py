@@ -106,6 +106,7 @@ def test_request_head_is_refused_before_anything_is_buffered(raw: bytes) -> None
 )
 @example(slots=[(2**64 - GRANULE, GRANULE)], total=None, memory=MEMORY)
 @example(slots=[(0, 2**63), (0, 2**63)], total=0, memory=MEMORY)
+@example(slots=[(0, 5)], total=6, memory=MEMORY)
 def test_accepted_entries_lie_inside_the_page_memory(
     slots: list[tuple[int, int]], total: int | None, memory: int
 ) -> None:
