@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -38,6 +39,7 @@ class Screen:
     def __init__(self, *, as_json: bool) -> None:
         """Print JSON alone if asked; else lines, with a live bar where stdout is a terminal."""
         self._as_json = as_json
+        self._started = time.monotonic()
         self._console = Console(quiet=as_json, highlight=False)
         self._progress = Progress(
             TextColumn("  {task.description}"),
@@ -64,8 +66,9 @@ class Screen:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(Text("  " + line))
+        """Print a line above the bar, and when it happened."""
+        elapsed_s = time.monotonic() - self._started
+        self._console.print(Text(f"  {elapsed_s:4.1f} s  {line}"))
 
     @contextmanager
     def step(self, name: str, pages: int | None) -> Iterator[Advance]:

@@ -47,7 +47,7 @@ BUDGET_S = 55.0
 SETTLE_S = 20.0
 """A killed node is dead in the view after 6 s, a restarted one joined within 2; twice that."""
 
-WARM_ROUNDS = 4
+WARM_ROUNDS = 3
 POLL_S = 0.05
 READ_BEFORE_KILL_S = 0.5
 EXIT_FAILED = 1
