@@ -31,7 +31,9 @@ LEVELS = ("debug", "info", "warning", "error", "exception")
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def configuration() -> str:
@@ -59,17 +61,19 @@ def metrics() -> str:
     for family in Metrics().registry.collect():
         metric: Any = _metric(family.name)
         name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001 - no other way
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
         rows.append([f"`{name}`", family.type, labels, family.documentation])
     reasons = [[f"`{reason}`", _comment_of(reason)] for reason in MISS_REASONS]
-    return table(["metric", "type", "labels", "meaning"], rows) + "\n\n" + table(
-        ["reason", "why a page was a miss, or was not stored"], reasons
+    return (
+        table(["metric", "type", "labels", "meaning"], rows)
+        + "\n\n"
+        + table(["reason", "why a page was a miss, or was not stored"], reasons)
     )
 
 
 def _metric(family: str) -> Any:
     ours = [value for value in vars(Metrics()).values() if hasattr(value, "_labelnames")]
-    return next(metric for metric in ours if metric._name == family)  # noqa: SLF001 - no other way
+    return next(metric for metric in ours if metric._name == family)
 
 
 def _comment_of(reason: str) -> str:
@@ -133,7 +137,8 @@ def _logged() -> Iterator[list[str]]:
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            if node.func.attr not in LEVELS or "log" not in ast.unparse(node.func.value) or not node.args:
+            is_log = node.func.attr in LEVELS and "log" in ast.unparse(node.func.value)
+            if not is_log or not node.args:
                 continue
             for event in _events(node.args[0], constants):
                 level = "error" if node.func.attr == "exception" else node.func.attr

@@ -6,9 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+
 from reference_pages import BEGIN, END, MADE, PAGES, ROOT, with_made_part
 
 TEXTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+
+
+def targets_of(path: Path) -> list[str]:
+    """Return the relative links of a page."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    return [target for target in targets if "://" not in target]
 
 
 @pytest.mark.parametrize("page", MADE)
@@ -29,13 +36,7 @@ def test_made_part_without_its_place_is_an_error() -> None:
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path: Path) -> None:
     """Every relative link names a file that is there."""
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
-
-    broken = [
-        target
-        for target in targets
-        if "://" not in target and not (path.parent / target).exists()
-    ]
+    broken = [target for target in targets_of(path) if not (path.parent / target).exists()]
 
     assert not broken
 
@@ -49,8 +50,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         if path in reached or path.suffix != ".md":
             continue
         reached.add(path)
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
-            if "://" not in target:
-                open_ends.append((path.parent / target).resolve())
+        open_ends += [(path.parent / target).resolve() for target in targets_of(path)]
 
     assert not set(TEXTS) - reached

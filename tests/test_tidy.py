@@ -45,6 +45,7 @@ LEVELS: dict[str, int] = {
 SIDEWAYS = {
     ("fabric", "segment"),  # the shm fabric maps what a segment publishes
     ("cli", "demo"),
+    ("bench", "demo"),  # both start real nodes, and one place ends them
     ("__main__", "cli"),
 }
 
