@@ -169,7 +169,7 @@ class Rig:
         """Return the backend that SGLang built."""
         return self.controller.storage_backend
 
-    def back_up(self, tokens: list[int], seed: int) -> int:
+    def back_up(self, tokens: list[int], seed: int, **more: Any) -> int:
         """Fill pages on the device, take them to the host and to storage; return pages stored."""
         rows = self.controller.mem_pool_device_allocator.alloc(len(tokens))
         for buffer, data in zip(
@@ -179,7 +179,7 @@ class Rig:
         slots = self.controller.write(rows)
         keys = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
         with ranks(self.shape):
-            self.controller.write_storage(slots, tokens, hash_value=keys)
+            self.controller.write_storage(slots, tokens, hash_value=keys, **more)
             operation = self._take(self.controller.ack_backup_queue)
         self.controller.mem_pool_device_allocator.free(rows)
         self.pools.free(slots)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageFailureInjector,
     PoolHitPolicy,
@@ -150,18 +151,24 @@ def test_a_hybrid_model_recomputes(open_rig: OpenRig) -> None:
     """With a sliding-window pool beside KV nothing hits, although the KV pages are there."""
     rig = open_rig()
     tokens = prompt(PAGES, seed=12)
-    rig.back_up(tokens, seed=13)
-    rig.store.register_mem_host_pool_v2(host_pool("mha", "page_first"), PoolName.SWA)
+    side = host_pool("mha", "page_first")
+    rig.store.register_mem_host_pool_v2(side, PoolName.SWA)
 
-    window = PoolTransfer(name=PoolName.SWA, keys=["last"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-    rig.controller.prefetch(_handle(), tokens, extra_pools=[window])
+    def window() -> PoolTransfer:
+        return PoolTransfer(
+            name=PoolName.SWA,
+            keys=[page_hash(0)],
+            host_indices=torch.arange(PAGE_TOKENS),
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )
+
+    stored = rig.back_up(tokens, seed=13, extra_pools=[window()])
+    rig.controller.prefetch(CacheRequestHandle("rid", 0), tokens, extra_pools=[window()])
     operation = rig.controller.prefetch_hit_queue.get(timeout=20)
 
+    assert stored == PAGES
     assert operation.storage_hit_count == 0
-    assert rig.store.stats()["refused"] == {"exists_v2": {"unsupported": PAGES}}
-
-
-def _handle() -> object:
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
-    return CacheRequestHandle("rid", 0)
+    assert rig.store.stats()["refused"] == {
+        "exists_v2": {"unsupported": PAGES},
+        "set_v2": {"unsupported": 1},
+    }

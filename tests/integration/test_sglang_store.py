@@ -96,6 +96,23 @@ def test_addresses_by_arithmetic_are_those_sglang_names(kind: str, layout: str) 
     assert set(runs.lengths().tolist()) == {served.page_bytes}
 
 
+def test_k_comes_before_v_wherever_they_were_allocated(cluster: FakeCluster) -> None:
+    """Two buffers lie at addresses of chance: the order of a page must not follow them."""
+    pool = filled("asymmetric", "page_first")
+    k_shape, v_shape = (part.shape for part in pool.kv_buffer)
+    flat = torch.cat([part.flatten() for part in reversed(pool.kv_buffer)])
+    v_part, k_part = flat.split([v_shape.numel(), k_shape.numel()])
+    pool.kv_buffer = (k_part.view(k_shape), v_part.view(v_shape))
+    store = open_store(cluster, pool)
+
+    assert store.batch_set_v1(KEYS, SLOTS) == [True] * 3
+
+    pages = [part[:PAGE_TOKENS].contiguous().view(torch.uint8) for part in pool.kv_buffer]
+    stored = next(iter(cluster.pages.values()))
+    assert k_part.data_ptr() > v_part.data_ptr()
+    assert stored == b"".join(bytes(page.flatten().numpy()) for page in pages)
+
+
 def test_a_pool_that_is_not_regular_is_asked_for_each_batch(cluster: FakeCluster) -> None:
     """Where the arithmetic does not hold on a sample, get_page_buffer_meta is believed."""
     pool = filled("mha", "page_first")
@@ -440,6 +457,29 @@ def test_a_pool_whose_pages_are_not_whole_is_not_served(
 
     assert store.batch_set_v1(KEYS, SLOTS) == [False] * 3
     assert store.stats()["refused"] == {"set": {"unsupported": 3}}
+    assert not cluster.opened
+
+
+@pytest.mark.parametrize("fault", ["the same bytes twice", "bytes of something else"])
+def test_a_pool_that_names_wrong_buffers_is_not_served(cluster: FakeCluster, fault: str) -> None:
+    """A page of K and K again, or with a part outside the pool, has the right size only."""
+    pool = filled("mha", "page_first")
+    plain = pool.get_page_buffer_meta
+    elsewhere = torch.zeros(pool.size * pool.size_per_token, dtype=torch.uint8)
+
+    def wrong(indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        addresses, sizes = plain(indices)
+        for index in range(1, len(addresses), 2):
+            addresses[index] = addresses[index - 1]
+            if fault == "bytes of something else":
+                addresses[index] += elsewhere.data_ptr() - pool.kv_buffer.data_ptr()
+        return addresses, sizes
+
+    pool.get_page_buffer_meta = wrong
+
+    store = open_store(cluster, pool)
+
+    assert store.batch_set_v1(KEYS, SLOTS) == [False] * 3
     assert not cluster.opened
 
 

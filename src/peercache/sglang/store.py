@@ -9,7 +9,6 @@ Limits  the client's deadlines; nothing here waits.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -71,12 +70,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._change = threading.Lock()
         self._attached: _Attached | None = None
         self._idle_reason = observe.NO_HOME
-        self._told: set[str] = set()
+        self._told: set[tuple[str, ...]] = set()
         if isinstance(extra.get("interface_v1"), str):
-            self._tell_once(
+            self._log.warning(
                 "interface.ambiguous",
-                hint="SGLang reads any non-empty string as true: write 1 or 0, without quotes",
                 interface_v1=extra["interface_v1"],
+                hint="SGLang reads any non-empty string as true: write 1 or 0, without quotes",
             )
 
     # --- registration: may raise -----------------------------------------------------------
@@ -92,7 +91,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             pages = HostPages.of(mem_pool_host)
         except UnservedPool as unserved:
             self._detach(observe.UNSUPPORTED)
-            self._tell_once("pool.unserved", pool=type(mem_pool_host).__name__, why=str(unserved))
+            self._log.warning("pool.unserved", pool=type(mem_pool_host).__name__, why=str(unserved))
             return
         namespace = namespace_of(self._storage_config, mem_pool_host, pages.page_bytes)
         with self._change:
@@ -104,8 +103,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         client = self._client_factory(self._config, namespace=namespace)
         with self._change:
             self._attached = _Attached(client, pages, namespace)
-        self._say(
-            "info",
+        self._log.info(
             "store.attached",
             namespace=namespace.name,
             geometry=namespace.geometry,
@@ -272,10 +270,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             return ask(attached)
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))
-            self._tell_once("batch.refused", operation=operation, why=str(unusable))
+            if self._is_new("batch.refused", operation, unusable.reason):
+                self._log.warning("batch.refused", operation=operation, why=str(unusable))
         except Exception:
             self._refuse(operation, observe.INTERNAL, len(keys))
-            self._say("error", "store.failed", operation=operation, pages=len(keys), exc_info=True)
+            self._log.exception("store.failed", operation=operation, pages=len(keys))
         return miss
 
     def _read(self, at: _Attached, keys: Sequence[str], runs: PageRuns) -> list[bool]:
@@ -314,22 +313,19 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 metrics.sets_refused.labels(reason).inc(pages)
 
     def _tell_hybrid(self) -> None:
-        self._tell_once(
-            "hybrid.unserved",
-            why="this model keeps state in side pools (Mamba, sliding window, indexer, draft), "
-            "which PeerCache does not store yet: it recomputes",
-        )
+        if self._is_new("hybrid.unserved"):
+            self._log.warning(
+                "hybrid.unserved",
+                why="this model keeps state in side pools (Mamba, sliding window, indexer, "
+                "draft), which PeerCache does not store yet: it recomputes",
+            )
 
-    def _tell_once(self, event: str, **facts: Any) -> None:
-        if event not in self._told:
-            self._told.add(event)
-            self._say("warning", event, **facts)
-
-    def _say(self, level: str, event: str, **facts: Any) -> None:
-        # A log line that cannot be written (stderr is a closed pipe) must not become an exception
-        # in the engine's thread; every event that matters is also counted.
-        with contextlib.suppress(Exception):
-            getattr(self._log, level)(event, **facts)
+    def _is_new(self, *what: str) -> bool:
+        """Return True the first time: what an engine repeats for ever is logged once."""
+        with self._change:
+            is_new = what not in self._told
+            self._told.add(what)
+        return is_new
 
     def _detach(self, idle_reason: str) -> None:
         with self._change:
