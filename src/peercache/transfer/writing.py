@@ -308,7 +308,8 @@ def _spread_repeats(keys: PageKeys, outcome: WriteOutcome) -> None:
     first: dict[bytes, int] = {}
     for place, name in enumerate(names):
         source = first.setdefault(name, place)
-        if source != place and not outcome.stored[place]:
+        # One that has an outcome of its own, as of another size, keeps it.
+        if source != place and not outcome.stored[place] and not outcome.reasons[place]:
             outcome.stored[place] = outcome.stored[source]
             outcome.reasons[place] = outcome.reasons[source]
 
