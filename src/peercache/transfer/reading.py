@@ -67,9 +67,11 @@ class Touches:
         drops = np.empty(len(records), DROP)
         drops["key"], drops["generation"] = records["key"], records["generation"]
         with self._lock:
-            if self._count.get(holder, 0) < TOUCHES_MAX:
+            count = self._count.get(holder, 0)
+            drops = drops[: TOUCHES_MAX - count]
+            if len(drops):
                 self._by_holder.setdefault(holder, []).append(drops.tobytes())
-                self._count[holder] = self._count.get(holder, 0) + len(records)
+                self._count[holder] = count + len(drops)
 
     def take(self) -> dict[int, bytes]:
         """Return what to tell each holder, and start anew."""

@@ -52,8 +52,9 @@ def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.ND
 
     lengths: bytes of each page of the batch. One page may be more than a portion.
     """
-    ends = np.cumsum(lengths[places], dtype=np.uint64)
-    portion = ends // np.uint64(CHECKSUM_PORTION_BYTES)
+    sizes = lengths[places]
+    begins = np.cumsum(sizes, dtype=np.uint64) - sizes
+    portion = begins // np.uint64(CHECKSUM_PORTION_BYTES)
     return np.split(places, np.flatnonzero(np.diff(portion)) + 1) if len(places) else []
 
 
