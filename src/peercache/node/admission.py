@@ -7,6 +7,7 @@ granule, credentials or a namespace's geometry do not fit; what comes before a H
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from enum import Enum
 from typing import final
 
@@ -102,12 +103,24 @@ class Session:
 class Admission:
     """Admits connections, and remembers the lock of every writing client."""
 
-    def __init__(self, *, granule: int, credentials: str, home: str, local_token: str) -> None:
-        """Admit who fits; clients of this very process show `local_token` instead of a lock."""
+    def __init__(
+        self,
+        *,
+        granule: int,
+        credentials: str,
+        home: str,
+        local_token: str,
+        probe: Callable[[str, str], LockProbe] = LockProbe,
+    ) -> None:
+        """Admit who fits; clients of this very process show `local_token` instead of a lock.
+
+        probe: opens a client's lock file, given home address and name; raises Rejected.
+        """
         self._granule = granule
         self._credentials = credentials
         self._home = home
         self._local_token = local_token
+        self._probe = probe
         self.sessions: dict[int, Session] = {}
         self._locks: dict[int, LockProbe] = {}
 
@@ -179,7 +192,7 @@ class Admission:
         if client not in self._locks:
             if len(self._locks) >= CLIENTS_MAX:
                 raise Rejected("clients", f"this node has {CLIENTS_MAX} clients already")
-            probe = LockProbe(self._home, hello.lock)
+            probe = self._probe(self._home, hello.lock)
             if not probe.is_held():
                 probe.close(remove=False)
                 raise Rejected("lock", f"nobody holds the lock {hello.lock}")

@@ -58,8 +58,9 @@ class Switchboard:
         answer: Callable[[Message], Message | None],
         metrics: Metrics,
         log: Any,
+        open_link: Callable[..., Link] = Link,
     ) -> None:
-        """Take everything from `node.Node`, which owns it."""
+        """Take everything from `node.Node`, which owns it; a simulation opens links of its own."""
         self._me = me
         self._cluster = cluster
         self._admission = admission
@@ -73,6 +74,7 @@ class Switchboard:
         self._answer = answer
         self._metrics = metrics
         self._log = log
+        self._open_link = open_link
         self._links: dict[str, Link] = {}
         self._logged: dict[tuple[object, ...], None] = {}
         self._nursery: trio.Nursery | None = None
@@ -198,7 +200,7 @@ class Switchboard:
     def _say(self, address: str, target: int, message: Message) -> None:
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link(
+            link = self._links[address] = self._open_link(
                 f"tcp://{address}",
                 hello=self._hello,
                 on_answer=lambda raw: self._answered(address, raw),
