@@ -3,81 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.slots import UNITS_ABOUT, Slot, SlotAllocator
-
-
-class Rig:
-    """An allocator and everything that was taken from it, by first granule."""
-
-    def __init__(
-        self, granules: int, usable: int | None = None, units_about: int = UNITS_ABOUT
-    ) -> None:
-        """Start with an empty pool."""
-        self.slots = SlotAllocator(
-            granules=granules,
-            usable=granules if usable is None else usable,
-            units_about=units_about,
-        )
-        self.held: OrderedDict[int, Slot] = OrderedDict()
-        self.reserved: dict[int, Slot] = {}
-        self.evicted: list[int] = []
-
-    def take(self, granules: int, untouched_since: int | None = None) -> Slot | None:
-        """Take a slot, as new as can be."""
-        gone: list[Slot] = []
-        since = self.slots.clock if untouched_since is None else untouched_since
-        slot = self.slots.take(granules, untouched_since=since, evicted=gone)
-        for victim in gone:
-            del self.held[victim.first]
-        self.evicted += [victim.first for victim in gone]
-        if slot is not None:
-            self.reserved[slot.first] = slot
-        self.slots.check()
-        return slot
-
-    def hold(self, slot: Slot) -> None:
-        """Let a slot have a page."""
-        self.slots.hold(slot)
-        self.held[slot.first] = self.reserved.pop(slot.first)
-
-    def put(self, granules: int) -> Slot:
-        """Take and hold."""
-        slot = self.take(granules)
-        assert slot is not None
-        self.hold(slot)
-        return slot
-
-    def release(self, slot: Slot) -> None:
-        """Free a slot."""
-        self.slots.release(slot)
-        (self.held if slot.first in self.held else self.reserved).pop(slot.first)
-        self.slots.check()
-
-    def check(self) -> None:
-        """Compare with a slow count: no overlap, right sums."""
-        self.slots.check()
-        owner: dict[int, int] = {}
-        for slot in [*self.held.values(), *self.reserved.values()]:
-            size = slot.extent.size_class.granules
-            assert slot.first + size <= self.slots.usable
-            for granule in range(slot.first, slot.first + size):
-                assert owner.setdefault(granule, slot.first) == slot.first, "two slots overlap"
-        assert self.slots.held_count == len(self.held)
-        for count, slots in (
-            (self.slots.held_granules, self.held),
-            (self.slots.reserved_granules, self.reserved),
-        ):
-            assert count == sum(s.extent.size_class.granules for s in slots.values())
-
-    def count(self, granules: int) -> int:
-        """Return how many slots of a size are held."""
-        return sum(s.extent.size_class.granules == granules for s in self.held.values())
+from peercache.slots import UNITS_ABOUT, SlotAllocator
+from slots_rig import Rig
 
 
 @pytest.mark.parametrize("granules", [1, 3, 255, 256, 511, 512, 1000, 100_000, 2**24])
@@ -258,76 +190,6 @@ def test_everything_reserved_leaves_no_room() -> None:
 
     assert refused == [None] * 3
     assert rig.slots.class_count == 1
-
-
-@pytest.mark.parametrize(("one", "other"), [(1, 2), (4, 3), (4, 12), (4, 5)])
-def test_two_classes_in_equal_use_do_not_steal_from_each_other(one: int, other: int) -> None:
-    """After settling, a long alternation of two sizes moves no extent."""
-    rig = Rig(1024)
-    for _ in range(2000):
-        rig.put(one)
-        rig.put(other)
-    settled = rig.slots.reclaims
-
-    for _ in range(4000):
-        rig.put(one)
-        rig.put(other)
-
-    assert rig.slots.reclaims == settled
-    assert min(rig.count(one), rig.count(other)) * 5 > max(rig.count(one), rig.count(other))
-
-
-@pytest.mark.parametrize("units", [2, 3, 4, 5, 7])
-def test_two_classes_in_a_tiny_pool_settle(units: int) -> None:
-    """Also where an extent is a large part of the pool nothing moves to and fro."""
-    rig = Rig(units * 6, units_about=units)
-    for _ in range(500):
-        rig.put(2)
-        rig.put(3)
-    settled = rig.slots.reclaims
-
-    for _ in range(2000):
-        rig.put(2)
-        rig.put(3)
-
-    assert rig.slots.reclaims == settled
-
-
-def test_class_nobody_uses_any_more_gives_its_room() -> None:
-    """A pool follows the demand: the new size gets nearly everything in the end."""
-    rig = Rig(1024)
-    for _ in range(256):
-        rig.put(4)
-
-    for _ in range(3000):
-        rig.put(2)
-
-    assert rig.count(4) == 0
-    assert rig.count(2) == 512
-
-
-def test_class_in_steady_use_keeps_its_room() -> None:
-    """One that is read all the time is not robbed by one that is only written."""
-    rig = Rig(1024)
-    hot = [rig.put(4) for _ in range(128)]
-    for _ in range(3000):
-        rig.put(2)
-        for slot in hot[:: len(hot) // 4]:
-            rig.slots.touch(slot)
-        hot = hot[1:] + hot[:1]
-
-    assert rig.count(4) == 128
-
-
-def test_many_sizes_that_come_once_cost_an_extent_each() -> None:
-    """An odd size leaves the others alone beyond its extent."""
-    rig = Rig(2**16)
-    for _ in range(256 * 4):
-        rig.put(64)
-
-    rig.put(70)
-
-    assert len(rig.evicted) <= 2 * 4
 
 
 def test_usable_part_grows() -> None:

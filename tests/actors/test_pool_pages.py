@@ -35,9 +35,9 @@ def test_batch_larger_than_the_free_part_gets_what_fits() -> None:
 
 def test_batch_does_not_evict_what_it_found_here() -> None:
     """Pages that a batch names stay, even the coldest of the pool."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.store(ALICE, [3, 4], PAGE)
+    world = World(granules=16, uncommitted_max=16 * GRANULE)
+    world.store(ALICE, [1, 2, 3, 4], PAGE)
+    world.touch(3, 4)
 
     granted = world.reserve(BOB, [10, 11, 12, 1, 2], PAGE)
 

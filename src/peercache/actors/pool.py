@@ -266,8 +266,7 @@ class Pool:
             )
             if slot is None:
                 states[index] = REFUSED_FULL
-                if not over:
-                    full[granules] = None
+                full[granules] = None
             else:
                 slots[index] = slot
                 uncommitted += granules
