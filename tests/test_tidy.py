@@ -45,6 +45,8 @@ LEVELS: dict[str, int] = {
 SIDEWAYS = {
     ("fabric", "segment"),  # the shm fabric maps what a segment publishes
     ("cli", "demo"),
+    ("cli", "bench"),
+    ("bench", "demo"),  # which starts nodes and ends them in every case
     ("bench", "demo"),  # both start real nodes, and one place ends them
     ("__main__", "cli"),
 }
@@ -57,7 +59,7 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"sglang"}),
     "cbor2": frozenset({"codec"}),
     "h11": frozenset({"http"}),
-    "rich": frozenset({"cli", "demo"}),
+    "rich": frozenset({"cli", "demo", "bench"}),
     "structlog": frozenset({"observe"}),
     "prometheus_client": frozenset({"observe", "http"}),
     "sqlite3": frozenset({"storage"}),

@@ -1,4 +1,4 @@
-"""The `peercache` command: demo, node, config, version.
+"""The `peercache` command: demo, bench, node, config, version.
 
 Each subcommand imports what it needs when it is chosen, so that `peercache version` works where a
 node would not.
@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from peercache.bench.flags import add_bench_flags
 from peercache.config import FIELDS
 from peercache.errors import PeerCacheError
 from peercache.flags import environment_name_of, flag_of
@@ -55,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-logs", metavar="FOLDER", help="keep the logs of the nodes in this folder"
     )
     demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="how fast pages move, beside the machine's limits")
+    add_bench_flags(bench)
 
     # Listed for --help only: `main` hands everything after `node` to the node's own parser.
     commands.add_parser("node", help="run a standalone node; see `peercache node --help`")

@@ -1,0 +1,80 @@
+"""What a benchmark found: a table for people, JSON for machines, a plot over page sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from peercache.errors import ConfigError
+
+Figures = Mapping[str, float]
+
+_ROWS = (
+    ("get", "get_gb_s", "GB/s", "get_ratio"),
+    ("get, busy Python thread", "get_busy_gb_s", "GB/s", "get_busy_ratio"),
+    ("set", "set_gb_s", "GB/s", "set_ratio"),
+    ("set into a full pool", "set_full_gb_s", "GB/s", "set_full_ratio"),
+    ("set, busy Python thread", "set_busy_gb_s", "GB/s", "set_busy_ratio"),
+    ("exists of 128, hot", "exists_hot_us", "µs", "exists_hot_trips"),
+    ("exists of 128, cold", "exists_cold_us", "µs", "exists_cold_trips"),
+    ("control round trip under tcp load, p99", "control_p99_ms", "ms", ""),
+    ("limit: memory copy", "limit_copy_gb_s", "GB/s", ""),
+    ("limit: one tcp stream", "limit_tcp_gb_s", "GB/s", ""),
+    ("limit: nng round trip", "limit_rtt_us", "µs", ""),
+)
+
+
+def as_json(figures: Figures) -> str:
+    """Return one JSON object, figures rounded to what they mean."""
+    return json.dumps({name: round(value, 4) for name, value in figures.items()})
+
+
+def print_table(title: str, figures: Figures) -> None:
+    """Print a table; the ratio is to the machine's limit measured in the same run."""
+    table = Table(
+        "what", "median", "", "of the limit", title=title, box=box.SIMPLE, title_justify="left"
+    )
+    for name, key, unit, ratio in _ROWS:
+        if key in figures:
+            share = f"{figures[ratio]:.2f}" if ratio in figures else ""
+            share += " trips" if ratio.endswith("_trips") else ""
+            table.add_row(name, f"{figures[key]:.2f}", unit, share)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    console.print(
+        f"  {figures['wrong_bytes']:.0f} wrong bytes, {figures.get('misses', 0):.0f} misses"
+    )
+
+
+def plot(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:
+    """Draw throughput over page size beside the limits into a PNG."""
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 - an extra that only this needs
+    except ImportError as error:
+        raise ConfigError("plot", "needs matplotlib: pip install 'peercache[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend is chosen
+
+    sizes = [size / 1024 for size, _ in by_page_bytes]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    lines = (
+        ("get_gb_s", "get", "o-"),
+        ("set_gb_s", "set", "s-"),
+        ("set_full_gb_s", "set, pool full", "^-"),
+        ("limit_copy_gb_s", "limit: memory copy", "k--"),
+        ("limit_tcp_gb_s", "limit: one tcp stream", "k:"),
+    )
+    for key, label, style in lines:
+        axes.plot(sizes, [figures[key] for _, figures in by_page_bytes], style, label=label)
+    axes.set(xscale="log", xlabel="page size, KiB", ylabel="GB/s", title=f"fabric: {fabric}")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
