@@ -16,7 +16,15 @@ from peercache.messages import MESSAGES, WIRE_VERSION, Envelope, Lookup, Member,
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-UNITS = {"keys": 16, "records": 56, "drops": 24, "lengths": 8, "offsets": 8, "checksums": 8}
+UNITS = {
+    "keys": 16,
+    "records": 56,
+    "drops": 24,
+    "lengths": 8,
+    "offsets": 8,
+    "checksums": 8,
+    "calls": 5,
+}
 
 members = st.builds(
     Member,
@@ -185,11 +193,12 @@ def test_another_version_and_another_cluster_are_told_apart() -> None:
 
 def test_tags_are_append_only() -> None:
     """A class's place in MESSAGES is its tag on the wire: the first ones never move."""
-    assert [kind.__name__ for kind in MESSAGES[:30]] == [
+    assert [kind.__name__ for kind in MESSAGES[:32]] == [
         "Hello", "Welcome", "Refused", "SayHello",
         "Join", "Heartbeat", "HeartbeatSeen", "ViewShared", "ViewAsked",
         "Lookup", "Located", "Disputed", "Put", "Delete", "Acknowledged",
         "StreamSummary", "SummaryDiffers", "Repair",
         "Reserve", "Granted", "Commit", "Committed", "Abort", "LiveReservations",
         "Touched", "Remove", "Clear", "Removed", "StatsAsked", "Stats",
+        "SummaryMatches", "Counted",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from peercache.demo import story
-from peercache.demo.content import POISON, check, content_of, contents_of, key_of, segments_of
+from peercache.demo.content import POISON, checked, content_of, contents_of, key_of, segments_of
 from peercache.demo.processes import NodeFailed, NodeProcess, NodeProcesses
 from peercache.demo.report import Reading, Report
 from peercache.demo.screen import Screen
@@ -60,7 +60,7 @@ def read_with(cache: FakeCache, pages: Sequence[int] = range(40)) -> Reading:
     """Read pages from a cache as the demo does."""
     reading = Reading("step", "shm", hits_expected=len(pages), misses_expected=0)
     keys = [key_of(page, run="x") for page in pages]
-    story.read(cache, keys, reading, until=math.inf, advance=lambda _: None)
+    story.read(cache, keys, reading, check=lambda _: None, advance=lambda _: None)
     return reading
 
 
@@ -104,10 +104,11 @@ def test_check_counts_every_wrong_byte() -> None:
     found[4, SIZE - 1] ^= 0x80
     found[4, 1000] ^= 0xFF
 
-    checked = check(KEYS, [True] * 5, found)
+    found_out = checked(KEYS, [True] * 5, found)
 
-    assert (checked.wrong_bytes, checked.wrong_pages, checked.hits, checked.misses) == (3, 2, 5, 0)
-    assert checked.verified_bytes == 5 * SIZE
+    assert (found_out.wrong_bytes, found_out.wrong_pages) == (3, 2)
+    assert (found_out.hits, found_out.misses) == (5, 0)
+    assert found_out.verified_bytes == 5 * SIZE
 
 
 def test_check_ignores_what_a_miss_left_behind() -> None:
@@ -115,23 +116,23 @@ def test_check_ignores_what_a_miss_left_behind() -> None:
     found = contents_of(KEYS, SIZE)
     found[2] = 0
 
-    checked = check(KEYS, [True, True, False, True, True], found)
+    found_out = checked(KEYS, [True, True, False, True, True], found)
 
-    assert (checked.wrong_bytes, checked.hits, checked.misses) == (0, 4, 1)
+    assert (found_out.wrong_bytes, found_out.hits, found_out.misses) == (0, 4, 1)
 
 
 def test_hit_that_wrote_nothing_is_wrong() -> None:
     """A destination that still holds the poison is not the page."""
     found = np.full((5, SIZE), POISON, np.uint8)
 
-    assert check(KEYS, [True] * 5, found).wrong_bytes > 5 * SIZE * 0.99
+    assert checked(KEYS, [True] * 5, found).wrong_bytes > 5 * SIZE * 0.99
 
 
 @pytest.mark.parametrize("answers", [[], [True] * 4, [True] * 6])
 def test_check_refuses_answers_that_are_not_one_a_key(answers: list[bool]) -> None:
     """A short list must not pass for misses."""
     with pytest.raises(ValueError, match="5 keys"):
-        check(KEYS, answers, contents_of(KEYS, SIZE))
+        checked(KEYS, answers, contents_of(KEYS, SIZE))
 
 
 def test_reading_of_a_right_cache_has_no_problem() -> None:
@@ -184,9 +185,22 @@ def test_call_that_outlives_its_deadline_is_a_problem() -> None:
 def test_budget_ends_a_reading_that_hangs() -> None:
     """The demo ends in time even where every call takes its whole deadline."""
     reading = Reading("step", "tcp", 40, 0)
+    clock = story.Clock(until=-math.inf)
 
     with pytest.raises(DeadlineExceeded):
-        story.read(FakeCache(), KEYS, reading, until=-math.inf, advance=lambda _: None)
+        story.read(FakeCache(), KEYS, reading, check=clock.check, advance=lambda _: None)
+
+
+def test_signal_is_remembered_and_the_second_raises_at_once() -> None:
+    """The first ends the demo at its next step, wherever it came; the next one is impatience."""
+    clock = story.Clock(until=math.inf)
+
+    clock.check("anything")
+    clock.interrupt(signal.SIGTERM, None)
+    with pytest.raises(KeyboardInterrupt):
+        clock.check("anything")
+    with pytest.raises(KeyboardInterrupt):
+        clock.interrupt(signal.SIGTERM, None)
 
 
 def test_report_of_nothing_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ class Checked:
     verified_bytes: int
 
 
-def check(keys: Sequence[str], answers: Sequence[bool], found: Pages) -> Checked:
+def checked(keys: Sequence[str], answers: Sequence[bool], found: Pages) -> Checked:
     """Compare every byte of every hit with what the key says it must be.
 
     answers: what the cache said of each key; found: (keys, page_bytes), the destinations.

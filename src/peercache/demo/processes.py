@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -119,8 +119,11 @@ class NodeProcesses:
         self._processes.append(process)
         return NodeProcess(name, process, home, ready_file, log)
 
-    def await_ready(self, node: NodeProcess) -> None:
-        """Wait until a node serves; raise NodeFailed with the end of its log if it does not."""
+    def await_ready(self, node: NodeProcess, check: Callable[[str], None] = lambda _: None) -> None:
+        """Wait until a node serves; raise NodeFailed with the end of its log if it does not.
+
+        check: called while waiting; what it raises ends the wait.
+        """
         until = time.monotonic() + READY_TIMEOUT_S
         while not node.ready_file.exists():
             if not node.is_running:
@@ -129,6 +132,7 @@ class NodeProcesses:
             if time.monotonic() > until:
                 problem = f"did not serve within {READY_TIMEOUT_S} s"
                 raise NodeFailed(node.name, problem, _end_of(node.log))
+            check(f"starting {node.name}")
             time.sleep(POLL_S)
         node.ready = json.loads(node.ready_file.read_text())
 

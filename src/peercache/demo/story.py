@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Protocol
 
 import attrs
@@ -22,7 +23,7 @@ import numpy as np
 
 from peercache import Client
 from peercache.config import Config
-from peercache.demo.content import POISON, check, contents_of, key_of, segments_of
+from peercache.demo.content import POISON, checked, contents_of, key_of, segments_of
 from peercache.demo.processes import NodeProcess, NodeProcesses
 from peercache.demo.report import Reading, Report
 from peercache.demo.screen import Advance, Screen
@@ -80,6 +81,31 @@ class Reads(Protocol):
 
 
 @attrs.define(eq=False)
+class Clock:
+    """When the demo must end: at the end of its budget, or because somebody asks.
+
+    An exception from a signal may come anywhere, also where it is swallowed, as in a `__del__`, or
+    where a process has been started and not been noted. So the first signal is only remembered.
+    """
+
+    until: float
+    interrupted: bool = False
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal; the second one raises at once."""
+        if self.interrupted:
+            signal.default_int_handler(number, frame)
+        self.interrupted = True
+
+    def check(self, what: str) -> None:
+        """Raise KeyboardInterrupt after a signal, DeadlineExceeded at the end of the budget."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if time.monotonic() > self.until:
+            raise DeadlineExceeded(f"the demo ({what})", BUDGET_S)
+
+
+@attrs.define(eq=False)
 class Story:
     """One run of the demo: its cluster, its clients, and what was found."""
 
@@ -87,7 +113,7 @@ class Story:
     screen: Screen
     report: Report
     settings: dict[str, str]
-    until: float
+    clock: Clock
     stack: ExitStack
     run: str = attrs.Factory(lambda: secrets.token_hex(4))
     running: dict[str, NodeProcess] = attrs.Factory(dict)
@@ -131,7 +157,7 @@ class Story:
         client = self.clients[name, FABRICS[0]]
         with self.screen.step(f"publishing through {name}", len(pages)) as advance:
             for keys in _batches(self.keys(pages)):
-                self._check_budget("publishing")
+                self.clock.check("publishing")
                 content = contents_of(keys, PAGE_BYTES)
                 started = time.monotonic()
                 stored = client.batch_set_from(keys, segments_of(content))
@@ -197,19 +223,19 @@ class Story:
 
     def _start(self, *names: str) -> None:
         """Start nodes that join those that run, all at once."""
-        self._check_budget(f"starting {' and '.join(names)}")
+        self.clock.check(f"starting {' and '.join(names)}")
         others = [node.ready["control"] for node in self.running.values() if node.is_running]
         discovery = {"discovery": ",".join(others)} if others else {}
         for name in names:
             self.running[name] = self.nodes.launch(name, {**self.settings, **discovery})
         for name in names:
-            self.nodes.await_ready(self.running[name])
+            self.nodes.await_ready(self.running[name], check=self.clock.check)
 
     def _read(
         self, name: str, fabric: str, pages: Pages, reading: Reading, advance: Advance
     ) -> None:
         client = self.clients[name, fabric]
-        read(client, self.keys(pages), reading, until=self.until, advance=advance)
+        read(client, self.keys(pages), reading, check=self.clock.check, advance=advance)
 
     def _clients_of(self, name: str) -> list[Client]:
         return [self.clients[name, fabric] for fabric in FABRICS]
@@ -251,31 +277,32 @@ class Story:
         self._await(f"all to see {count} nodes", all_see_all)
 
     def _await(self, what: str, condition: Callable[[], bool]) -> None:
-        until = min(self.until, time.monotonic() + SETTLE_S)
+        until = time.monotonic() + SETTLE_S
         while not condition():
+            self.clock.check(what)
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"waiting for {what}", SETTLE_S)
             time.sleep(POLL_S)
 
-    def _check_budget(self, what: str) -> None:
-        if time.monotonic() > self.until:
-            raise DeadlineExceeded(f"the demo ({what})", BUDGET_S)
-
 
 def read(
-    client: Reads, keys: Sequence[str], reading: Reading, *, until: float, advance: Advance
+    client: Reads,
+    keys: Sequence[str],
+    reading: Reading,
+    *,
+    check: Callable[[str], None],
+    advance: Advance,
 ) -> None:
     """Read pages in batches, into poisoned destinations, and check every byte of every hit."""
     found = np.empty((BATCH_PAGES, PAGE_BYTES), np.uint8)
     for batch in _batches(keys):
-        if time.monotonic() > until:
-            raise DeadlineExceeded("the demo (reading)", BUDGET_S)
+        check("reading")
         destinations = found[: len(batch)]
         destinations.fill(POISON)
         started = time.monotonic()
         answers = client.batch_get_into(batch, segments_of(destinations))
         took_s = time.monotonic() - started
-        reading.add(check(batch, answers, destinations), took_s)
+        reading.add(checked(batch, answers, destinations), took_s)
         advance(len(batch))
 
 
@@ -283,8 +310,9 @@ def run_demo(*, as_json: bool, log_folder: str | None) -> int:
     """Run the demo and print what it found; return 0 only if everything was as promised."""
     # A warning here would be about the node that the demo kills; an error would be a bug.
     configure_logging(log_format="console", level="error")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    clock = Clock(time.monotonic() + BUDGET_S)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, clock.interrupt)
     report = Report(Config().op_timeout_s, page_bytes=PAGE_BYTES, nodes=len(NODES))
     started = time.monotonic()
     screen = Screen(as_json=as_json)
@@ -298,9 +326,8 @@ def run_demo(*, as_json: bool, log_folder: str | None) -> int:
                 "shm-dir": SHM_DIR,
                 "metrics-port": "0",
             }
-            until = started + BUDGET_S
             with NodeProcesses(log_folder=log_folder) as nodes, ExitStack() as stack:
-                tell(Story(nodes, screen, report, settings, until, stack))
+                tell(Story(nodes, screen, report, settings, clock, stack))
         except (PeerCacheError, OSError) as error:
             report.failures.append(str(error))
         report.seconds = time.monotonic() - started
