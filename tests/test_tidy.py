@@ -47,7 +47,6 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "bench"),
     ("bench", "demo"),  # which starts nodes and ends them in every case
-    ("bench", "demo"),  # both start real nodes, and one place ends them
     ("__main__", "cli"),
 }
 
