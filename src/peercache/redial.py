@@ -94,6 +94,6 @@ class Redial:
         return calls
 
     def _plan(self, call: _Call, now: float, longest_s: float) -> None:
-        call.delay_s = min(call.delay_s, longest_s)
-        call.at = now + call.delay_s * self._rng.uniform(0.5, 1.0)
-        call.delay_s = min(2 * call.delay_s, longest_s)
+        delay_s = min(call.delay_s, longest_s)
+        call.at = now + delay_s * self._rng.uniform(0.5, 1.0)
+        call.delay_s = 2 * delay_s

@@ -22,6 +22,10 @@ class Silence:
         self._heard_at: dict[int, float] = {}
         self._silent_since: dict[int, float] = {}
 
+    def __len__(self) -> int:
+        """Return how many are remembered as heard."""
+        return len(self._heard_at)
+
     def judge(self, incarnations: Iterable[int], now: float) -> None:
         """Judge exactly these from now on; those judged already keep their clocks."""
         known = self._silent_since

@@ -171,6 +171,17 @@ def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
     assert node.state(11) == ALIVE
 
 
+def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -> None:
+    """Somebody alive is there, be it ourselves: nobody is lost."""
+    node = Node(ONE).knows(NINE)
+
+    node.hears(11, Join(member(11, member(NINE).control)))
+    node.told_by(11, member(11), member(12, member(ONE).control, state=DEAD))
+
+    assert [node.state(i) for i in (NINE, 12)] == [DEAD, DEAD]
+    assert calls(node.passes(10.0, speaking=(11,))) == []
+
+
 def test_successor_is_believed_when_another_tells_of_it() -> None:
     """The claim against the predecessor comes with the successor at its address."""
     node = Node(ONE).knows(NINE, TEN)
@@ -192,6 +203,20 @@ def test_two_that_advertise_one_address_do_not_end_each_other_for_ever() -> None
     node.hears(12, Join(member(12, member(ONE).control)))
 
     assert [node.state(i) for i in (ONE, NINE, 11, 12)] == [ALIVE] * 4
+
+
+def test_two_sides_that_meet_tell_each_other_what_they_know() -> None:
+    """Who was a stranger, or dead, gets our view if it lacks something; a member asks masters."""
+    node = Node(ONE).knows(TEN)
+
+    met = node.told_by(NINE, member(NINE))
+    known = node.told_by(NINE, member(NINE))
+    knew_all = node.told_by(11, member(11), *node.actor.view.members())
+
+    assert sends(met, ViewShared) == [
+        Send(NINE, ViewShared(0, (member(ONE), member(NINE), member(TEN))))
+    ]
+    assert sends(known, ViewShared) == sends(knew_all, ViewShared) == []
 
 
 # --- leaving, losing, forgetting ------------------------------------------------------------------

@@ -193,6 +193,7 @@ class Membership:
         assert self._view.get(self._me.incarnation) is self._me, "our own entry is not in our view"
         assert self._masters or self._me.state == LEFT, "a living node knows at least itself"
         assert len(self._view) <= MEMBERS_MAX, f"a view of {len(self._view)}"
+        assert len(self._silence) < len(self._view), "clocks of those who are gone"
         assert len(self._shares) <= MEMBERS_MAX, f"{len(self._shares)} peers in one heartbeat"
 
     # --- what others say ------------------------------------------------------------------------
