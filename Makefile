@@ -32,7 +32,8 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not sglang" $(PYTEST_FLAGS)
+	@# The switch is for the next target: here nobody wants that environment.
+	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "not sglang" $(PYTEST_FLAGS)
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
 # exists, and where PEERCACHE_TEST_SGLANG=1 asks for it.
