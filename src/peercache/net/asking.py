@@ -18,7 +18,7 @@ import attrs
 from peercache.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.errors import RemoteProtocolError
 from peercache.messages import Envelope, Hello, Message, Refused, SayHello, Welcome
-from peercache.net.sockets import Dialer, UnusableAddress, answers
+from peercache.net.sockets import Dialer, UnusableAddress, reached
 from peercache.transfer.breaker import Breakers
 
 IDLE_CONNECTIONS_MAX = 8
@@ -26,12 +26,10 @@ IDLE_CONNECTIONS_MAX = 8
 
 POLL_SLICE_S = 0.02
 """How long a wait goes on before it looks whether a connection has broken: nng tells that on a
-thread of its own, which cannot wake a poll."""
+thread of its own, which cannot wake a poll. And whether one has come about: if not by then, the
+kernel is asked whether it is refused."""
 
 CONNECT_TIMEOUT_S = 0.25
-
-POST_CONNECT_S = 0.02
-"""How long one `post` may spend on new connections, to however many peers it goes."""
 
 BURST_MESSAGES = 64
 """Messages taken from one connection before the clock is looked at again: a peer may send without
@@ -42,16 +40,29 @@ class _Connection:
     """One dialled socket to one incarnation."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
+        self.is_connected = False
         self.is_broken = False
         self.is_fresh = True
-        self._dialer = Dialer(url, on_removed=self._broke)
+        self.is_probed = False
+        self._dialer = Dialer(url, on_connected=self._came, on_removed=self._broke)
         self.fd = self._dialer.receive_fd
         self.send = self._dialer.send
         self.receive = self._dialer.receive
         self.close = self._dialer.close
 
+    def _came(self) -> None:
+        self.is_connected = True
+
     def _broke(self) -> None:
         self.is_broken = True
+
+    def is_refused(self, timeout_s: float) -> bool:
+        """Return whether nobody is there; looks once a lease, and only until it is connected."""
+        if self.is_connected or self.is_probed:
+            return False
+        self.is_probed = True
+        return reached(self.url, timeout_s) is False
 
 
 @attrs.define(eq=False)
@@ -115,20 +126,23 @@ class Asker:
 
     def post(self, messages: Sequence[tuple[int, Message]]) -> None:
         """Send without expecting an answer; dropped where there is no connection to be had."""
-        until = self._clock() + POST_CONNECT_S
         for peer, message in messages:
             if self._breakers.is_open(peer):
                 continue
-            connection = self.lease(peer, patience_s=until - self._clock(), fresh=False)
+            connection = self.lease(peer, fresh=False)
             if connection is not None:
                 connection.send(self.encode(peer, message))
                 self.give_back(peer, connection)
 
     def greet(self, url: str, until: float) -> Message | None:
         """Say Hello at an address whoever listens there; return Welcome, Refused or None."""
-        if not answers(url, max(0.01, min(CONNECT_TIMEOUT_S, until - self._clock()))):
+        connect_s = max(POLL_SLICE_S, min(CONNECT_TIMEOUT_S, until - self._clock()))
+        if reached(url, connect_s) is False:
             return None
-        connection = _Connection(url)
+        try:
+            connection = _Connection(url)
+        except UnusableAddress:
+            return None
         try:
             connection.send(self.encode(0, self._hello_for(0)))
             poll = select.poll()
@@ -164,18 +178,21 @@ class Asker:
 
     # --- for an exchange --------------------------------------------------------------------------
 
-    def lease(self, peer: int, *, patience_s: float, fresh: bool) -> _Connection | None:
-        """Return a connection, a new one if `fresh` or none is idle; None if the peer is away."""
+    def lease(self, peer: int, *, fresh: bool) -> _Connection | None:
+        """Return a connection, a new one if `fresh` or none is idle; None if there is none.
+
+        Never waits: a new one may not have come about yet, or never will.
+        """
         with self._lock:
             idle = self._idle.get(peer, [])
             while idle and not fresh:
                 connection = idle.pop()
                 if not connection.is_broken:
-                    connection.is_fresh = False
+                    connection.is_fresh = connection.is_probed = False
                     return connection
                 connection.close()
         url = self._url_of(peer)
-        if url is None or self._is_closed or patience_s <= 0 or not answers(url, patience_s):
+        if url is None or self._is_closed:
             return None
         try:
             connection = _Connection(url)
@@ -250,14 +267,10 @@ class _Exchange:
     def put(self, place: int, peer: int, message: Message, *, fresh: bool = False) -> None:
         """Send one question; a peer that is away is noted at once."""
         asker = self._asker
-        left = self._until - asker.clock()
-        if left <= 0:
-            # Not the peer's fault: another one has used the time up.
-            return
-        # Half of it, so that one that does not even accept leaves time for the next.
-        patience_s = min(CONNECT_TIMEOUT_S, left / 2)
-        connection = asker.lease(peer, patience_s=patience_s, fresh=fresh)
         now = asker.clock()
+        if now >= self._until:
+            return
+        connection = asker.lease(peer, fresh=fresh)
         if connection is None:
             asker.breakers.failed(peer, now)
             return
@@ -274,8 +287,8 @@ class _Exchange:
             for fd, _ in self._poll.poll(1000 * min(max(left, 0.0), POLL_SLICE_S)):
                 if fd in self._pending:
                     self._take(self._pending[fd])
-            for question in [q for q in self._pending.values() if q.connection.is_broken]:
-                self._broke(question)
+            for question in list(self._pending.values()):
+                self._look(question)
             # Only now: if it was this thread that slept, the answers lie there.
             if left <= 0:
                 break
@@ -318,6 +331,15 @@ class _Exchange:
                 if self._enough is not None and self._enough(message):
                     self._is_done = True
                 return
+
+    def _look(self, question: _Question) -> None:
+        """Notice what a poll does not tell: broken connections, and such as will not come about."""
+        connection, now = question.connection, self._asker.clock()
+        late = now - question.asked_at >= POLL_SLICE_S and now < self._until
+        if connection.is_broken or (
+            late and connection.is_refused(min(POLL_SLICE_S, self._until - now))
+        ):
+            self._broke(question)
 
     def _broke(self, question: _Question) -> None:
         """Retry on a new connection what a stale one swallowed; else the peer has failed."""
