@@ -75,7 +75,7 @@ def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
 
 def _digests(keys: Sequence[Key]) -> npt.NDArray[np.uint64]:
     """Return the first 16 bytes of each key's digest, (2 n,) uint64."""
-    if all(type(key) is str and len(key) == 64 for key in keys):
+    if set(map(type, keys)) == {str} and set(map(len, keys)) == {64}:
         joined = "".join(keys).encode(errors="surrogatepass")  # type: ignore[arg-type]
         # One pass over the batch in C; translate deletes the digits, so nothing may be left over.
         if len(joined) == 64 * len(keys) and not joined.translate(None, b"0123456789abcdef"):

@@ -7,7 +7,7 @@ from world import Node, World, content_of, named
 
 from peercache import observe
 from peercache.messages import Lookup, Refused
-from peercache.records import Records, keys_of
+from peercache.records import ON_DISK, Records, keys_of
 from peercache.transfer.breaker import BACKOFF_MIN_S, data_port
 
 
@@ -318,3 +318,38 @@ def test_world_keeps_its_own_contract() -> None:
 
     assert sum(named("a").tobytes() in node.shard for node in world.nodes.values()) == 2
     assert keys_of(record) == [named("a").tobytes()]
+
+
+def test_exists_does_not_believe_the_cache_about_a_holder_that_is_out_of_reach() -> None:
+    """Dead in the view, or its breaker open: what was known of it is not good enough."""
+    world = World()
+    name = "a"
+    world.publish(world.nodes[2].hold(name))
+    assert world.exists(name) == [True]
+
+    world.breakers.failed(data_port(world.nodes[2].number), world.now)
+    assert world.exists(name) == [False]
+
+    world.now += BACKOFF_MIN_S
+    assert world.exists(name) == [True]
+    world.cluster = world.seen(
+        {i: m for i, m in world.cluster.members.items() if i != world.nodes[2].number}
+    )
+    assert world.exists(name) == [False]
+
+
+def test_exists_believes_the_cache_only_if_it_knows_every_key_and_all_in_memory() -> None:
+    """One key unknown, or known to be on disk only: the directory is asked."""
+    world = World()
+    world.publish(world.nodes[2].hold("a"))
+    on_disk = world.nodes[2].hold("b")
+    on_disk["flags"] = ON_DISK
+    world.cache.store(on_disk, world.now)
+    world.exists("a")
+    world.steps.clear()
+
+    assert world.exists("a", "c") == [True, False]
+    assert len(world.steps) > 0
+    world.steps.clear()
+    world.exists("a", "b")
+    assert len(world.steps) > 0

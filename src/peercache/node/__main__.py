@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -50,11 +51,22 @@ def _complain(errors: Sequence[BaseException]) -> int:
     return 2
 
 
+def _calm_the_collector() -> None:
+    """Keep Python's garbage collector from stopping the loop.
+
+    A pool of a quarter of a million pages makes one full collection take 0.14 s, for nothing: the
+    actors' state has no cycles. Young objects are still collected, those of the start never again.
+    """
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 1_000_000)
+
+
 async def _serve(config: Config, ready_file: str | None) -> None:
     node = Node(config, in_process=False)
     async with trio.open_nursery() as nursery:
         await nursery.start(_stop_on_signal, node)
         ready: Ready = await nursery.start(node.run)
+        _calm_the_collector()
         _announce(ready, ready_file)
         await node.stopped.wait()
         nursery.cancel_scope.cancel()

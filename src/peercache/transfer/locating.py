@@ -7,6 +7,7 @@ is one that knows nothing, for `handover_s` after a view change.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import attrs
@@ -92,6 +93,16 @@ class Locator:
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
+    def believes(self, keys: PageKeys, cluster: Cluster, since: float) -> bool:
+        """Return whether every page is known since then, at a holder that can be read: the hot way.
+
+        What `exists` asks again and again costs no array a key.
+        """
+        holders = self._cache.holders(keys.tolist(), not_before=since)
+        return holders is not None and all(
+            holder in cluster.members and self._may_read(holder) for holder in holders
+        )
+
     def _may_read(self, holder: int) -> bool:
         # Without taking a probe: that is for whoever reads, and `exists` never does.
         now = self._clock()
@@ -143,7 +154,6 @@ class _Search:
     ) -> None:
         count = len(keys)
         self.keys = keys
-        self.owners = cluster.ring.owners(keys)
         self.replicas = cluster.replicas
         self.names: list[bytes] = keys.tolist()
         self.records: Records = np.zeros(count, RECORD)
@@ -164,6 +174,11 @@ class _Search:
             last[list(self._position.values())] = True
             self._shadow = ~last
             self.known |= self._shadow
+
+    @cached_property
+    def owners(self) -> npt.NDArray[np.uint64]:
+        """The owners of each key; not asked for where the cache knows all."""
+        return self._cluster.ring.owners(self.keys)
 
     def take_cached(self, records: Records, known: Mask) -> None:
         usable = known & self._reachable(records["holder"]) & self._resident(records)
