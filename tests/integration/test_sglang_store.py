@@ -22,6 +22,7 @@ from sglang_rig import EVERY_POOL, PAGE_TOKENS, FakeBackedStore, host_pool, page
 from peercache.errors import ConfigError, Rejected
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.pages import HostPages
+from peercache.sglang.stats import PENDING_MAX, BatchTally
 
 KEYS = [page_hash(number) for number in range(3)]
 SLOTS = torch.arange(3 * PAGE_TOKENS)
@@ -200,6 +201,15 @@ def test_pipeline_stages_are_one_geometry_of_one_name(cluster: FakeCluster) -> N
     assert first.coordinates != second.coordinates
 
 
+def test_a_stage_is_told_apart_by_its_rank_alone(cluster: FakeCluster) -> None:
+    """A pool that does not say which layers it holds is still that of its stage."""
+    for rank in (0, 1):
+        open_store(cluster, pp_rank=rank, pp_size=2)
+
+    first, second = (client.namespace for client in cluster.opened)
+    assert first != second
+
+
 def test_clear_removes_the_pages_of_this_namespace_only(cluster: FakeCluster) -> None:
     """Another rank's pages stay."""
     stores = [open_store(cluster, tp_rank=rank, tp_size=2) for rank in (0, 1)]
@@ -331,9 +341,18 @@ def test_without_a_client_everything_is_a_miss(cluster: FakeCluster, state: str)
         (SLOTS - PAGE_TOKENS, "refused"),
         (SLOTS + 10**6 * PAGE_TOKENS, "refused"),
         (SLOTS.flip(0), "refused"),
+        (SLOTS + (SLOTS == PAGE_TOKENS - 1) * PAGE_TOKENS, "refused"),
         (SLOTS.reshape(3, -1), "wrong_size"),
     ],
-    ids=["short", "unaligned", "negative", "beyond the pool", "backwards", "two dimensions"],
+    ids=[
+        "short",
+        "unaligned",
+        "negative",
+        "beyond the pool",
+        "backwards",
+        "torn",
+        "two dimensions",
+    ],
 )
 def test_indices_that_are_not_whole_pages_are_refused(
     cluster: FakeCluster, slots: torch.Tensor, reason: str
@@ -434,6 +453,17 @@ def test_stats_are_what_sglang_asserts_and_drain_on_read(cluster: FakeCluster) -
     assert len(first.backup_bandwidth) == len(first.prefetch_bandwidth) == 1
     assert all(figure > 0 for figure in first.backup_bandwidth + first.prefetch_bandwidth)
     assert second == StorageMetrics()
+
+
+def test_stats_that_nobody_drains_do_not_grow(cluster: FakeCluster) -> None:
+    """An engine that has stopped stepping must not fill its memory with our figures."""
+    tally = BatchTally(StorageMetrics)
+
+    for _ in range(PENDING_MAX + 5):
+        tally.moved("backup", 1, 4096, 0.001)
+
+    drained = tally.drain()
+    assert len(drained.backup_pgs) == len(drained.backup_bandwidth) == PENDING_MAX
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,7 @@ def namespace_of(storage_config: Any, pool: Any, page_bytes: int) -> Namespace:
         value = getattr(storage_config, name, default)
         return default if value is None else value
 
-    replicated = bool(field("is_mla_model", default=False))
-    geometry["rank_replicated"] = replicated
-    if not replicated:
+    if not field("is_mla_model", default=False):
         # Every rank of a replicated model holds the same bytes, and one of them writes them.
         coordinates["tp"] = f"{field('tp_rank', 0)}/{field('tp_size', 1)}"
     coordinates["pp"] = f"{field('pp_rank', 0)}/{field('pp_size', 1)}"
