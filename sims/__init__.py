@@ -1,0 +1,1 @@
+"""Whole clusters in one process, replayed from one seed: `python -m sims`."""

@@ -1,0 +1,103 @@
+"""`python -m sims`: run a seed, sweep many, or plant bugs and see them found."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+
+from sims import sweep, world
+from sims.determinism import stream
+from sims.swarm import draw
+from sims.world import Outcome
+
+LINES_SHOWN = 40
+"""Lines of the trace that are shown of a failure."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sims", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run one seed")
+    run.add_argument("--seed", type=int, required=True)
+    run.add_argument("--trace", action="store_true", help="show every line as it happens")
+    run.add_argument("--canary", default="", help="plant this bug first")
+    run.add_argument("--digest", action="store_true", help="print the digest of the trace only")
+    many = commands.add_parser("sweep", help="run many seeds on all cores")
+    many.add_argument("--seeds", type=int, help="how many")
+    many.add_argument("--minutes", type=float, help="for how long")
+    many.add_argument("--first", type=int, help="the first seed; fresh ones if not given")
+    many.add_argument("--kept", action="store_true", help="the seeds that once failed, first")
+    many.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    many.add_argument("--jobs", type=int, help="processes; all cores if not given")
+    canaries = commands.add_parser("canaries", help="plant each bug, and see that it is found")
+    canaries.add_argument("--only", default="", help="this one")
+    canaries.add_argument("--jobs", type=int, help="processes; all cores if not given")
+    args = parser.parse_args(arguments)
+    if args.command == "run":
+        return _run(args)
+    return _sweep(args) if args.command == "sweep" else _canaries(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from sims.canaries import planted_canary
+
+    show = _say if args.trace else None
+    if not args.digest:
+        _say(f"seed {args.seed}")
+        for line in draw(stream(args.seed, "swarm"), args.seed).lines():
+            _say(line)
+    with planted_canary(args.canary):
+        outcome = world.run(args.seed, show=show)
+    if args.digest:
+        _say(outcome.digest)
+        return 0
+    if not outcome.ok and not args.trace:
+        for line in outcome.last_lines[-LINES_SHOWN:]:
+            _say(line)
+    _tell(outcome)
+    return 0 if outcome.ok else 1
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    if args.seeds is None and args.minutes is None:
+        args.seeds = 100
+    seeds = sweep.fresh_seeds() if args.first is None else itertools.count(args.first)
+    if args.kept:
+        seeds = itertools.chain(sweep.kept_seeds(), seeds)
+    chosen = seeds if args.seeds is None else itertools.islice(seeds, args.seeds)
+
+    def tell(outcome: Outcome) -> None:
+        if not outcome.ok and not args.json:
+            _tell(outcome)
+
+    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, tell=tell)
+    _say(tally.as_json() if args.json else tally.summary())
+    return 1 if tally.failures else 0
+
+
+def _canaries(args: argparse.Namespace) -> int:
+    from sims.canaries import hunt_all
+
+    return hunt_all(only=args.only, jobs=args.jobs, say=_say)
+
+
+def _tell(outcome: Outcome) -> None:
+    _say(
+        f"seed {outcome.seed}: {outcome.checker or 'nothing found'} {outcome.detail}\n"
+        f"  {outcome.messages} messages, {outcome.virtual_s:.1f} s of virtual time in "
+        f"{outcome.wall_s:.1f} s, healed after {outcome.healed_s:.1f} s, digest {outcome.digest}"
+    )
+    if not outcome.ok:
+        _say(sweep.reproduce_line(outcome.seed))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

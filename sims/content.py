@@ -1,0 +1,36 @@
+"""What pages contain: a function of key and version, so that bytes tell whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Page = npt.NDArray[np.uint8]
+
+LENGTH_MIN = 24
+"""Version, and enough after it that a mixture of two pages shows."""
+
+POISON = 0xEE
+"""What destinations and spent sources are filled with."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def content_of(key: bytes, version: int, length: int) -> Page:
+    """Return the bytes of a page: its version, then words that only this page has in this order."""
+    assert length >= LENGTH_MIN, length
+    seed = hashlib.blake2b(key + version.to_bytes(8, "little"), digest_size=8).digest()
+    count = -(-length // 8)
+    words = np.frombuffer(seed, "<u8") + np.arange(count, dtype=np.uint64) * _GOLDEN
+    words[0] = version
+    return words.view(np.uint8)[:length].copy()
+
+
+def version_of(key: bytes, page: Page) -> int | None:
+    """Return the version whose content these bytes are, to the last one, or None."""
+    version = int(page[:8].view("<u8")[0])
+    if version >= 2**48 or not np.array_equal(page, content_of(key, version, len(page))):
+        return None
+    return version

@@ -1,0 +1,269 @@
+"""The fabrics: bytes come in steps with time between, so that torn reads exist.
+
+Same host: a copy by the caller, then the words. Other hosts: a transfer that goes on by itself, in
+order and answered by the owner (as tcp), or several pages at once that need nobody (as rdma). Each
+reads a page's word after that page's bytes. A read stops its transfer before it returns.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import trio
+
+from peercache.messages import Member
+from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
+from peercache.ports import ODD, Fetched, PeerRead
+from peercache.transfer.breaker import STALL_S
+from sims.content import Page
+from sims.memory import Buffers, NodeMemory
+from sims.network import Network
+from sims.node import SimNode
+from sims.places import Place
+from sims.planted import RETURNS_WHILE_WRITING, WORD_BEFORE_BYTES, planted
+from sims.swarm import Options
+
+PAGES_AT_ONCE = 4
+"""READs that an rdma channel has under way."""
+
+
+LATE_STEP_S = 0.001
+"""Longest that a copy goes on after its deadline: callers keep back 5 ms or more, for three such steps."""
+
+
+class Gone(Exception):
+    """The holder does not serve any more, or refuses."""
+
+
+def chunks(length: int, steps: int) -> list[tuple[int, int]]:
+    """Cut a page into the (begin, end) of its steps."""
+    cuts = sorted({length * step // steps for step in range(steps + 1)})
+    return list(pairwise(cuts))
+
+
+def scatter(buffers: Buffers, read: PeerRead, page: int, at: int, data: Page) -> None:
+    """Store bytes that belong at `at` of a page into its runs."""
+    for address, begin, end in runs_of(read, page):
+        lower, upper = max(begin, at), min(end, at + len(data))
+        if lower < upper:
+            buffers.write(address + lower - begin, data[lower - at : upper - at])
+
+
+def runs_of(read: PeerRead, page: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (address, begin, end) of each run of a page, begin and end within the page."""
+    begin = 0
+    for run in range(int(read.runs.starts[page]), int(read.runs.starts[page + 1])):
+        end = begin + int(read.runs.sizes[run])
+        yield int(read.runs.addresses[run]), begin, end
+        begin = end
+
+
+class Fabrics:
+    """How one client reads."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        options: Options,
+        rng: random.Random,
+        network: Network,
+        buffers: Buffers,
+        serving: Callable[[str], SimNode | None],
+        linked: Callable[[int], NodeMemory | None],
+        nursery: Callable[[], trio.Nursery],
+    ) -> None:
+        """serving: who listens at an address; linked: the segment of an incarnation, by its file."""
+        self.place = place
+        self.options = options
+        self.rng = rng
+        self.network = network
+        self.buffers = buffers
+        self.serving = serving
+        self._linked = linked
+        self._nursery = nursery
+        self._mapped: dict[int, NodeMemory] = {}
+
+    def is_shared(self, member: Member) -> bool:
+        """Return whether the member's memory is mapped here, or can be."""
+        if member.boot_id != self.place.host:
+            return False
+        if member.incarnation not in self._mapped:
+            memory = self._linked(member.incarnation)
+            if memory is None:
+                return False
+            self._mapped[member.incarnation] = memory
+        return True
+
+    def forget(self, incarnation: int) -> None:
+        """Unmap the segment of a dead member."""
+        self._mapped.pop(incarnation, None)
+
+    async def read(self, read: PeerRead, until: float) -> Fetched:
+        """Fill the destinations by `until`; afterwards nothing writes to them."""
+        if self.is_shared(read.member):
+            return await self._copy(read, self._mapped[read.member.incarnation], until)
+        return await self._transfer(read, until)
+
+    def step_s(self, until: float = math.inf) -> float:
+        """Return how long the next step of a copy or transfer takes: short beyond `until`."""
+        left_s = max(0.0, until - trio.current_time()) + LATE_STEP_S
+        return min(self.rng.expovariate(1 / self.options.step_s), left_s)
+
+    # --- same host --------------------------------------------------------------------------------
+
+    async def _copy(self, read: PeerRead, memory: NodeMemory, until: float) -> Fetched:
+        words = np.full(len(read.offsets), ODD)
+        done = 0
+        for page in range(len(read.offsets)):
+            offset = int(read.offsets[page])
+            for begin, end in chunks(int(read.lengths[page]), self.options.steps_a_page):
+                if trio.current_time() >= until:
+                    break
+                await trio.sleep(self.step_s(until))
+                await self.place.awake()
+                scatter(self.buffers, read, page, begin, memory.read(offset + begin, end - begin))
+            else:
+                done += 1
+                continue
+            break
+        await trio.sleep(self.step_s(until))
+        await self.place.awake()
+        granule = np.uint64(memory.granule)
+        words[:done] = memory.words[read.offsets[:done] // granule]
+        return Fetched(words, "" if done == len(words) else DEADLINE, "shm")
+
+    # --- other hosts ------------------------------------------------------------------------------
+
+    async def _transfer(self, read: PeerRead, until: float) -> Fetched:
+        transfer = Transfer(self, read)
+        self._nursery().start_soon(transfer.run)
+        while not transfer.is_done:
+            limit = min(until, transfer.progress_at + STALL_S)
+            with trio.move_on_at(limit):
+                await transfer.changed.wait()
+            transfer.changed = trio.Event()
+            now = trio.current_time()
+            if now >= until:
+                transfer.failure = transfer.failure or DEADLINE
+                break
+            if now >= transfer.progress_at + STALL_S:
+                transfer.failure = transfer.failure or PEER_UNREACHABLE
+                break
+        if RETURNS_WHILE_WRITING not in planted:
+            transfer.stop()
+        words = transfer.words.copy()
+        if not self.options.rdma:
+            missing = np.flatnonzero(words == ODD)
+            words[missing[0] if len(missing) else len(words) :] = ODD
+        await self.place.awake()
+        failure = transfer.failure if (words == ODD).any() else ""
+        return Fetched(words, failure, "rdma" if self.options.rdma else "tcp")
+
+
+class Transfer:
+    """One read from another host, as it goes on beside its caller."""
+
+    def __init__(self, fabrics: Fabrics, read: PeerRead) -> None:
+        """Start with nothing read."""
+        self._fabrics = fabrics
+        self._read = read
+        self.words = np.full(len(read.offsets), ODD)
+        self.failure = ""
+        self.is_done = False
+        self.changed = trio.Event()
+        self.progress_at = trio.current_time()
+        self._scope = trio.CancelScope()
+        self._memory: NodeMemory | None = None
+        self._next = 0
+
+    def stop(self) -> None:
+        """Write nothing any more, from now on."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Read every page."""
+        with self._scope:
+            try:
+                await self._open()
+            except Gone as gone:
+                self.failure = str(gone)
+            else:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(PAGES_AT_ONCE if self._fabrics.options.rdma else 1):
+                        nursery.start_soon(self._work, nursery.cancel_scope)
+        self.is_done = True
+        self.changed.set()
+
+    async def _open(self) -> None:
+        fabrics, member = self._fabrics, self._read.member
+        await trio.sleep(fabrics.step_s())
+        node = fabrics.serving(member.data)
+        if node is None:
+            raise Gone(PEER_UNREACHABLE)
+        await self._reachable()
+        if not fabrics.options.rdma:
+            await node.place.awake()
+        if node.incarnation != member.incarnation:
+            raise Gone(REFUSED)
+        self._memory = node.memory
+
+    async def _work(self, scope: trio.CancelScope) -> None:
+        try:
+            while self._next < len(self.words):
+                page = self._next
+                self._next += 1
+                await self._page(page)
+        except Gone as gone:
+            # The channel has failed, and with it whatever else it had under way.
+            self.failure = str(gone)
+            scope.cancel()
+
+    async def _page(self, page: int) -> None:
+        fabrics, read, memory = self._fabrics, self._read, self._memory
+        assert memory is not None
+        if fabrics.rng.random() < fabrics.options.transfer_failure:
+            raise Gone(PEER_UNREACHABLE)
+        offset = int(read.offsets[page])
+        word = memory.words[offset // memory.granule]
+        arriving: tuple[int, Page] | None = None
+        for begin, end in chunks(int(read.lengths[page]), fabrics.options.steps_a_page):
+            await self._step()
+            if arriving is not None:
+                scatter(fabrics.buffers, read, page, *arriving)
+            arriving = (begin, memory.read(offset + begin, end - begin))
+            self._went_on()
+        await self._step()
+        if WORD_BEFORE_BYTES not in planted:
+            word = memory.words[offset // memory.granule]
+        await self._step()
+        assert arriving is not None
+        scatter(fabrics.buffers, read, page, *arriving)
+        self.words[page] = word
+        self._went_on()
+
+    async def _step(self) -> None:
+        """Wait as long as a step takes; Gone if the holder is, meanwhile."""
+        fabrics, member = self._fabrics, self._read.member
+        await trio.sleep(fabrics.step_s())
+        await self._reachable()
+        node = fabrics.serving(member.data)
+        if node is None or node.incarnation != member.incarnation:
+            raise Gone(PEER_UNREACHABLE)
+        if not fabrics.options.rdma and node.place.is_paused(trio.current_time()):
+            await node.place.awake()
+
+    async def _reachable(self) -> None:
+        """Wait while the holder's host cannot be reached, which may be for ever."""
+        fabrics, host = self._fabrics, self._read.member.boot_id
+        here = fabrics.place.host
+        while fabrics.network.is_cut(here, host) or fabrics.network.is_cut(host, here):
+            await trio.sleep(STALL_S / 2)
+
+    def _went_on(self) -> None:
+        self.progress_at = trio.current_time()
+        self.changed.set()

@@ -1,0 +1,101 @@
+"""A simulated `net.link.Link`: the same outbox and greeting over the simulated network."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import trio
+
+from peercache.net.link import OUTBOX_MESSAGES_MAX
+from sims.network import TO_LISTENER, Network, Pipe
+from sims.places import Place
+
+RECONNECT_MIN_S = 0.05
+RECONNECT_MAX_S = 1.0
+"""As nng's, in `net.sockets`."""
+
+CONNECT_S = 1.0
+
+
+class SimLink:
+    """One directed link of a node to an address."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        hello: Callable[[], bytes],
+        on_answer: Callable[[bytes], None],
+        on_dropped: Callable[[int], None],
+        network: Network,
+        place: Place,
+        rng: random.Random,
+    ) -> None:
+        """Dial on `run`, in the name of `place`."""
+        self._address = url.removeprefix("tcp://")
+        self._hello = hello
+        self._on_answer = on_answer
+        self._on_dropped = on_dropped
+        self._network = network
+        self._place = place
+        self._rng = rng
+        self._outbox: deque[bytes] = deque()
+        self._pipe: Pipe | None = None
+        self._broken = trio.Event()
+        self._scope = trio.CancelScope()
+
+    def send(self, raw: bytes) -> None:
+        """Queue a message; never blocks, may drop the oldest."""
+        self._outbox.append(raw)
+        if len(self._outbox) > OUTBOX_MESSAGES_MAX:
+            self._outbox.popleft()
+            self._on_dropped(1)
+        self._flush()
+
+    def greet_again(self) -> None:
+        """Say Hello once more: the peer does not know us (any more)."""
+        if self._pipe is not None:
+            self._network.send(self._pipe, TO_LISTENER, self._hello())
+            self._flush()
+
+    def stop(self) -> None:
+        """End `run`; what waits is not sent."""
+        self._scope.cancel()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be handed over."""
+        return not self._outbox
+
+    @property
+    def waiting_count(self) -> int:
+        """How many messages wait."""
+        return len(self._outbox)
+
+    async def run(self) -> None:
+        """Dial, greet and send until stopped."""
+        with self._scope:
+            try:
+                backoff_s = RECONNECT_MIN_S
+                while True:
+                    self._broken = trio.Event()
+                    self._pipe = await self._network.connect(
+                        self._place, self._address, CONNECT_S, self._on_answer, self._broken.set
+                    )
+                    if self._pipe is not None:
+                        backoff_s = RECONNECT_MIN_S
+                        self._network.send(self._pipe, TO_LISTENER, self._hello())
+                        self._flush()
+                        await self._broken.wait()
+                        self._pipe = None
+                    await trio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+                    backoff_s = min(2 * backoff_s, RECONNECT_MAX_S)
+            finally:
+                if self._pipe is not None:
+                    self._network.hang_up(self._pipe)
+
+    def _flush(self) -> None:
+        while self._pipe is not None and self._outbox:
+            self._network.send(self._pipe, TO_LISTENER, self._outbox.popleft())

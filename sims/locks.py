@@ -1,0 +1,40 @@
+"""Client locks: what the kernel tells about a client's process, without files."""
+
+from __future__ import annotations
+
+from peercache.errors import Rejected
+from sims.places import Place
+
+
+class SimLock:
+    """A probe of one client's lock: held while its process lives, stopped or not."""
+
+    def __init__(self, place: Place) -> None:
+        """Look at a process."""
+        self._place = place
+
+    def is_held(self) -> bool:
+        """Return whether the process lives."""
+        return self._place.alive
+
+    def close(self, *, remove: bool) -> None:
+        """Do nothing: there is no file."""
+
+
+class Locks:
+    """The lock files of all clients, by name."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._holders: dict[str, Place] = {}
+
+    def hold(self, name: str, place: Place) -> None:
+        """Lock a name for as long as a process lives."""
+        self._holders[name] = place
+
+    def probe(self, home: str, name: str) -> SimLock:
+        """Open a lock file; Rejected if there is none."""
+        holder = self._holders.get(name)
+        if holder is None:
+            raise Rejected("lock", f"cannot open {home}/{name}")
+        return SimLock(holder)

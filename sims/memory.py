@@ -1,0 +1,175 @@
+"""Memory of a run: published segments of nodes, and buffers of the callers.
+
+Both check at once, at the very access: a byte under a committed record changes only after its word
+is odd, and nothing touches a caller's buffer after its call has returned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.ports import StoreWords
+from peercache.records import Records
+from sims.content import POISON, Page, version_of
+from sims.trace import Violation
+
+REGION_BITS = 32
+"""An address is a buffer's number and an offset: no two runs differ by what the system gave."""
+
+
+@attrs.define(eq=False)
+class Region:
+    """A buffer of a caller."""
+
+    address: int
+    data: Page
+    owner: str
+    is_open: bool = True
+
+
+class Buffers:
+    """The callers' buffers, by made-up addresses that are the same in each run of a seed."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._regions: dict[int, Region] = {}
+        self._last = 0
+
+    def take(self, size: int, owner: str) -> Region:
+        """Return a new buffer, open for its call."""
+        self._last += 1
+        region = Region(self._last << REGION_BITS, np.full(size, POISON, np.uint8), owner)
+        self._regions[self._last] = region
+        return region
+
+    def close(self, region: Region) -> None:
+        """The call has returned: from now on the buffer is its owner's alone."""
+        region.is_open = False
+        del self._regions[region.address >> REGION_BITS]
+
+    def write(self, address: int, data: Page) -> None:
+        """Store bytes into a destination, as a fabric does."""
+        region, at = self._find(address, "write-after-return")
+        region.data[at : at + len(data)] = data
+
+    def read(self, address: int, size: int) -> Page:
+        """Return bytes of a source, as a copy into a slot does."""
+        region, at = self._find(address, "read-after-return")
+        return region.data[at : at + size].copy()
+
+    def _find(self, address: int, checker: str) -> tuple[Region, int]:
+        region = self._regions.get(address >> REGION_BITS)
+        if region is None:
+            raise Violation(checker, f"a buffer at {address:#x} was touched after its call")
+        return region, address & ((1 << REGION_BITS) - 1)
+
+
+@attrs.define(eq=False)
+class Stay:
+    """One page's time in one node's memory."""
+
+    incarnation: int
+    version: int
+    since: float
+    until: float = math.inf
+
+
+class Truth:
+    """What was committed where and when: what a hit may return."""
+
+    def __init__(self) -> None:
+        """Nothing was."""
+        self.stays: dict[bytes, list[Stay]] = {}
+        self.generations: dict[int, int] = {}
+        self.hits = 0
+
+    def committed_at(self, key: bytes, incarnation: int) -> bool:
+        """Return whether this page was ever committed at this node."""
+        return any(stay.incarnation == incarnation for stay in self.stays.get(key, ()))
+
+    def judge_hit(self, key: bytes, page: Page, since: float, until: float, who: str) -> None:
+        """Fail unless these are the bytes of a version that was in force during the call."""
+        version = version_of(key, page)
+        if version is None:
+            raise Violation("wrong-bytes", f"{who} got bytes that are no page of {key.hex()}")
+        stays = [stay for stay in self.stays.get(key, ()) if stay.version == version]
+        if not stays:
+            raise Violation("uncommitted", f"{who} got version {version} of {key.hex()}")
+        if not any(stay.since <= until and stay.until >= since for stay in stays):
+            last = max(stay.until for stay in stays)
+            detail = f"version {version} of {key.hex()} ended at {last:.6f}, before {since:.6f}"
+            raise Violation("stale-hit", f"{who} got {detail}")
+        self.hits += 1
+
+
+class NodeMemory:
+    """The published segment of one incarnation: page memory and generation words."""
+
+    def __init__(
+        self, incarnation: int, *, host: str, granules: int, granule: int, truth: Truth
+    ) -> None:
+        """Begin as a fresh segment does: zeros."""
+        self.incarnation = incarnation
+        self.host = host
+        self.granule = granule
+        self.pages: Page = np.zeros(granules * granule, np.uint8)
+        self.words: npt.NDArray[np.uint64] = np.zeros(granules, np.uint64)
+        self.is_linked = True
+        """Whether it can be opened by its name: until the host's next node removes leftovers."""
+        self._truth = truth
+        self._cover: npt.NDArray[np.int64] = np.full(granules, -1, np.int64)
+        self._stays: dict[int, tuple[Stay, int]] = {}
+
+    def store_words(self, effect: StoreWords, now: float) -> None:
+        """Store words in their order, as the owner's process does."""
+        for index, value in zip(effect.indices.tolist(), effect.values.tolist(), strict=True):
+            self.words[index] = value
+            if value & 1:
+                self._ended(index, now)
+                continue
+            if value in self._truth.generations:
+                raise Violation("generation", f"{value} at word {index} stood for a page before")
+            self._truth.generations[value] = self.incarnation
+
+    def published(self, records: Records, now: float) -> None:
+        """Check records as they come into force: every byte is there, under their word."""
+        for record in records:
+            key = record["key"].tobytes()
+            offset, length = int(record["offset"]), int(record["length"])
+            index = offset // self.granule
+            if int(self.words[index]) != int(record["generation"]):
+                raise Violation("publish-order", f"a record of {key.hex()} came before its word")
+            version = version_of(key, self.pages[offset : offset + length])
+            if version is None:
+                raise Violation("torn-commit", f"{key.hex()} was published before it was whole")
+            end = index + -(-length // self.granule)
+            if (self._cover[index:end] >= 0).any():
+                raise Violation("overlap", f"{key.hex()} lies on another committed page")
+            self._cover[index:end] = index
+            stay = Stay(self.incarnation, version, now)
+            self._stays[index] = (stay, end)
+            self._truth.stays.setdefault(key, []).append(stay)
+
+    def write(self, offset: int, slot_offset: int, data: Page, who: str) -> None:
+        """Store bytes of a page whose slot begins at `slot_offset`."""
+        begin, end = offset // self.granule, -(-(offset + len(data)) // self.granule)
+        if (self._cover[begin:end] >= 0).any():
+            raise Violation("write-under-committed", f"{who} wrote at {offset}")
+        if not int(self.words[slot_offset // self.granule]) & 1:
+            raise Violation("write-under-even-word", f"{who} wrote at {offset}")
+        self.pages[offset : offset + len(data)] = data
+
+    def read(self, offset: int, size: int) -> Page:
+        """Return the bytes as they are at this moment."""
+        return self.pages[offset : offset + size].copy()
+
+    def _ended(self, index: int, now: float) -> None:
+        found = self._stays.pop(index, None)
+        if found is not None:
+            stay, end = found
+            stay.until = now
+            self._cover[index:end] = -1

@@ -1,0 +1,121 @@
+"""The nemesis: faults, at the rates that the swarm has drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from sims.world import World
+
+DOWN_MAX_S = 9.0
+"""Longest that a crashed node is away: longer than it takes to be found dead."""
+
+PAUSE_MAX_S = 12.0
+PARTITION_MAX_S = 14.0
+
+
+class Nemesis:
+    """Does harm until stopped."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        """Harm this world."""
+        self._world = world
+        self._rng = rng
+
+    async def run(self) -> None:
+        """Start every kind of fault that this run has."""
+        options = self._world.options
+        kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
+            (options.crash_rate, self._crash_node),
+            (options.leave_rate, self._leave),
+            (options.node_pause_rate, self._pause_node),
+            (options.client_crash_rate, self._crash_client),
+            (options.client_pause_rate, self._pause_client),
+            (options.partition_rate, self._partition),
+            (options.clog_rate, self._clog),
+            (options.disconnect_rate, self._disconnect),
+        ]
+        async with trio.open_nursery() as nursery:
+            for rate, harm in kinds:
+                if rate:
+                    nursery.start_soon(self._again_and_again, rate, harm)
+
+    async def _again_and_again(self, rate: float, harm: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await trio.sleep(self._rng.expovariate(rate))
+            await harm()
+
+    async def _crash_node(self) -> None:
+        node = self._pick_node()
+        if node is not None:
+            self._world.nursery.start_soon(
+                self._world.crash_node, node, self._rng.uniform(0.05, DOWN_MAX_S)
+            )
+
+    async def _leave(self) -> None:
+        node = self._pick_node()
+        if node is not None:
+            self._world.nursery.start_soon(
+                self._world.leave_node, node, self._rng.uniform(0.5, DOWN_MAX_S)
+            )
+
+    async def _pause_node(self) -> None:
+        node = self._pick_node()
+        if node is not None:
+            self._pause(node)
+
+    async def _crash_client(self) -> None:
+        name = self._rng.choice(sorted(self._world.clients))
+        self._world.nursery.start_soon(
+            self._world.crash_client, name, self._rng.uniform(0.2, 3.0)
+        )
+
+    async def _pause_client(self) -> None:
+        self._pause(self._rng.choice(sorted(self._world.clients)))
+
+    def _pause(self, name: str) -> None:
+        span_s = min(self._rng.expovariate(0.5), PAUSE_MAX_S)
+        place = self._world.places.get(name)
+        if place is not None and place.alive:
+            self._world.trace.line("fault", "pause", name, f"{span_s:.3f}")
+            place.pause(trio.current_time(), span_s)
+
+    async def _partition(self) -> None:
+        rng, network = self._rng, self._world.network
+        hosts = list(self._world.hosts)
+        kind = rng.choice(["split", "alone", "one-way", "pair"])
+        until = trio.current_time() + rng.uniform(0.3, PARTITION_MAX_S)
+        rng.shuffle(hosts)
+        size = rng.randint(1, max(1, len(hosts) - 1)) if kind == "split" else 1
+        these, others = hosts[:size], hosts[size:]
+        if kind == "pair":
+            others = others[:1]
+        self._world.trace.line("fault", "partition", kind, these, others, f"{until:.3f}")
+        for here in these:
+            for there in others:
+                network.cut(here, there, until)
+                if kind != "one-way":
+                    network.cut(there, here, until)
+
+    async def _clog(self) -> None:
+        hosts = self._world.hosts
+        source, target = self._rng.choice(hosts), self._rng.choice(hosts)
+        until = trio.current_time() + self._rng.uniform(0.05, 3.0)
+        self._world.trace.line("fault", "clog", source, target, f"{until:.3f}")
+        self._world.network.clog(source, target, until)
+
+    async def _disconnect(self) -> None:
+        pipes = self._world.network.pipes()
+        if pipes:
+            pipe = self._rng.choice(pipes)
+            self._world.trace.line("fault", "disconnect", pipe.dialler.name, pipe.number)
+            self._world.network.break_pipe(pipe)
+
+    def _pick_node(self) -> str | None:
+        standing = sorted(name for name, node in self._world.nodes.items() if node.place.alive)
+        # Somebody must be there to be harmed next.
+        return self._rng.choice(standing) if len(standing) > 1 else None

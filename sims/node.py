@@ -1,0 +1,228 @@
+"""A node of a run: production actors, switchboard and admission on simulated sockets and memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import trio
+
+from peercache.actors._actor import SELF, run_actor
+from peercache.config import Config
+from peercache.ids import new_incarnation
+from peercache.messages import ALIVE, SUSPECT, Member, Message
+from peercache.net.link import Link
+from peercache.net.sockets import Listener
+from peercache.node.admission import Admission
+from peercache.node.crew import Crew
+from peercache.node.switchboard import Switchboard
+from peercache.observe import Metrics
+from peercache.ports import ClientGone, Effect, PoolGrew, RecordsChanged, StoreWords, Tell
+from peercache.records import Records
+from peercache.segment.client_lock import LockProbe
+from sims.link import SimLink
+from sims.locks import Locks
+from sims.memory import NodeMemory, Truth
+from sims.network import Network
+from sims.places import Place
+from sims.swarm import GRANULE, Options
+from sims.trace import SimLog, Trace
+from sims.watch import WatchedActor
+
+HOUSEKEEPING_S = 1.0
+"""As `node.node`'s."""
+
+POPULATED_S = 0.2
+"""When the second half of the memory can be used."""
+
+GOODBYE_S = 0.5
+
+
+class SimNode:
+    """One incarnation of a node."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        address: str,
+        heads: tuple[str, ...],
+        options: Options,
+        rng: random.Random,
+        network: Network,
+        truth: Truth,
+        locks: Locks,
+        trace: Trace,
+    ) -> None:
+        """Make the incarnation; it does nothing before `run`."""
+        self.place = place
+        self.address = address
+        self.home = f"home/{place.name}"
+        self.incarnation = new_incarnation(rng)
+        self.config = config_of(options, heads)
+        self.is_leaving = False
+        self.metrics = Metrics()
+        self.links: list[SimLink] = []
+        self._rng = rng
+        self._network = network
+        self._trace = trace
+        self._scope = trio.CancelScope()
+        granules = options.pool_granules
+        self.memory = NodeMemory(
+            self.incarnation, host=place.host, granules=granules, granule=GRANULE, truth=truth
+        )
+        rank = heads.index(address) if address in heads else 255
+        self.me = Member(
+            incarnation=self.incarnation,
+            counter=1,
+            state=ALIVE,
+            head_rank=rank,
+            host_name=place.host,
+            control=address,
+            data=address,
+            boot_id=place.host,
+            segment=f"/{self.incarnation:016x}",
+        )
+        self.crew = Crew(
+            self.config,
+            self.me,
+            page_bytes=granules * GRANULE,
+            rng=rng,
+            metrics=self.metrics,
+        )
+        self.admission = Admission(
+            granule=GRANULE,
+            credentials="",
+            home=self.home,
+            local_token="none",
+            probe=cast("type[LockProbe]", locks.probe),
+        )
+        self.watched = {
+            name: WatchedActor(name, actor, self.crew.mailboxes[name], place, trace)
+            for name, actor in self.crew.actors.items()
+        }
+
+    async def run(self) -> None:
+        """Serve until crashed or left."""
+        with self._scope:
+            self.listener = self._network.listen(
+                self.place, (self.address, self.home), self._pipe_ended
+            )
+            try:
+                async with trio.open_nursery() as nursery:
+                    await self._start(nursery)
+                    await self._keep_house()
+            finally:
+                self._ended()
+
+    def crash(self) -> None:
+        """Die as by SIGKILL; the segment's file stays."""
+        self._trace.line("fault", "crash", self.place.name)
+        self._ended()
+        self._scope.cancel()
+
+    async def leave(self) -> None:
+        """Stop gracefully."""
+        self._trace.line("fault", "leave", self.place.name)
+        self.is_leaving = True
+        for effect in self.crew.membership.leave(self.place.local(trio.current_time())):
+            self.perform(effect)
+        await trio.sleep(GOODBYE_S)
+        if self.place.alive:
+            self.memory.is_linked = False
+            self._ended()
+            self._scope.cancel()
+
+    async def _start(self, nursery: trio.Nursery) -> None:
+        self.switchboard = Switchboard(
+            me=self.me,
+            cluster=self.config.cluster,
+            admission=self.admission,
+            granule=GRANULE,
+            credentials="",
+            segment_bytes=self.memory.pages.nbytes,
+            listener=cast("Listener", self.listener),
+            mailboxes=self.crew.mailboxes,
+            store_words=self._store_words,
+            member_of=self.crew.membership.member,
+            answer=_answer,
+            metrics=self.metrics,
+            log=SimLog(self._trace, self.place.name),
+            open_link=self._open_link,
+        )
+        await nursery.start(self.switchboard.run)
+        for name, watched in self.watched.items():
+            nursery.start_soon(run_actor, watched, self.crew.mailboxes[name], self.perform)
+        for effect in self.crew.membership.start(self.place.local(trio.current_time())):
+            self.perform(effect)
+        nursery.start_soon(self._populate)
+
+    def perform(self, effect: Effect) -> None:
+        """Do what an actor returned; records that come into force are checked first."""
+        if isinstance(effect, Tell) and effect.actor == "directory":
+            fact: Any = effect.fact
+            if isinstance(fact, RecordsChanged) and len(fact.records):
+                published: Records = fact.records
+                self.memory.published(published, trio.current_time())
+        self.switchboard.perform(effect)
+
+    async def _populate(self) -> None:
+        whole = self.memory.pages.nbytes
+        for usable in (whole // 2, whole):
+            self.crew.mailboxes["pool"].tell(SELF, PoolGrew(usable))
+            await trio.sleep(POPULATED_S)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await self.place.awake()
+            for client in self.admission.exited():
+                self._trace.line("exited", self.place.name, f"{client:016x}")
+                self.crew.mailboxes["pool"].tell(SELF, ClientGone(client))
+            members = self.crew.membership.view.members()
+            kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
+            self.switchboard.keep_links(kept | set(self.config.discovery_addr))
+            await trio.sleep(HOUSEKEEPING_S)
+
+    def _store_words(self, effect: StoreWords) -> None:
+        self.memory.store_words(effect, trio.current_time())
+
+    def _pipe_ended(self, pipe: int) -> None:
+        self.admission.end(pipe)
+
+    def _open_link(self, url: str, **callbacks: Any) -> Link:
+        link = SimLink(
+            url, **callbacks, network=self._network, place=self.place, rng=self._rng
+        )
+        self.links.append(link)
+        return cast("Link", link)
+
+    def _ended(self) -> None:
+        if self.place.alive:
+            self.place.alive = False
+            self._network.close(self.listener)
+            self._network.process_ended(self.place)
+
+
+def config_of(options: Options, heads: tuple[str, ...]) -> Config:
+    """Return the configuration that all nodes and clients of a run share."""
+    return Config(
+        cluster="sims",
+        discovery_addr=heads,
+        granule=GRANULE,
+        pool_size=options.pool_granules * GRANULE,
+        client_uncommitted_max=options.uncommitted_granules * GRANULE,
+        max_masters=options.max_masters,
+        directory_replicas=options.replicas,
+        virtual_nodes=options.virtual_nodes,
+        summary_s=options.summary_s,
+        republish_rate=options.republish_rate,
+        verify=options.verify,
+        location_cache_entries=options.cache_entries,
+    )
+
+
+def _answer(message: Message) -> None:
+    """Answer nothing: no client of a run asks for figures."""
+    del message
+
+

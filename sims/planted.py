@@ -1,0 +1,13 @@
+"""Bugs that are planted in the simulated world itself, where a fabric or a driver would have them.
+
+All others are planted in production code, from outside: see `canaries`. Empty in a true run.
+"""
+
+from __future__ import annotations
+
+RETURNS_WHILE_WRITING = "returns-while-writing"
+READS_SOURCE_LATE = "reads-source-late"
+WORD_BEFORE_BYTES = "word-before-bytes"
+
+planted: set[str] = set()
+"""What is planted just now; asked by name only, so it orders nothing."""

@@ -1,0 +1,127 @@
+"""The swarm: every option of a run, drawn from its seed.
+
+Which kinds of faults there are at all is drawn too: a run without loss finds what a run with loss
+hides, and the other way round.
+"""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+
+GRANULE = 256
+"""Bytes of a granule here: small, so that a run moves kilobytes and tears as many pages."""
+
+LENGTHS = (40, 200, 256, 500, 700, 1500)
+"""Bytes of pages, in 1 to 6 granules: extents must change their class."""
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """One run. Rates are events a virtual second over the whole cluster; chances are 0 to 1."""
+
+    seed: int
+    hosts: int
+    nodes: int
+    clients: int
+    workers: int
+    keys: int
+    lengths: tuple[int, ...]
+    pool_granules: int
+    virtual_nodes: int
+    replicas: int
+    max_masters: int
+    summary_s: float
+    republish_rate: int
+    verify: str
+    cache_entries: int
+    uncommitted_granules: int
+    think_s: float
+    batch_max: int
+    safety_s: float
+    # --- network
+    latency_min_s: float
+    latency_mean_s: float
+    loss: float
+    duplication: float
+    reordering: float
+    successor_delivery: float
+    partition_holds: bool
+    # --- fabric
+    step_s: float
+    steps_a_page: int
+    transfer_failure: float
+    rdma: bool
+    # --- faults
+    crash_rate: float
+    leave_rate: float
+    node_pause_rate: float
+    client_crash_rate: float
+    client_pause_rate: float
+    partition_rate: float
+    clog_rate: float
+    disconnect_rate: float
+    skew: float
+
+    def lines(self) -> list[str]:
+        """Return the options as people read them."""
+        said = attrs.asdict(self)
+        return [f"  {name} = {said[name]}" for name in said]
+
+
+def draw(rng: random.Random, seed: int) -> Options:
+    """Draw every option."""
+
+    def sometimes(chance: float, low: float, high: float) -> float:
+        drawn = rng.uniform(low, high)
+        return drawn if rng.random() < chance else 0.0
+
+    nodes = rng.choices(
+        [rng.randint(3, 5), rng.randint(6, 9), rng.randint(10, 16), rng.randint(30, 50)],
+        [70, 24, 5, 1],
+    )[0]
+    large = nodes > 9
+    hosts = rng.randint(max(2, nodes // 2), nodes)
+    kinds = rng.randint(1, 4)
+    return Options(
+        seed=seed,
+        hosts=hosts,
+        nodes=nodes,
+        clients=rng.randint(2, 4) if large else rng.randint(2, min(6, nodes + 1)),
+        workers=rng.randint(1, 2),
+        keys=rng.choice([6, 16, 40, 40, 100]),
+        lengths=tuple(sorted(rng.sample(LENGTHS, kinds))),
+        pool_granules=rng.choice([12, 24, 48, 96, 300]),
+        virtual_nodes=rng.choice([4, 16, 16, 40]),
+        replicas=rng.choice([1, 2, 2, 2, 3]),
+        max_masters=rng.choice([1, 2, 3, 3, 3]),
+        summary_s=rng.choice([1.0, 2.0, 2.0]),
+        republish_rate=rng.choice([40, 400, 50_000]),
+        verify=rng.choice(["generation", "sampled", "full"]),
+        cache_entries=rng.choice([0, 8, 1000, 1000]),
+        uncommitted_granules=rng.choice([0, 0, 16]),
+        think_s=rng.choice([0.02, 0.1, 0.1, 0.4]) * (3 if large else 1),
+        batch_max=rng.choice([1, 4, 8, 16]),
+        safety_s=rng.uniform(8.0, 12.0) if large else rng.uniform(12.0, 30.0),
+        latency_min_s=rng.choice([0.0001, 0.001]),
+        latency_mean_s=rng.choice([0.0001, 0.0005, 0.005]),
+        loss=sometimes(0.5, 0.001, 0.08),
+        duplication=sometimes(0.4, 0.001, 0.1),
+        reordering=sometimes(0.4, 0.01, 0.3),
+        successor_delivery=sometimes(0.7, 0.2, 1.0),
+        partition_holds=rng.random() < 0.5,
+        step_s=rng.choice([0.0002, 0.001, 0.01]),
+        steps_a_page=rng.randint(1, 4),
+        transfer_failure=sometimes(0.4, 0.001, 0.05),
+        rdma=rng.random() < 0.5,
+        crash_rate=sometimes(0.5, 0.02, 0.2),
+        leave_rate=sometimes(0.25, 0.01, 0.1),
+        node_pause_rate=sometimes(0.4, 0.02, 0.15),
+        client_crash_rate=sometimes(0.4, 0.02, 0.3),
+        client_pause_rate=sometimes(0.5, 0.05, 0.5),
+        partition_rate=sometimes(0.5, 0.03, 0.2),
+        clog_rate=sometimes(0.3, 0.05, 0.3),
+        disconnect_rate=sometimes(0.4, 0.1, 1.0),
+        skew=sometimes(0.4, 0.001, 0.05),
+    )

@@ -1,0 +1,133 @@
+"""Sweeps: many seeds, over all cores, and one line to reproduce each failure."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from sims import world
+from sims.world import Outcome
+
+KEPT_SEEDS = Path(__file__).parent / "seeds.txt"
+"""Seeds that once failed, one a line, each with the reason why after it."""
+
+FRESH_BITS = 40
+
+
+@attrs.define
+class Tally:
+    """What a sweep came to."""
+
+    runs: int = 0
+    messages: int = 0
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    healed_s_max: float = 0.0
+    hits: int = 0
+    failures: list[Outcome] = attrs.field(factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one run."""
+        self.runs += 1
+        self.messages += outcome.messages
+        self.virtual_s += outcome.virtual_s
+        self.healed_s_max = max(self.healed_s_max, outcome.healed_s)
+        self.hits += outcome.counts.get("get:done", 0)
+        if not outcome.ok:
+            self.failures.append(outcome)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        wall_s = max(self.wall_s, 1e-9)
+        return (
+            f"{self.runs} seeds, {len(self.failures)} failed; {self.messages} messages "
+            f"({self.messages / wall_s:.0f}/s), {self.hits} hits checked, "
+            f"{self.virtual_s:.0f} s of virtual time in {self.wall_s:.0f} s; "
+            f"healed within {self.healed_s_max:.1f} s"
+        )
+
+    def as_json(self) -> str:
+        """Return the same for programs."""
+        return json.dumps(
+            {
+                "runs": self.runs,
+                "messages": self.messages,
+                "messages_per_s": round(self.messages / max(self.wall_s, 1e-9)),
+                "hits": self.hits,
+                "virtual_s": round(self.virtual_s),
+                "wall_s": round(self.wall_s, 1),
+                "healed_s_max": round(self.healed_s_max, 1),
+                "failures": [
+                    {"seed": f.seed, "checker": f.checker, "detail": f.detail}
+                    for f in self.failures
+                ],
+            }
+        )
+
+
+def reproduce_line(seed: int) -> str:
+    """Return the line that runs a seed again."""
+    return f"reproduce: python -m sims run --seed {seed} (commit {commit()})"
+
+
+def commit() -> str:
+    """Return which commit is checked out, as git says it."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607 - whichever git there is
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.stdout.strip() or "unknown"
+
+
+def kept_seeds() -> list[int]:
+    """Return the seeds that once failed."""
+    lines = [line.partition("#")[0].strip() for line in KEPT_SEEDS.read_text().splitlines()]
+    return [int(line) for line in lines if line]
+
+
+def fresh_seeds() -> Iterator[int]:
+    """Yield seeds that nobody has seen."""
+    first = int.from_bytes(os.urandom(FRESH_BITS // 8), "little")
+    while True:
+        yield first
+        first += 1
+
+
+def sweep(
+    seeds: Iterable[int],
+    *,
+    minutes: float | None = None,
+    jobs: int | None = None,
+    tell: Callable[[Outcome], None],
+) -> Tally:
+    """Run seeds until there are no more, or the time is up; `tell` hears each outcome."""
+    tally = Tally()
+    started = time.monotonic()
+    until = started + 60.0 * minutes if minutes is not None else float("inf")
+    context = multiprocessing.get_context("spawn")
+    jobs = jobs or os.cpu_count() or 1
+    given = iter(seeds)
+    # A worker is replaced now and then: what a run leaves behind must not add up.
+    with context.Pool(jobs, maxtasksperchild=50) as pool:
+        for outcome in pool.imap_unordered(world.run, _until(given, until)):
+            tally.add(outcome)
+            tell(outcome)
+    tally.wall_s = time.monotonic() - started
+    return tally
+
+
+def _until(seeds: Iterator[int], until: float) -> Iterator[int]:
+    for seed in seeds:
+        if time.monotonic() >= until:
+            return
+        yield seed

@@ -1,0 +1,134 @@
+"""Watched actors: production actors between a place's clock and the checkers that look at a step.
+
+Wraps a state actor for `run_actor`. The actor itself is unchanged and knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+
+from peercache import records
+from peercache.actors._actor import MAILBOX_MESSAGES_MAX, Mailbox
+from peercache.actors.directory import DirectoryShard
+from peercache.messages import ALIVE, SUSPECT, Delete, Disputed, Located
+from peercache.ports import Effect, Origin, Send, StateActor
+from peercache.records import DROP
+from sims.places import Place
+from sims.trace import Trace, Violation
+
+FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
+"""Facts from inside the node are never dropped, so they only have to stay in proportion."""
+
+Generations: TypeAlias = dict[tuple[int, bytes], int]
+
+
+@attrs.define(eq=False)
+class WatchedActor:
+    """One actor of one node, with that node's clock, its pauses and its checks."""
+
+    name: str
+    actor: StateActor
+    mailbox: Mailbox
+    place: Place
+    trace: Trace
+    steps: int = 0
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        """Hand on a message; check what the directory does with it."""
+        self.steps += 1
+        if len(self.mailbox) > FACTS_WAITING_MAX:
+            raise Violation("mailbox-bound", f"{len(self.mailbox)} wait for {self.name}")
+        actor = self.actor
+        if not isinstance(actor, DirectoryShard):
+            effects = actor.on_message(sender, message, self.place.local(now))
+        else:
+            before = _named_newer(actor, sender, message)
+            effects = actor.on_message(sender, message, self.place.local(now))
+            _check_kept(actor, before, type(message).__name__)
+            _check_answers(actor, effects)
+        self._note(type(message).__name__, effects)
+        return effects
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Let time pass, by this place's clock."""
+        # Two conversions may lose the last bit, and then nothing would be due.
+        local = max(self.place.local(now), self.actor.deadline())
+        effects = self.actor.on_tick(local)
+        self._note("tick", effects)
+        return effects
+
+    def deadline(self) -> float:
+        """Return when to tick: not while the process is stopped."""
+        return max(self.place.world(self.actor.deadline()), self.place.paused_until)
+
+    def check(self) -> None:
+        """Assert the actor's own invariants."""
+        self.actor.check()
+
+    def _note(self, cause: str, effects: list[Effect]) -> None:
+        kinds = [_kind(effect) for effect in effects]
+        if kinds:
+            self.trace.line("act", self.place.name, self.name, cause, *kinds)
+
+
+def _kind(effect: Effect) -> str:
+    inner = getattr(effect, "message", None) or getattr(effect, "fact", None)
+    return type(effect if inner is None else inner).__name__
+
+
+def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Generations:
+    """Return the records that a delete or dispute names by key, but not by generation."""
+    named: list[tuple[int, bytes, int]] = []
+    exact = isinstance(message, Disputed)
+    if isinstance(message, Delete):
+        drops = records.from_bytes(b"") if not message.drops else _drops(message.drops)
+        named = [
+            (sender.identity, key, generation)
+            for key, generation in zip(
+                records.keys_of(drops), drops["generation"].tolist(), strict=True
+            )
+        ]
+    elif isinstance(message, Disputed):
+        disputed = records.from_bytes(message.records)
+        named = [
+            (int(record["holder"]), record["key"].tobytes(), int(record["generation"]))
+            for record in disputed
+        ]
+    newer: Generations = {}
+    for holder, key, generation in named:
+        held = held_generation(shard, holder, key)
+        if held is not None and (held > generation or (exact and held != generation)):
+            newer[holder, key] = held
+    return newer
+
+
+def _drops(packed: bytes) -> records.Records:
+    import numpy as np
+
+    return np.frombuffer(packed, DROP)
+
+
+def held_generation(shard: DirectoryShard, holder: int, key: bytes) -> int | None:
+    """Return under which generation a shard holds a page of a holder."""
+    holdings = shard._held.get(holder)
+    record = holdings.parts[key[0]].get(key) if holdings is not None else None
+    return None if record is None else int.from_bytes(record[32:40], "little")
+
+
+def _check_kept(shard: DirectoryShard, before: Generations, cause: str) -> None:
+    for (holder, key), generation in before.items():
+        if held_generation(shard, holder, key) != generation:
+            detail = f"{cause} took a newer record of {key.hex()} away"
+            raise Violation("directory-order", detail)
+
+
+def _check_answers(shard: DirectoryShard, effects: list[Effect]) -> None:
+    for effect in effects:
+        if isinstance(effect, Send) and isinstance(effect.message, Located):
+            told = records.from_bytes(effect.message.records)
+            for holder in dict.fromkeys(told["holder"].tolist()):
+                lives = shard._states.get(holder) in (ALIVE, SUSPECT)
+                if holder != shard.incarnation and not lives:
+                    raise Violation("dead-holder", f"an answer names {holder:016x}, which is dead")

@@ -1,0 +1,239 @@
+"""What clients do in a run, and what each call must come to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import trio
+
+from peercache.client.client import RETURN_MARGIN_S
+from peercache.keys import KEY, PageKeys, page_keys
+from peercache.messages import Clear, Message, Remove
+from peercache.observe import INTERNAL, MISS_REASONS, VERIFY_FAILED
+from peercache.runs import PageRuns
+from sims.client import SimClient
+from sims.content import POISON, content_of
+from sims.memory import Buffers, Region, Truth
+from sims.swarm import Options
+from sims.trace import Trace, Violation
+
+LATE_S = 1e-6
+"""A call may end this much after its deadline: sums of floats."""
+
+OTHER_LENGTH = 0.02
+"""Chance that somebody sets a page with another length than everybody else."""
+
+
+@attrs.frozen
+class Library:
+    """The pages of a run: their keys, and how long each is."""
+
+    keys: PageKeys
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, options: Options, rng: random.Random) -> Library:
+        """Make as many as `options` say."""
+        names = [f"page-{number}" for number in range(options.keys)]
+        lengths = tuple(rng.choice(options.lengths) for _ in names)
+        return cls(page_keys(names, bytes(16)), lengths)
+
+
+@attrs.define(eq=False)
+class Calls:
+    """Makes calls in the name of clients, and judges what comes back."""
+
+    options: Options
+    library: Library
+    buffers: Buffers
+    truth: Truth
+    trace: Trace
+    now_in_flight: int = 0
+    counts: dict[str, int] = attrs.field(factory=dict)
+    _version: int = 0
+
+    # --- one client's life ------------------------------------------------------------------------
+
+    async def work(
+        self, client: SimClient, rng: random.Random, is_over: Callable[[], bool]
+    ) -> None:
+        """Make one call after another until it `is_over`."""
+        while True:
+            await trio.sleep(rng.expovariate(1 / self.options.think_s))
+            await client.place.awake()
+            if is_over():
+                return
+            self.now_in_flight += 1
+            try:
+                await self._one(client, rng)
+            finally:
+                self.now_in_flight -= 1
+
+    async def _one(self, client: SimClient, rng: random.Random) -> None:
+        drawn = rng.random()
+        count = rng.randint(1, self.options.batch_max)
+        places = self._choose(rng, count)
+        if drawn < 0.38:
+            await self.set(client, places, rng)
+        elif drawn < 0.85:
+            await self.get(client, places, rng)
+        elif drawn < 0.97:
+            await self.exists(client, places)
+        elif drawn < 0.995:
+            await self.tell_all(client, Remove(0, self.library.keys[places[:2]].tobytes()))
+        else:
+            await self.tell_all(client, Clear(0, client.namespace.tag()))
+
+    def _choose(self, rng: random.Random, count: int) -> list[int]:
+        """Return a run of neighbours, as a prompt's pages are, or any; some come twice."""
+        total = len(self.library.keys)
+        if rng.random() < 0.5:
+            first = rng.randrange(total)
+            return [(first + step) % total for step in range(min(count, total))]
+        return [rng.randrange(total) for _ in range(count)]
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    async def set(
+        self, client: SimClient, places: Sequence[int], rng: random.Random, timeout_s: float = 0.0
+    ) -> list[bool]:
+        """Store a new version of each page; check the answer."""
+        keys = self.library.keys[list(places)]
+        regions = []
+        for place, key in zip(places, keys.tolist(), strict=True):
+            length = self.library.lengths[place]
+            if rng.random() < OTHER_LENGTH:
+                length = rng.choice(self.options.lengths)
+            self._version += 1
+            region = self.buffers.take(length, client.place.name)
+            region.data[:] = content_of(key, self._version, length)
+            regions.append(region)
+        attached = client.attached
+        timeout_s = timeout_s or rng.choice([0.15, 2.0, 2.0])
+        started = trio.current_time()
+        if attached is None:
+            client.look_now()
+            return [False] * len(keys)
+        path = client.writer.set(
+            keys,
+            _runs(regions, rng),
+            home=attached.incarnation,
+            reservations=attached.reservations,
+            until=_until(started, timeout_s),
+        )
+        outcome = await client.drive(path, attached.memory)
+        self._close(regions)
+        for region in regions:
+            # Whoever reads a source now stores this.
+            region.data[:] = POISON
+        self._ended(client, "set", started, timeout_s, outcome.stored, outcome.reasons)
+        for key, stored in zip(keys.tolist(), outcome.stored.tolist(), strict=True):
+            if stored and not self.truth.committed_at(key, attached.incarnation):
+                raise Violation("lost-set", f"{client.place.name}: {key.hex()} is not at home")
+        if "no_home" in outcome.reasons:
+            client.look_now()
+        stored_all: list[bool] = outcome.stored.tolist()
+        return stored_all
+
+    async def get(
+        self,
+        client: SimClient,
+        places: Sequence[int],
+        rng: random.Random,
+        timeout_s: float = 0.0,
+        lengths: Sequence[int] = (),
+    ) -> list[str]:
+        """Read pages; check every byte of every hit; return the miss reasons, "" for a hit."""
+        keys = self.library.keys[list(places)]
+        wanted = lengths or [self.library.lengths[place] for place in places]
+        regions = [self.buffers.take(length, client.place.name) for length in wanted]
+        timeout_s = timeout_s or rng.choice([0.05, 2.0, 2.0])
+        started = trio.current_time()
+        until = _until(started, timeout_s)
+        path = client.reader.get(keys, _runs(regions, rng), client.cluster, until)
+        outcome = await client.drive(path, None)
+        self._close(regions)
+        self._ended(client, "get", started, timeout_s, outcome.hits, outcome.reasons)
+        ended = trio.current_time()
+        for key, region, hit in zip(keys.tolist(), regions, outcome.hits.tolist(), strict=True):
+            if hit:
+                self.truth.judge_hit(key, region.data, started, ended, client.place.name)
+        return outcome.reasons
+
+    async def exists(self, client: SimClient, places: Sequence[int]) -> None:
+        """Ask whether pages are held."""
+        keys = self.library.keys[list(places)]
+        timeout_s = client.config.exists_timeout_s
+        started = trio.current_time()
+        path = client.reader.exists(keys, client.cluster, _until(started, timeout_s))
+        known, reasons = await client.drive(path, None)
+        self._ended(client, "exists", started, timeout_s, known, reasons)
+
+    async def tell_all(self, client: SimClient, message: Message) -> None:
+        """Remove or clear, at every live member."""
+        timeout_s = client.config.op_timeout_s
+        started = trio.current_time()
+        if isinstance(message, Remove):
+            client.cache.forget(np.frombuffer(message.keys, KEY).tolist())
+        else:
+            client.cache.clear()
+        peers = [p for p in client.cluster.members if client.breakers.available(p, started)]
+        await client.asker.ask([(peer, message) for peer in peers], _until(started, timeout_s))
+        self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
+
+    # --- what must be -----------------------------------------------------------------------------
+
+    def _ended(
+        self,
+        client: SimClient,
+        call: str,
+        started: float,
+        timeout_s: float,
+        done: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        reasons: list[str],
+    ) -> None:
+        """Check that a call ended in time, with one word for each page that it did not do."""
+        now = trio.current_time()
+        took_s = now - started - client.place.paused_s(started, now)
+        if took_s > timeout_s + LATE_S:
+            detail = f"{client.place.name}: {call} of {timeout_s} s took {took_s:.4f} s"
+            raise Violation("deadline", detail)
+        if done.dtype != np.bool_ or len(done) != len(reasons):
+            raise Violation("answer-form", f"{call}: {done} {reasons}")
+        for is_done, reason in zip(done.tolist(), reasons, strict=True):
+            if is_done != (reason == "") or (reason and reason not in MISS_REASONS):
+                raise Violation("answer-form", f"{call}: {is_done} because of {reason!r}")
+            if reason in (VERIFY_FAILED, INTERNAL):
+                raise Violation("never-expected", f"{client.place.name}: {call}: {reason}")
+        said = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+        for reason, count in said.items():
+            name = f"{call}:{reason or 'done'}"
+            self.counts[name] = self.counts.get(name, 0) + count
+        self.trace.line("call", client.place.name, call, f"{took_s:.6f}", said)
+
+    def _close(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            self.buffers.close(region)
+
+
+def _until(started: float, timeout_s: float) -> float:
+    """Return the deadline of a path, as `client.client` sets it."""
+    return started + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10)
+
+
+def _runs(regions: Sequence[Region], rng: random.Random) -> PageRuns:
+    """Return each buffer as one run, or cut into two or three."""
+    pages = []
+    for region in regions:
+        size = len(region.data)
+        cuts = sorted({0, size, *(rng.randrange(1, size) for _ in range(rng.choice([0, 0, 1, 2])))})
+        pages.append(
+            [
+                (region.address + begin, end - begin)
+                for begin, end in zip(cuts, cuts[1:], strict=False)
+            ]
+        )
+    return PageRuns.of(pages)
