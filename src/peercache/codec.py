@@ -27,6 +27,10 @@ TEXT_MAX = 4096
 LIST_MAX = 65_536
 """Longest array: a view of the largest cluster we mean to serve."""
 
+ITEMS_MAX = 200_000
+"""Most CBOR items of one message: a view of 16,384 members has 164,000. Eight million, which fit
+into a message of the largest size, would take five seconds and 600 MB to decode."""
+
 _U64_MAX = 2**64 - 1
 
 
@@ -57,6 +61,8 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     """Return the envelope, or raise RemoteProtocolError with what is wrong."""
     if len(raw) > MESSAGE_BYTES_MAX:
         raise RemoteProtocolError(f"a message of {len(raw)} bytes")
+    if len(raw) > ITEMS_MAX:  # An item takes a byte at least, so shorter ones need no look.
+        _count_items(raw)
     try:
         decoder = cbor2.CBORDecoder(
             BytesIO(raw),
@@ -86,6 +92,26 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < len(MESSAGES):
         raise RemoteProtocolError(f"no message has the tag {tag!r}")
     return Envelope(_u64(sender), _u64(target), _build(MESSAGES[tag], parts[5:]))
+
+
+def _count_items(raw: bytes) -> None:
+    """Walk over the heads of all items, without making any; raise if there are too many.
+
+    What is broken otherwise is for the decoder to find: the walk always ends.
+    """
+    at = count = 0
+    while at < len(raw):
+        count += 1
+        if count > ITEMS_MAX:
+            raise RemoteProtocolError(f"more than {ITEMS_MAX} items")
+        kind, length = raw[at] >> 5, raw[at] & 31
+        at += 1
+        if length >= 24:
+            size = 1 << (length & 3)
+            length = int.from_bytes(raw[at : at + size], "big")
+            at += size
+        if kind in (2, 3):  # Strings: their bytes are no items.
+            at += length
 
 
 def _build(kind: type[Any], values: list[Any]) -> Any:

@@ -14,6 +14,9 @@ MAILBOX_MESSAGES_MAX = 4096
 """Messages from the network that wait for an actor: more than a second of work. Beyond it they are
 dropped and counted; askers have deadlines, streams have summaries."""
 
+MAILBOX_BYTES_MAX = 64 * 2**20
+"""The same in bytes as they came, for an actor behind: eight of the largest messages."""
+
 TURN_MESSAGES = 16
 """Messages handled before other tasks get a turn: about a millisecond."""
 
@@ -29,34 +32,43 @@ class Mailbox:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._waiting: deque[tuple[Origin, object]] = deque()
+        self._waiting: deque[tuple[Origin, object, int]] = deque()
+        self._waiting_bytes = 0
         self._wake = trio.Event()
 
     def __len__(self) -> int:
         """Return how many messages wait."""
         return len(self._waiting)
 
-    def offer(self, sender: Origin, message: object) -> bool:
-        """Take a message from the network; False if the mailbox is full."""
-        if len(self._waiting) >= MAILBOX_MESSAGES_MAX:
+    def offer(self, sender: Origin, message: object, size_bytes: int) -> bool:
+        """Take a message from the network, of so many bytes there; False if the mailbox is full."""
+        if len(self._waiting) >= MAILBOX_MESSAGES_MAX or self._waiting_bytes >= MAILBOX_BYTES_MAX:
             return False
-        self.tell(sender, message)
+        self._put(sender, message, size_bytes)
         return True
 
     def tell(self, sender: Origin, message: object) -> None:
         """Take a fact from inside the node."""
-        self._waiting.append((sender, message))
-        self._wake.set()
+        self._put(sender, message, 0)
 
     def take(self) -> tuple[Origin, object] | None:
         """Return the oldest message, or None."""
-        return self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            return None
+        sender, message, size_bytes = self._waiting.popleft()
+        self._waiting_bytes -= size_bytes
+        return sender, message
 
     async def wait(self) -> None:
         """Wait until something is there."""
         if not self._waiting:
             self._wake = trio.Event()
             await self._wake.wait()
+
+    def _put(self, sender: Origin, message: object, size_bytes: int) -> None:
+        self._waiting.append((sender, message, size_bytes))
+        self._waiting_bytes += size_bytes
+        self._wake.set()
 
 
 async def run_actor(actor: StateActor, mailbox: Mailbox, perform: Callable[[Effect], None]) -> None:

@@ -34,6 +34,10 @@ from peercache.ports import Effect, Origin, SendTo, StoreWords, Tell
 BURST_MESSAGES = 64
 """Messages taken from the socket before other tasks get a turn."""
 
+STRANGER_BYTES_MAX = 64 * 1024
+"""Longest message taken from a connection that has not said Hello: a Hello of the longest texts
+fits, and a megabyte would be a gift of a second of our time to whoever can connect."""
+
 REFUSALS_LOGGED_MAX = 256
 """Refusals are logged once a peer and reason; so many are remembered."""
 
@@ -96,6 +100,10 @@ class Switchboard:
                 await trio.lowlevel.checkpoint()
 
     def _take(self, pipe: int, raw: bytes) -> None:
+        if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
+            self._drop("stranger", detail=f"{len(raw)} bytes")
+            self._reply(pipe, 0, SayHello(self._me.incarnation))
+            return
         try:
             envelope = decode(raw, cluster=self._cluster)
         except (WrongVersion, WrongCluster) as error:
@@ -119,9 +127,9 @@ class Switchboard:
             self._drop("other_incarnation")
             self._reply(pipe, envelope.sender, SayHello(self._me.incarnation))
             return
-        self._route(pipe, session, message)
+        self._route(pipe, session, message, len(raw))
 
-    def _route(self, pipe: int, session: Session, message: Message) -> None:
+    def _route(self, pipe: int, session: Session, message: Message, size_bytes: int) -> None:
         actor = self._admission.route(session, message)
         origin = Origin(session.identity, 0 if session.role.value == "node" else pipe)
         if actor is None:
@@ -133,7 +141,7 @@ class Switchboard:
             answer = self._answer(message)
             if answer is not None:
                 self._reply(pipe, session.identity, answer)
-        elif not self._mailboxes[actor].offer(origin, message):
+        elif not self._mailboxes[actor].offer(origin, message, size_bytes):
             self._drop("mailbox_full", detail=actor)
 
     def _reply_refused(self, pipe: int, session: Session, message: Message) -> None:

@@ -1,0 +1,174 @@
+"""Messages that are cheap to send and would be dear to take."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from typing import Any
+
+import cbor2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.hostile.garbage import any_member, any_message, enveloped, hello
+from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
+
+from peercache import codec
+from peercache.actors._actor import MAILBOX_BYTES_MAX, SELF, Mailbox
+from peercache.actors.directory import DirectoryShard
+from peercache.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
+from peercache.errors import RemoteProtocolError
+from peercache.messages import Disputed, Lookup, SayHello, ViewShared
+from peercache.ports import Origin
+from peercache.records import RECORD
+from peercache.view import MEMBERS_MAX
+
+
+def bomb(filler: bytes, size: int = MESSAGE_BYTES_MAX) -> bytes:
+    """Return an array of as many one-byte items as a message can hold."""
+    count = size - 5
+    return b"\x9a" + count.to_bytes(4, "big") + filler * count
+
+
+@pytest.mark.parametrize("filler", [b"\x00", b"\x80", b"\xa0", b"\xf6", b"\x40"])
+def test_a_message_of_eight_million_items_is_refused_before_any_is_made(filler: bytes) -> None:
+    """Empty lists would take 600 MB and five seconds of the loop, from whoever can connect."""
+    raw = bomb(filler)
+    tracemalloc.start()
+
+    with pytest.raises(RemoteProtocolError, match="items"):
+        decode(raw, cluster="c")
+
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < MIB
+
+
+def items_in(decoded: Any) -> int:
+    """Return how many CBOR items made this, the slow way."""
+    if isinstance(decoded, list):
+        return 1 + sum(items_in(item) for item in decoded)
+    if isinstance(decoded, dict):
+        return 1 + sum(items_in(part) for pair in decoded.items() for part in pair)
+    return 1
+
+
+@given(st.randoms(use_true_random=False))
+def test_items_are_counted_as_the_decoder_would_find_them(rng: Any) -> None:
+    """The count of heads is the count of items: honest messages are never refused by it."""
+    raw = enveloped(any_message(rng), cluster="c", sender=1)
+    if "nan" in repr(cbor2.loads(raw)) or b"\xc2" in raw or b"\xc3" in raw:
+        return  # A tag, or what the encoder makes of it, is no item of ours.
+    count = items_in(cbor2.loads(raw))
+    before = codec.ITEMS_MAX
+
+    try:
+        codec.ITEMS_MAX = count
+        codec._count_items(raw)
+        codec.ITEMS_MAX = count - 1
+        with pytest.raises(RemoteProtocolError):
+            codec._count_items(raw)
+    finally:
+        codec.ITEMS_MAX = before
+
+
+@given(st.binary(max_size=200))
+def test_counting_the_items_of_noise_ends(raw: bytes) -> None:
+    """Whatever the bytes: what is wrong with them is for the decoder to say."""
+    codec._count_items(raw)
+
+
+def test_the_view_of_the_largest_cluster_has_fewer_items_than_are_allowed() -> None:
+    """Else a cluster would stop to know itself one day."""
+    fields = 9
+    assert MEMBERS_MAX * (fields + 1) + 10 < ITEMS_MAX
+
+
+def test_a_mailbox_is_bounded_in_bytes_too() -> None:
+    """Four thousand messages of eight megabytes would be 32 GB; facts of our own always fit."""
+    mailbox, size = Mailbox(), MESSAGE_BYTES_MAX
+    offered = [mailbox.offer(Origin(1), "a question", size) for _ in range(20)]
+
+    mailbox.tell(SELF, "a fact")
+    first = mailbox.take()
+    again = mailbox.offer(Origin(1), "another", size)
+    beyond = mailbox.offer(Origin(1), "one more", size)
+
+    assert offered == [True] * (MAILBOX_BYTES_MAX // size) + [False] * (
+        20 - MAILBOX_BYTES_MAX // size
+    )
+    assert first == (Origin(1), "a question")
+    assert (again, beyond) == (True, False)
+    while mailbox.take() is not None:
+        pass
+    assert mailbox.offer(Origin(1), "after all that", size)
+
+
+def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
+    """To look through every record for each holder took 1.3 s for 20,000, and squared for more."""
+    records = np.zeros(MESSAGE_BYTES_MAX // RECORD.itemsize - 10, RECORD)
+    records["holder"] = np.arange(len(records))
+    shard = DirectoryShard(incarnation=1)
+    started = time.monotonic()
+
+    effects = shard.on_message(Origin(5, 7), Disputed(records.tobytes()), 0.0)
+
+    assert effects == []
+    assert time.monotonic() - started < 10.0
+
+
+def test_what_no_hello_can_be_is_not_even_decoded() -> None:
+    """A stranger's megabytes are dropped and counted, and it is told to say Hello."""
+    rng = np.random.default_rng(1)
+    with one_node() as (cluster, node), Caller.at(node, "control") as stranger:
+        keys = rng.bytes(16 * 10_000)
+        before = metric(node, "peercache_messages_dropped").get("stranger", 0.0)
+
+        stranger.connection.sendall(
+            stranger.framed(enveloped(Lookup(1, keys), cluster=cluster.name, sender=5))
+        )
+        answer = decode(stranger.hear(), cluster=cluster.name)
+        stranger.connection.sendall(
+            stranger.framed(enveloped(hello(cluster.name), cluster=cluster.name, sender=5))
+        )
+        welcome = decode(stranger.hear(), cluster=cluster.name)
+        stranger.connection.sendall(
+            stranger.framed(enveloped(Lookup(2, keys), cluster=cluster.name, sender=5))
+        )
+        located = decode(stranger.hear(), cluster=cluster.name)
+
+        assert isinstance(answer.message, SayHello)
+        assert type(welcome.message).__name__ == "Welcome"
+        assert type(located.message).__name__ == "Located"
+        assert metric(node, "peercache_messages_dropped")["stranger"] == before + 1
+
+
+def test_eight_million_items_from_somebody_admitted_stall_nobody() -> None:
+    """A reader's bombs cost it the connection's time, not the node's memory."""
+    with one_node() as (cluster, node), Caller.at(node, "home") as reader:
+        name = cluster.name
+        reader.connection.sendall(reader.framed(enveloped(hello(name), cluster=name, sender=5)))
+        reader.hear()
+        before = Vitals.of(node)
+
+        for filler in (b"\x80", b"\xa0", b"\x00"):
+            reader.connection.sendall(reader.framed(bomb(filler, MESSAGE_BYTES_MAX - 64)))
+        keys = bytes(16)
+        reader.connection.sendall(reader.framed(enveloped(Lookup(9, keys), cluster=name, sender=5)))
+        answer = decode(reader.hear(), cluster=name)
+
+        assert answer.message == type(answer.message)(9, b"")
+        assert Vitals.of(node).rss_bytes - before.rss_bytes < 64 * MIB
+        assert metric(node, "peercache_messages_dropped")["malformed"] >= 3
+
+
+def test_views_of_bogus_members_are_still_views() -> None:
+    """The generator of these tests makes what the codec takes: else they would test nothing."""
+    import random
+
+    rng = random.Random(7)
+    for _ in range(200):
+        view = ViewShared(0, tuple(any_member(rng) for _ in range(3)))
+        raw = enveloped(view, cluster="c", sender=1)
+        assert decode(raw, cluster="c").message == view
