@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from peercache.config import DEFAULT_CONTROL_PORT, Config, format_address, parse_address
@@ -37,13 +38,15 @@ def listen_control(listener: Listener, config: Config) -> tuple[str, int]:
 def _listen(listener: Listener, host: str, port: int) -> int:
     if host:
         return listener.listen_tcp("listen", host, port)
-    bound = listener.listen_tcp("listen", "0.0.0.0", port)  # noqa: S104 - every interface is asked for
-    if socket.has_ipv6:
-        try:
-            listener.listen_tcp("listen", "::", bound)
-        except (AddressTaken, ConfigError):
-            # IPv6 is switched off, or its wildcard takes in IPv4: then IPv4 has it already.
-            return bound
+    everywhere = "0.0.0.0"  # noqa: S104 - every interface is asked for
+    try:
+        # First: on most systems it takes in IPv4, and could not be bound beside it.
+        bound = listener.listen_tcp("listen", "::", port)
+    except ConfigError:
+        # IPv6 is switched off.
+        return listener.listen_tcp("listen", everywhere, port)
+    with suppress(AddressTaken):
+        listener.listen_tcp("listen", everywhere, bound)
     return bound
 
 
@@ -54,6 +57,9 @@ def listen_home(listener: Listener, config: Config, control_port: int) -> str:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_dead_socket(home)
+        if path.exists() and not path.is_socket():
+            # nng would remove it.
+            raise ConfigError("home", f"{path} is there already, and no socket")
     except OSError as error:
         raise ConfigError("home", f"cannot use {path}: {error.strerror}") from error
     listener.listen_local(home)
