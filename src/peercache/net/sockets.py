@@ -1,4 +1,4 @@
-"""The nng sockets of the control plane: the only file that imports pynng.
+"""The nng sockets of the control plane.
 
 One protocol everywhere, PAIR1. A node listens with one polyamorous socket on all its addresses;
 whoever has something to say dials it with an own socket. Members answer each other over their own
@@ -20,6 +20,7 @@ import trio
 from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.config import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
+from peercache.net import held
 
 # nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
 # and in a parent that never closed it may wait for a peer; the end of a process ends them anyway.
@@ -217,6 +218,7 @@ class Dialer:
             self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
         self.receive_fd: int = self._socket.recv_fd
         self.send_fd: int = self._socket.send_fd
+        self._held = held.HeldSocket(self._socket.socket.id)
         try:
             self._socket.dial(url, block=False)
         except pynng.NNGException as error:
@@ -225,24 +227,12 @@ class Dialer:
 
     def send(self, raw: bytes) -> bool:
         """Hand a message to nng; False if its buffer is full. It may never arrive."""
-        try:
-            self._socket.send(raw, block=False)
-        except pynng.TryAgain:
-            return False
-        except pynng.Closed:
-            return True
-        return True
+        return self._held.send(raw) != held.AGAIN
 
     def receive(self) -> bytes | None:
         """Return a message that has arrived, or None."""
-        try:
-            raw: bytes = self._socket.recv(block=False)
-        except (pynng.TryAgain, pynng.Closed):
-            return None
-        except RuntimeError:
-            # A message of no bytes at all, which pynng 0.9 cannot take. Remove when it can.
-            return b""
-        return raw
+        verdict, raw = self._held.receive()
+        return raw if verdict == 0 else None
 
     def close(self) -> None:
         """Stop dialling and close."""
