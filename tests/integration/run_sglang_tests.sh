@@ -16,4 +16,5 @@ elif [ ! -x "$venv/bin/python" ]; then
 fi
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 cd "$root"
-exec "$venv/bin/python" -m pytest -m sglang tests/integration "$@"
+# Two engines starting on two busy cores take longer than any other fixture may.
+exec "$venv/bin/python" -m pytest -m sglang -o faulthandler_timeout=400 tests/integration "$@"
