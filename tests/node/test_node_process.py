@@ -157,12 +157,14 @@ def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> N
         keys = keys_of("alone", 4)
         assert client.batch_set(keys, pages_of(keys)) == [True] * 4
         assert client.stats()["home_members_alive"] == 1
+        wait_until(lambda: "node.alone" in alone.said())
 
         late_head = cluster.start(flags=("--listen", head))
 
         wait_until(lambda: client.stats()["home_members_alive"] == 2)
         reader = cluster.client(late_head)
         wait_until(lambda: read(reader, keys) == [True] * 4)
+        wait_until(lambda: "member.changed" in alone.said())
 
 
 def test_with_a_dead_head_a_newcomer_joins_through_any_other_address() -> None:

@@ -10,6 +10,7 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -24,8 +25,6 @@ from peercache.http.server import serve_http
 from peercache.ids import name_of, new_incarnation
 from peercache.messages import (
     ALIVE,
-    DEAD,
-    LEFT,
     SUSPECT,
     Counted,
     Member,
@@ -54,6 +53,9 @@ HOUSEKEEPING_S = 1.0
 
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
+
+STATES = ("alive", "suspect", "dead", "left")
+"""Words for a member's state, by its number."""
 
 LATE_S = 5.0
 """A loop that has not come round for so long is not serving, whatever else is fine."""
@@ -146,6 +148,7 @@ class Node:
         host = addresses.advertised_host(config, bound_host)
         data_port = await self._serve_pages(nursery, segment, bound_host)
         me = self._member(segment, format_address(host, control_port), host, data_port)
+        self._control = me.control
         self._crew = crew = Crew(
             config,
             me,
@@ -252,22 +255,30 @@ class Node:
             self._admission.end(pipe)
 
     async def _keep_house(self, admission: Admission) -> None:
+        known: dict[int, int] = {}
         while True:
             for client in admission.exited():
                 self.log.info("client.exited", client=name_of(client))
                 self._crew.mailboxes["pool"].tell(SELF, ClientGone(client))
             members = self._crew.membership.view.members()
-            kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
-            self._switchboard.keep_links(kept | set(self.config.discovery_addr))
-            for state, name in (
-                (ALIVE, "alive"),
-                (SUSPECT, "suspect"),
-                (DEAD, "dead"),
-                (LEFT, "left"),
-            ):
-                self.metrics.members.labels(name).set(sum(m.state == state for m in members))
+            self._follow_members(members, known)
             self._came_round = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)
+
+    def _follow_members(self, members: Sequence[Member], known: dict[int, int]) -> None:
+        """Log and count how the others are, and end the links nobody needs."""
+        for member in members:
+            if known.get(member.incarnation) != member.state and member.control != self._control:
+                state, name = STATES[member.state], name_of(member.incarnation)
+                self.log.info("member.changed", member=name, state=state, at=member.control)
+        if not known and len(members) == 1 and self.config.discovery_addr:
+            self.log.info("node.alone", asked=list(self.config.discovery_addr))
+        known.clear()
+        known.update({member.incarnation: member.state for member in members})
+        kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
+        self._switchboard.keep_links(kept | set(self.config.discovery_addr))
+        for state, word in enumerate(STATES):
+            self.metrics.members.labels(word).set(sum(m.state == state for m in members))
 
     async def _leave(self) -> None:
         self.log.info("node.leaving")
