@@ -277,8 +277,8 @@ class Node:
         known.update({member.incarnation: member.state for member in members})
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
         self._switchboard.keep_links(kept | set(self.config.discovery_addr))
-        for state, word in enumerate(STATES):
-            self.metrics.members.labels(word).set(sum(m.state == state for m in members))
+        for number, word in enumerate(STATES):
+            self.metrics.members.labels(word).set(sum(m.state == number for m in members))
 
     async def _leave(self) -> None:
         self.log.info("node.leaving")
