@@ -182,6 +182,23 @@ def test_a_destination_of_another_size_is_left_untouched() -> None:
     assert got.is_untouched(0)
 
 
+def test_a_remembered_record_of_another_size_is_asked_about_anew() -> None:
+    """The page may have been set anew since: a record that never fits must not hide it for ever."""
+    world = World()
+    old = world.nodes[2].hold("a", content=content_of("a", 2 * PAGE))
+    world.publish(old)
+    assert world.exists("a") == [True]
+    world.nodes[2].evict(old, content_of("b"))
+    for owner in world.owners("a"):
+        owner.forget("a")
+    held(world, 3, "a")
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+
+
 def test_an_unreachable_holder_gives_way_to_another() -> None:
     """One failed read, then the copy elsewhere; the holder is not asked again."""
     world = World(4)

@@ -140,8 +140,12 @@ class Reader:
             # An earlier attempt knows better why: its holder was evicted under us, or unreachable.
             batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
         fits = where.known & (where.records["length"] == batch.lengths[places])
-        for i in np.flatnonzero(where.known & ~fits).tolist():
-            batch.reasons[places[i]] = observe.WRONG_SIZE
+        misfits = np.flatnonzero(where.known & ~fits)
+        batch.reasons_at(places[misfits], observe.WRONG_SIZE)
+        # A remembered record may be of a page that was set anew since, with another size.
+        stale = misfits[~where.fresh[misfits]]
+        self._cache.drop(where.records[stale])
+        batch.open = places[stale]
         chosen = np.flatnonzero(fits)
         if not len(chosen):
             return
