@@ -226,7 +226,8 @@ class Transfer:
     async def _page(self, page: int) -> None:
         fabrics, read, memory = self._fabrics, self._read, self._memory
         assert memory is not None
-        if fabrics.rng.random() < fabrics.options.transfer_failure:
+        fails = fabrics.rng.random() < fabrics.options.transfer_failure
+        if fails and fabrics.network.faults_on:
             raise Gone(PEER_UNREACHABLE)
         offset = int(read.offsets[page])
         word = memory.words[offset // memory.granule]

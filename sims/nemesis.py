@@ -69,13 +69,17 @@ class Nemesis:
             self._pause(node)
 
     async def _crash_client(self) -> None:
-        name = self._rng.choice(sorted(self._world.clients))
+        name = self._pick_client()
+        if name is None:
+            return
         self._world.nursery.start_soon(
             self._world.crash_client, name, self._rng.uniform(0.2, 3.0)
         )
 
     async def _pause_client(self) -> None:
-        self._pause(self._rng.choice(sorted(self._world.clients)))
+        name = self._pick_client()
+        if name is not None:
+            self._pause(name)
 
     def _pause(self, name: str) -> None:
         span_s = min(self._rng.expovariate(0.5), PAUSE_MAX_S)
@@ -119,3 +123,7 @@ class Nemesis:
         standing = sorted(name for name, node in self._world.nodes.items() if node.place.alive)
         # Somebody must be there to be harmed next.
         return self._rng.choice(standing) if len(standing) > 1 else None
+
+    def _pick_client(self) -> str | None:
+        names = sorted(self._world.clients)
+        return self._rng.choice(names) if names else None

@@ -42,12 +42,6 @@ class Place:
         """Return whether it is stopped."""
         return now < self.paused_until
 
-    def resume(self, now: float) -> None:
-        """Go on at once."""
-        if now < self.paused_until:
-            self.paused_until = now
-            self._pauses[-1] = (self._pauses[-1][0], now)
-
     def paused_s(self, since: float, until: float) -> float:
         """Return for how long of this time it was stopped."""
         return sum(max(0.0, min(until, end) - max(since, begin)) for begin, end in self._pauses)

@@ -137,8 +137,7 @@ class World:
         """End every fault, and let the calls under way end."""
         self.is_safety = False
         self.network.heal()
-        for place in self.places.values():
-            place.resume(trio.current_time())
+        await trio.sleep_until(max(place.paused_until for place in self.places.values()))
         with trio.move_on_after(QUIET_S):
             while self.calls.now_in_flight:
                 await trio.sleep(0.1)

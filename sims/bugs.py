@@ -1,0 +1,265 @@
+"""The planted bugs: what is put in place of which method of production code.
+
+Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+
+from peercache import records, reservations
+from peercache.actors import directory, membership, pool, publisher
+from peercache.holdings import Holdings
+from peercache.messages import ALIVE, Commit, StreamSummary
+from peercache.node import switchboard
+from peercache.page_table import Page, PageTable
+from peercache.ports import ODD, ClientGone, RecordsChanged, Send, Tell
+from peercache.transfer import locating, reading
+from sims.node import SELF, SimNode
+
+Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+
+
+def _everything_read(_: Any) -> Any:
+    def verified(believed: Any, words: Any) -> Any:
+        del believed
+        return words != ODD
+
+    return verified
+
+
+GENERATION_CHECK_SKIPPED: Patches = ((reading, "verified", _everything_read),)
+
+
+def _silent(right: Any) -> Any:
+    def protect(self: PageTable, slots: Any) -> None:
+        # Its own copy is odd, the table that readers look at is not.
+        right(self, slots)
+
+    return protect
+
+
+EVICT_WITHOUT_ODD: Patches = ((PageTable, "protect", _silent),)
+
+
+def _early(right: Any) -> Any:
+    def grant(self: Any, origin: Any, reserve: Any) -> Any:
+        effects = right(self, origin, reserve)
+        found = self._reservations.find(origin.identity, reserve.sequence)
+        if not isinstance(found, reservations.Reservation):
+            return effects
+        count = len(found.states)
+        commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
+        *published, told = self._commit_open(origin, commit, found)
+        changed = RecordsChanged(told.fact.records, pool._NO_DROPS)
+        return [*effects, *published, Tell("publisher", changed)]
+
+    return grant
+
+
+PUBLISH_BEFORE_COMMIT: Patches = ((pool.Pool, "_grant", _early),)
+
+
+def _whatever_stands(right: Any) -> Any:
+    def drop(self: Holdings, packed: bytes) -> Any:
+        drops = np.frombuffer(packed, records.DROP).copy()
+        drops["generation"] = 2**64 - 1
+        return right(self, drops.tobytes())
+
+    return drop
+
+
+def _whatever_is_disputed(_: Any) -> Any:
+    def drop_equal(self: Holdings, record: bytes) -> Any:
+        return self.drop(record[:16] + b"\xff" * 8)
+
+    return drop_equal
+
+
+UNCONDITIONAL_DELETE: Patches = (
+    (Holdings, "drop", _whatever_stands),
+    (Holdings, "drop_equal", _whatever_is_disputed),
+)
+
+
+def _only_puts(_: Any) -> Any:
+    def settle(self: Any, rows: Any, now: float) -> Any:
+        del self, rows, now
+        return []
+
+    return settle
+
+
+OLD_OWNER_NEVER_FORGETS: Patches = ((publisher.Publisher, "_settle", _only_puts),)
+
+
+def _impatient(right: Any) -> Any:
+    def settle(self: Any, rows: Any, now: float) -> Any:
+        for stream in self._streams.values():
+            state = stream._states()
+            state[rows[state[rows] == publisher.ABSENT + 1]] = publisher.CONFIRMED
+        return right(self, rows, now)
+
+    return settle
+
+
+WITHDRAWN_BEFORE_ARRIVAL: Patches = ((publisher.Publisher, "_settle", _impatient),)
+
+
+def _with_timer(right: Any) -> Any:
+    def on_message(self: Any, sender: Any, message: Any, now: float) -> Any:
+        began = self.__dict__.setdefault("_began", {})
+        effects = right(self, sender, message, now)
+        for client, known in self._reservations._clients.items():
+            for sequence in known.open:
+                began.setdefault((client, sequence), now)
+        for (client, sequence), at in list(began.items()):
+            if at + 1.0 < now:
+                del began[client, sequence]
+                self._free([self._reservations.end(client, sequence)])
+        return effects
+
+    return on_message
+
+
+RESERVATION_FREED_BY_TIME: Patches = ((pool.Pool, "on_message", _with_timer),)
+
+
+def _nobody_ends(right: Any) -> Any:
+    def follow(self: Any, view: Any, now: float) -> None:
+        living = tuple(attrs.evolve(member, state=ALIVE) for member in view.members)
+        right(self, attrs.evolve(view, members=living), now)
+        self._states = {member.incarnation: member.state for member in view.members}
+
+    return follow
+
+
+DEAD_INCARNATION_ACCEPTED: Patches = ((directory.DirectoryShard, "_follow", _nobody_ends),)
+
+
+def _table_of_extent(right: Any) -> Any:
+    def add(self: PageTable, key: Any, slot: Any, *rest: Any) -> Page:
+        page: Page = right(self, key, slot, *rest)
+        counts = _COUNTS.setdefault(slot.extent, {})
+        counts[slot.first] = counts.get(slot.first, 0) + 1
+        page.generation = 2 * counts[slot.first]
+        return page
+
+    return add
+
+
+_COUNTS: dict[Any, dict[int, int]] = {}
+
+TABLE_REBUILT: Patches = ((PageTable, "add", _table_of_extent),)
+
+
+def _from_one(right: Any) -> Any:
+    def init(self: PageTable, **arguments: Any) -> None:
+        right(self, **{**arguments, "sequence": 1})
+
+    return init
+
+
+SEQUENCE_RESTARTS: Patches = ((PageTable, "__init__", _from_one),)
+
+
+def _frees(right: Any) -> Any:
+    def pipe_ended(self: SimNode, pipe: int) -> None:
+        session = self.admission.sessions.get(pipe)
+        right(self, pipe)
+        if session is not None and session.role.value == "writer":
+            told = self.crew.mailboxes["pool"]
+            told.tell(SELF, ClientGone(session.identity))
+
+    return pipe_ended
+
+
+LOST_CONNECTION_FREES: Patches = ((SimNode, "_pipe_ended", _frees),)
+
+
+def _nothing_unlisted(_: Any) -> Any:
+    def end_unlisted(self: Any, client: int, newest: int, sequences: Any) -> Any:
+        del self, client, newest, sequences
+        return []
+
+    return end_unlisted
+
+
+LOST_GRANTED_NEVER_REPAIRED: Patches = (
+    (reservations.Reservations, "end_unlisted", _nothing_unlisted),
+)
+
+
+def _without_summaries(right: Any) -> Any:
+    def on_tick(self: Any, now: float) -> Any:
+        effects = right(self, now)
+        return [
+            effect
+            for effect in effects
+            if not (isinstance(effect, Send) and isinstance(effect.message, StreamSummary))
+        ]
+
+    return on_tick
+
+
+NO_SUMMARIES: Patches = ((publisher.Publisher, "on_tick", _without_summaries),)
+
+
+def _for_whoever(right: Any) -> Any:
+    def decode(raw: bytes, *, cluster: str) -> Any:
+        return attrs.evolve(right(raw, cluster=cluster), target=0)
+
+    return decode
+
+
+SUCCESSOR_ACCEPTS: Patches = ((switchboard, "decode", _for_whoever),)
+
+
+def _keeps_to_itself(_: Any) -> Any:
+    def share(self: Any, to: Any, members: Any = ()) -> Any:
+        del self, to, members
+        return []
+
+    return share
+
+
+VIEWS_NEVER_MERGE: Patches = ((membership.Membership, "_share", _keeps_to_itself),)
+
+
+def _forgets_outcomes(_: Any) -> Any:
+    def commit_open(self: Any, known: Any, sequence: int, outcome: Any) -> None:
+        del self, known, sequence, outcome
+
+    return commit_open
+
+
+COMMIT_TWICE: Patches = ((reservations.Reservations, "_remember", _forgets_outcomes),)
+
+
+def _stays(_: Any) -> Any:
+    def refute(self: Any, claim: Any) -> bool:
+        del self, claim
+        return False
+
+    return refute
+
+
+NEVER_REFUTES: Patches = ((membership.Membership, "_refute", _stays),)
+
+
+def _in_order_of_a_set(right: Any) -> Any:
+    def next_owners(self: Any, is_open_for: Any, *, in_handover: bool) -> Any:
+        found = right(self, is_open_for, in_handover=in_handover)
+        names = {f"{peer:016x}" for peer in found}
+        # Only the first is asked at once: whoever that is.
+        first = int(next(iter(names)), 16) if names else 0
+        return {peer: keys for peer, keys in found.items() if peer == first}
+
+    return next_owners
+
+
+SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)

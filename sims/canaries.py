@@ -1,0 +1,256 @@
+"""Canaries: bugs planted one at a time, each of which the simulation must find.
+
+Planted from outside, by putting something else in place of a method for the length of a run:
+production code has no switches for it. What a fabric or a driver does wrong is planted in the
+simulated ones (`planted`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from sims import bugs, planted, world
+
+FIRST_SEED = 1_000_000
+"""Canaries are hunted over the same seeds each time, which no sweep starts with."""
+
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""Of what, which attribute, and what makes the wrong one of the right one."""
+
+SET_ORDER = "set-order"
+
+
+@attrs.frozen
+class Canary:
+    """One planted bug. seeds_max: within how many seeds it must be found."""
+
+    name: str
+    what: str
+    seeds_max: int
+    patches: tuple[Patch, ...] = ()
+    plant: str = ""
+
+
+CANARIES: tuple[Canary, ...] = (
+    Canary(
+        "generation-check-skipped",
+        "whatever was read is a hit",
+        10,
+        patches=bugs.GENERATION_CHECK_SKIPPED,
+    ),
+    Canary(
+        "evict-without-odd",
+        "a slot is given out while its word still says that the page is there",
+        10,
+        patches=bugs.EVICT_WITHOUT_ODD,
+    ),
+    Canary(
+        "publish-before-commit",
+        "a page is readable as soon as its slot is granted",
+        10,
+        patches=bugs.PUBLISH_BEFORE_COMMIT,
+    ),
+    Canary(
+        "unconditional-delete",
+        "a delete or dispute ends whatever stands under the key, newer or not",
+        100,
+        patches=bugs.UNCONDITIONAL_DELETE,
+    ),
+    Canary(
+        "old-owner-never-forgets",
+        "a hand-over puts to the new owner and never withdraws from the old one",
+        20,
+        patches=bugs.OLD_OWNER_NEVER_FORGETS,
+    ),
+    Canary(
+        "withdrawn-before-arrival",
+        "a hand-over withdraws from the old owner without waiting for the new one",
+        100,
+        patches=bugs.WITHDRAWN_BEFORE_ARRIVAL,
+    ),
+    Canary(
+        "reservation-freed-by-time",
+        "a reservation ends a second after it began",
+        50,
+        patches=bugs.RESERVATION_FREED_BY_TIME,
+    ),
+    Canary(
+        "dead-incarnation-accepted",
+        "a shard goes on serving the records of a member that is dead",
+        20,
+        patches=bugs.DEAD_INCARNATION_ACCEPTED,
+    ),
+    Canary(
+        planted.RETURNS_WHILE_WRITING,
+        "a read returns at its deadline while its transfer goes on",
+        20,
+        plant=planted.RETURNS_WHILE_WRITING,
+    ),
+    Canary(
+        planted.READS_SOURCE_LATE,
+        "a copy into a slot goes on after its deadline",
+        50,
+        plant=planted.READS_SOURCE_LATE,
+    ),
+    Canary(
+        "table-rebuilt-at-class-change",
+        "words count by slot, and start anew when an extent changes its class",
+        20,
+        patches=bugs.TABLE_REBUILT,
+    ),
+    Canary(
+        "sequence-restarts",
+        "every incarnation counts its generations from the same number",
+        20,
+        patches=bugs.SEQUENCE_RESTARTS,
+    ),
+    Canary(
+        "lost-connection-frees",
+        "the end of a connection ends its client's reservations",
+        50,
+        patches=bugs.LOST_CONNECTION_FREES,
+    ),
+    Canary(
+        "lost-granted-never-repaired",
+        "what a client does not list goes on being reserved",
+        50,
+        patches=bugs.LOST_GRANTED_NEVER_REPAIRED,
+    ),
+    Canary(
+        planted.WORD_BEFORE_BYTES,
+        "the owner samples the word before it sends the bytes",
+        20,
+        plant=planted.WORD_BEFORE_BYTES,
+    ),
+    Canary(
+        "lost-put-or-delete-never-repaired",
+        "no summaries: what an owner did not get it never gets",
+        50,
+        patches=bugs.NO_SUMMARIES,
+    ),
+    Canary(
+        "successor-accepts",
+        "a message for a dead incarnation is taken by its successor",
+        200,
+        patches=bugs.SUCCESSOR_ACCEPTS,
+    ),
+    Canary(
+        "views-never-merge",
+        "nodes that hold different views do not show them to each other",
+        20,
+        patches=bugs.VIEWS_NEVER_MERGE,
+    ),
+    Canary(
+        "commit-twice",
+        "a Commit that comes twice is carried out twice",
+        50,
+        patches=bugs.COMMIT_TWICE,
+    ),
+    Canary(
+        "nothing-raised-on-refute",
+        "a member that is said to be dead does not raise its counter",
+        50,
+        patches=bugs.NEVER_REFUTES,
+    ),
+    Canary(
+        SET_ORDER,
+        "owners are asked in the order of a set of strings",
+        5,
+        patches=bugs.SET_ORDER,
+    ),
+)
+
+
+def canary_named(name: str) -> Canary:
+    """Return a canary by its name."""
+    return next(canary for canary in CANARIES if canary.name == name)
+
+
+@contextmanager
+def planted_canary(name: str) -> Iterator[None]:
+    """Plant a bug for as long as this lasts; "" plants nothing."""
+    if not name:
+        yield
+        return
+    canary = canary_named(name)
+    with ExitStack() as undo:
+        if canary.plant:
+            planted.planted.add(canary.plant)
+            undo.callback(planted.planted.discard, canary.plant)
+        for owner, attribute, wrong_of in canary.patches:
+            right = getattr(owner, attribute)
+            undo.callback(setattr, owner, attribute, right)
+            setattr(owner, attribute, wrong_of(right))
+        yield
+
+
+# --- hunting --------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Found:
+    """How a hunt ended: by which checker, after how many seeds. checker: "" if it survived."""
+
+    name: str
+    checker: str
+    seeds: int
+    wall_s: float
+
+
+def hunt(name: str) -> Found:
+    """Run seeds with a bug planted until one of them fails, or there were enough."""
+    canary = canary_named(name)
+    started = time.monotonic()
+    for number in range(canary.seeds_max):
+        seed = FIRST_SEED + number
+        if name == SET_ORDER:
+            checker = "" if is_deterministic(seed, name) else "digest"
+        else:
+            with planted_canary(name):
+                checker = world.run(seed).checker
+        if checker:
+            return Found(name, checker, number + 1, time.monotonic() - started)
+    return Found(name, "", canary.seeds_max, time.monotonic() - started)
+
+
+def is_deterministic(seed: int, canary: str = "", hash_seeds: tuple[int, ...] = (1, 2, 3)) -> bool:
+    """Return whether a seed has one digest in processes with different hashes."""
+    digests = {digest_of(seed, canary, hash_seed) for hash_seed in hash_seeds}
+    return len(digests) == 1
+
+
+def digest_of(seed: int, canary: str, hash_seed: int) -> str:
+    """Return a run's digest, as another process finds it."""
+    command = [sys.executable, "-m", "sims", "run", "--seed", str(seed), "--digest"]
+    asked = subprocess.run(
+        [*command, "--canary", canary],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return asked.stdout.strip()
+
+
+def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:
+    """Hunt every canary; say who found it. Return 1 if one has survived."""
+    names = [canary.name for canary in CANARIES if only in ("", canary.name)]
+    survivors = 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs or os.cpu_count() or 1, maxtasksperchild=4) as pool:
+        for found in pool.imap(hunt, names, chunksize=1):
+            how = f"found by {found.checker}" if found.checker else "SURVIVED"
+            say(f"{found.name:36} {how:42} after {found.seeds:3} seeds, {found.wall_s:.0f} s")
+            survivors += not found.checker
+    return 1 if survivors else 0
