@@ -1,8 +1,8 @@
 """The writing engine of the two-process tests: SGLang's controller in a process of its own.
 
 In:  {"shape": {…}, "extra": {…}, "tokens": […], "seed": n}
-Out: {"ready": true}, then {"stored": pages} a line. Its rigs stay open until stdin ends, because an
-     embedded node takes its pages along.
+Out: {"ready": true}, then {"stored": pages} a line. A rig that embeds its node stays open until
+     stdin ends, because the node takes its pages along; others are closed at once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from peercache.sglang import PeerCacheStore  # noqa: E402 - likewise
 
 def main(replies: Any) -> None:
     """Back up one prompt a line."""
-    rigs: dict[str, Rig] = {}
+    embedding: list[Rig] = []
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        name = json.dumps([request["shape"], request["extra"]])
-        if name not in rigs:
-            rigs[name] = Rig(Shape(**request["shape"]), request["extra"], PeerCacheStore)
-        stored = rigs[name].back_up(request["tokens"], request["seed"])
+        rig = Rig(Shape(**request["shape"]), request["extra"], PeerCacheStore)
+        stored = rig.back_up(request["tokens"], request["seed"])
+        if "home" in request["extra"]:
+            rig.close()
+        else:
+            embedding.append(rig)
         print(json.dumps({"stored": stored}), file=replies, flush=True)
-    for rig in rigs.values():
+    for rig in embedding:
         rig.close()
 
 
