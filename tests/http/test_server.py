@@ -218,16 +218,39 @@ async def test_client_that_hangs_up_at_once_harms_nobody() -> None:
         assert (await ask(address, "/healthz"))[0] == 200
 
 
-async def test_connections_beyond_the_limit_are_closed_and_come_back_later() -> None:
-    """Idle connections cost a bounded number of descriptors."""
+async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit() -> None:
+    """Idle connections cost a bounded number of descriptors, and keep no probe out."""
     async with served() as address:
         host, port = parse_address(address)
         idle = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
         await trio.testing.wait_all_tasks_blocked(0.05)
+
+        status = (await ask(address, "/healthz"))[0]
+
+        with trio.fail_after(CONNECTION_S / 2):
+            assert await idle[0].receive_some() == b""
+        with trio.move_on_after(0.1) as still_open:
+            await idle[1].receive_some()
+        assert status == 200
+        assert still_open.cancelled_caught
+        for stream in idle:
+            await stream.aclose()
+
+
+async def test_connections_beyond_the_limit_are_closed_where_all_have_asked() -> None:
+    """Who reads no answer is not silent: nobody takes its place before its time is over."""
+    async with served() as address:
+        host, port = parse_address(address)
+        busy = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
+        for stream in busy:
+            await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: n\r\n\r\n")
+        await trio.testing.wait_all_tasks_blocked(0.05)
         refused = await trio.open_tcp_stream(host, port)
+
         with trio.fail_after(CONNECTION_S / 2):
             assert await refused.receive_some() == b""
-        for stream in [*idle, refused]:
+
+        for stream in [*busy, refused]:
             await stream.aclose()
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert (await ask(address, "/healthz"))[0] == 200

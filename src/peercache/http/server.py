@@ -3,7 +3,9 @@
 Hears   one request a connection, from whoever can connect.
 Says    what `Pages` answers, and closes.
 Keeps   a stop is never held up: no send is shielded, whatever the other side does or does not read.
-Limits  CONNECTIONS_MAX connections, CONNECTION_S seconds each, REQUEST_BYTES_MAX of head.
+Limits  CONNECTIONS_MAX connections, CONNECTION_S seconds each, REQUEST_BYTES_MAX of head. Who comes
+        beyond takes the place of whoever has been there longest without a request, so that those
+        who say nothing keep no probe out.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ REQUEST_BYTES_MAX = 16 * 1024  # What other servers take, too; ours need a line.
 DISCARDED_BYTES_MAX = 64 * 1024  # A longer body is cut off by a reset instead.
 DISCARD_S = 1.0  # A client that has its answer closes at once.
 RECEIVE_BYTES = 16 * 1024
+ACCEPT_PAUSE_S = 0.1  # When the process has no descriptors left: until some come free.
+
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 
 async def serve_http(
@@ -48,8 +53,15 @@ async def serve_http(
     door = _Door(Pages(registry, health))
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, door.admit, [listener])
         task_status.started(address)
+        while True:
+            try:
+                nursery.start_soon(door.admit, await listener.accept())
+            except OSError as error:  # noqa: PERF203 - each turn waits for somebody
+                if error.errno not in _NO_DESCRIPTORS:
+                    raise
+                # trio.serve_listeners would write a traceback each time.
+                await trio.sleep(ACCEPT_PAUSE_S)
 
 
 @attrs.define(eq=False)
@@ -58,22 +70,36 @@ class _Door:
 
     pages: Pages
     connection_count: int = 0
+    silent: dict[trio.CancelScope, None] = attrs.field(factory=dict)
+    """Connections without a request, oldest first."""
 
     async def admit(self, stream: trio.SocketStream) -> None:
         """Serve one connection and close it; whatever the other side does ends here."""
         async with stream:
-            if self.connection_count >= CONNECTIONS_MAX:
+            if self.connection_count >= CONNECTIONS_MAX and not self._make_room():
                 return
             self.connection_count += 1
+            scope = trio.move_on_after(CONNECTION_S)
+            self.silent[scope] = None
             try:
-                with trio.move_on_after(CONNECTION_S):
-                    await self._converse(stream)
+                with scope:
+                    await self._converse(stream, scope)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return  # The other side went away: there is nobody left to tell.
             finally:
+                self.silent.pop(scope, None)
                 self.connection_count -= 1
 
-    async def _converse(self, stream: trio.SocketStream) -> None:
+    def _make_room(self) -> bool:
+        """End the connection that has been silent longest, if there is one."""
+        if not self.silent:
+            return False
+        oldest = next(iter(self.silent))
+        del self.silent[oldest]
+        oldest.cancel()
+        return True
+
+    async def _converse(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
         try:
             request = await _request(stream, connection)
@@ -83,6 +109,7 @@ class _Door:
             return
         if request is None:
             return
+        self.silent.pop(scope, None)
         accept = dict(request.headers).get(b"accept", b"").decode("latin-1")
         method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
         answer = self.pages.answer(method, target, accept)

@@ -12,7 +12,7 @@ from typing import final
 
 import trio
 
-from peercache.net.sockets import Dialer, UnusableAddress
+from peercache.net.sockets import Dialer, OutOfDescriptors, UnusableAddress
 
 OUTBOX_MESSAGES_MAX = 512
 """Messages that wait while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
@@ -23,6 +23,9 @@ BURST_MESSAGES = 64
 
 OUTBOX_BYTES_MAX = 64 * 2**20
 """The same in bytes: a dozen re-publications of 100,000 records."""
+
+DIAL_AGAIN_S = 1.0
+"""After the process had no descriptor left for a link. Meanwhile its outbox drops the oldest."""
 
 
 @final
@@ -98,17 +101,21 @@ class Link:
 
         with self._scope:
             self._connected = False
-            try:
-                dialer = Dialer(
-                    self.url,
-                    on_connected=from_nng(self._on_connected),
-                    on_removed=from_nng(self._on_removed),
-                )
-            except UnusableAddress:
-                self._is_usable = False
-                self._on_dropped(len(self._outbox))
-                self._outbox.clear()
-                await trio.sleep_forever()
+            dialer = None
+            while dialer is None:
+                try:
+                    dialer = Dialer(
+                        self.url,
+                        on_connected=from_nng(self._on_connected),
+                        on_removed=from_nng(self._on_removed),
+                    )
+                except OutOfDescriptors:  # noqa: PERF203 - each turn waits
+                    await trio.sleep(DIAL_AGAIN_S)
+                except UnusableAddress:
+                    self._is_usable = False
+                    self._on_dropped(len(self._outbox))
+                    self._outbox.clear()
+                    await trio.sleep_forever()
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._listen, dialer)

@@ -89,6 +89,10 @@ class UnusableAddress(DefiniteError):
     """nng cannot dial what a peer says its address is."""
 
 
+class OutOfDescriptors(UnusableAddress):
+    """Too many files are open to dial anybody now; another time may do."""
+
+
 class Listener:
     """A polyamorous PAIR1 socket on a trio loop: takes from every pipe, answers on each."""
 
@@ -205,7 +209,10 @@ class Dialer:
         on_connected: Callable[[], None] | None = None,
         on_removed: Callable[[], None] | None = None,
     ) -> None:
-        """Start dialling; the callbacks come on threads of nng. Raises UnusableAddress."""
+        """Start dialling; the callbacks come on threads of nng.
+
+        Raises UnusableAddress, and OutOfDescriptors where another time may do.
+        """
         self._socket = _open(
             send_buffer_size=SEND_BUFFER_MESSAGES,
             recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
@@ -216,11 +223,15 @@ class Dialer:
             self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
         if on_removed is not None:
             self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
-        self.receive_fd: int = self._socket.recv_fd
-        self.send_fd: int = self._socket.send_fd
-        self._held = held.HeldSocket(self._socket.socket.id)
         try:
+            # nng opens a descriptor for each when it is asked for it.
+            self.receive_fd: int = self._socket.recv_fd
+            self.send_fd: int = self._socket.send_fd
+            self._held = held.HeldSocket(self._socket.socket.id)
             self._socket.dial(url, block=False)
+        except (pynng.OutOfFiles, pynng.NoMemory) as error:
+            self._socket.close()
+            raise OutOfDescriptors(f"{url}: {error}") from error
         except pynng.NNGException as error:
             self._socket.close()
             raise UnusableAddress(f"{url}: {error}") from error

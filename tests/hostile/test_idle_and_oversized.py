@@ -1,0 +1,224 @@
+"""Connections that only sit there, lengths that are lies, and descriptors that run out."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
+from tests.hostile.garbage import enveloped, hello
+from tests.hostile.strangers import (
+    MIB,
+    Bystander,
+    Caller,
+    Vitals,
+    one_node,
+    ports_of,
+    received,
+)
+from tests.hostile.test_live_node import DESCRIPTORS_SPARE, assert_well
+
+from peercache.codec import MESSAGE_BYTES_MAX
+from peercache.fabric import tcp_wire
+from peercache.messages import ALIVE, Join, Member
+from peercache.net.sockets import PAIR1_GREETING
+
+IDLE = 1000
+
+
+@contextlib.contextmanager
+def many(
+    node: NodeProcess, port: str, count: int, said: bytes = b""
+) -> Iterator[list[socket.socket]]:
+    """Keep so many connections open, which have said that much each."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            connection = stack.enter_context(ports_of(node)[port]())
+            with contextlib.suppress(OSError):
+                connection.sendall(said)
+            opened.append(connection)
+        yield opened
+
+
+@pytest.mark.parametrize("greets", [False, True], ids=["mute", "greeted"])
+def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_nobody_out(
+    greets: bool,
+) -> None:
+    """Those who are there are served, those who come are let in, and all that was taken returns."""
+    use_every_descriptor()
+    with one_node() as (cluster, node), Bystander(cluster, node) as bystander:
+        said = opening_of(node, cluster.name) if greets else {}
+        before = Vitals.of(node)
+        for port in ("control", "home", "data", "http"):
+            with many(node, port, IDLE, said.get(port, b"")):
+                if port != "http":  # That one keeps only a few.
+                    wait_until(lambda: Vitals.of(node).descriptors >= IDLE, 30)
+                during = Vitals.of(node)
+                assert_lets_in(cluster, node, port)
+                health = healthz(node)
+            wait_until(
+                lambda: Vitals.of(node).descriptors <= before.descriptors + DESCRIPTORS_SPARE, 30
+            )
+            after = Vitals.of(node)
+            print(port, before, during, after, f"longest read {bystander.longest_s:.2f} s")
+            assert health.startswith(b"HTTP/1.1 200")
+            assert max(during.threads, after.threads) <= before.threads + 1
+            assert during.rss_bytes < before.rss_bytes + 64 * MIB
+        assert_well(node)
+
+
+def assert_lets_in(cluster: LocalCluster, node: NodeProcess, name: str) -> None:
+    """Assert that somebody new can store and read pages."""
+    keys = keys_of(name, 8)
+    with cluster.client(node, fabric="tcp") as newcomer:
+        wait_until(lambda: all(newcomer.batch_set(keys, pages_of(keys))))
+        wait_until(lambda: all(read(newcomer, keys)))
+    cluster.clients.remove(newcomer)
+
+
+def opening_of(node: NodeProcess, cluster: str) -> dict[str, bytes]:
+    """Return how an honest client begins on each port; on http, without an end."""
+    incarnation = int(node.ready["node"], 16)
+    greeting = tcp_wire.greet(
+        cluster=cluster, credentials="", granule=16384, incarnation=incarnation
+    )
+    return {
+        "control": PAIR1_GREETING,
+        "home": PAIR1_GREETING,
+        "data": tcp_wire.encode_greeting(greeting),
+        "http": b"GET /metrics HTTP/1.1\r\n",
+    }
+
+
+def use_every_descriptor() -> None:
+    """Let these tests open as many connections as the machine allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def healthz(node: NodeProcess) -> bytes:
+    """Return what a probe gets."""
+    with ports_of(node)["http"]() as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: node\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            return received(connection, 15)
+        return b""
+
+
+@pytest.mark.parametrize("port", ["control", "home", "data"])
+def test_lengths_that_are_lies_are_never_buffered(port: str) -> None:
+    """Two hundred claims of the largest message, or of more, and not a megabyte each is taken."""
+    with one_node() as (cluster, node), Bystander(cluster, node):
+        before = Vitals.of(node)
+        kind = b"\x01" if port == "home" else b""
+        claims = [MESSAGE_BYTES_MAX, MESSAGE_BYTES_MAX + 65, 2**31, 2**40, 2**63, 2**64 - 1]
+        lies = [
+            PAIR1_GREETING + kind + struct.pack(">QI", claim, 1) + b"x" * 100 for claim in claims
+        ]
+        if port == "data":
+            incarnation = int(node.ready["node"], 16)
+            lies = [
+                opening_of(node, cluster.name)["data"]
+                + struct.pack("<4sIQQ", b"PCtr", count, incarnation, total)
+                for count, total in ((4096, 2**33), (4097, 1), (2**32 - 1, 1), (1, 2**64 - 1))
+            ]
+        with contextlib.ExitStack() as stack:
+            for lie in lies:
+                stack.enter_context(many(node, port, 200 // len(lies) + 1, lie))
+            # Nothing to wait for: what must not happen is that its memory grows.
+            time.sleep(0.5)
+            during = Vitals.of(node)
+        print(port, before, during)
+        assert_well(node)
+        assert during.rss_bytes < before.rss_bytes + 48 * MIB
+
+
+def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
+    """The length alone makes nng hang up, before a byte of the message."""
+    with one_node() as (cluster, node), Bystander(cluster, node):
+        with Caller.at(node, "control") as caller:
+            caller.connection.sendall(caller.framed(b"", claims=MESSAGE_BYTES_MAX + 65))
+            ended = received(caller.connection, 1)
+        with Caller.at(node, "control") as honest:
+            raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
+            honest.connection.sendall(honest.framed(raw))
+            welcome = honest.hear()
+
+        assert ended == b""
+        assert welcome
+
+
+def test_a_node_takes_as_many_descriptors_as_it_may() -> None:
+    """The soft limit of most systems, 1024, is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        with one_node() as (_, node):
+            limits = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert limits == (hard, hard)
+
+
+@pytest.mark.parametrize(
+    ("port", "greets"),
+    [
+        ("control", True),
+        pytest.param("control", False, marks=pytest.mark.slow),
+        pytest.param("home", True, marks=pytest.mark.slow),
+        ("data", False),
+        pytest.param("http", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_node_out_of_descriptors_lives_and_serves_again_when_they_come_back(
+    port: str, greets: bool
+) -> None:
+    """Whoever connects without end takes them all; a node that joins meanwhile breaks nothing."""
+    said = PAIR1_GREETING if greets and port in {"control", "home"} else b""
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--metrics-port=-1",))
+        keys = keys_of("before", 8)
+        assert cluster.client(node).batch_set(keys, pages_of(keys)) == [True] * 8
+        with Caller.at(node, "control") as newcomer:
+            greeting = enveloped(hello(cluster.name, is_node=True), cluster=cluster.name, sender=77)
+            newcomer.connection.sendall(newcomer.framed(greeting))
+            newcomer.hear()
+            spare = Vitals.of(node).descriptors + 20
+            resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (spare, spare))
+            with contextlib.ExitStack() as stack:
+                for _ in range(100):
+                    stack.enter_context(flood(node, port, said))
+                wait_until(lambda: Vitals.of(node).descriptors >= spare - 1)
+                # A link to it, and whatever else takes a descriptor, must wait or fail in peace.
+                for number in range(1000, 1010):
+                    member = Member(77, 1, ALIVE, 255, "h", f"127.0.0.1:{number}", "", "", "")
+                    join = enveloped(Join(member), cluster=cluster.name, sender=77)
+                    newcomer.connection.sendall(newcomer.framed(join))
+                # Nothing to wait for: this is the time in which a node used to end.
+                time.sleep(1.0)
+                assert node.process.poll() is None, node.said()
+
+        wait_until(lambda: Vitals.of(node).descriptors < spare - 10, 30)
+        assert healthz(node).startswith(b"HTTP/1.1 200")
+        reader = cluster.client(node, fabric="tcp")
+        wait_until(lambda: all(read(reader, keys)), 30)
+        assert_well(node)
+
+
+def flood(node: NodeProcess, port: str, said: bytes) -> socket.socket:
+    """Connect without waiting to be accepted."""
+    connection = socket.socket(socket.AF_UNIX if port == "home" else socket.AF_INET)
+    connection.settimeout(0.1)
+    address = node.ready[port].removeprefix("ipc://")
+    host, _, number = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        connection.connect(address if port == "home" else (host, int(number)))
+        connection.sendall(said)
+    return connection
