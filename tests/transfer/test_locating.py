@@ -258,6 +258,18 @@ def test_a_holder_whose_breaker_is_open_is_passed_over_until_a_probe_is_due() ->
     assert not world.breakers.is_open(data_port(4))
 
 
+def test_a_holder_that_was_silent_on_its_control_port_is_read_again_when_a_probe_is_due() -> None:
+    """Nothing that we ask for is owned by it, so nobody else would find out."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    world.breakers.failed(4, world.now)
+
+    assert world.get(name).hits == [False]
+    world.now += BACKOFF_MIN_S
+    assert world.get(name).hits == [True]
+
+
 def test_answers_on_the_control_port_do_not_vouch_for_the_data_port() -> None:
     """Behind a firewall each get would wait for the stall again."""
     world = World(2)

@@ -214,6 +214,49 @@ def test_an_unreachable_holder_gives_way_to_another() -> None:
     assert world.fetched_from() == [[2], [3]]
 
 
+def test_a_holder_that_refuses_gives_way_to_another() -> None:
+    """It is well, so nothing opens; in this call it is not asked a second time."""
+    world = World(4)
+    held(world, 2, "a")
+    held(world, 3, "a")
+    world.nodes[2].data_mood = "refusing"
+    world.cache.store(world.nodes[2].hold("a"), world.now)
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert world.fetched_from() == [[2], [3]]
+    assert world.breakers.opened_count == 0
+
+
+def test_a_holder_that_refuses_alone_is_asked_once() -> None:
+    """The directory's fresh record of the same holder is no reason to ask again."""
+    world = World()
+    held(world, 2, "a")
+    world.nodes[2].data_mood = "refusing"
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [observe.REFUSED])
+    assert world.fetched_from() == [[2]]
+
+
+def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may have put the stale record back: the second attempt asks the directory."""
+    world = World()
+    old = held(world, 2, "a")
+    assert world.get("a").hits == [True]
+    world.nodes[2].evict(old, content_of("b"))
+    for owner in world.owners("a"):
+        owner.forget("a")
+    held(world, 3, "a")
+    monkeypatch.setattr(world.cache, "drop", lambda _records: None)
+
+    assert world.get("a").hits == [True]
+
+
 def test_a_page_whose_only_holder_is_unreachable_says_so() -> None:
     """The reason of the first attempt stays: the directory's answer afterwards adds nothing."""
     world = World()
@@ -312,8 +355,9 @@ def test_pages_finished_at_the_deadline_are_a_leading_run() -> None:
     assert 0 < leading < 10
     assert got.hits == [True] * leading + [False] * (10 - leading)
     assert got.reasons == [""] * leading + [observe.DEADLINE] * (10 - leading)
-    # A deadline is no evidence against the holder.
+    # A deadline is no evidence against the holder, nor against what is known of its pages.
     assert world.breakers.opened_count == 0
+    assert len(world.cache) == 10
 
 
 def test_a_deadline_that_has_passed_asks_nobody() -> None:

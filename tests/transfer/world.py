@@ -75,6 +75,7 @@ class Node:
     """One node: published memory, a directory shard, and how it behaves.
 
     mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
+    data_mood: the same of the data port, or "refusing", which will not serve us.
     """
 
     member: Member
@@ -388,6 +389,8 @@ class World:
         node = self.nodes[read.member.incarnation]
         words = np.full(len(read.offsets), ODD, np.uint64)
         breaker = data_port(node.number)
+        if node.data_mood == "refusing":
+            return Fetched(words, observe.REFUSED, "world")
         if node.data_mood != "up" or not self.breakers.available(breaker, self.now):
             if node.data_mood == "silent":
                 self.now = min(until, self.now + 0.25)
