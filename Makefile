@@ -48,7 +48,7 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py src/peercache/segment/_scatter.c
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): PYTHON=/path/to/python3 make ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PeerCache needs Python 3.10 or later."; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -17,7 +17,7 @@ from peercache.ids import Incarnation
 from peercache.ports import ODD
 from peercache.runs import PageRuns
 from peercache.segment.attached import AttachedSegment
-from peercache.segment.copying import copy_pages
+from peercache.segment.copying import Mover, by_kernel, copy_pages
 from peercache.segment.layout import HEADER_BYTES, segment_name
 from peercache.segment.published import PublishedSegment
 
@@ -40,7 +40,12 @@ def attach(path: Path, *, writable: bool = False) -> AttachedSegment:
 
 
 def copy(
-    segment: AttachedSegment, host: np.ndarray[Any, Any], *, to_slots: bool, offset: int = 0
+    segment: AttachedSegment,
+    host: np.ndarray[Any, Any],
+    *,
+    to_slots: bool,
+    offset: int = 0,
+    mover: Mover | None = None,
 ) -> int:
     """Copy one page between `host` and a slot; return how many pages went."""
     return copy_pages(
@@ -48,6 +53,7 @@ def copy(
         np.array([segment.pages_address + offset], np.uint64),
         to_slots=to_slots,
         deadline=time.monotonic() + 60,
+        mover=mover,
     )
 
 
@@ -86,7 +92,7 @@ def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
     assert not segment._words.flags.writeable
     words_address = int(segment._words.__array_interface__["data"][0])
     to_words = words_address - segment.pages_address
-    assert copy(segment, host[:8], to_slots=True, offset=to_words) == 0
+    assert copy(segment, host[:8], to_slots=True, offset=to_words, mover=by_kernel) == 0
     assert owner.words[0] == 1
     segment.close(1.0)
     owner.close()
@@ -97,7 +103,7 @@ def test_reader_cannot_write(shm_dir: Path) -> None:
     owner = publish(shm_dir)
     segment = attach(owner.path)
 
-    copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True)
+    copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True, mover=by_kernel)
 
     assert copied == 0
     assert (owner.pages == 0).all()

@@ -150,7 +150,7 @@ def test_release_lets_go_and_removes_the_file(home: str) -> None:
         tell(process, "release")
 
         assert not probe.is_held()
-        assert list(folder_of(home).iterdir()) == []
+        assert not folder_of(home).exists()
 
 
 def test_a_starting_node_removes_the_locks_of_the_dead_only(home: str) -> None:
@@ -263,3 +263,18 @@ def _is_locked_for_others(path: Path) -> bool:
         [sys.executable, "-c", script, str(path)], check=False, capture_output=True
     )
     return b"BlockingIOError" in done.stderr
+
+
+def test_the_last_lock_takes_the_folder_along(tmp_path: Path) -> None:
+    """Nothing is left behind, and the next client finds its way all the same."""
+    home = f"ipc://{tmp_path}/home"
+    first, second = ClientLock(home, 1), ClientLock(home, 2)
+    first.release()
+    assert folder_of(home).is_dir()
+
+    second.release()
+    assert not folder_of(home).exists()
+
+    third = ClientLock(home, 3)
+    assert folder_of(home).is_dir()
+    third.release()

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.runs import PageRuns
+from peercache.segment.compiled import HAS_SCATTER
 from peercache.segment.copying import (
     LATE_PORTION_BYTES,
     NEAR_S,
     Iov,
     Mover,
     Side,
+    by_compiled,
     by_kernel,
     by_memmove,
     copy_pages,
@@ -29,7 +31,8 @@ from peercache.segment.copying import (
 from peercache.segment.kernel import IOV_MAX
 
 FOREVER = 1e18
-MOVERS = pytest.mark.parametrize("mover", [by_kernel, by_memmove])
+EVERY = [by_kernel, by_memmove, *([by_compiled] if HAS_SCATTER else [])]
+MOVERS = pytest.mark.parametrize("mover", EVERY)
 
 
 def never() -> float:
@@ -51,7 +54,7 @@ def scattered(rng: np.random.Generator, base: int, pages: list[list[int]]) -> Pa
 PAGES = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), max_size=12)
 
 
-@given(PAGES, st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([by_kernel, by_memmove]),
+@given(PAGES, st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(EVERY),
        st.integers(1, 200))  # fmt: skip
 def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
     pages: list[list[int]], seed: int, to_slots: bool, mover: Mover, portion_bytes: int
@@ -186,6 +189,32 @@ def test_memmove_asks_the_clock_before_each_piece() -> None:
 
     assert 0 < copied < 10
     assert int(host[:, 0].any(axis=1).sum()) == copied
+
+
+@pytest.mark.skipif(not HAS_SCATTER, reason="nothing was compiled")
+@pytest.mark.parametrize("to_slots", [False, True])
+@pytest.mark.parametrize("offset", [0, -2048], ids=["whole page", "its end"])
+def test_compiled_copy_misses_where_the_engines_memory_is_not_there(
+    to_slots: bool, offset: int
+) -> None:
+    """An address that is wrong altogether is no crash; what is copied is nothing."""
+    hole = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(hole))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
+    good, slots = np.full(4096, 7, np.uint8), np.full((2, 4096), 7, np.uint8)
+
+    copied = copy_pages(
+        PageRuns.of([[(good.ctypes.data, 4096)], [(address + 4096 + offset, 4096)]]),
+        np.array([row.ctypes.data for row in slots], np.uint64),
+        to_slots=to_slots,
+        deadline=FOREVER,
+        clock=never,
+        mover=by_compiled,
+    )
+
+    # The kernel's copy takes over, and goes as far as there is something.
+    assert copied == 1
+    assert (slots[0] == 7).all()
 
 
 @pytest.mark.parametrize("to_slots", [False, True])

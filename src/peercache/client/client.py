@@ -361,7 +361,7 @@ class Client:
     def _own_figures(self) -> dict[str, int | float | str]:
         figures: dict[str, int | float | str] = {
             "client": name_of(self._wiring.identity),
-            "home_attached": int(self._home.attached is not None),
+            "attached": int(self._home.attached is not None),
             "members": len(self._home.cluster.members),
             "location_cache_entries": len(self._wiring.cache),
             "breakers_opened": self._wiring.breakers.opened_count,

@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -48,14 +49,17 @@ class ClientLock:
         self.name = lock_name(client)
         self._path = folder_of(home) / self.name
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = self._locked()
         except OSError as error:
             raise ConfigError("home", f"cannot lock {self._path}: {error.strerror}") from error
 
     def _locked(self) -> int:
         for _ in range(LOCK_ATTEMPTS):
-            file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue  # Whoever was the last to leave has just taken the folder along.
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A node that starts removes files without a lock; it may have caught this one.
@@ -72,7 +76,7 @@ class ClientLock:
 
     def release(self) -> None:
         """Remove the file and let go: nothing will be written any more."""
-        self._path.unlink(missing_ok=True)
+        _remove(self._path)
         os.close(self._fd)
 
 
@@ -112,8 +116,15 @@ class LockProbe:
     def close(self, *, remove: bool) -> None:
         """Close, and remove the file of a client that is gone."""
         if remove:
-            self._path.unlink(missing_ok=True)
+            _remove(self._path)
         os.close(self._fd)
+
+
+def _remove(path: Path) -> None:
+    """Remove a lock file, and the folder with the last one."""
+    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 def remove_dead_locks(home: str) -> None:

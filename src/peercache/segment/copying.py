@@ -3,8 +3,8 @@
 Owns    nothing: both sides belong to somebody else, who keeps them alive during the call.
 Keeps   O(1) GIL hand-offs a portion: a busy thread in the engine takes up to 5 ms for each.
         Bytes are copied in order, so whatever ends a copy early leaves a leading run.
-        With the kernel's copy, a bad address ends the copy; it never kills the process.
-Limits  PORTION_BYTES and 1024 runs a side between two looks at the clock.
+        An address of the engine's that is not there ends the copy; it kills no process.
+Limits  PORTION_BYTES between two looks at the clock; 1024 runs a side with the kernel's copy.
 
 The kernel calls one side of `process_vm_readv` remote: it pins that side's pages. It can pin a
 segment's pages always, but not memory that a driver mapped (page-locked host buffers of CUDA), so
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from peercache.observe import get_logger
 from peercache.runs import I64, U64, PageRuns
+from peercache.segment.compiled import HAS_SCATTER, scatter
 from peercache.segment.kernel import CALL_BYTES_MAX, HAS_VECTOR_COPY, IOV_MAX, vector_copy
 
 PORTION_BYTES = 32 * 2**20
@@ -37,6 +38,9 @@ LATE_PORTION_BYTES = 4 * 2**20
 NEAR_S = 0.03
 """How near: a whole portion at 1.6 GB/s takes 21 ms, and the hand-off of the GIL 5. Not more:
 with a busy thread beside it, small portions are the slower ones."""
+
+RUNS_MAX = 2**31
+"""The compiled copy has no limit of runs."""
 
 Iov: TypeAlias = npt.NDArray[np.uint64]
 Mover: TypeAlias = Callable[[Iov, Iov, bool, Callable[[], bool]], int]
@@ -71,12 +75,12 @@ class Side:
         """Return the bytes of all runs."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def reach(self, position: int) -> int:
-        """Return how far one call can go from `position` with IOV_MAX entries."""
-        if len(self.ends) <= IOV_MAX:
+    def reach(self, position: int, runs_max: int) -> int:
+        """Return how far one call can go from `position` with `runs_max` entries."""
+        if len(self.ends) <= runs_max:
             return int(self.ends[-1])
         first = int(self.ends.searchsorted(position, side="right"))
-        return int(self.ends[min(first + IOV_MAX, len(self.ends)) - 1])
+        return int(self.ends[min(first + runs_max, len(self.ends)) - 1])
 
     def cut(self, position: int, until: int) -> Iov:
         """Return the (address, size) entries of bytes `position` to `until`."""
@@ -110,8 +114,7 @@ def copy_pages(
     deadline:       in seconds of `clock`; overrun by one portion at most.
     mover:          what moves the bytes; tests name one, otherwise the best that works here.
 
-    Pages after the count that is returned may have been copied in part. Never raises for bad
-    addresses where the kernel's copy works (see `vector_copy_works`).
+    Pages after the count that is returned may have been copied in part. Never raises.
     """
     lengths = page_runs.lengths()
     first, last = (
@@ -146,13 +149,16 @@ def copy_runs(
     assert total == segment.total(), (total, segment.total())
     assert 0 < portion_bytes <= CALL_BYTES_MAX, portion_bytes
     move = mover or best_mover()
+    runs_max = RUNS_MAX if move is by_compiled else IOV_MAX
     position = 0
     while position < total:
         left_s = deadline - clock()
         if left_s <= 0:
             break
         portion = min(portion_bytes, LATE_PORTION_BYTES) if left_s < NEAR_S else portion_bytes
-        until = min(position + portion, ours.reach(position), segment.reach(position))
+        until = min(
+            position + portion, ours.reach(position, runs_max), segment.reach(position, runs_max)
+        )
         moved = move(
             ours.cut(position, until),
             segment.cut(position, until),
@@ -160,9 +166,18 @@ def copy_runs(
             lambda: clock() >= deadline,
         )
         if moved <= 0:
+            if move is by_compiled and vector_copy_works():
+                # Something is not there: the kernel finds out how far it goes.
+                move, runs_max = by_kernel, IOV_MAX
+                continue
             break
         position += moved
     return position
+
+
+def by_compiled(ours: Iov, segment: Iov, to_segment: bool, is_late: Callable[[], bool]) -> int:  # noqa: ARG001, FBT001 - the shape of a Mover
+    """Move a portion in one call of the compiled helper."""
+    return scatter(ours, segment, to_segment=to_segment)
 
 
 def by_kernel(ours: Iov, segment: Iov, to_segment: bool, is_late: Callable[[], bool]) -> int:  # noqa: ARG001, FBT001 - the shape of a Mover
@@ -220,5 +235,7 @@ def _halves(memory: npt.NDArray[np.uint8]) -> Iov:
 
 
 def best_mover() -> Mover:
-    """Return the kernel's copy, or `memmove` where that is forbidden."""
+    """Return the compiled copy, else the kernel's, or `memmove` where that is forbidden."""
+    if HAS_SCATTER:
+        return by_compiled
     return by_kernel if vector_copy_works() else by_memmove
