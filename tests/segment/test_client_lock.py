@@ -212,6 +212,27 @@ def test_a_client_waits_for_a_node_that_is_just_removing_its_file(home: str) -> 
     node.communicate("\n")
 
 
+def test_a_file_removed_between_opening_and_locking_is_made_anew(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hold the lock of a file without a name is to hold nothing that a node could find."""
+    path = folder_of(home) / lock_name(CLIENT)
+    real, removed = fcntl.lockf, []
+
+    def lockf(file: int, operation: int) -> None:
+        if not removed:
+            # The interleaving: a starting node has just found it unlocked.
+            removed.append(path.unlink())
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+
+    lock = ClientLock(home, CLIENT)
+
+    assert path.stat().st_ino == os.fstat(lock._fd).st_ino
+    lock.release()
+
+
 def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     """It names the setting and the path; no descriptor is left behind."""
     (tmp_path / "file").touch()
