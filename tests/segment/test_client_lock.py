@@ -217,12 +217,12 @@ def test_a_file_removed_between_opening_and_locking_is_made_anew(
 ) -> None:
     """To hold the lock of a file without a name is to hold nothing that a node could find."""
     path = folder_of(home) / lock_name(CLIENT)
-    real, removed = fcntl.lockf, []
+    real = fcntl.lockf
+    interleaved = iter([path.unlink])
 
     def lockf(file: int, operation: int) -> None:
-        if not removed:
-            # The interleaving: a starting node has just found it unlocked.
-            removed.append(path.unlink())
+        # Once: a starting node has just found it unlocked.
+        next(interleaved, lambda: None)()
         real(file, operation)
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
