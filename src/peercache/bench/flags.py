@@ -12,23 +12,52 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     local = kinds.add_parser("local", help="nodes and engine as processes on this machine")
     local.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
-    local.add_argument("--page-bytes", type=parse_size, default=2**20, metavar="N")
-    local.add_argument("--batch", type=int, default=32, metavar="N", help="pages in one call")
-    local.add_argument(
+    _add_sizes(local)
+    local.add_argument("--plot", metavar="FILE.png", help="measure four page sizes and draw them")
+    local.set_defaults(run=_local)
+
+    serve = kinds.add_parser("serve", help="of two hosts: the one that holds the pages")
+    serve.add_argument("--listen", default="", metavar="HOST:PORT", help="control port")
+    serve.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
+    _add_sizes(serve)
+    serve.set_defaults(run=_serve)
+
+    drive = kinds.add_parser("drive", help="of two hosts: the one that reads them, and measures")
+    drive.add_argument("--discovery", required=True, metavar="HOST:PORT", help="of `bench serve`")
+    drive.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
+    drive.add_argument("--fabric", choices=("auto", "shm", "tcp"), default="auto")
+    _add_sizes(drive)
+    drive.set_defaults(run=_drive)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page-bytes", type=parse_size, default=2**20, metavar="N")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="pages in one call")
+    parser.add_argument(
         "--pages",
         type=int,
         metavar="N",
         help="pages of the working set; default: as many as make 512 MiB",
     )
-    local.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="of each measurement, three times"
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, metavar="S", help="of each measurement"
     )
-    local.add_argument("--json", action="store_true", help="print one JSON object")
-    local.add_argument("--plot", metavar="FILE.png", help="measure four page sizes and draw them")
-    local.set_defaults(run=_local)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _local(args: argparse.Namespace) -> int:
-    from peercache.bench.command import run  # noqa: PLC0415 - see the charter
+    from peercache.bench.command import run_local_bench  # noqa: PLC0415 - see the charter
 
-    return run(args)
+    return run_local_bench(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from peercache.bench.command import run_serve  # noqa: PLC0415 - see the charter
+
+    return run_serve(args)
+
+
+def _drive(args: argparse.Namespace) -> int:
+    from peercache.bench.command import run_drive  # noqa: PLC0415 - see the charter
+
+    return run_drive(args)

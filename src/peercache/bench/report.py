@@ -42,7 +42,7 @@ def print_table(title: str, figures: Figures) -> None:
     for name, key, unit, ratio in _ROWS:
         if key in figures:
             share = f"{figures[ratio]:.2f}" if ratio in figures else ""
-            share += " trips" if ratio.endswith("_trips") else ""
+            share += " trips" if share and ratio.endswith("_trips") else ""
             table.add_row(name, f"{figures[key]:.2f}", unit, share)
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)

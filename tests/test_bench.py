@@ -1,0 +1,105 @@
+"""The benchmark measures what it says, and verifies what it reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peercache.bench.engine import Engine
+from peercache.bench.hosts import WorkingSet
+from peercache.cli import main
+from tests.client.nodes import free_port
+
+KEYS = {
+    "get_gb_s", "set_gb_s", "set_full_gb_s", "get_busy_gb_s", "set_busy_gb_s", "exists_hot_us",
+    "exists_cold_us", "limit_copy_gb_s", "limit_tcp_gb_s", "limit_rtt_us", "get_ratio", "set_ratio",
+    "set_full_ratio", "control_p99_ms", "wrong_bytes",
+}  # fmt: skip
+
+
+def test_bench_local_prints_every_figure() -> None:
+    """A small run through real processes: all the keys, nothing wrong, nothing missed."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "peercache", "bench", "local", "--json", "--fabric", "tcp",
+            "--page-bytes", "64KiB", "--pages", "64", "--batch", "16", "--seconds", "0.05",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures.keys() >= KEYS
+    assert figures["wrong_bytes"] == figures["misses"] == 0
+    assert all(value > 0 for name, value in figures.items() if name.endswith(("_gb_s", "_us")))
+
+
+def test_bench_drive_reads_what_bench_serve_holds() -> None:
+    """Two commands, as on two hosts: every page arrives and is right."""
+    address = f"127.0.0.1:{free_port()}"
+    sizes = ["--page-bytes", "64KiB", "--pages", "32", "--batch", "8"]
+    bench = [sys.executable, "-m", "peercache", "bench"]
+    with subprocess.Popen(
+        [*bench, "serve", "--listen", address, *sizes], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("32 of 32 pages")
+            done = subprocess.run(
+                [*bench, "drive", "--discovery", address, "--fabric", "tcp", "--json",
+                 "--seconds", "0.1", *sizes],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(20)
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["misses"] == figures["wrong_bytes"] == 0
+    assert figures["get_gb_s"] > 0
+
+
+def test_the_engine_counts_the_bytes_that_are_wrong() -> None:
+    """One flipped byte in a hit is one wrong byte; in a miss it is none."""
+    engine = Engine(page_bytes=1024, pages=4, batch=2)
+    engine.target[:] = engine.source
+    engine.target[1500] ^= 1
+
+    assert engine._wrong_bytes([True, True, True, True]) == 1
+    assert engine._wrong_bytes([True, False, True, True]) == 0
+
+
+def test_both_hosts_compute_the_same_pages() -> None:
+    """Keys and content follow from the sizes alone, and no two pages are equal."""
+    work = WorkingSet(page_bytes=1024, pages=8, batch=3)
+
+    pages = {bytes(page) for page in work.content().reshape(8, 1024)}
+    assert len(pages) == 8
+    assert len(set(work.keys())) == 8
+    assert [len(work.runs(work.content(), some)) for some in work.batches()] == [3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--page-bytes", "100"], ["--batch", "0"], ["--pages", "0"], ["--plot", "picture.gif"]],
+)
+def test_what_cannot_be_measured_is_a_clear_error(
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before any process starts."""
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["bench", "local", *flags]) == 2
+    assert "peercache: configuration" in capsys.readouterr().err
