@@ -34,7 +34,12 @@ class Vitals:
     @classmethod
     def of(cls, node: NodeProcess) -> Vitals:
         """Look at a living node."""
-        process = Path(f"/proc/{node.process.pid}")
+        return cls.of_process(node.process.pid)
+
+    @classmethod
+    def of_process(cls, pid: int) -> Vitals:
+        """Look at a living process."""
+        process = Path(f"/proc/{pid}")
         facts = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         rss_bytes = int(facts["RssAnon"].split()[0]) * 1024
         descriptors = sum(1 for _ in (process / "fd").iterdir())
@@ -59,12 +64,10 @@ def ports_of(node: NodeProcess) -> dict[str, Connect]:
         opened.settimeout(PATIENCE_S)
         return opened
 
-    return {
-        "control": tcp(node.ready["control"]),
-        "home": home,
-        "data": tcp(node.ready["data"]),
-        "http": tcp(node.ready["http"]),
+    served = {
+        name: tcp(node.ready[name]) for name in ("control", "data", "http") if node.ready[name]
     }
+    return {"home": home, **served}
 
 
 @attrs.frozen

@@ -64,7 +64,6 @@ class Fire:
         self.connections += 1
         self.messages += count
         with contextlib.suppress(OSError), Caller.at(self.node, port) as caller:
-            caller.connection.setblocking(True)
             for at in range(0, count, 50):
                 frames = [caller.framed(body()) for _ in range(min(50, count - at))]
                 caller.connection.sendall(b"".join(frames))
@@ -107,6 +106,7 @@ class Fire:
 
 def _empty(connection: socket.socket) -> None:
     """Read what came back, so that no answer is held up for us."""
+    connection.settimeout(None)  # With a timeout Python would wait, whatever the flag says.
     with contextlib.suppress(BlockingIOError):
         while connection.recv(2**16, socket.MSG_DONTWAIT):
             pass
