@@ -104,11 +104,9 @@ class Locator:
         )
 
     def _may_read(self, holder: int) -> bool:
-        # Without taking a probe: that is for whoever reads, and `exists` never does.
-        now = self._clock()
-        return self._breakers.may_be_available(holder, now) and self._breakers.may_be_available(
-            data_port(holder), now
-        )
+        # Of the data port only: over shared memory a node that is stopped is read as ever. And
+        # without taking a probe: that is for whoever reads, and `exists` never does.
+        return self._breakers.may_be_available(data_port(holder), self._clock())
 
     def _ask(
         self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
