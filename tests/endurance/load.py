@@ -7,15 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeAlias
 
 import attrs
 import numpy as np
 from tests.client.nodes import Page, page_of
 
 from peercache import Client
-
-OpenClient: TypeAlias = Callable[[], Client]
 
 
 @attrs.define

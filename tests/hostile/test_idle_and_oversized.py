@@ -17,6 +17,7 @@ from tests.hostile.strangers import (
     Bystander,
     Caller,
     Vitals,
+    metric,
     one_node,
     ports_of,
     received,
@@ -27,6 +28,7 @@ from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.fabric import tcp_wire
 from peercache.messages import ALIVE, Join, Member
 from peercache.net.sockets import PAIR1_GREETING
+from peercache.node.admission import STRANGER_S, Admission
 
 IDLE = 1000
 
@@ -165,6 +167,41 @@ def test_a_node_takes_as_many_descriptors_as_it_may() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert limits == (hard, hard)
+
+
+def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
+    """First by time, then by age as long as there are too many; who said it stays for ever."""
+    admission = Admission(granule=16384, credentials="", home="ipc:///nowhere", local_token="t")
+    admission.admit(2, 5, hello("c"))
+
+    at_once = admission.overstaying([1, 2, 3], 100.0, connections_max=3)
+    full = admission.overstaying([1, 2, 3, 4], 105.0, connections_max=2)
+    late = admission.overstaying([1, 2, 3, 4], 100.0 + STRANGER_S, connections_max=9)
+    later = admission.overstaying([2, 4], 105.0 + STRANGER_S, connections_max=9)
+    forgotten = admission.overstaying([2, 1], 200.0, connections_max=0)
+
+    assert (at_once, full, late, later) == ([], [1, 3], [1, 3], [4])
+    assert forgotten == [1]
+
+
+def test_strangers_give_way_before_descriptors_run_out() -> None:
+    """Who connects and never says Hello is shown out, oldest first; who said it stays."""
+    with one_node() as (cluster, node), Caller.at(node, "control") as admitted:
+        raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
+        admitted.connection.sendall(admitted.framed(raw))
+        admitted.hear()
+        spare = Vitals.of(node).descriptors
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (400, 400))
+
+        with many(node, "control", 200, PAIR1_GREETING) as strangers:
+            wait_until(lambda: metric(node, "peercache_messages_dropped").get("no_hello", 0) >= 100)
+            wait_until(lambda: Vitals.of(node).descriptors <= spare + 100)
+            first = received(strangers[0], 100)
+            admitted.connection.sendall(admitted.framed(raw))
+
+            assert first == PAIR1_GREETING
+            assert admitted.hear()
+            wait_until(lambda: metric(node, "peercache_connections")["control"] <= 101)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,10 @@ class Listener:
         if found is not None:
             found.close()
 
+    def pipes(self) -> list[int]:
+        """Return the open connections, oldest first."""
+        return list(self._open_pipes)
+
     def pipe_count(self) -> int:
         """Return the number of open connections."""
         return len(self._open_pipes)

@@ -7,7 +7,7 @@ granule, credentials or a namespace's geometry do not fit; what comes before a H
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import final
 
@@ -48,6 +48,11 @@ from peercache.segment.client_lock import LockProbe, lock_name
 
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
+
+
+STRANGER_S = 10.0
+"""From connect to Hello, which honest peers say first of all. Until then a connection may hold the
+largest message in memory without ever ending it."""
 
 
 class Role(Enum):
@@ -123,6 +128,7 @@ class Admission:
         self._probe = probe
         self.sessions: dict[int, Session] = {}
         self._locks: dict[int, LockProbe] = {}
+        self._strangers: dict[int, float] = {}
 
     def admit(self, pipe: int, sender: int, hello: Hello) -> Session:
         """Open a session on a pipe, or raise Rejected with what does not fit."""
@@ -149,6 +155,21 @@ class Admission:
     def end(self, pipe: int) -> None:
         """Forget a connection; what its client has reserved stays: it may come back."""
         self.sessions.pop(pipe, None)
+
+    def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: int) -> list[int]:
+        """Return whom to hang up on, of these open connections (oldest first).
+
+        That is, of those that have not said Hello, who was here STRANGER_S ago, and the oldest of
+        the rest as long as there are more connections than `connections_max`.
+        """
+        strangers = [pipe for pipe in pipes if pipe not in self.sessions]
+        self._strangers = {pipe: self._strangers.get(pipe, now) for pipe in strangers}
+        too_many = len(pipes) - connections_max
+        return [
+            pipe
+            for place, (pipe, since) in enumerate(self._strangers.items())
+            if place < too_many or now - since >= STRANGER_S
+        ]
 
     def route(self, session: Session, message: Message) -> str | None:
         """Return the actor for a message, or None if this peer may not send it."""

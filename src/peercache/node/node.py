@@ -7,6 +7,7 @@ owners; `actors.pool` decides about slots, `switchboard` carries the messages.
 from __future__ import annotations
 
 import random
+import resource
 import secrets
 import sys
 import time
@@ -56,6 +57,10 @@ GOODBYE_S = 0.5
 
 STATES = ("alive", "suspect", "dead", "left")
 """Words for a member's state, by its number."""
+
+CONTROL_SHARE = 0.25
+"""Of the descriptors of this process, for connections of the control plane: half are for the data
+port, and links and files need some. Beyond it, those give way that never said Hello."""
 
 LATE_S = 5.0
 """A loop that has not come round for so long is not serving, whatever else is fine."""
@@ -175,7 +180,7 @@ class Node:
         crew.start(nursery, switchboard.perform)
         http = await self._serve_http(nursery, bound_host)
         await nursery.start(populate, segment, self._pool_grew, self.log)
-        nursery.start_soon(self._keep_house, admission)
+        nursery.start_soon(self._keep_house, admission, listener)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
             incarnation=self.incarnation,
@@ -254,7 +259,7 @@ class Node:
         if self._admission is not None:
             self._admission.end(pipe)
 
-    async def _keep_house(self, admission: Admission) -> None:
+    async def _keep_house(self, admission: Admission, listener: Listener) -> None:
         known: dict[int, int] = {}
         while True:
             for client in admission.exited():
@@ -262,6 +267,7 @@ class Node:
                 self._crew.mailboxes["pool"].tell(SELF, ClientGone(client))
             members = self._crew.membership.view.members()
             self._follow_members(members, known)
+            self._show_out_strangers(admission, listener)
             self._came_round = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)
 
@@ -279,6 +285,18 @@ class Node:
         self._switchboard.keep_links(kept | set(self.config.discovery_addr))
         for number, word in enumerate(STATES):
             self.metrics.members.labels(word).set(sum(m.state == number for m in members))
+
+    def _show_out_strangers(self, admission: Admission, listener: Listener) -> None:
+        """Hang up on who connected and never said Hello."""
+        pipes = listener.pipes()
+        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = int(files_max * CONTROL_SHARE) if files_max != resource.RLIM_INFINITY else len(pipes)
+        overstaying = admission.overstaying(pipes, time.monotonic(), connections_max=room)
+        for pipe in overstaying:
+            listener.disconnect(pipe)
+        self.metrics.connections.labels("control").set(len(pipes) - len(overstaying))
+        if overstaying:
+            self.metrics.messages_dropped.labels("no_hello").inc(len(overstaying))
 
     async def _leave(self) -> None:
         self.log.info("node.leaving")
