@@ -1,0 +1,275 @@
+"""Check the model of the read protocol with spin: what is promised holds, and each bug is found.
+
+    python docs/spec/check.py              everything
+    python docs/spec/check.py --show NAME  the shortest counterexample of one planted bug
+
+Exits 0 if all is as it must be, 1 if anything is not, 2 if spin or gcc is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL = Path(__file__).with_name("read_protocol.pml")
+
+MEMORY_MIB_MAX = 1500
+"""Of one run; the largest takes a fifth of it."""
+
+RUN_S_MAX = 300
+"""Of one run; on a loaded machine the longest takes a tenth of it."""
+
+HOLDS = "holds"
+NAMES = {
+    "1": "promise",
+    "2": "own slot",
+    "3": "odd word",
+    "4": "unreadable",
+    "5": "unique value",
+    "6": "witness",
+}
+"""What the model's CHECK numbers mean."""
+
+# Worlds: how much of everything there is.
+SMALLEST = ("PAGES=2", "GRANULES=1")
+TWO_SLOTS = ("PAGES=2", "GRANULES=2")
+TWO_SIZES = ("PAGES=2", "GRANULES=2", "LARGE=1")
+TWO_LIVES = ("PAGES=2", "GRANULES=1", "INCARNATIONS=2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question to the checker, and the answer it must give.
+
+    rule: what breaks when only the rules of owner and writer are checked; "" leaves that unasked.
+    """
+
+    name: str
+    defines: tuple[str, ...]
+    answer: str
+    rule: str = ""
+
+
+def truth(name: str, *defines: str) -> Case:
+    """Make a case in which promise and rules hold."""
+    return Case(name, (*defines, "ALL"), HOLDS)
+
+
+def witness(name: str, world: tuple[str, ...], never: str) -> Case:
+    """Make a case that shows that something happens: its denial is refuted."""
+    # spin hands its defines to a shell.
+    return Case(name, (*world, f"WITNESS={shlex.quote(never)}"), "witness")
+
+
+def bug(name: str, world: tuple[str, ...], rule: str, *more: str) -> Case:
+    """Make a case in which a planted bug breaks the promise."""
+    return Case(name, (*world, name.partition(" ")[0], *more), "promise", rule)
+
+
+TRUTHS = (
+    truth("one slot, three pages", "PAGES=3", "GRANULES=1"),
+    truth("two slots or one, pages of two sizes", "PAGES=3", "GRANULES=2", "LARGE=2", "CELLS=1"),
+    truth("the same in smaller steps, a client is killed", *TWO_SIZES, "EXITS"),
+    truth("two small slots, a client is killed", *TWO_SLOTS, "EXITS"),
+    truth("the node and a client die", *TWO_LIVES, "EXITS"),
+    # Two nets below the trapeze: each alone is enough. Numbers that restart do break a rule.
+    Case("numbers restart, incarnations are checked", (*TWO_LIVES, "COUNTER_RESTARTS"), HOLDS),
+    truth("incarnations unchecked, numbers differ", *TWO_LIVES, "INCARNATION_UNCHECKED"),
+)
+
+WITNESSES = (
+    witness("a page is hit", SMALLEST, "false"),
+    witness("a page is hit in a slot that was another's", SMALLEST, "(!made[1-p])"),
+    witness("a large page is hit", TWO_SIZES, "(p!=LARGE)"),
+    witness("a small page is hit where a large one was", TWO_SIZES, "(p==LARGE||!made[LARGE])"),
+    witness("a page of the successor is hit", TWO_LIVES, "(holder[p]==0)"),
+    witness("a page of the dead is hit, still mapped", TWO_LIVES, "(!crashed)"),
+)
+
+BUGS = (
+    # The reader.
+    bug("NO_FENCE", SMALLEST, HOLDS),
+    bug("WORD_BEFORE_BYTES", SMALLEST, HOLDS),
+    bug("WORD_UNCHECKED", SMALLEST, HOLDS),
+    bug("UNFINISHED_JUDGED", SMALLEST, HOLDS),
+    bug("STALE_WORD_JUDGED", SMALLEST, HOLDS),
+    bug("LATE_TRANSFER", TWO_SLOTS, HOLDS),
+    # The owner's words.
+    bug("EVICTED_WITHOUT_ODD", SMALLEST, "odd word"),
+    bug("ODD_AFTER_GRANT", SMALLEST, "odd word"),
+    bug("GENERATION_REUSED", SMALLEST, "unique value"),
+    bug("TABLE_REINDEXED", TWO_SIZES, "unreadable"),
+    bug("PUBLISHED_BEFORE_COMMIT", SMALLEST, "odd word"),
+    # The owner's slots.
+    bug("FREED_BY_TIME", SMALLEST, "own slot"),
+    bug("FREED_BY_LOST_CONNECTION", SMALLEST, "own slot"),
+    bug("RESERVED_SLOT_EVICTED", SMALLEST, "own slot"),
+    bug("RESERVE_NOT_IDEMPOTENT", TWO_SLOTS, "own slot"),
+    bug("COMMIT_NOT_IDEMPOTENT", SMALLEST, "odd word"),
+    # The writer.
+    bug("UNLISTED_WHILE_COPYING", SMALLEST, "own slot"),
+    bug("COPY_GOES_ON_AFTER_ABORT", SMALLEST, "own slot"),
+    bug("COMMITTED_UNWRITTEN", SMALLEST, HOLDS),
+    bug("SOURCE_READ_LATE", SMALLEST, HOLDS),
+    # Two lives of one node.
+    bug("INCARNATION_UNCHECKED + COUNTER_RESTARTS", TWO_LIVES, "unique value", "COUNTER_RESTARTS"),
+    bug("SEGMENT_REOPENED", TWO_LIVES, "odd word"),
+    bug("COMMIT_OF_DEAD_ACCEPTED", TWO_LIVES, "own slot"),
+)
+
+
+class Unanswered(Exception):
+    """The checker did not come to an end that means anything."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the checker says. broken: which check failed first, or HOLDS."""
+
+    broken: str
+    states: int
+    steps: int
+    seconds: float
+
+
+def ask(
+    folder: Path, defines: Sequence[str], *, thorough: bool = False, shortest: bool = False
+) -> Answer:
+    """Make a checker for the model with these defines, and run it to its end.
+
+    thorough: there is much to search; shortest: find the shortest way to what breaks.
+    """
+    began = time.monotonic()
+    folder.mkdir()
+    shutil.copy(MODEL, folder)
+    run(folder, "spin", "-a", *(f"-D{define}" for define in defines), MODEL.name)
+    # Millions of states pay for a compiler that takes its time, thousands do not.
+    flags = ["-O2" if thorough else "-O0", "-w", "-DSAFETY", "-DCOLLAPSE"]
+    flags += [f"-DMEMLIM={MEMORY_MIB_MAX}", *(["-DBFS"] if shortest else [])]
+    run(folder, "gcc", *flags, "-o", "pan", "pan.c")
+    said = run(folder, "./pan", "-m10000", "-n", "-w24" if thorough else "-w18")
+    broken = re.search(r"assertion violated \(+0==(\d)\)", said)
+    states = re.search(r"(\d+) states, stored", said)
+    depth = re.search(r"depth reached (\d+)", said)
+    errors = re.search(r"errors: (\d+)", said)
+    # A search that ended early is an answer only if it ended with what it looked for.
+    incomplete = not broken and "Search not completed" in said
+    incomplete |= "max search depth too small" in said
+    if not (states and depth and errors) or incomplete or bool(int(errors[1])) != bool(broken):
+        raise Unanswered(f"{' '.join(defines)}:\n{said}")
+    return Answer(
+        NAMES[broken[1]] if broken else HOLDS,
+        int(states[1]),
+        int(depth[1]),
+        time.monotonic() - began,
+    )
+
+
+def run(folder: Path, program: str, *arguments: str) -> str:
+    """Run a program to its end and return what it said; it must not fail."""
+    try:
+        done = subprocess.run(  # noqa: S603 - our own arguments
+            [program, *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S_MAX,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unanswered(f"{program} took more than {RUN_S_MAX} s") from error
+    if done.returncode != 0:
+        raise Unanswered(f"{program} {' '.join(arguments)}:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def verdict(folder: Path, case: Case) -> tuple[bool, str]:
+    """Ask one case; return whether the answer is right, and a line about it."""
+    answer = ask(folder / "promise", case.defines, thorough=case.answer == HOLDS)
+    right = answer.broken == case.answer
+    line = f"{case.name:<46} {answer.broken:<8} {answer.states:>9,} {answer.seconds:>6.1f} s"
+    if case.rule:
+        rules = ask(folder / "rules", (*case.defines, "RULES"))
+        right = right and rules.broken == case.rule
+        line += f"   {rules.broken}"
+    if not right:
+        line += f"   WRONG: expected {case.answer} {case.rule}"
+    return right, line
+
+
+def check(folder: Path) -> bool:
+    """Ask everything; return whether all answers are right."""
+    cases = [*TRUTHS, *WITNESSES, *BUGS]
+    heads = {
+        TRUTHS[0].name: f"{'What must hold':<46} {'answer':<8} {'states':>9}",
+        WITNESSES[0].name: "\nWhat must be able to happen: its denial is refuted",
+        BUGS[0].name: f"\n{'Planted bugs: the promise is refuted':<84} and of the rules",
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        verdicts = threads.map(
+            lambda place: verdict(made(folder / str(place)), cases[place]), range(len(cases))
+        )
+        all_right = True
+        for case, (right, line) in zip(cases, verdicts, strict=True):
+            if case.name in heads:
+                say(heads[case.name])
+            say(f"  {line}")
+            all_right = all_right and right
+    return all_right
+
+
+def made(folder: Path) -> Path:
+    """Make a folder and return it."""
+    folder.mkdir()
+    return folder
+
+
+def show(folder: Path, name: str) -> bool:
+    """Print the shortest way to one bug's wrong hit."""
+    case = next(case for case in BUGS if case.name.startswith(name))
+    asked = made(folder / "shown") / "promise"
+    answer = ask(asked, case.defines, shortest=True)
+    flags = [f"-D{define}" for define in case.defines]
+    say(run(asked, "spin", "-t", "-p", "-g", *flags, MODEL.name))
+    return answer.broken == "promise"
+
+
+def say(line: str) -> None:
+    """Write one line, at once: the whole takes minutes."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Check what the command line asks for."""
+    parser = argparse.ArgumentParser(description="Check the model of the read protocol.")
+    parser.add_argument("--show", metavar="NAME", help="print a planted bug's counterexample")
+    wanted = parser.parse_args().show
+    missing = [program for program in ("spin", "gcc") if shutil.which(program) is None]
+    if missing:
+        sys.stderr.write(f"missing: {', '.join(missing)} (on Debian: apt-get install spin gcc)\n")
+        return 2
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            right = show(Path(folder), wanted) if wanted else check(Path(folder))
+    except Unanswered as unanswered:
+        sys.stderr.write(f"no answer: {unanswered}\n")
+        return 1
+    say(f"\n{'As it must be' if right else 'NOT as it must be'}, {time.monotonic() - began:.0f} s")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
