@@ -412,7 +412,7 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local:
     with Asking({1: full_port, 7: local.url}) as client:
         began = time.monotonic()
         answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
-        kept = client.asker._idle
+        kept = dict(client.asker._idle)
 
     assert answers == [None, None]
     assert client.breakers.opened_count == 0
