@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from sims import sweep, world
+from sims.canaries import hunt_all, planted_canary
 from sims.determinism import stream
-from sims.swarm import draw
+from sims.swarm import draw, smaller
 from sims.world import Outcome
 
 LINES_SHOWN = 40
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--seed", type=int, required=True)
     run.add_argument("--trace", action="store_true", help="show every line as it happens")
     run.add_argument("--canary", default="", help="plant this bug first")
+    run.add_argument("--small", action="store_true", help="at most five nodes, ten seconds")
     run.add_argument("--digest", action="store_true", help="print the digest of the trace only")
     many = commands.add_parser("sweep", help="run many seeds on all cores")
     many.add_argument("--seeds", type=int, help="how many")
@@ -42,15 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from sims.canaries import planted_canary
-
     show = _say if args.trace else None
     if not args.digest:
         _say(f"seed {args.seed}")
-        for line in draw(stream(args.seed, "swarm"), args.seed).lines():
+        drawn = draw(stream(args.seed, "swarm"), args.seed)
+        for line in (smaller(drawn) if args.small else drawn).lines():
             _say(line)
     with planted_canary(args.canary):
-        outcome = world.run(args.seed, show=show)
+        outcome = world.run(args.seed, show=show, change=smaller if args.small else None)
     if args.digest:
         _say(outcome.digest)
         return 0
@@ -79,8 +80,6 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _canaries(args: argparse.Namespace) -> int:
-    from sims.canaries import hunt_all
-
     return hunt_all(only=args.only, jobs=args.jobs, say=_say)
 
 

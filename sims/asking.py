@@ -111,7 +111,7 @@ class SimAsker:
         """Say Hello at an address whoever listens there; return Welcome, Refused or None."""
         connection = self._connect(address, 0)
         event = trio.Event()
-        connection.wake = lambda: event.set()
+        connection.wake = lambda: event.set()  # noqa: PLW0108 - whichever it is then
         try:
             while True:
                 event = trio.Event()
@@ -228,8 +228,9 @@ class _Exchange:
             asker.breakers.failed(peer, now)
             return
         number = asker.number()
-        connection.wake = lambda: self._event.set()
-        numbered: Any = attrs.evolve(message, request=number)  # type: ignore[misc]
+        connection.wake = lambda: self._event.set()  # noqa: PLW0108 - whichever it is then
+        question: Any = message
+        numbered: Message = attrs.evolve(question, request=number)
         asker.send(connection, peer, numbered)
         self._pending[number] = _Question(place, peer, message, number, connection, now)
 

@@ -11,15 +11,16 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache import records, reservations
+from peercache import records, reservations, streams
 from peercache.actors import directory, membership, pool, publisher
+from peercache.actors._actor import SELF
 from peercache.holdings import Holdings
 from peercache.messages import ALIVE, Commit, StreamSummary
 from peercache.node import switchboard
 from peercache.page_table import Page, PageTable
 from peercache.ports import ODD, ClientGone, RecordsChanged, Send, Tell
 from peercache.transfer import locating, reading
-from sims.node import SELF, SimNode
+from sims.node import SimNode
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
@@ -101,7 +102,7 @@ def _impatient(right: Any) -> Any:
     def settle(self: Any, rows: Any, now: float) -> Any:
         for stream in self._streams.values():
             state = stream._states()
-            state[rows[state[rows] == publisher.ABSENT + 1]] = publisher.CONFIRMED
+            state[rows[state[rows] == streams.SENT]] = streams.CONFIRMED
         return right(self, rows, now)
 
     return settle

@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from sims import bugs, planted, world
+from sims.swarm import smaller
 
 FIRST_SEED = 1_000_000
 """Canaries are hunted over the same seeds each time, which no sweep starts with."""
@@ -217,30 +218,31 @@ def hunt(name: str) -> Found:
             checker = "" if is_deterministic(seed, name) else "digest"
         else:
             with planted_canary(name):
-                checker = world.run(seed).checker
+                checker = world.run(seed, change=smaller).checker
         if checker:
             return Found(name, checker, number + 1, time.monotonic() - started)
     return Found(name, "", canary.seeds_max, time.monotonic() - started)
 
 
 def is_deterministic(seed: int, canary: str = "", hash_seeds: tuple[int, ...] = (1, 2, 3)) -> bool:
-    """Return whether a seed has one digest in processes with different hashes."""
-    digests = {digest_of(seed, canary, hash_seed) for hash_seed in hash_seeds}
-    return len(digests) == 1
+    """Return whether a small run has one digest in processes with different hashes."""
+    return len(set(digests_of(seed, canary, hash_seeds))) == 1
 
 
-def digest_of(seed: int, canary: str, hash_seed: int) -> str:
-    """Return a run's digest, as another process finds it."""
-    command = [sys.executable, "-m", "sims", "run", "--seed", str(seed), "--digest"]
-    asked = subprocess.run(
-        [*command, "--canary", canary],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return asked.stdout.strip()
+def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]:
+    """Return the digests of a small run, as other processes find them, all at once."""
+    command = [sys.executable, "-m", "sims", "run", "--seed", str(seed), "--small", "--digest"]
+    running = [
+        subprocess.Popen(
+            [*command, "--canary", canary],
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in hash_seeds
+    ]
+    return [process.communicate()[0].strip() for process in running]
 
 
 def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:

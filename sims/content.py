@@ -25,7 +25,8 @@ def content_of(key: bytes, version: int, length: int) -> Page:
     count = -(-length // 8)
     words = np.frombuffer(seed, "<u8") + np.arange(count, dtype=np.uint64) * _GOLDEN
     words[0] = version
-    return words.view(np.uint8)[:length].copy()
+    page: Page = words.view(np.uint8)[:length].copy()
+    return page
 
 
 def version_of(key: bytes, page: Page) -> int | None:

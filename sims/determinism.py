@@ -44,9 +44,7 @@ def _deterministic_scheduling(seed: int) -> Iterator[None]:
         setattr(private, FLAG, before)
 
 
-def run(
-    main: Callable[[], Awaitable[Result]], *, seed: int, clock: trio.abc.Clock
-) -> Result:
+def run(main: Callable[[], Awaitable[Result]], *, seed: int, clock: trio.abc.Clock) -> Result:
     """Run `main` under trio, in the order that the seed decides."""
     # Finalisers run when the collector comes round, which depends on what ran before.
     gc.collect()

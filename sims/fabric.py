@@ -30,9 +30,8 @@ from sims.swarm import Options
 PAGES_AT_ONCE = 4
 """READs that an rdma channel has under way."""
 
-
 LATE_STEP_S = 0.001
-"""Longest that a copy goes on after its deadline: callers keep back 5 ms or more, for three such steps."""
+"""Longest that a copy goes on after its deadline: callers keep 5 ms back, for three of these."""
 
 
 class Gone(Exception):
@@ -77,7 +76,7 @@ class Fabrics:
         linked: Callable[[int], NodeMemory | None],
         nursery: Callable[[], trio.Nursery],
     ) -> None:
-        """serving: who listens at an address; linked: the segment of an incarnation, by its file."""
+        """serving: who listens at an address; linked: the segment of an incarnation, by name."""
         self.place = place
         self.options = options
         self.rng = rng

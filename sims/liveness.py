@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from peercache.actors.pool import Pool
 from peercache.keys import from_bytes
 from peercache.messages import ALIVE
 from sims.trace import Violation
@@ -121,7 +122,7 @@ class Liveness:
 
     def _directory(self, nodes: list[SimNode]) -> str:
         """Directory ⊆ truth, and nobody keeps what others own."""
-        pools = {node.incarnation: node.crew.pool for node in nodes}
+        pools: dict[int, Pool] = {node.incarnation: node.crew.pool for node in nodes}
         for node in nodes:
             shard = node.crew.directory
             for holder in [h for h in shard._serving if h in shard._held]:

@@ -59,7 +59,8 @@ class Buffers:
     def read(self, address: int, size: int) -> Page:
         """Return bytes of a source, as a copy into a slot does."""
         region, at = self._find(address, "read-after-return")
-        return region.data[at : at + size].copy()
+        data: Page = region.data[at : at + size].copy()
+        return data
 
     def _find(self, address: int, checker: str) -> tuple[Region, int]:
         region = self._regions.get(address >> REGION_BITS)
@@ -165,7 +166,8 @@ class NodeMemory:
 
     def read(self, offset: int, size: int) -> Page:
         """Return the bytes as they are at this moment."""
-        return self.pages[offset : offset + size].copy()
+        data: Page = self.pages[offset : offset + size].copy()
+        return data
 
     def _ended(self, index: int, now: float) -> None:
         found = self._stays.pop(index, None)

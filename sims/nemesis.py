@@ -72,9 +72,7 @@ class Nemesis:
         name = self._pick_client()
         if name is None:
             return
-        self._world.nursery.start_soon(
-            self._world.crash_client, name, self._rng.uniform(0.2, 3.0)
-        )
+        self._world.nursery.start_soon(self._world.crash_client, name, self._rng.uniform(0.2, 3.0))
 
     async def _pause_client(self) -> None:
         name = self._pick_client()

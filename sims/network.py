@@ -191,7 +191,7 @@ class Network:
         listener = pipe.listener
         here, there = pipe.dialler.host, listener.place.host
         self._at(self._arrival(here, there), lambda: listener.removed(pipe.number))
-        self._at(self._arrival(there, here), lambda: pipe.on_broken())
+        self._at(self._arrival(there, here), lambda: pipe.on_broken())  # noqa: PLW0108 - whoever hears it then
 
     def process_ended(self, place: Place) -> None:
         """Break whatever a process had dialled."""

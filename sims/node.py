@@ -94,7 +94,7 @@ class SimNode:
             granule=GRANULE,
             credentials="",
             home=self.home,
-            local_token="none",
+            local_token="none",  # noqa: S106 - no client of a run shares a process with a node
             probe=cast("type[LockProbe]", locks.probe),
         )
         self.watched = {
@@ -190,9 +190,7 @@ class SimNode:
         self.admission.end(pipe)
 
     def _open_link(self, url: str, **callbacks: Any) -> Link:
-        link = SimLink(
-            url, **callbacks, network=self._network, place=self.place, rng=self._rng
-        )
+        link = SimLink(url, **callbacks, network=self._network, place=self.place, rng=self._rng)
         self.links.append(link)
         return cast("Link", link)
 
@@ -224,5 +222,3 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
 def _answer(message: Message) -> None:
     """Answer nothing: no client of a run asks for figures."""
     del message
-
-

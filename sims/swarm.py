@@ -70,6 +70,17 @@ class Options:
         return [f"  {name} = {said[name]}" for name in said]
 
 
+def smaller(options: Options) -> Options:
+    """Return the same run in at most five nodes and ten seconds: for tests and canaries."""
+    nodes = min(options.nodes, 5)
+    return attrs.evolve(
+        options,
+        nodes=nodes,
+        hosts=min(options.hosts, nodes),
+        safety_s=min(options.safety_s, 10.0),
+    )
+
+
 def draw(rng: random.Random, seed: int) -> Options:
     """Draw every option."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import attrs
+import numpy as np
 
 from peercache import records
 from peercache.actors._actor import MAILBOX_MESSAGES_MAX, Mailbox
@@ -105,8 +106,6 @@ def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Gene
 
 
 def _drops(packed: bytes) -> records.Records:
-    import numpy as np
-
     return np.frombuffer(packed, DROP)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -230,10 +231,5 @@ def _runs(regions: Sequence[Region], rng: random.Random) -> PageRuns:
     for region in regions:
         size = len(region.data)
         cuts = sorted({0, size, *(rng.randrange(1, size) for _ in range(rng.choice([0, 0, 1, 2])))})
-        pages.append(
-            [
-                (region.address + begin, end - begin)
-                for begin, end in zip(cuts, cuts[1:], strict=False)
-            ]
-        )
+        pages.append([(region.address + begin, end - begin) for begin, end in pairwise(cuts)])
     return PageRuns.of(pages)

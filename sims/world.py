@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -87,7 +88,7 @@ class World:
         self.heads = tuple(address_of(name) for name in heads)
         self.healed_s = 0.0
 
-    def _stream(self, part: str) -> determinism.random.Random:
+    def _stream(self, part: str) -> random.Random:
         return determinism.stream(self.options.seed, part)
 
     # --- the run ----------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class World:
             buffers=self.buffers,
             serving=self.serving,
             linked=self.linked,
-            nursery=lambda: client.nursery(),
+            nursery=lambda: client.nursery(),  # noqa: PLW0108 - there is no client yet
         )
         client = SimClient(
             place=place,
@@ -218,9 +219,7 @@ class World:
     async def _work(self, client: SimClient) -> None:
         for number in range(self.options.workers):
             rng = self._stream(f"work/{client.place.name}/{client.identity}/{number}")
-            client.nursery().start_soon(
-                self.calls.work, client, rng, lambda: not self.is_safety
-            )
+            client.nursery().start_soon(self.calls.work, client, rng, lambda: not self.is_safety)
 
     async def crash_node(self, name: str, away_s: float) -> None:
         """Kill a node; its supervisor starts it again."""

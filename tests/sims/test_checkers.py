@@ -1,0 +1,164 @@
+"""Each checker fails on a small offender: a checker that cannot fail checks nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from peercache.ports import StoreWords
+from peercache.records import RECORD, RESIDENT, Records
+from sims.clock import VirtualClock
+from sims.content import content_of, version_of
+from sims.memory import Buffers, NodeMemory, Stay, Truth
+from sims.trace import SimLog, Trace, Violation
+
+KEY = b"0123456789abcdef"
+GRANULE = 256
+
+
+def memory() -> NodeMemory:
+    """Return a node's memory of eight granules."""
+    return NodeMemory(1, host="h0", granules=8, granule=GRANULE, truth=Truth())
+
+
+def words(*pairs: tuple[int, int]) -> StoreWords:
+    """Return words to store, as (index, value)."""
+    return StoreWords(
+        np.array([index for index, _ in pairs], np.int64),
+        np.array([value for _, value in pairs], np.uint64),
+    )
+
+
+def record(*, index: int = 0, generation: int = 10, length: int = 300) -> Records:
+    """Return the record of a page that lies at a granule."""
+    made = np.zeros(1, RECORD)
+    made["key"], made["holder"] = np.void(KEY), 1
+    made["offset"], made["length"] = index * GRANULE, length
+    made["generation"], made["flags"] = generation, RESIDENT
+    return made
+
+
+def commit(node: NodeMemory, *, index: int = 0, generation: int = 10) -> None:
+    """Put a page into memory as a correct node and client do."""
+    node.store_words(words((index, generation | 1)), 0.0)
+    offset = index * GRANULE
+    node.write(offset, offset, content_of(KEY, 1, 300), "writer")
+    node.store_words(words((index, generation)), 1.0)
+    node.published(record(index=index, generation=generation), 1.0)
+
+
+def found_by(caught: pytest.ExceptionInfo[Violation]) -> str:
+    """Return which checker it was."""
+    return caught.value.checker
+
+
+def test_content_tells_whose_it_is() -> None:
+    """The bytes of one page are those of no other key or version, and no mixture is a page."""
+    page, other = content_of(KEY, 1, 300), content_of(KEY, 2, 300)
+    torn = np.concatenate([page[:150], other[150:]])
+
+    assert version_of(KEY, page) == 1
+    assert version_of(b"x" * 16, page) is None
+    assert version_of(KEY, torn) is None
+
+
+def test_a_write_under_a_committed_record_is_noticed() -> None:
+    """The first rule of the pool, at the very write that breaks it."""
+    node = memory()
+    commit(node)
+
+    with pytest.raises(Violation) as caught:
+        node.write(GRANULE, 0, content_of(KEY, 2, 24), "writer")
+
+    assert found_by(caught) == "write-under-committed"
+
+
+def test_a_write_under_an_even_word_is_noticed() -> None:
+    """Even where no page lies any more: only an odd word says that the bytes may change."""
+    node = memory()
+
+    with pytest.raises(Violation) as caught:
+        node.write(0, 0, content_of(KEY, 2, 24), "writer")
+
+    assert found_by(caught) == "write-under-even-word"
+
+
+def test_an_even_value_that_comes_back_is_noticed() -> None:
+    """Wherever in the cluster: one generation, one page."""
+    node = memory()
+    commit(node)
+    node.store_words(words((0, 11)), 2.0)
+
+    with pytest.raises(Violation) as caught:
+        node.store_words(words((3, 10)), 3.0)
+
+    assert found_by(caught) == "generation"
+
+
+def test_a_page_that_is_published_before_it_is_whole_is_noticed() -> None:
+    """What a record names must be there, to the last byte, at that moment."""
+    node = memory()
+    node.store_words(words((0, 11)), 0.0)
+    node.write(0, 0, content_of(KEY, 1, 300)[:200], "writer")
+    node.store_words(words((0, 10)), 1.0)
+
+    with pytest.raises(Violation) as caught:
+        node.published(record(), 1.0)
+
+    assert found_by(caught) == "torn-commit"
+
+
+def test_a_record_before_its_word_is_noticed() -> None:
+    """The order of the pool's effects is a promise."""
+    node = memory()
+    node.store_words(words((0, 11)), 0.0)
+    node.write(0, 0, content_of(KEY, 1, 300), "writer")
+
+    with pytest.raises(Violation) as caught:
+        node.published(record(), 1.0)
+
+    assert found_by(caught) == "publish-order"
+
+
+def test_wrong_uncommitted_and_stale_hits_are_noticed() -> None:
+    """Bytes of no page, of a version that nobody committed, of one that had ended before."""
+    truth = Truth()
+    truth.stays[KEY] = [Stay(1, 1, since=1.0, until=2.0)]
+    right = content_of(KEY, 1, 300)
+    torn = right.copy()
+    torn[100] ^= 1
+
+    truth.judge_hit(KEY, right, 1.5, 3.0, "reader")
+    checkers = []
+    for page, since in ((torn, 1.5), (content_of(KEY, 2, 300), 1.5), (right, 2.5)):
+        with pytest.raises(Violation) as caught:
+            truth.judge_hit(KEY, page, since, 3.0, "reader")
+        checkers.append(found_by(caught))
+
+    assert checkers == ["wrong-bytes", "uncommitted", "stale-hit"]
+
+
+def test_buffers_are_touched_by_nobody_after_their_call() -> None:
+    """Neither written nor read."""
+    buffers = Buffers()
+    region = buffers.take(64, "reader")
+    buffers.write(region.address, content_of(KEY, 1, 24))
+    buffers.close(region)
+
+    with pytest.raises(Violation) as written:
+        buffers.write(region.address, content_of(KEY, 1, 24))
+    with pytest.raises(Violation) as read:
+        buffers.read(region.address, 8)
+
+    assert (found_by(written), found_by(read)) == ("write-after-return", "read-after-return")
+
+
+def test_an_error_in_the_log_ends_a_run() -> None:
+    """Warnings are normal trouble; an error is a bug."""
+    log = SimLog(Trace(VirtualClock().current_time, show=None), "n0")
+    log.warning("peer.refused", reason="cluster")
+
+    with pytest.raises(Violation) as caught:
+        log.error("call.failed")
+
+    assert found_by(caught) == "error-log"

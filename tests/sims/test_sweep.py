@@ -1,0 +1,60 @@
+"""The short sweep: some clusters of every kind, the same ones each time."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from sims import world
+from sims.canaries import planted_canary
+from sims.swarm import Options, smaller
+from sims.sweep import kept_seeds, reproduce_line
+
+SEEDS = range(100, 108)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_cluster_under_faults_keeps_its_promises_and_heals(seed: int) -> None:
+    """No checker finds anything, and everything is whole again in time."""
+    outcome = world.run(seed, change=smaller)
+
+    assert outcome.ok, f"{outcome.checker}: {outcome.detail}; {reproduce_line(seed)}"
+    assert outcome.messages > 100
+
+
+@pytest.mark.parametrize("seed", kept_seeds())
+def test_what_failed_once_fails_no_more(seed: int) -> None:
+    """Seeds that found something, as they did."""
+    outcome = world.run(seed)
+
+    assert outcome.ok, f"{outcome.checker}: {outcome.detail}; {reproduce_line(seed)}"
+
+
+@pytest.mark.parametrize(
+    ("canary", "checkers"),
+    [
+        ("generation-check-skipped", {"stale-hit", "wrong-bytes"}),
+        ("evict-without-odd", {"write-under-even-word", "write-under-committed"}),
+        ("publish-before-commit", {"torn-commit"}),
+    ],
+)
+def test_a_planted_bug_is_found(canary: str, checkers: set[str]) -> None:
+    """Three of the canaries that sing at once; CI hunts all of them."""
+    with planted_canary(canary):
+        found = (world.run(seed, change=smaller).checker for seed in SEEDS)
+        first = next(checker for checker in found if checker)
+
+    assert first in checkers
+
+
+def test_the_largest_cluster_runs() -> None:
+    """Fifty nodes hold equal views and rings within the time that is allowed."""
+
+    def fifty(options: Options) -> Options:
+        return attrs.evolve(
+            options, nodes=50, hosts=25, safety_s=3.0, virtual_nodes=4, clients=2, think_s=0.5
+        )
+
+    outcome = world.run(1, change=fifty)
+
+    assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
