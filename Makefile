@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit sglang docs clean
+.PHONY: help demo test lint format types unit slow sglang docs clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -33,7 +33,12 @@ format: $(STAMP)
 
 unit: $(STAMP)
 	@# The switch is for the next target: here nobody wants that environment.
-	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "not sglang" $(PYTEST_FLAGS)
+	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest \
+		-m "not sglang and not slow and not soak" $(PYTEST_FLAGS)
+
+# What takes longer than a newcomer waits: endurance, floods, the model of the read protocol.
+slow: $(STAMP)
+	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang" $(PYTEST_FLAGS)
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
 # exists, and where PEERCACHE_TEST_SGLANG=1 asks for it.
