@@ -7,13 +7,16 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import trio
 from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,
+    PATIENCE_S,
     Bystander,
     Caller,
     Vitals,
@@ -27,7 +30,8 @@ from tests.hostile.test_live_node import DESCRIPTORS_SPARE, assert_well
 from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.fabric import tcp_wire
 from peercache.messages import ALIVE, Join, Member
-from peercache.net.sockets import PAIR1_GREETING
+from peercache.net import link
+from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
 from peercache.node.admission import STRANGER_S, Admission
 
 IDLE = 1000
@@ -142,18 +146,73 @@ def test_lengths_that_are_lies_are_never_buffered(port: str) -> None:
 
 
 def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
-    """The length alone makes nng hang up, before a byte of the message."""
+    """The length alone makes nng hang up, even on who was admitted, before a byte more."""
     with one_node() as (cluster, node), Bystander(cluster, node):
-        with Caller.at(node, "control") as caller:
+        raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
+        with Caller.at(node, "control") as caller, Caller.at(node, "control") as honest:
+            for one in (caller, honest):
+                one.connection.sendall(one.framed(raw))
+                assert one.hear()
+
             caller.connection.sendall(caller.framed(b"", claims=MESSAGE_BYTES_MAX + 65))
             ended = received(caller.connection, 1)
-        with Caller.at(node, "control") as honest:
-            raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
             honest.connection.sendall(honest.framed(raw))
             welcome = honest.hear()
 
         assert ended == b""
         assert welcome
+
+
+def test_what_cannot_be_dialled_for_want_of_descriptors_says_so() -> None:
+    """It is no fault of the address: whoever hears it tries again, and nothing is left open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, hard))
+    try:
+        with pytest.raises(OutOfDescriptors):
+            Dialer("tcp://127.0.0.1:1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+    Dialer("tcp://127.0.0.1:1").close()
+
+
+async def test_a_link_without_a_descriptor_is_dialled_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited in its outbox meanwhile is sent then: an address is not given up for that."""
+    failures = 3
+
+    class Scarce(Dialer):
+        def __init__(self, url: str, **facts: Callable[[], None]) -> None:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise OutOfDescriptors(url)
+            super().__init__(url, **facts)
+
+    monkeypatch.setattr(link, "Dialer", Scarce)
+    monkeypatch.setattr(link, "DIAL_AGAIN_S", 0.01)
+    listener = Listener(on_removed=lambda _: None)
+    listener.listen_local(f"ipc://{tmp_path}/x")
+    dropped: list[int] = []
+    late = link.Link(
+        f"ipc://{tmp_path}/x",
+        hello=lambda: b"hello",
+        on_answer=lambda _: None,
+        on_dropped=dropped.append,
+    )
+    late.send(b"news")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(late.run)
+        with trio.fail_after(PATIENCE_S):
+            heard = [(await listener.receive())[1] for _ in range(2)]
+        late.stop()
+    listener.close()
+
+    assert (failures, heard, dropped) == (0, [b"hello", b"news"], [])
 
 
 def test_a_node_takes_as_many_descriptors_as_it_may() -> None:

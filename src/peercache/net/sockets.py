@@ -65,7 +65,10 @@ def _open(**options: Any) -> Any:
         raise LocalProtocolError("a forked child cannot use nng: start PeerCache after the fork")
     _state["sockets_opened"] = True
     # What is received has the protocol's header before it, and counts as a whole.
-    return pynng.Pair1(recv_max_size=MESSAGE_BYTES_MAX + HEADER_BYTES_MAX, **options)
+    try:
+        return pynng.Pair1(recv_max_size=MESSAGE_BYTES_MAX + HEADER_BYTES_MAX, **options)
+    except (pynng.OutOfFiles, pynng.NoMemory) as error:
+        raise OutOfDescriptors(f"a socket: {error}") from error
 
 
 PAIR1_GREETING = b"\0SP\0\0\x11\0\0"
@@ -90,7 +93,7 @@ class UnusableAddress(DefiniteError):
 
 
 class OutOfDescriptors(UnusableAddress):
-    """Too many files are open to dial anybody now; another time may do."""
+    """Too many files are open for another socket now; another time may do."""
 
 
 class Listener:
