@@ -10,9 +10,9 @@ from types import TracebackType
 
 import attrs
 import numpy as np
-from tests.client.nodes import Page, page_of
 
 from peercache import Client
+from tests.client.nodes import Page, page_of
 
 
 @attrs.define

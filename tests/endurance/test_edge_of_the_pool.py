@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from tests.client.nodes import LocalCluster, keys_of
 from tests.endurance.load import Corpus, EdgeWriter, Load, Reader, follow
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
-from tests.endurance.load import Corpus, Load, Reader
 
 from peercache import Client
+from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
+from tests.endurance.load import Corpus, Load, Reader
 
 NODES = 5
 PAGE_BYTES = 32 * 1024

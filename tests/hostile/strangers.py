@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 import attrs
-from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 
 from peercache import Client
 from peercache.net.sockets import PAIR1_GREETING, local_path
+from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 
 PATIENCE_S = 20.0
 MIB = 2**20

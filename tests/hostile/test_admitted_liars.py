@@ -10,10 +10,6 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.client.nodes import LocalCluster, keys_of, pages_of, read, wait_until
-from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
-from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
-from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
 
 from peercache.codec import decode
 from peercache.fabric import tcp_wire
@@ -28,6 +24,10 @@ from peercache.messages import (
     StatsAsked,
 )
 from peercache.segment.client_lock import ClientLock
+from tests.client.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
+from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
+from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
 
 WRITING = (Reserve, Commit, Abort, LiveReservations, Remove, Clear)
 

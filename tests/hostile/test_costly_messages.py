@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.hostile.garbage import any_member, any_message, enveloped, hello
-from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
 
 from peercache import codec
 from peercache.actors._actor import MAILBOX_BYTES_MAX, SELF, Mailbox
@@ -24,6 +22,8 @@ from peercache.node.switchboard import STRANGER_BYTES_MAX
 from peercache.ports import Origin
 from peercache.records import RECORD
 from peercache.view import MEMBERS_MAX
+from tests.hostile.garbage import any_member, any_message, enveloped, hello
+from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
 
 
 def bomb(filler: bytes, size: int = MESSAGE_BYTES_MAX) -> bytes:

@@ -12,6 +12,13 @@ from pathlib import Path
 
 import pytest
 import trio
+
+from peercache.codec import MESSAGE_BYTES_MAX
+from peercache.fabric import tcp_wire
+from peercache.messages import ALIVE, Join, Member
+from peercache.net import link
+from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
+from peercache.node.admission import STRANGER_S, Admission
 from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
@@ -26,13 +33,6 @@ from tests.hostile.strangers import (
     received,
 )
 from tests.hostile.test_live_node import DESCRIPTORS_SPARE, assert_well
-
-from peercache.codec import MESSAGE_BYTES_MAX
-from peercache.fabric import tcp_wire
-from peercache.messages import ALIVE, Join, Member
-from peercache.net import link
-from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
-from peercache.node.admission import STRANGER_S, Admission
 
 IDLE = 1000
 

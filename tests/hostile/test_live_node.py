@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import attrs
 import pytest
+
+from peercache.fabric import tcp_wire
+from peercache.messages import MESSAGES, Clear, Remove
 from tests.client.nodes import NodeProcess, wait_until
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import (
@@ -23,9 +26,6 @@ from tests.hostile.strangers import (
     ports_of,
     received,
 )
-
-from peercache.fabric import tcp_wire
-from peercache.messages import MESSAGES, Clear, Remove
 
 PORTS = ("control", "home", "data", "http")
 DESCRIPTORS_SPARE = 8
