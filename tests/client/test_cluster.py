@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+from peercache import Client
+from peercache.errors import PeerCacheError, Rejected
+from peercache.keys import Namespace
 from tests.client.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -18,10 +22,6 @@ from tests.client.nodes import (
     read,
     wait_until,
 )
-
-from peercache import Client
-from peercache.errors import PeerCacheError, Rejected
-from peercache.keys import Namespace
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from peercache import Client
+from peercache.transfer.breaker import STALL_S
 from tests.client.nodes import (
     PAGE_BYTES,
     LocalCluster,
+    capture_logs,
     keys_of,
     page_of,
     pages_of,
@@ -24,9 +29,6 @@ from tests.client.nodes import (
     timed,
     wait_until,
 )
-
-from peercache import Client
-from peercache.transfer.breaker import STALL_S
 
 SLACK_S = 0.5
 """What a loaded test machine may add to a deadline before it counts as broken."""
@@ -442,3 +444,41 @@ def test_a_batch_larger_than_the_pool_is_stored_in_portions(count: int) -> None:
 
         assert sum(hits) >= min(count, 16)
         assert client.stats()["home_pool_bytes_reserved"] == 0
+
+
+def test_a_client_whose_lock_file_was_cleaned_away_writes_again_after_a_restart() -> None:
+    """A cleaner of temporary folders takes the file; the next node gets a new one."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node)
+        keys = keys_of("cleaned", 4)
+        assert client.batch_set(keys, pages_of(keys)) == [True] * 4
+        for file in Path(f"{node.ready['home'].removeprefix('ipc://')}.clients").iterdir():
+            file.unlink()
+
+        node.kill()
+        cluster.start("n0")
+
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 4, 5.0)
+
+
+def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None:
+    """With verify = full: memory that flips a bit is caught by the checksum, and told loudly."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node, verify="full")
+        keys = keys_of("flipped", 4)
+        client.batch_set(keys, pages_of(keys))
+        attached = client._home.attached
+        assert attached is not None
+        address = attached.segment.pages_address
+        memory = (ctypes.c_ubyte * attached.segment.page_bytes).from_address(address)
+        place = bytes(memory).index(page_of(keys[2]).tobytes())
+        memory[place + 1000] ^= 1
+
+        with capture_logs() as lines:
+            hits = read(client, keys)
+
+        assert hits == [True, True, False, True]
+        assert client.stats()["pages_missed_verify_failed"] == 1
+        assert "page.corrupt" in "".join(lines)

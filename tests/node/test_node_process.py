@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from tests.client.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
 
 

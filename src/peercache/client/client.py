@@ -42,6 +42,9 @@ RETURN_MARGIN_S = 0.01
 CLOSE_S = 5.0
 """How long `close` waits for calls in flight; their own deadlines are usually shorter."""
 
+REMOVE_KEYS_MAX = 65_536
+"""Keys of one Remove: a megabyte, and some milliseconds of a holder's loop."""
+
 Result = TypeVar("Result")
 
 _open_clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
@@ -160,7 +163,10 @@ class Client:
         def ask(until: float) -> int:
             names = page_keys(keys, self._digest)
             self._wiring.cache.forget(names.tolist())
-            return self._tell_all(Remove(0, names.tobytes()), until)
+            return sum(
+                self._tell_all(Remove(0, names[begin : begin + REMOVE_KEYS_MAX].tobytes()), until)
+                for begin in range(0, len(names), REMOVE_KEYS_MAX)
+            )
 
         return self._call("remove", len(keys), 0, ask)
 
@@ -246,6 +252,10 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
         self._count_missed(outcome.reasons)
+        if observe.VERIFY_FAILED in outcome.reasons:
+            # Never expected: memory, a driver or we have changed bytes under a right word.
+            wrong = [i for i, why in enumerate(outcome.reasons) if why == observe.VERIFY_FAILED]
+            self._log.error("page.corrupt", keys=[names[i].tobytes().hex() for i in wrong[:8]])
         hits: list[bool] = outcome.hits.tolist()
         return hits
 

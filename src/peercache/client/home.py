@@ -62,6 +62,7 @@ class Home:
         touches: Touches,
         report: Report | None,
         on_view: Callable[[set[int]], None],
+        renew_lock: Callable[[], None],
         metrics: Metrics,
         log: Any,
     ) -> None:
@@ -72,6 +73,7 @@ class Home:
         self._touches = touches
         self._report = report
         self._on_view = on_view
+        self._renew_lock = renew_lock
         self._metrics = metrics
         self._log = log
         self._boot_id = boot_id()
@@ -140,6 +142,9 @@ class Home:
             try:
                 self._attach(time.monotonic() + BEAT_S)
             except PeerCacheError as error:
+                if isinstance(error, Rejected) and error.reason == "lock":
+                    # The file has been cleaned away under us; for a new node a new one will do.
+                    self._renew_lock()
                 if str(error) != self._told_problem:
                     self._told_problem = str(error)
                     self._log.warning("home.rejected", home=self._url, problem=str(error))

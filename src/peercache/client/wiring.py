@@ -100,6 +100,7 @@ class Wiring:
             # An embedded node has the very same metrics.
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
+            renew_lock=self._renew_lock,
             metrics=self.metrics,
             log=self.log,
         )
@@ -130,6 +131,11 @@ class Wiring:
         return (self._tcp,) if self._config.fabric == "tcp" else (self._shm, self._tcp)
 
     # --- what the parts ask each other ------------------------------------------------------------
+
+    def _renew_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = ClientLock(self._config.home, self.identity)
 
     def _url_of(self, peer: int) -> str | None:
         return self.home.url_of(peer)
