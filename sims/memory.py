@@ -86,6 +86,8 @@ class Truth:
         """Nothing was."""
         self.stays: dict[bytes, list[Stay]] = {}
         self.generations: dict[int, int] = {}
+        self.arrived: dict[tuple[int, int, bytes], int] = {}
+        """By owner, holder and key: under which generation a record has come to an owner."""
         self.hits = 0
 
     def committed_at(self, key: bytes, incarnation: int) -> bool:

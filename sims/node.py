@@ -98,7 +98,7 @@ class SimNode:
             probe=cast("type[LockProbe]", locks.probe),
         )
         self.watched = {
-            name: WatchedActor(name, actor, self.crew.mailboxes[name], place, trace)
+            name: WatchedActor(name, actor, self.crew.mailboxes[name], place, trace, truth)
             for name, actor in self.crew.actors.items()
         }
 

@@ -13,9 +13,11 @@ import numpy as np
 from peercache import records
 from peercache.actors._actor import MAILBOX_MESSAGES_MAX, Mailbox
 from peercache.actors.directory import DirectoryShard
-from peercache.messages import ALIVE, SUSPECT, Delete, Disputed, Located
+from peercache.actors.publisher import Publisher
+from peercache.messages import ALIVE, SUSPECT, Delete, Disputed, Located, Put, Repair
 from peercache.ports import Effect, Origin, Send, StateActor
 from peercache.records import DROP
+from sims.memory import Truth
 from sims.places import Place
 from sims.trace import Trace, Violation
 
@@ -34,6 +36,7 @@ class WatchedActor:
     mailbox: Mailbox
     place: Place
     trace: Trace
+    truth: Truth
     steps: int = 0
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
@@ -49,6 +52,8 @@ class WatchedActor:
             effects = actor.on_message(sender, message, self.place.local(now))
             _check_kept(actor, before, type(message).__name__)
             _check_answers(actor, effects)
+            if isinstance(message, (Put, Repair)):
+                _note_held(actor, sender.identity, message.records, self.truth)
         self._note(type(message).__name__, effects)
         return effects
 
@@ -69,6 +74,8 @@ class WatchedActor:
         self.actor.check()
 
     def _note(self, cause: str, effects: list[Effect]) -> None:
+        if isinstance(self.actor, Publisher):
+            _check_hand_over(self.actor, effects, self.truth)
         kinds = [_kind(effect) for effect in effects]
         if kinds:
             self.trace.line("act", self.place.name, self.name, cause, *kinds)
@@ -121,6 +128,31 @@ def _check_kept(shard: DirectoryShard, before: Generations, cause: str) -> None:
         if held_generation(shard, holder, key) != generation:
             detail = f"{cause} took a newer record of {key.hex()} away"
             raise Violation("directory-order", detail)
+
+
+def _note_held(shard: DirectoryShard, holder: int, packed: bytes, truth: Truth) -> None:
+    for key in records.keys_of(records.from_bytes(packed)):
+        generation = held_generation(shard, holder, key)
+        if generation is not None:
+            truth.arrived[shard.incarnation, holder, key] = generation
+
+
+def _check_hand_over(publisher: Publisher, effects: list[Effect], truth: Truth) -> None:
+    """A record in force is withdrawn from a former owner only when it has come to the new ones."""
+    own, table = publisher.incarnation, publisher._table
+    for effect in effects:
+        if not isinstance(effect, Send) or not isinstance(effect.message, Delete):
+            continue
+        drops = _drops(effect.message.drops)
+        keys = records.keys_of(drops)
+        for at, row in enumerate(table.find(keys).tolist()):
+            generation = int(drops["generation"][at])
+            if row < 0 or int(table.records["generation"][row]) != generation:
+                continue
+            for owner in publisher._ring.owners(drops["key"][[at]])[0].tolist():
+                if owner != own and truth.arrived.get((owner, own, keys[at]), 0) < generation:
+                    detail = f"{keys[at].hex()} was withdrawn before {owner:016x} had it"
+                    raise Violation("hand-over-order", detail)
 
 
 def _check_answers(shard: DirectoryShard, effects: list[Effect]) -> None:

@@ -27,8 +27,8 @@ from sims.workload import Calls, Library
 VIRTUAL_LIMIT_S = 300.0
 """Longest run: its phases take less than half of it."""
 
-WALL_LIMIT_S = 120.0
-"""Real time of one run; the largest swarm takes a tenth of it."""
+WALL_LIMIT_S = 600.0
+"""Real time of one run; the largest swarm takes a twentieth of it."""
 
 HEADS_MAX = 3
 
