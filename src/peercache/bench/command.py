@@ -8,10 +8,14 @@ import sys
 from peercache.bench import report
 from peercache.bench.hosts import WorkingSet, drive, serve
 from peercache.bench.local import Plan, run_local
+from peercache.bench.tax import run_tax
 from peercache.errors import ConfigError
 
 PLOT_PAGE_BYTES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 """Page sizes of a plot: from a small model's page to a large one's."""
+
+TAX_PAGES = 64
+"""What is served again and again while the tax is measured: it costs the same from any cache."""
 
 WORKING_SET_BYTES = 512 * 2**20
 """Larger than any cache of the processor: hot buffers would flatter everything."""
@@ -43,6 +47,21 @@ def run_local_bench(args: argparse.Namespace) -> int:
         report.plot(args.plot, args.fabric, results)
         print(f"  drawn: {args.plot}", file=sys.stderr)
     return 1 if any(figures["wrong_bytes"] for _, figures in results) else 0
+
+
+def run_tax_bench(args: argparse.Namespace) -> int:
+    """Measure what serving pages takes from the engine's thread."""
+    _check(args)
+    pages = args.pages or TAX_PAGES
+    plan = Plan("tcp", args.page_bytes, args.batch, pages, args.seconds)
+    figures = run_tax(plan, _progress)
+    if args.json:
+        print(report.as_json(figures))
+    else:
+        for shape in ("embedded", "standalone"):
+            lost, served = figures[f"tax_{shape}"], figures[f"tax_{shape}_served_gb_s"]
+            print(f"  {shape:11} {lost:6.1%} of a Python thread, at {served:.2f} GB/s over tcp")
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ EXISTS_KEYS = 128
 
 EXISTS_CALLS = 300
 
-BUSY_BATCHES_MIN = 5
+ADOPT_S = 20.0
 
 
 class Engine:
@@ -91,10 +92,21 @@ class Engine:
                     self.stored[some], self._runs(self.source, some)
                 )
             )
-        return {"stored": stored}
+        return {"stored": stored, "keys": self.stored}
 
-    def get(self, client: str, *, seconds: float) -> dict[str, Any]:
+    def adopt(self, client: str, *, keys: list[str]) -> dict[str, Any]:
+        """Read what another engine has stored from now on; wait until it is to be seen."""
+        self.stored = keys
+        until = time.perf_counter() + ADOPT_S
+        while self.clients[client].batch_exists(keys) < len(keys):
+            if time.perf_counter() > until:
+                raise TimeoutError("the other engine's pages cannot be seen")
+            time.sleep(0.1)
+        return {}
+
+    def get(self, client: str, *, seconds: float, at_most_gb_s: float = math.inf) -> dict[str, Any]:
         """Get the stored pages again and again, each batch after its exists, as SGLang does."""
+        began = time.perf_counter()
         cache = self.clients[client]
         times: list[float] = []
         missed = wrong_bytes = 0
@@ -109,11 +121,19 @@ class Engine:
                 started = time.perf_counter()
                 hits += cache.batch_get_into(self.stored[some], runs)
                 times.append(time.perf_counter() - started)
-                if self._busy.is_set() and time.perf_counter() > until:
+                due_s = len(times) * self.batch * self.page_bytes / at_most_gb_s / 1e9
+                time.sleep(max(0.0, began + due_s - time.perf_counter()))
+                if time.perf_counter() > until and (self._busy.is_set() or at_most_gb_s < math.inf):
                     break
             missed += hits.count(False)
             wrong_bytes += self._wrong_bytes(hits)
-        return {**self._rate(times), "missed": missed, "wrong_bytes": wrong_bytes}
+        wall_gb_s = len(times) * self.batch * self.page_bytes / (time.perf_counter() - began) / 1e9
+        return {
+            **self._rate(times),
+            "wall_gb_s": wall_gb_s,
+            "missed": missed,
+            "wrong_bytes": wrong_bytes,
+        }
 
     def exists(self, client: str) -> dict[str, Any]:
         """Ask for the same stored keys again and again."""
@@ -207,7 +227,8 @@ def main() -> int:
     actions: dict[str, Callable[..., dict[str, Any]]] = {
         name: getattr(engine, name)
         for name in (
-            "open", "copy", "send_stream", "set", "store", "get", "exists", "busy", "spin", "close",
+            "open", "copy", "send_stream", "set", "store", "adopt", "get", "exists", "busy",
+            "spin", "close",
         )
     }  # fmt: skip
     sys.stdout.write("{}\n")

@@ -16,6 +16,10 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     local.add_argument("--plot", metavar="FILE.png", help="measure four page sizes and draw them")
     local.set_defaults(run=_local)
 
+    tax = kinds.add_parser("tax", help="what a node takes from a Python-bound thread beside it")
+    _add_sizes(tax)
+    tax.set_defaults(run=_tax)
+
     serve = kinds.add_parser("serve", help="of two hosts: the one that holds the pages")
     serve.add_argument("--listen", default="", metavar="HOST:PORT", help="control port")
     serve.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
@@ -49,6 +53,12 @@ def _local(args: argparse.Namespace) -> int:
     from peercache.bench.command import run_local_bench  # noqa: PLC0415 - see the charter
 
     return run_local_bench(args)
+
+
+def _tax(args: argparse.Namespace) -> int:
+    from peercache.bench.command import run_tax_bench  # noqa: PLC0415 - see the charter
+
+    return run_tax_bench(args)
 
 
 def _serve(args: argparse.Namespace) -> int:

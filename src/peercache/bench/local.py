@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import attrs
@@ -51,6 +52,24 @@ class EngineProcess:
             text=True,
         )
         self._exchange({"page_bytes": plan.page_bytes, "pages": plan.pages, "batch": plan.batch})
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def __enter__(self) -> EngineProcess:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it."""
+        self.close()
 
     def do(self, action: str, **arguments: Any) -> dict[str, Any]:
         """Have one thing done; return what it measured."""
