@@ -231,16 +231,6 @@ def _keeps_to_itself(_: Any) -> Any:
 VIEWS_NEVER_MERGE: Patches = ((membership.Membership, "_share", _keeps_to_itself),)
 
 
-def _forgets_outcomes(_: Any) -> Any:
-    def commit_open(self: Any, known: Any, sequence: int, outcome: Any) -> None:
-        del self, known, sequence, outcome
-
-    return commit_open
-
-
-COMMIT_TWICE: Patches = ((reservations.Reservations, "_remember", _forgets_outcomes),)
-
-
 def _stays(_: Any) -> Any:
     def refute(self: Any, claim: Any) -> bool:
         del self, claim

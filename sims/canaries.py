@@ -130,7 +130,7 @@ CANARIES: tuple[Canary, ...] = (
     Canary(
         planted.WORD_BEFORE_BYTES,
         "the owner samples the word before it sends the bytes",
-        20,
+        100,
         plant=planted.WORD_BEFORE_BYTES,
     ),
     Canary(
@@ -150,12 +150,6 @@ CANARIES: tuple[Canary, ...] = (
         "nodes that hold different views do not show them to each other",
         20,
         patches=bugs.VIEWS_NEVER_MERGE,
-    ),
-    Canary(
-        "commit-twice",
-        "a Commit that comes twice is carried out twice",
-        50,
-        patches=bugs.COMMIT_TWICE,
     ),
     Canary(
         "nothing-raised-on-refute",

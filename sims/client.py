@@ -49,6 +49,9 @@ from sims.places import Place
 from sims.planted import READS_SOURCE_LATE, planted
 from sims.trace import SimLog, Trace, Violation
 
+COPY_STOPPED_MAX_S = 6.0
+"""Longest that a process stops between two steps of a copy: far beyond every deadline."""
+
 Result = TypeVar("Result")
 
 
@@ -111,6 +114,8 @@ class SimClient:
         self.cluster = self._cluster_of(0, 0.0)
         self.scope = trio.CancelScope()
         self._buffers = buffers
+        self._network = network
+        self._rng = rng
         self._linked = linked
         self._log = SimLog(trace, place.name)
         self._view = View.of()
@@ -207,6 +212,9 @@ class SimClient:
     ) -> None:
         """Copy one part of a page into its slot; the process may be stopped before it does."""
         await trio.sleep(self.fabrics.step_s(step.until))
+        if self._rng.random() < self.fabrics.options.stop_in_copy and self._network.faults_on:
+            self._log.info("copy.stopped")
+            self.place.pause(trio.current_time(), self._rng.uniform(0.2, COPY_STOPPED_MAX_S))
         await self.place.awake()
         offset = int(step.offsets[page])
         at = 0
@@ -216,7 +224,7 @@ class SimClient:
             if lower < upper:
                 address = int(step.runs.addresses[run]) + lower - at
                 data = self._buffers.read(address, upper - lower)
-                home.write(offset + lower, offset, data, self.place.name)
+                home.write(offset + lower, offset, data, self.identity)
             at += size
 
     # --- the home node ----------------------------------------------------------------------------

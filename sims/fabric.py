@@ -249,7 +249,8 @@ class Transfer:
     async def _step(self) -> None:
         """Wait as long as a step takes; Gone if the holder is, meanwhile."""
         fabrics, member = self._fabrics, self._read.member
-        await trio.sleep(fabrics.step_s())
+        slowness = fabrics.options.wire_slowness if fabrics.network.faults_on else 1.0
+        await trio.sleep(min(slowness * fabrics.step_s(), STALL_S / 2))
         await self._reachable()
         node = fabrics.serving(member.data)
         if node is None or node.incarnation != member.incarnation:

@@ -7,6 +7,7 @@ is odd, and nothing touches a caller's buffer after its call has returned.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -109,6 +110,11 @@ class Truth:
         self.hits += 1
 
 
+def _anybody(client: int, index: int) -> bool:
+    del client, index
+    return True
+
+
 class NodeMemory:
     """The published segment of one incarnation: page memory and generation words."""
 
@@ -123,6 +129,8 @@ class NodeMemory:
         self.words: npt.NDArray[np.uint64] = np.zeros(granules, np.uint64)
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
+        self.may_write: Callable[[int, int], bool] = _anybody
+        """Whether a client has a reservation of the slot at an index, as the owner knows."""
         self._truth = truth
         self._cover: npt.NDArray[np.int64] = np.full(granules, -1, np.int64)
         self._stays: dict[int, tuple[Stay, int]] = {}
@@ -157,8 +165,11 @@ class NodeMemory:
             self._stays[index] = (stay, end)
             self._truth.stays.setdefault(key, []).append(stay)
 
-    def write(self, offset: int, slot_offset: int, data: Page, who: str) -> None:
-        """Store bytes of a page whose slot begins at `slot_offset`."""
+    def write(self, offset: int, slot_offset: int, data: Page, client: int) -> None:
+        """Store bytes of a page whose slot begins at `slot_offset`, in the name of a client."""
+        who = f"{client:016x}"
+        if not self.may_write(client, slot_offset // self.granule):
+            raise Violation("write-without-reservation", f"{who} wrote at {offset}")
         begin, end = offset // self.granule, -(-(offset + len(data)) // self.granule)
         if (self._cover[begin:end] >= 0).any():
             raise Violation("write-under-committed", f"{who} wrote at {offset}")

@@ -90,6 +90,7 @@ class SimNode:
             rng=rng,
             metrics=self.metrics,
         )
+        self.memory.may_write = self._has_reserved
         self.admission = Admission(
             granule=GRANULE,
             credentials="",
@@ -185,6 +186,13 @@ class SimNode:
 
     def _store_words(self, effect: StoreWords) -> None:
         self.memory.store_words(effect, trio.current_time())
+
+    def _has_reserved(self, client: int, index: int) -> bool:
+        """Return whether a client may write to a slot; once the owner is dead, nobody minds."""
+        known = self.crew.pool._reservations._clients.get(client)
+        slots = [s for r in known.open.values() for s in r.slots] if known is not None else []
+        is_reserved = any(slot is not None and slot.first == index for slot in slots)
+        return is_reserved or not self.place.alive
 
     def _pipe_ended(self, pipe: int) -> None:
         self.admission.end(pipe)

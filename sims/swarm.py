@@ -63,6 +63,9 @@ class Options:
     clog_rate: float
     disconnect_rate: float
     skew: float
+    # --- drawn last, so that older seeds keep their other options
+    wire_slowness: float
+    stop_in_copy: float
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -135,4 +138,6 @@ def draw(rng: random.Random, seed: int) -> Options:
         clog_rate=sometimes(0.3, 0.05, 0.3),
         disconnect_rate=sometimes(0.4, 0.1, 1.0),
         skew=sometimes(0.4, 0.001, 0.05),
+        wire_slowness=rng.choice([1.0, 1.0, 10.0]),
+        stop_in_copy=sometimes(0.4, 0.001, 0.02),
     )

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -116,18 +117,21 @@ def sweep(
     until = started + 60.0 * minutes if minutes is not None else float("inf")
     context = multiprocessing.get_context("spawn")
     jobs = jobs or os.cpu_count() or 1
-    given = iter(seeds)
+    # A pool takes all that it is given at once, and there is no end of fresh seeds.
+    room = threading.Semaphore(2 * jobs)
     # A worker is replaced now and then: what a run leaves behind must not add up.
     with context.Pool(jobs, maxtasksperchild=50) as pool:
-        for outcome in pool.imap_unordered(world.run, _until(given, until)):
+        for outcome in pool.imap_unordered(world.run, _until(seeds, until, room)):
+            room.release()
             tally.add(outcome)
             tell(outcome)
     tally.wall_s = time.monotonic() - started
     return tally
 
 
-def _until(seeds: Iterator[int], until: float) -> Iterator[int]:
+def _until(seeds: Iterable[int], until: float, room: threading.Semaphore) -> Iterator[int]:
     for seed in seeds:
+        room.acquire()
         if time.monotonic() >= until:
             return
         yield seed

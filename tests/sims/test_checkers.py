@@ -42,7 +42,7 @@ def commit(node: NodeMemory, *, index: int = 0, generation: int = 10) -> None:
     """Put a page into memory as a correct node and client do."""
     node.store_words(words((index, generation | 1)), 0.0)
     offset = index * GRANULE
-    node.write(offset, offset, content_of(KEY, 1, 300), "writer")
+    node.write(offset, offset, content_of(KEY, 1, 300), 7)
     node.store_words(words((index, generation)), 1.0)
     node.published(record(index=index, generation=generation), 1.0)
 
@@ -68,9 +68,22 @@ def test_a_write_under_a_committed_record_is_noticed() -> None:
     commit(node)
 
     with pytest.raises(Violation) as caught:
-        node.write(GRANULE, 0, content_of(KEY, 2, 24), "writer")
+        node.write(GRANULE, 0, content_of(KEY, 2, 24), 7)
 
     assert found_by(caught) == "write-under-committed"
+
+
+def test_a_write_without_a_reservation_is_noticed() -> None:
+    """Even where it does no harm this time."""
+    node = memory()
+    node.store_words(words((0, 11)), 0.0)
+    node.may_write = lambda client, index: (client, index) == (7, 0)
+    node.write(0, 0, content_of(KEY, 1, 300), 7)
+
+    with pytest.raises(Violation) as caught:
+        node.write(0, 0, content_of(KEY, 1, 300), 8)
+
+    assert found_by(caught) == "write-without-reservation"
 
 
 def test_a_write_under_an_even_word_is_noticed() -> None:
@@ -78,7 +91,7 @@ def test_a_write_under_an_even_word_is_noticed() -> None:
     node = memory()
 
     with pytest.raises(Violation) as caught:
-        node.write(0, 0, content_of(KEY, 2, 24), "writer")
+        node.write(0, 0, content_of(KEY, 2, 24), 7)
 
     assert found_by(caught) == "write-under-even-word"
 
@@ -99,7 +112,7 @@ def test_a_page_that_is_published_before_it_is_whole_is_noticed() -> None:
     """What a record names must be there, to the last byte, at that moment."""
     node = memory()
     node.store_words(words((0, 11)), 0.0)
-    node.write(0, 0, content_of(KEY, 1, 300)[:200], "writer")
+    node.write(0, 0, content_of(KEY, 1, 300)[:200], 7)
     node.store_words(words((0, 10)), 1.0)
 
     with pytest.raises(Violation) as caught:
@@ -112,7 +125,7 @@ def test_a_record_before_its_word_is_noticed() -> None:
     """The order of the pool's effects is a promise."""
     node = memory()
     node.store_words(words((0, 11)), 0.0)
-    node.write(0, 0, content_of(KEY, 1, 300), "writer")
+    node.write(0, 0, content_of(KEY, 1, 300), 7)
 
     with pytest.raises(Violation) as caught:
         node.published(record(), 1.0)
