@@ -3,11 +3,12 @@
 #   make test    lint, types and tests; SGLang's too where its environment exists
 PYTHON ?= python3
 VENV := .venv
+SIMS_MINUTES ?= 5
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit slow sglang docs clean
+.PHONY: help demo test lint format types unit slow sims sglang docs clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -39,6 +40,11 @@ unit: $(STAMP)
 # What takes longer than a newcomer waits: endurance, floods, the model of the read protocol.
 slow: $(STAMP)
 	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang" $(PYTEST_FLAGS)
+
+# Whole clusters, simulated: seeds nobody has run before, and bugs that must be found.
+sims: $(STAMP)
+	$(BIN)/python -m sims sweep --minutes $(SIMS_MINUTES)
+	$(BIN)/python -m sims canaries
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
 # exists, and where PEERCACHE_TEST_SGLANG=1 asks for it.
