@@ -122,17 +122,19 @@ class SimNode:
         self._ended()
         self._scope.cancel()
 
-    async def leave(self) -> None:
-        """Stop gracefully."""
+    async def leave(self) -> bool:
+        """Stop gracefully; False if it was killed over its goodbyes."""
         self._trace.line("fault", "leave", self.place.name)
         self.is_leaving = True
         for effect in self.crew.membership.leave(self.place.local(trio.current_time())):
             self.perform(effect)
         await trio.sleep(GOODBYE_S)
-        if self.place.alive:
-            self.memory.is_linked = False
-            self._ended()
-            self._scope.cancel()
+        if not self.place.alive:
+            return False
+        self.memory.is_linked = False
+        self._ended()
+        self._scope.cancel()
+        return True
 
     async def _start(self, nursery: trio.Nursery) -> None:
         self.switchboard = Switchboard(

@@ -232,8 +232,7 @@ class World:
         """Stop a node gracefully; it is started again later."""
         node = self.nodes[name]
         if node.place.alive and not node.is_leaving:
-            await node.leave()
-            if self.nodes[name] is node:
+            if await node.leave():
                 await self._start_again(name, away_s)
 
     async def crash_client(self, name: str, away_s: float) -> None:
