@@ -231,9 +231,8 @@ class World:
     async def leave_node(self, name: str, away_s: float) -> None:
         """Stop a node gracefully; it is started again later."""
         node = self.nodes[name]
-        if node.place.alive and not node.is_leaving:
-            if await node.leave():
-                await self._start_again(name, away_s)
+        if node.place.alive and not node.is_leaving and await node.leave():
+            await self._start_again(name, away_s)
 
     async def crash_client(self, name: str, away_s: float) -> None:
         """Kill an engine; another one comes in its place."""
