@@ -43,7 +43,7 @@ slow: $(STAMP)
 
 # Whole clusters, simulated: seeds nobody has run before, and bugs that must be found.
 sims: $(STAMP)
-	$(BIN)/python -m sims sweep --minutes $(SIMS_MINUTES)
+	$(BIN)/python -m sims sweep --kept --minutes $(SIMS_MINUTES)
 	$(BIN)/python -m sims canaries
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
