@@ -170,17 +170,15 @@ def _measure(
             if not busy:
                 full = engine.do("set", client="full", seconds=plan.seconds, clear=False)
                 sample("set_full_gb_s", full["gb_s"])
-                engine.do("store", client="writer")
                 sample("limit_tcp_gb_s", _stream_gb_s(plan, engine))
+            # What was measured while busy may have stopped in the middle of the working set.
+            engine.do("store", client="writer")
             read = engine.do("get", client="reader", seconds=plan.seconds)
             sample(f"get{suffix}_gb_s", read["gb_s"])
             sample(f"get{suffix}_p99_ms", read["p99_ms"])
             sample("misses", read["missed"])
             wrong_bytes += read["wrong_bytes"]
-            if not busy:
-                engine.do("store", client="writer")
-            else:
-                engine.do("busy", on=False)
+        engine.do("busy", on=False)
         sample("limit_rtt_us", _rtt_us(first))
         sample("exists_cold_us", engine.do("exists", client="cold")["us"])
         hot = engine.do("exists", client="reader")
