@@ -190,7 +190,8 @@ class Config:
         quantities.whole,
         -1,
         "Port of /metrics and /healthz; 0 turns it off. Default (-1): 31997, or a free port "
-        "where that is taken; a port named here must be free.",
+        "where that is taken, and none for a node embedded in an engine; a port named here must "
+        "be free.",
     )
     log_format: str = _of(
         quantities.text,
