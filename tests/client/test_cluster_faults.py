@@ -313,6 +313,7 @@ def test_a_forked_child_answers_misses_and_exits() -> None:
         child = os.fork()
         if child == 0:
             answer = [client.batch_exists(keys), *read(client, keys), *client.batch_set(keys, [])]
+            answer.append(len(client.stats()))
             client.close()
             os.write(writes_end, repr(answer).encode())
             os._exit(0)
@@ -321,7 +322,7 @@ def test_a_forked_child_answers_misses_and_exits() -> None:
         os.close(reads_end)
         os.waitpid(child, 0)
 
-        assert answered == b"[0, False, False, False, False]"
+        assert answered == b"[0, False, False, False, False, 0]"
         assert read(client, keys) == [True, True]
 
 

@@ -133,9 +133,15 @@ class Wiring:
     # --- what the parts ask each other ------------------------------------------------------------
 
     def _renew_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = ClientLock(self._config.home, self.identity)
+        """Lock a new file; raise ConfigError where that cannot be, and try again when asked to."""
+        if not self._config.home:
+            return
+        # Forgotten before anything can fail: a lock that is released twice would close a
+        # descriptor that is somebody else's by then.
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+        self._lock = ClientLock(self._config.home, self.identity)
 
     def _url_of(self, peer: int) -> str | None:
         return self.home.url_of(peer)

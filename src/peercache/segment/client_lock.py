@@ -122,8 +122,9 @@ class LockProbe:
 
 def _remove(path: Path) -> None:
     """Remove a lock file, and the folder with the last one."""
-    path.unlink(missing_ok=True)
+    # What cannot be removed is no reason to keep the lock.
     with suppress(OSError):
+        path.unlink(missing_ok=True)
         path.parent.rmdir()
 
 
