@@ -429,10 +429,11 @@ def test_no_page_with_an_unchanged_word_has_another_byte_while_its_owner_rewrite
     rewrite(other_process, 1_000_000)
     assert other_process.stdout is not None
     other_process.stdout.readline()
-    verified, refused = verdicts(shm, peer, host, until=100)
+    verified, refused = verdicts(shm, peer, host, until=20)
 
-    assert verified >= 100
-    assert refused >= 100
+    # How often each comes is up to the scheduler; that both came is what makes this a test.
+    assert verified >= 20
+    assert refused >= 20
     shm.close()
 
 
