@@ -1,0 +1,76 @@
+"""A node's disk: the page store on its threads, between the disk actor and the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import trio
+
+from peercache.config import Config
+from peercache.disk.store import DiskStore, PoolMemory
+from peercache.disk_state.books import DiskIndexed
+from peercache.disk_state.ports import DiskEffect, DiskEnded, DiskFact, DiskOpened
+from peercache.segment.published import PublishedSegment
+
+
+@final
+class NodeDisk:
+    """The page store of a node, from opening in the background to a bounded close.
+
+    problem: why there is no disk any more, or not yet; "" while it works.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        segment: PublishedSegment,
+        tell: Callable[[DiskFact | DiskIndexed], None],
+        log: Any,
+    ) -> None:
+        """Begin to open the folder; the node need not wait. Call on the node's loop.
+
+        tell: hands a fact to the disk actor, on the loop.
+        """
+        self.problem = "it is being opened"
+        self._tell = tell
+        self._log = log
+        self._token = trio.lowlevel.current_trio_token()
+        # Deadlines are in the loop's time, which its threads cannot ask for.
+        ahead_s = trio.current_time() - time.perf_counter()
+        self._store = DiskStore(
+            config.disk_path,
+            size_bytes=config.disk_size,
+            pool=PoolMemory(segment.pages, segment.words, config.granule),
+            tell=self._hear,
+            free_floor=config.disk_free_floor,
+            clock=lambda: time.perf_counter() + ahead_s,
+            log=log,
+        )
+        self._store.start()
+
+    def perform(self, effect: DiskEffect) -> None:
+        """Do what the disk actor says; never blocks."""
+        self._store.perform(effect)
+
+    def close(self) -> None:
+        """Let go of the folder, within a few seconds whatever the disk does."""
+        self._store.close()
+
+    def _hear(self, fact: DiskFact) -> None:
+        """Take a fact from a thread of the store."""
+        # Here and not on the loop: it would stand still meanwhile.
+        told = DiskIndexed.of(fact) if isinstance(fact, DiskOpened) else fact
+        try:
+            self._token.run_sync_soon(self._take, told)
+        except trio.RunFinishedError:
+            return  # The node has gone, and nobody waits for an answer.
+
+    def _take(self, fact: DiskFact | DiskIndexed) -> None:
+        if isinstance(fact, DiskIndexed):
+            self.problem = ""
+        elif isinstance(fact, DiskEnded):
+            self.problem = fact.reason
+            self._log.warning("disk.ended", reason=fact.reason)
+        self._tell(fact)

@@ -1,0 +1,38 @@
+"""Promotion: how a reader asks a holder for pages that lie on its disk.
+
+The holder loads them into its pool and answers with fresh records; the reader then reads as ever.
+These are messages like those of `messages`, kept here with what their answers mean.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+PROMOTED = 0
+"""The page is in memory now: its record is in the answer."""
+LATER = 1
+"""On disk and not loaded yet: beyond this answer's portion, or the patience was over. Ask again."""
+LOST = 2
+"""Neither in memory nor on disk: removed, damaged, or the disk has failed."""
+
+
+@attrs.frozen
+class Promote:
+    """Ask a holder to load pages from its disk into its memory, the first of them first.
+
+    patience_s: how long the answer may wait for the disk; 0 wants no answer, and the holder loads
+                as many as its rate for such wishes allows.
+    """
+
+    request: int
+    keys: bytes
+    patience_s: float
+
+
+@attrs.frozen
+class Promoted:
+    """Answer: a state a key, and the records, in key order, of what is in memory now."""
+
+    request: int
+    states: bytes
+    records: bytes

@@ -1,0 +1,218 @@
+"""The contract of a page store: the real one, and the one that the simulations use, keep it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.disk_state.index import DiskIndex
+from peercache.disk_state.ports import (
+    DISK_CHANGED,
+    DISK_DAMAGED,
+    DISK_DONE,
+    DiskEffect,
+    DiskFact,
+    DiskOpened,
+    Forget,
+    ForgetDone,
+    Load,
+    LoadDone,
+    Spill,
+    SpillDone,
+)
+from peercache.runs import U64
+from sims.store import Image, Store
+from tests.disk.rig import GRANULE, MIB, Log, Pool, Rig, key_of
+
+SLAB_BYTES = 2 * MIB
+
+OpenStore = Callable[[], Rig]
+"""Opens a store on what the last one has left; the same place in every test."""
+
+
+class PoolOfRig:
+    """The rig's pool as the simulated store sees one."""
+
+    def __init__(self, pool: Pool) -> None:
+        """See this pool."""
+        self._pool = pool
+
+    def word_at(self, offset: int) -> int:
+        """Return a slot's word."""
+        return int(self._pool.words[offset // GRANULE])
+
+    def read(self, offset: int, size: int) -> np.ndarray:
+        """Return bytes as they are."""
+        return self._pool.memory[offset : offset + size].copy()
+
+    def load(self, offset: int, slot_offset: int, data: np.ndarray) -> None:
+        """Store bytes of a page from disk."""
+        assert self.word_at(slot_offset) & 1
+        self._pool.memory[offset : offset + len(data)] = data
+
+
+class AtOnce:
+    """The simulated store, doing each job as soon as it is given."""
+
+    def __init__(self, store: Store, tell: Callable[[DiskFact], None]) -> None:
+        """Tell what becomes of jobs."""
+        self._store = store
+        self._tell = tell
+
+    def perform(self, effect: DiskEffect) -> None:
+        """Do a job."""
+        if isinstance(effect, Spill):
+            said = [_end_of(self._store.spill(effect, at)) for at in range(len(effect.places))]
+            self._tell(SpillDone(effect.job, bytes(said)))
+        elif isinstance(effect, Load):
+            found = [_end_of(self._store.load(effect, at)) for at in range(len(effect.places))]
+            checksums: U64 = np.array([checksum for _, checksum in found], np.uint64)
+            self._tell(LoadDone(effect.job, bytes(outcome for outcome, _ in found), checksums))
+        elif isinstance(effect, Forget):
+            self._store.forget(effect.places.tolist(), wipe=effect.wipe)
+            self._store.image.sync()
+            self._tell(ForgetDone(effect.job))
+
+    def close(self) -> None:
+        """Make safe what is not yet."""
+        self._store.image.sync()
+
+
+def _end_of(page: Any) -> Any:
+    while True:
+        try:
+            next(page)
+        except StopIteration as end:  # noqa: PERF203 - a generator's value comes no other way
+            return end.value
+
+
+class SimulatedRig(Rig):
+    """A rig around the simulated store."""
+
+    def __init__(self, image: Image) -> None:
+        """Open a store on an image."""
+        self.pool = Pool()
+        self.log = Log()
+        self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
+        self.told: list[DiskFact] = []
+        self.jobs = 0
+        self.image = image
+        self.store = AtOnce(Store(image, PoolOfRig(self.pool)), self.facts.put)  # type: ignore[assignment]
+        self.opened = DiskOpened(16 * SLAB_BYTES, SLAB_BYTES, image.entries(), 1)
+        self.index = DiskIndex(capacity_bytes=16 * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        self.index.load(self.opened.entries)
+
+
+@pytest.fixture(params=["real", "simulated"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
+    """Each store in turn."""
+    if request.param == "real":
+        return lambda: Rig(tmp_path)
+    image = Image()
+    return lambda: SimulatedRig(image)
+
+
+def flip(rig: Rig, number: int) -> None:
+    """Flip a bit of a page where it lies."""
+    if isinstance(rig, SimulatedRig):
+        rig.image.slots[rig.place_of(number)].data[1000] ^= 1
+        return
+    file, offset = rig.file_of(number)
+    with file.open("r+b") as slab:
+        slab.seek(offset + 4096 + 1000)
+        byte = slab.read(1)[0]
+        slab.seek(offset + 4096 + 1000)
+        slab.write(bytes([byte ^ 1]))
+
+
+def test_pages_come_back_byte_for_byte(open_store: OpenStore) -> None:
+    """What was written is loaded, in any order."""
+    with open_store() as rig:
+        assert rig.spill([1, 2, 3]) == bytes([DISK_DONE] * 3)
+
+        assert rig.load([3, 1, 2]) == ["right"] * 3
+
+
+def test_each_job_is_answered_once(open_store: OpenStore) -> None:
+    """Under its own number."""
+    with open_store() as rig:
+        first, second = rig.send_spill([1, 2]), rig.send_spill([3])
+        answers = [rig.await_fact(SpillDone) for _ in range(2)]
+
+        assert sorted(answer.job for answer in answers) == [first, second]
+        assert not [fact for fact in rig.told if isinstance(fact, SpillDone)]
+
+
+def test_restart_finds_what_was_written(open_store: OpenStore) -> None:
+    """Each page once, where it lies."""
+    with open_store() as rig:
+        rig.spill([1, 2, 3])
+        places = [rig.place_of(number) for number in (1, 2, 3)]
+
+    with open_store() as again:
+        assert [again.place_of(number) for number in (1, 2, 3)] == places
+        assert again.load([2, 3, 1]) == ["right"] * 3
+
+
+def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
+    """Its word has moved on: what lies in the slot is anybody's."""
+    with open_store() as rig:
+        records = rig.pool.commit([key_of(1)], [100_000])
+        rig.pool.evict(records[0])
+        begun = rig.index.begin(
+            key_of(1), np.array([5], np.uint64), np.array([100_000], np.uint64),
+            np.array([1], np.uint64), 0,
+        )  # fmt: skip
+
+        rig.perform(
+            Spill(7, records, np.array([5], np.uint64), begun.places, np.array([1], np.uint64), 1e9)
+        )
+
+        assert rig.await_fact(SpillDone, 7).outcomes == bytes([DISK_CHANGED])
+
+
+def test_page_of_another_namespace_is_damaged(open_store: OpenStore) -> None:
+    """Whoever asks for something else than lies there gets nothing."""
+    with open_store() as rig:
+        rig.spill([1])
+
+        assert rig.load([1], namespace=6) == [str(DISK_DAMAGED)]
+
+
+def test_flipped_bit_is_damage(open_store: OpenStore) -> None:
+    """Others are as they were."""
+    with open_store() as rig:
+        rig.spill([1, 2])
+        flip(rig, 1)
+
+        assert rig.load([1, 2]) == [str(DISK_DAMAGED), "right"]
+
+
+def test_checksum_of_a_load_is_that_of_the_page(open_store: OpenStore) -> None:
+    """What readers verify is what was read."""
+    import xxhash
+
+    with open_store() as rig:
+        rig.spill([1])
+        job, (offset,) = rig.send_load([1])
+        done = rig.await_fact(LoadDone, job)
+
+        page = rig.pool.memory[offset : offset + 100_000].tobytes()
+        assert done.checksums.tolist() == [xxhash.xxh3_64_intdigest(page)]
+
+
+@pytest.mark.parametrize("wipe", [False, True])
+def test_forgotten_page_stays_forgotten_over_a_restart(open_store: OpenStore, wipe: bool) -> None:
+    """Once ForgetDone has been told."""
+    with open_store() as rig:
+        rig.spill([1, 2])
+        rig.forget([1], wipe=wipe)
+
+    with open_store() as again:
+        assert again.index.find(key_of(1) + key_of(2)).tolist()[0] == -1
+        assert again.load([2]) == ["right"]

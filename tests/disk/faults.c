@@ -1,0 +1,51 @@
+/* Preloaded into a test's process: makes reads and writes of slab files fail, or hang.
+ *
+ * The file named by PEERCACHE_FAULTS says what happens, and is read before each call:
+ * "KIND ERRNO" or "KIND hang", where KIND is r (reads), w (writes) or b (both); empty: nothing.
+ * A call that hangs goes on once the file says something else.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef ssize_t (*vector_call)(int, const struct iovec *, int, off64_t, int);
+
+static int fault_of(int file, char kind) {
+    char name[4096], link[64], said[64] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, name, sizeof name - 1);
+    if (length < 0) return 0;
+    name[length] = 0;
+    if (!strstr(name, "slab-")) return 0;
+    for (;;) {
+        const char *path = getenv("PEERCACHE_FAULTS");
+        int control = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+        if (control < 0) return 0;
+        length = read(control, said, sizeof said - 1);
+        close(control);
+        said[length > 0 ? length : 0] = 0;
+        if (!said[0] || (said[0] != 'b' && said[0] != kind)) return 0;
+        if (strncmp(said + 2, "hang", 4)) return atoi(said + 2);
+        struct timespec moment = {0, 10 * 1000 * 1000};
+        nanosleep(&moment, NULL);
+    }
+}
+
+ssize_t preadv64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
+    int fault = fault_of(file, 'r');
+    if (fault) { errno = fault; return -1; }
+    return ((vector_call)dlsym(RTLD_NEXT, "preadv64v2"))(file, parts, count, offset, flags);
+}
+
+ssize_t pwritev64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
+    int fault = fault_of(file, 'w');
+    if (fault) { errno = fault; return -1; }
+    return ((vector_call)dlsym(RTLD_NEXT, "pwritev64v2"))(file, parts, count, offset, flags);
+}
