@@ -1,0 +1,1 @@
+"""The rdma fabric: reads other nodes' published memory with one-sided READs, through pyverbs."""

@@ -1,0 +1,221 @@
+"""Which ports of which devices this host has, and which of them to use: facts and a choice.
+
+The facts are read from sysfs, which needs no library and no permission, so that the choice can be
+tested with recorded trees, and a link that went down is noticed by reading one small file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+SYSFS = Path("/sys/class/infiniband")
+
+ETHERNET = "Ethernet"
+INFINIBAND = "InfiniBand"
+ROCE_V2 = "RoCE v2"
+IWARP_NODE = "RNIC"
+"""iWARP connects through its own connection manager only, which we do not speak."""
+
+ANY_GID = -1
+EMPTY_MAX = 32
+"""Empty entries in a row after which a GID table is taken to be over: the lowest free one is always
+filled first, and some tables have a thousand, a file each."""
+
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
+_LINK_LOCAL = b"\xfe\x80"
+
+
+@attrs.frozen
+class Gid:
+    """One entry of a port's table. raw: 16 bytes; kind: as the kernel calls it, "" if unknown."""
+
+    index: int
+    raw: bytes
+    kind: str
+
+    @property
+    def is_ipv4(self) -> bool:
+        """Return whether it stands for an IPv4 address."""
+        return self.raw.startswith(_IPV4_MAPPED)
+
+    @property
+    def is_link_local(self) -> bool:
+        """Return whether no router forwards to it."""
+        return self.raw.startswith(_LINK_LOCAL)
+
+    def text(self) -> str:
+        """Return it as verbs write it: eight groups of four digits."""
+        return ":".join(self.raw[at : at + 2].hex() for at in range(0, 16, 2))
+
+
+@attrs.frozen
+class Port:
+    """One port of one device, as sysfs shows it.
+
+    name:       device, and ":port" where it is not the first.
+    state:      "ACTIVE", "DOWN", "INIT", …
+    link_layer: ETHERNET or INFINIBAND.
+    node:       "CA", or IWARP_NODE.
+    lid:        its address on InfiniBand, 0 on Ethernet.
+    rate_gbps:  what the link signals.
+    gids:       without empty entries.
+    """
+
+    device: str
+    number: int
+    state: str
+    link_layer: str
+    node: str
+    lid: int
+    rate_gbps: float
+    gids: tuple[Gid, ...]
+
+    @property
+    def name(self) -> str:
+        """Return what the configuration calls it."""
+        return self.device if self.number == 1 else f"{self.device}:{self.number}"
+
+
+@attrs.frozen
+class Chosen:
+    """A port to use, and the entry of its GID table that stands for it."""
+
+    port: Port
+    gid: Gid
+
+
+@attrs.frozen
+class Choice:
+    """The ports to use, in order, and why others are not used: a sentence each."""
+
+    ports: tuple[Chosen, ...]
+    problems: tuple[str, ...]
+
+
+def read_ports(root: Path = SYSFS) -> tuple[Port, ...]:
+    """Return every port of every device, by name; none where there is no RDMA."""
+    if not root.is_dir():
+        return ()
+    folders = sorted(root.iterdir(), key=lambda folder: folder.name)
+    return tuple(
+        _read_port(device, folder)
+        for device in folders
+        for folder in sorted((device / "ports").iterdir(), key=lambda port: int(port.name))
+    )
+
+
+def is_up(device: str, number: int, root: Path = SYSFS) -> bool:
+    """Return whether a port's link is up at this moment: 20 µs."""
+    return _state(root / device / "ports" / str(number)) == "ACTIVE"
+
+
+def choose(ports: Sequence[Port], names: Sequence[str] = (), gid_index: int = ANY_GID) -> Choice:
+    """Choose what to read over.
+
+    names:     "mlx5_0" or "mlx5_0:2" each: exactly these, as rails, in this order. Empty: the
+               fastest port that is up, the first of them by name.
+    gid_index: of every port chosen; ANY_GID takes the best entry.
+    """
+    if names:
+        return _choose_named(ports, names, gid_index)
+    usable, problems = [], []
+    for port in ports:
+        problem, gid = _judge(port, gid_index)
+        if gid is None:
+            problems.append(problem)
+        else:
+            usable.append(Chosen(port, gid))
+    best = sorted(usable, key=lambda each: -each.port.rate_gbps)[:1]
+    if not ports:
+        problems.append("this host has no RDMA device")
+    return Choice(tuple(best), tuple(problems))
+
+
+def best_gid(port: Port) -> Gid | None:
+    """Return the entry that others can reach, or None.
+
+    On Ethernet one of RoCE v2, which is routed: IPv4 before global IPv6 before link-local, because
+    that is the order in which networks are known to be set up. On InfiniBand the first.
+    """
+    if port.link_layer == INFINIBAND:
+        return port.gids[0] if port.gids else None
+    routed = [gid for gid in port.gids if gid.kind == ROCE_V2]
+    order = sorted(routed, key=lambda gid: (not gid.is_ipv4, gid.is_link_local, gid.index))
+    return order[0] if order else None
+
+
+def _choose_named(ports: Sequence[Port], names: Sequence[str], gid_index: int) -> Choice:
+    known = {port.name: port for port in ports}
+    # "mlx5_0:1" names the first port too.
+    known.update({f"{port.device}:{port.number}": port for port in ports})
+    chosen, problems = [], []
+    for name in dict.fromkeys(names):
+        port = known.get(name)
+        if port is None:
+            there = ", ".join(each.name for each in ports) or "none"
+            problems.append(f"there is no RDMA device {name}; there is {there}")
+            continue
+        # One that is down may come up: as a rail it is left out until then.
+        problem, gid = _judge(port, gid_index, must_be_up=False)
+        if gid is None:
+            problems.append(problem)
+        else:
+            chosen.append(Chosen(port, gid))
+    return Choice(tuple(chosen), tuple(problems))
+
+
+def _judge(port: Port, gid_index: int, *, must_be_up: bool = True) -> tuple[str, Gid | None]:
+    """Return why a port is of no use, or the GID to use."""
+    if port.node == IWARP_NODE:
+        return f"{port.name} is an iWARP device, which cannot be connected without rdma_cm", None
+    if must_be_up and port.state != "ACTIVE":
+        return f"the link of {port.name} is {port.state or 'in no known state'}", None
+    if gid_index == ANY_GID:
+        gid = best_gid(port)
+        if gid is None:
+            return f"{port.name} has no RoCE v2 GID: does its interface have an IP address?", None
+        return "", gid
+    for gid in port.gids:
+        if gid.index == gid_index:
+            return "", gid
+    return f"{port.name} has no GID at index {gid_index}", None
+
+
+def _read_port(device: Path, folder: Path) -> Port:
+    return Port(
+        device=device.name,
+        number=int(folder.name),
+        state=_state(folder),
+        link_layer=_text(folder / "link_layer"),
+        node=_text(device / "node_type").partition(": ")[2],
+        lid=int(_text(folder / "lid") or "0", 16),
+        rate_gbps=float(_text(folder / "rate").partition(" ")[0] or 0),
+        gids=tuple(_gids(folder)),
+    )
+
+
+def _state(folder: Path) -> str:
+    return _text(folder / "state").partition(": ")[2]
+
+
+def _gids(folder: Path) -> Iterator[Gid]:
+    empty = 0
+    for entry in sorted((folder / "gids").iterdir(), key=lambda gid: int(gid.name)):
+        raw = bytes.fromhex(_text(entry).replace(":", "") or "00" * 16)
+        # An entry with only a subnet prefix is empty too.
+        if any(raw[8:]):
+            empty = 0
+            yield Gid(int(entry.name), raw, _text(folder / "gid_attrs" / "types" / entry.name))
+        elif (empty := empty + 1) == EMPTY_MAX:
+            return
+
+
+def _text(path: Path) -> str:
+    # Entries come and go with addresses and links, and some cannot be read while they are empty.
+    with contextlib.suppress(OSError, ValueError):
+        return path.read_text(encoding="ascii").strip()
+    return ""

@@ -1,0 +1,392 @@
+"""The rdma fabric, client side: one-sided READs in the caller's thread.
+
+The owner's processor has no part in a read. A channel that did not end its read in full is
+destroyed before `read` returns: a queue pair that is destroyed writes nowhere, which is how "after
+it returns nothing writes to a destination" is kept. Destinations that are not registered are read
+through registered memory of our own, and copied from there.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
+
+from peercache.actors.rdma import NO_PATH, NO_RDMA
+from peercache.channel_exchange import ChannelOpened, ChannelsHeld
+from peercache.errors import LocalProtocolError
+from peercache.ids import name_of
+from peercache.messages import Member, Message, Refused
+from peercache.observe import (
+    DEADLINE,
+    INTERNAL,
+    LINK_DOWN,
+    NO_MEMORY,
+    PEER_UNREACHABLE,
+    REFUSED,
+    UNREGISTERED,
+    Metrics,
+    get_logger,
+)
+from peercache.ports import Fabric, Fetched, PeerRead
+from peercache.rdma.absences import ALL_RAILS, Absences
+from peercache.rdma.channel import Channel
+from peercache.rdma.leasing import Channels, Reserved
+from peercache.rdma.news import News
+from peercache.rdma.progress import Progress
+from peercache.rdma.rail import Rail
+from peercache.rdma.reading import Poller, Transfer, drive
+from peercache.rdma.sharing import Leased, Share, Unprepared, shares_of
+from peercache.rdma.sides import Side, end_of, published_by
+
+EXCHANGE_S = 0.2
+"""Patience for a node's end of a channel: less than what makes a breaker open on silence."""
+
+ABSENT_S = 30.0
+"""How long it is believed that a node serves no rdma."""
+
+REFUSED_S = 5.0
+"""How long it is left alone where it has a reason that may pass: too many channels, no path."""
+
+AWAY_S = 1.0
+"""How long a peer that could not be read is left to the other fabric."""
+
+SET_ASIDE_S = 0.005
+"""Kept back from a deadline, for what ending a channel takes."""
+
+REFRESH_S = 1.0
+"""How often a peer is asked again what it has registered, while it is still at it."""
+
+ELSEWHERE = {
+    PEER_UNREACHABLE: PEER_UNREACHABLE,
+    REFUSED: REFUSED,
+    UNREGISTERED: REFUSED,
+    LINK_DOWN: PEER_UNREACHABLE,
+    NO_MEMORY: PEER_UNREACHABLE,
+}
+"""Failures that another fabric may not have, and the miss reason where there is none."""
+
+Exchange: TypeAlias = Callable[[int, Message, float], "Message | None"]
+"""Ask a peer by its incarnation, until a time: its answer, or None."""
+
+
+@final
+class RdmaFabric:
+    """Reads pages of any member that serves rdma. Thread-safe; never raises."""
+
+    name = "rdma"
+
+    def __init__(
+        self,
+        *,
+        rails: Sequence[Rail],
+        exchange: Exchange,
+        max_channels_per_peer: int,
+        rng: random.Random,
+        metrics: Metrics,
+        fallback: Fabric | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        poller: Callable[[], Poller] = select.poll,
+    ) -> None:
+        """Read over `rails`, which are closed with this.
+
+        exchange: asks nodes for their ends of channels.
+        fallback: reads what cannot be read here, and says so; None makes that a miss.
+        """
+        self._sides = tuple(
+            Side(rail, index, max_channels_per_peer=max_channels_per_peer, rng=rng, clock=clock)
+            for index, rail in enumerate(rails)
+        )
+        self._exchange = exchange
+        self._metrics = metrics
+        self._fallback = fallback
+        self._clock = clock
+        self._poller = poller
+        self._log = get_logger(actor="rdma")
+        self.between: Callable[[], None] | None = None
+        self._channels = Channels(self._sides, clock)
+        self._absences = Absences()
+        self._news = News(self._log)
+        # Guards what follows.
+        self._lock = threading.Lock()
+        self._is_released = False
+
+    # --- ports.Fabric -----------------------------------------------------------------------------
+
+    def reaches(self, member: Member) -> bool:
+        """Return whether a link is up, and nothing says that this member serves no rdma."""
+        now = self._clock()
+        if self._channels.is_closed or not (member.data or member.control):
+            return False
+        peer, absences = member.incarnation, self._absences
+        return not absences.has(peer, now) and any(
+            side.is_usable(now) and not absences.has(peer, now, side.index) for side in self._sides
+        )
+
+    def read(self, read: PeerRead, deadline: float) -> Fetched:
+        """Fill the destinations in page order by `deadline`; see ports.Fabric."""
+        progress = Progress(read, deadline - SET_ASIDE_S)
+        if not len(read.offsets):
+            return Fetched(progress.seen, "", self.name)
+        try:
+            failure = self._read(progress)
+        except Exception:
+            self._log.error(
+                "rdma.read_failed", peer=name_of(read.member.incarnation), exc_info=True
+            )
+            failure = INTERNAL
+        if not failure and progress.unopened.any():
+            failure = UNREGISTERED
+        if failure in ELSEWHERE and self._fallback is not None:
+            return self._fall_back(self._fallback, progress, failure, deadline)
+        if not failure and progress.outside.any():
+            failure = REFUSED
+        return Fetched(progress.seen, ELSEWHERE.get(failure, failure), self.name)
+
+    def close(self) -> None:
+        """Refuse new reads, wait for those in flight (each ends by its deadline), close all."""
+        is_quiet = self._channels.close()
+        with self._lock:
+            is_released, self._is_released = self._is_released, True
+        if is_quiet and not is_released:
+            # Else a read would lose its memory from below it: the end of the process closes all.
+            for side in self._sides:
+                side.close()
+
+    # --- for the wiring ---------------------------------------------------------------------------
+
+    def forget(self, incarnation: int) -> None:
+        """Close the channels to a member that is dead, those in use when their reads end."""
+        self._channels.forget(incarnation)
+        self._absences.forget(incarnation)
+
+    def held(self) -> list[tuple[int, ChannelsHeld]]:
+        """Return what to tell nodes about their channels now; call it each second."""
+        return self._channels.held()
+
+    def register(self, name: str, address: int, length: int, owner: object) -> Callable[[], None]:
+        """Begin to register memory that reads will fill, piece by piece; return what ends that."""
+        made = [
+            (side, side.rail.regions.add(name, address, length, remote=False, owner=owner))
+            for side in self._sides
+        ]
+
+        def end() -> None:
+            for side, region in made:
+                side.rail.regions.remove(region)
+
+        return end
+
+    # --- one read ---------------------------------------------------------------------------------
+
+    def _read(self, progress: Progress) -> str:
+        """Read until nothing is left or nothing helps; return "" or why not."""
+        read = progress.read
+        wanted = read.runs.lengths()
+        if wanted.shape != read.lengths.shape or (wanted != read.lengths).any():
+            raise LocalProtocolError("lengths differ from the destinations' sizes")
+        if self._absences.any():
+            progress.avoided.update(self._absences.rails(progress.peer, self._clock()))
+        failure = ""
+        # Every turn completes the read, or strikes out a rail or its idle channels.
+        for _ in range(2 * len(self._sides) + 1):
+            if not len(progress.left()):
+                return ""
+            struck_out = len(progress.avoided)
+            leased, why = self._lease(progress)
+            if not leased:
+                failure = why or failure or PEER_UNREACHABLE
+                if len(progress.avoided) == struck_out or self._is_away(progress):
+                    return failure
+                continue
+            failure = self._use(progress, leased)
+            if failure in (DEADLINE, INTERNAL, NO_MEMORY):
+                return failure
+        return failure
+
+    def _is_away(self, progress: Progress) -> bool:
+        return self._absences.has(progress.peer, self._clock())
+
+    def _lease(self, progress: Progress) -> tuple[list[Leased], str]:
+        """Return connected channels for what is left, waiting for one; or none, and why."""
+        reserved, why = self._channels.reserve(progress)
+        leased: list[Leased] = []
+        try:
+            while reserved:
+                channel, problem = self._connected(progress, reserved[-1])
+                mine = reserved.pop()
+                if channel is None:
+                    why = why or problem
+                    progress.avoided.add(mine.side.index)
+                    self._channels.end(mine, None, works=False)
+                else:
+                    leased.append(Leased(mine, channel))
+        except BaseException:
+            for mine in reserved:
+                self._channels.end(mine, self._channels.idle(mine), works=False)
+            for each in leased:
+                self._channels.end(each.reserved, each.channel, works=False)
+            raise
+        return leased[::-1], why
+
+    def _connected(self, progress: Progress, mine: Reserved) -> tuple[Channel | None, str]:
+        """Return the channel of a lease, connected; or None and why it cannot be."""
+        if not mine.lease.is_new:
+            return self._channels.idle(mine), ""
+        side, channel = mine.side, None
+        try:
+            channel = side.new_channel(mine.number)
+            answer = self._ask(progress, side, channel)
+            if isinstance(answer, ChannelOpened) and self._finds(progress, side, answer):
+                channel.connect(
+                    end_of(answer),
+                    mtu=answer.mtu,
+                    # None at all would let every READ wait for ever.
+                    reads_at_once=max(1, min(answer.reads_at_once, side.rail.reads_started)),
+                    published=published_by(answer),
+                )
+                self._metrics.rdma_channels_opened.inc()
+                return channel, ""
+            why = REFUSED if isinstance(answer, Refused) else PEER_UNREACHABLE
+        except (side.rail.verbs.Error, OSError, OverflowError, ValueError) as error:
+            self._news.tell("channel.failed", progress.peer, str(error), rail=side.rail.name)
+            why = PEER_UNREACHABLE
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            raise
+        if channel is not None:
+            channel.close()
+        return None, why
+
+    def _ask(self, progress: Progress, side: Side, channel: Channel) -> Message | None:
+        """Ask the peer for its end of a channel; remember if it has none."""
+        until = min(progress.deadline, self._clock() + EXCHANGE_S)
+        answer = self._exchange(progress.peer, side.question(channel), until)
+        channel.asked_at = now = self._clock()
+        if isinstance(answer, Refused):
+            patience_s = ABSENT_S if answer.reason == NO_RDMA else REFUSED_S
+            rail = side.index if answer.reason == NO_PATH else ALL_RAILS
+            why = f"{answer.reason}: {answer.detail}"
+            self._away(progress.peer, now + patience_s, why, rail)
+        elif answer is None and now < progress.deadline:
+            self._away(progress.peer, now + AWAY_S, "no answer to the exchange of queue pairs")
+        return answer
+
+    def _finds(self, progress: Progress, side: Side, answer: ChannelOpened) -> bool:
+        """Return whether the node's end can be connected to; remember if it cannot.
+
+        Connecting would look for it, too: for a second, and nothing of this process went on.
+        """
+        gid = end_of(answer).gid
+        if side.rail.finds(gid, progress.deadline):
+            return True
+        now = self._clock()
+        if now < progress.deadline:
+            why = f"{NO_PATH}: nobody answers for its GID {gid.hex(':', 2)} at {side.rail.name}"
+            self._away(progress.peer, now + REFUSED_S, why, side.index)
+        return False
+
+    def _use(self, progress: Progress, leased: Sequence[Leased]) -> str:
+        """Read what is left over these channels, which are back in the pool or closed after it."""
+        shares: list[Share] = []
+        try:
+            shares = shares_of(
+                progress,
+                leased,
+                refresh=lambda each: self._refresh(progress, each),
+                between=self.between,
+                clock=self._clock,
+            )
+            drive(
+                [share.transfer for share in shares],
+                progress.deadline,
+                self._clock,
+                has_spare=self._channels.has_spare(progress, [each.reserved for each in leased]),
+                leave_out=lambda dead: self._leave_out(dead, shares),
+                poller=self._poller(),
+            )
+            return self._settle(progress, shares)
+        except Unprepared as unprepared:
+            return unprepared.failure
+        finally:
+            # Also on the way of a KeyboardInterrupt, and all, whatever ending one of them does.
+            self._end_all(leased, shares)
+
+    def _leave_out(self, dead: Transfer, shares: Sequence[Share]) -> None:
+        # Now, however long this read goes on over the others.
+        for share in shares:
+            if share.transfer is dead:
+                share.leased.reserved.side.leave_out(self._clock())
+
+    def _end_all(self, leased: Sequence[Leased], shares: Sequence[Share]) -> None:
+        if leased:
+            try:
+                self._end(leased[0], [share for share in shares if share.leased is leased[0]])
+            finally:
+                self._end_all(leased[1:], shares)
+
+    def _end(self, leased: Leased, shares: Sequence[Share]) -> None:
+        """End a lease; an unfinished channel never goes back."""
+        works = all(share.transfer.is_over and not share.transfer.failure for share in shares)
+        self._channels.end(leased.reserved, leased.channel, works=works)
+        # Only now: memory lent to a channel that could not be destroyed may still be written to.
+        for share in shares:
+            share.give_back()
+
+    def _settle(self, progress: Progress, shares: Sequence[Share]) -> str:
+        """Note what has arrived, and what failed: a rail is left out, or its idle channels go."""
+        failure = ""
+        for share in shares:
+            transfer, side = share.transfer, share.leased.reserved.side
+            progress.take(share.pages, transfer.seen, transfer.complete)
+            why = transfer.failure
+            if why == PEER_UNREACHABLE and not side.rail.is_up():
+                why = LINK_DOWN
+            if why == LINK_DOWN:
+                side.leave_out(self._clock())
+                self._news.tell("rail.left_out", progress.peer, why, rail=side.rail.name)
+            elif why in (PEER_UNREACHABLE, REFUSED) and share.leased.reserved.lease.is_new:
+                progress.avoided.add(side.index)
+            elif why in (PEER_UNREACHABLE, REFUSED):
+                self._channels.retire(side, progress.peer)
+            if why:
+                self._metrics.rdma_channels_failed.labels(why).inc()
+            # The time is up for all of them.
+            failure = why if why == DEADLINE or not failure else failure
+        return failure
+
+    def _refresh(self, progress: Progress, leased: Leased) -> None:
+        """Ask again what the peer has registered."""
+        if self._clock() - leased.channel.asked_at < REFRESH_S:
+            return
+        answer = self._ask(progress, leased.reserved.side, leased.channel)
+        if isinstance(answer, ChannelOpened):
+            try:
+                leased.channel.published = published_by(answer)
+            except ValueError as error:
+                self._news.tell("channel.failed", progress.peer, str(error))
+
+    def _fall_back(
+        self, fallback: Fabric, progress: Progress, failure: str, deadline: float
+    ) -> Fetched:
+        """Have the other fabric read what is not there."""
+        pages, peer = progress.elsewhere(), progress.peer
+        self._metrics.rdma_fallbacks.labels(failure).inc(len(pages))
+        self._news.tell("rdma.fell_back", peer, failure, to=fallback.name)
+        if failure == PEER_UNREACHABLE:
+            self._away(peer, self._clock() + AWAY_S, failure)
+        got = fallback.read(progress.part(pages), deadline)
+        progress.seen[pages] = got.words
+        why = got.failure or (REFUSED if progress.outside.any() else "")
+        return Fetched(progress.seen, why, fallback.name)
+
+    # --- who is told what -------------------------------------------------------------------------
+
+    def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
+        """Believe, until a time, that a peer cannot be read over rdma, or over one rail."""
+        self._absences.note(peer, until, rail)
+        self._news.tell("rdma.not_reached", peer, why)

@@ -1,0 +1,194 @@
+"""Both sides of a read in one process: real READs from one device of this host to another, or to
+itself. What `peercache doctor` tries, and what `peercache bench rdma` measures.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from types import TracebackType
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.channel_exchange import ChannelOpened, OpenChannel
+from peercache.errors import PeerCacheError
+from peercache.ids import Incarnation
+from peercache.messages import ALIVE, Member, Message
+from peercache.observe import Metrics
+from peercache.ports import Fetched, PeerRead
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.key_table import KeyTable
+from peercache.rdma.plan import Published
+from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.rdma.serving import ChannelServer
+from peercache.rdma.sides import published_by
+from peercache.runs import PageRuns
+from peercache.segment.published import NEVER_COMMITTED, PublishedSegment
+
+READ_S = 30.0
+"""Patience for one batch: only a link that lost packets takes so long."""
+
+REGISTER_S = 60.0
+
+_NODE = 1
+_CLIENT = 2
+
+
+class LoopbackFailed(PeerCacheError):
+    """There are no READs on this host; the message says why."""
+
+
+@final
+class Loopback:
+    """A published segment full of pages, and a fabric that reads them.
+
+    memory: (pages × page_bytes,) uint8, where they arrive; registered.
+    """
+
+    def __init__(
+        self, *, near: Settings, far: Settings, shm_dir: str, granule: int, page_bytes: int,
+        pages: int,
+    ) -> None:  # fmt: skip
+        """Open the reading device (`near`) and the owning one (`far`); raises LoopbackFailed."""
+        assert page_bytes % granule == 0, (page_bytes, granule)
+        self.page_bytes, self.pages = page_bytes, pages
+        self.metrics = Metrics()
+        rng = random.SystemRandom()
+        self._published: Published | None = None
+        self._near = _opened(near)
+        try:
+            self._far = _opened(far)
+        except BaseException:
+            for rail in self._near:
+                rail.close()
+            raise
+        self._segment = PublishedSegment.create(
+            shm_dir,
+            incarnation=Incarnation(rng.getrandbits(63) | 1),
+            page_bytes=page_bytes * pages,
+            granule=granule,
+        )
+        self._server = ChannelServer(self._far, self._segment, rng=rng)
+        self.fabric = RdmaFabric(
+            rails=self._near,
+            exchange=self._exchange,
+            max_channels_per_peer=1,
+            rng=rng,
+            metrics=self.metrics,
+        )
+        self.memory: npt.NDArray[np.uint8] = np.zeros(page_bytes * pages, np.uint8)
+        self._address = int(self.memory.ctypes.data)
+        try:
+            self._fill()
+            self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, first: int, count: int) -> Fetched:
+        """Read some pages into their places in `memory`."""
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        offsets = numbers * np.uint64(self.page_bytes)
+        lengths = np.full(count, self.page_bytes, np.uint64)
+        runs = PageRuns.regular(offsets + np.uint64(self._address), lengths, count)
+        member = Member(
+            incarnation=_NODE, counter=1, state=ALIVE, head_rank=0, host_name="loopback",
+            control="127.0.0.1:1", data="127.0.0.1:1", boot_id="", segment="",
+        )  # fmt: skip
+        return self.fabric.read(PeerRead(member, offsets, lengths, runs), time.monotonic() + READ_S)
+
+    @property
+    def rails(self) -> tuple[Rail, Rail]:
+        """Return the first reading rail and the first owning one."""
+        return self._near[0], self._far[0]
+
+    @property
+    def source(self) -> tuple[int, KeyTable]:
+        """Return where the pages lie, and what opens them, by address; after the first read."""
+        assert self._published is not None, "nothing was read yet"
+        return self._published.pages_address, self._published.keys
+
+    @property
+    def target(self) -> tuple[int, KeyTable]:
+        """Return where the pages arrive, and what opens that to our own device."""
+        return self._address, self._near[0].regions.table
+
+    def arrived(self, first: int, count: int, fetched: Fetched) -> bool:
+        """Return whether these pages were read whole: every word and every byte.
+
+        The slots were never committed, and that is what their words say; one that was not read is
+        ODD instead.
+        """
+        span = slice(first * self.page_bytes, (first + count) * self.page_bytes)
+        return bool(
+            (fetched.words == NEVER_COMMITTED).all()
+            and np.array_equal(self.memory[span], self._segment.pages[span])
+        )
+
+    def clear(self) -> None:
+        """Make every destination byte differ from what is to arrive."""
+        np.bitwise_not(self._segment.pages, out=self.memory)
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.fabric.close()
+        self._server.close_all()
+        self._segment.close()
+
+    def __enter__(self) -> Loopback:
+        """Return it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _exchange(self, peer: int, message: Message, until: float) -> Message | None:  # noqa: ARG002 - the shape of an Exchange
+        if not isinstance(message, OpenChannel):
+            return None
+        answer = self._server.open(_CLIENT, message)
+        if isinstance(answer, ChannelOpened):
+            self._published = published_by(answer)
+        return answer
+
+    def _fill(self) -> None:
+        self._segment.populate(self.page_bytes * self.pages)
+        words = np.arange(self.page_bytes * self.pages // 8, dtype=np.uint64)
+        self._segment.pages[:] = (words * np.uint64(0x9E3779B97F4A7C15)).view(np.uint8)
+
+    def _register(self) -> None:
+        self._server.grew(self._segment.usable_bytes)
+        self.fabric.register("loopback", self._address, self.memory.nbytes, self.memory)
+        until = time.monotonic() + REGISTER_S
+        wanted = len(self.memory)
+        for rail in self._near:
+            while not rail.regions.find(self._address, wanted):
+                _expect_no_failure(rail)
+                if time.monotonic() > until:
+                    raise LoopbackFailed(f"{rail.name} registered no memory in {REGISTER_S:.0f} s")
+                time.sleep(0.01)
+        while self._server.registered_bytes() < wanted:
+            for rail in self._far:
+                _expect_no_failure(rail)
+            if time.monotonic() > until:
+                raise LoopbackFailed(f"no memory was registered in {REGISTER_S:.0f} s")
+            time.sleep(0.01)
+
+
+def _opened(settings: Settings) -> tuple[Rail, ...]:
+    rails, problems = open_rails(settings)
+    if not rails:
+        raise LoopbackFailed("; ".join(problems) or "this host has no RDMA device")
+    return rails
+
+
+def _expect_no_failure(rail: Rail) -> None:
+    if rail.regions.failure:
+        raise LoopbackFailed(f"{rail.name}: {rail.regions.failure}")

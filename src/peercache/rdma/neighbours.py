@@ -1,0 +1,137 @@
+"""The other end's Ethernet address, found before a queue pair is connected.
+
+The kernel looks it up while it connects a queue pair, for up to a second where nobody answers, and
+pyverbs holds the interpreter's lock meanwhile: an address that leads nowhere would stop a node's
+loop, or an engine. So a datagram to the discard port makes the kernel ask first, without waiting,
+and its tables show whether there was an answer. Who has no entry of its own is taken to be there:
+a neighbour behind a router, one on this host, a link-local address, which says it by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from peercache.rdma.device import Gid
+
+DISCARD_PORT = 9
+RESOLVE_S = 0.15
+"""Patience for an answer, which takes well under a millisecond on a network that works."""
+
+LOOK_S = 0.001
+"""Between two looks at the table."""
+
+_TABLE = Path("/proc/net/arp")
+_COMPLETE = 2
+
+_GET_NEIGHBOURS, _NEIGHBOUR, _DONE, _ERROR = 30, 28, 3, 2
+_REQUEST_DUMP = 0x301
+_DESTINATION = 1
+_MESSAGE, _ENTRY, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BxxxiHBB"), "=HH"
+_VALID = 0x02 | 0x04 | 0x08 | 0x10 | 0x40 | 0x80
+"""States of an entry that has an address: reachable, stale, delay, probe, no need, permanent."""
+
+_DUMP_BYTES = 2**16
+_DUMP_S = 0.1
+
+
+def ask(ours: Gid, theirs: bytes) -> None:
+    """Have the kernel ask for a neighbour's address; never waits."""
+    other = Gid(0, theirs, ours.kind)
+    family = socket.AF_INET if other.is_ipv4 else socket.AF_INET6
+    # No route, no such address of ours, a full queue: connecting will tell.
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as datagram:
+        datagram.settimeout(0)
+        datagram.bind((_text(family, ours.raw), 0))
+        datagram.sendto(b"", (_text(family, theirs), DISCARD_PORT))
+
+
+def is_known(theirs: bytes, table: Path = _TABLE) -> bool:
+    """Return whether the kernel knows the address, or does not need to."""
+    other = Gid(0, theirs, "")
+    if not other.is_ipv4:
+        states = list(states_of(theirs, _dump()))
+        return not states or any(state & _VALID for state in states)
+    wanted = _text(socket.AF_INET, theirs)
+    try:
+        rows = table.read_text(encoding="ascii").splitlines()[1:]
+    except OSError:
+        return True
+    flags = [int(row.split()[2], 16) for row in rows if row.split()[:1] == [wanted]]
+    return not flags or any(flag & _COMPLETE for flag in flags)
+
+
+def find(
+    ours: Gid,
+    theirs: bytes,
+    until: float,
+    *,
+    look: Callable[[bytes], bool] = is_known,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Return whether the address is known, by `until` and within RESOLVE_S; for a thread.
+
+    The interpreter's lock is free while it waits.
+    """
+    ask(ours, theirs)
+    until = min(until, clock() + RESOLVE_S)
+    while not look(theirs):
+        if clock() >= until:
+            return False
+        sleep(LOOK_S)
+    return True
+
+
+def states_of(theirs: bytes, dump: bytes) -> Iterator[int]:
+    """Yield the state of each entry for an IPv6 address in what the kernel told of its table."""
+    at = 0
+    while at + _MESSAGE.size <= len(dump):
+        length, kind, *_ = _MESSAGE.unpack_from(dump, at)
+        begin, end = at + _MESSAGE.size, at + length
+        if length < _MESSAGE.size or end > len(dump):
+            return
+        at += -(-length // 4) * 4
+        if kind != _NEIGHBOUR or begin + _ENTRY.size > end:
+            continue
+        _, _, state, _, _ = _ENTRY.unpack_from(dump, begin)
+        begin += _ENTRY.size
+        while begin + 4 <= end:
+            size, what = struct.unpack_from(_ATTRIBUTE, dump, begin)
+            if what == _DESTINATION and dump[begin + 4 : begin + size] == theirs:
+                yield state
+            begin += max(4, -(-size // 4) * 4)
+
+
+def _dump() -> bytes:
+    """Return the kernel's table of IPv6 neighbours, as it tells it; nothing where it does not."""
+    told = b""
+    route = (socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+    with contextlib.suppress(OSError), socket.socket(*route) as kernel:
+        kernel.settimeout(_DUMP_S)
+        entry = _ENTRY.pack(socket.AF_INET6, 0, 0, 0, 0)
+        header = (_MESSAGE.size + len(entry), _GET_NEIGHBOURS, _REQUEST_DUMP, 1, 0)
+        kernel.send(_MESSAGE.pack(*header) + entry)
+        while not _is_last(part := kernel.recv(_DUMP_BYTES)):
+            told += part
+        told += part
+    return told
+
+
+def _is_last(part: bytes) -> bool:
+    """Return whether a dump ends with this part: with a message of its own, or among others."""
+    at = 0
+    while at + _MESSAGE.size <= len(part):
+        length, kind, *_ = _MESSAGE.unpack_from(part, at)
+        if kind in (_DONE, _ERROR) or length < _MESSAGE.size:
+            return True
+        at += -(-length // 4) * 4
+    return not part
+
+
+def _text(family: int, raw: bytes) -> str:
+    return socket.inet_ntop(family, raw[12:] if family == socket.AF_INET else raw)

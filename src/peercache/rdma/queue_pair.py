@@ -1,0 +1,195 @@
+"""Queue pairs: their states as a table, and the one object of pyverbs that goes through them.
+
+Keeps   a state is what we made it or what the device says when asked, never pyverbs' cached field,
+        which still says "ready to send" after an error.
+        Once destroyed, no property of the object is touched again: its reference is dropped first.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, final
+
+import attrs
+
+from peercache.rdma.verbs import Verbs, outlives_fork
+
+
+class State(Enum):
+    """States of a reliable connection that we use, by their numbers in verbs."""
+
+    RESET = 0
+    INIT = 1
+    READY_TO_RECEIVE = 2
+    READY_TO_SEND = 3
+    ERROR = 6
+    DESTROYED = 99
+
+
+TRANSITIONS: Final[dict[State, frozenset[State]]] = {
+    State.RESET: frozenset({State.INIT, State.ERROR, State.DESTROYED}),
+    State.INIT: frozenset({State.READY_TO_RECEIVE, State.ERROR, State.DESTROYED}),
+    State.READY_TO_RECEIVE: frozenset({State.READY_TO_SEND, State.ERROR, State.DESTROYED}),
+    State.READY_TO_SEND: frozenset({State.ERROR, State.DESTROYED}),
+    # Never back to RESET: whoever remembers the old connection would meet a new one.
+    State.ERROR: frozenset({State.DESTROYED}),
+    State.DESTROYED: frozenset(),
+}
+"""What may follow what. A device may go from any living state to ERROR by itself."""
+
+RETRIES_MAX = 6
+"""7 means "for ever" to verbs: with the link down no completion ever came (60 s on rdma_rxe)."""
+
+RNR_RETRY = 7
+"""Here 7 is harmless: nobody sends what needs a receive, so a receiver is never not ready."""
+
+RNR_TIMER = 12
+
+HOP_LIMIT_MAX = 255
+
+PSN_MAX = 2**24 - 1
+
+
+@attrs.frozen
+class Sizes:
+    """How much a queue pair holds. work: send requests; pieces: scatter entries of each."""
+
+    work: int
+    pieces: int
+
+
+@attrs.frozen
+class Path:
+    """How to reach the other end, from one port of ours.
+
+    gid_index, port:  ours.
+    mtu:              a number of verbs, 1 to 5: what both ends can.
+    reads_at_once:    READs outstanding: as initiator, and served to the other end.
+    timeout:          exponent: 4.096 µs × 2**timeout until a packet is sent again.
+    """
+
+    port: int
+    gid_index: int
+    is_global: bool
+    mtu: int
+    reads_at_once: int
+    timeout: int
+    retries: int
+    hop_limit: int
+    traffic_class: int
+    service_level: int
+
+
+@attrs.frozen
+class End:
+    """What one end tells the other. lid: 0 on Ethernet; gid: 16 bytes."""
+
+    qp_num: int
+    psn: int
+    lid: int
+    gid: bytes
+
+
+@final
+class QueuePair:
+    """One reliable connection; used by one thread at a time."""
+
+    def __init__(
+        self, verbs: Verbs, *, context: Any, pd: Any, cq: Any, port: int, sizes: Sizes
+    ) -> None:
+        """Create it, ready to be connected. Raises verbs.Error."""
+        enums = verbs.enums
+        capacities = verbs.QPCap(
+            max_send_wr=sizes.work, max_recv_wr=1, max_send_sge=sizes.pieces, max_recv_sge=1
+        )
+        wanted = verbs.QPInitAttrEx(
+            qp_type=enums.IBV_QPT_RC,
+            scq=cq,
+            rcq=cq,
+            cap=capacities,
+            pd=pd,
+            # Only the last of a chain is signaled.
+            sq_sig_all=0,
+            comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+            send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_READ,
+        )
+        first = verbs.QPAttr(port_num=port)
+        first.qp_access_flags = enums.IBV_ACCESS_REMOTE_READ
+        first.pkey_index = 0
+        # Given attributes, pyverbs takes a reliable connection as far as INIT.
+        self._pair: Any = outlives_fork(verbs.QPEx(context, wanted, first))
+        self._verbs = verbs
+        self._state = State.INIT
+        self.number = int(self._pair.qp_num)
+
+    @property
+    def posting(self) -> Any:
+        """Return the object that takes work requests; only until `destroy`."""
+        return self._pair
+
+    @property
+    def state(self) -> State:
+        """Return the state that we brought it to."""
+        return self._state
+
+    def connect(self, path: Path, other: End, *, psn: int) -> None:
+        """Make it ready to receive, then to send. Raises verbs.Error."""
+        verbs = self._verbs
+        attributes = verbs.QPAttr(port_num=path.port, path_mtu=path.mtu)
+        attributes.ah_attr = _address(verbs, path, other)
+        attributes.dest_qp_num = other.qp_num
+        attributes.rq_psn, attributes.sq_psn = other.psn, psn
+        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = path.reads_at_once
+        attributes.min_rnr_timer = RNR_TIMER
+        attributes.timeout = path.timeout
+        attributes.retry_cnt = min(path.retries, RETRIES_MAX)
+        attributes.rnr_retry = RNR_RETRY
+        self._expect(State.READY_TO_RECEIVE)
+        self._pair.to_rtr(attributes)
+        self._state = State.READY_TO_RECEIVE
+        self._expect(State.READY_TO_SEND)
+        self._pair.to_rts(attributes)
+        self._state = State.READY_TO_SEND
+
+    def ask_state(self) -> int:
+        """Return the number of the state that the device says it is in."""
+        attributes, _ = self._pair.query(self._verbs.enums.IBV_QP_STATE)
+        return int(attributes.qp_state)
+
+    def fail(self) -> None:
+        """Have the device stop: what is posted is flushed, nothing new is begun."""
+        if State.ERROR not in TRANSITIONS[self._state]:
+            return
+        attributes = self._verbs.QPAttr(qp_state=self._verbs.enums.IBV_QPS_ERR)
+        self._state = State.ERROR
+        self._pair.modify(attributes, self._verbs.enums.IBV_QP_STATE)
+
+    def destroy(self) -> None:
+        """Destroy it: when this returns, nothing of it writes to memory any more."""
+        if self._state is State.DESTROYED:
+            return
+        self._state = State.DESTROYED
+        pair, self._pair = self._pair, None
+        pair.close()
+
+    def _expect(self, following: State) -> None:
+        assert following in TRANSITIONS[self._state], (self._state, following)
+
+
+def _address(verbs: Verbs, path: Path, other: End) -> Any:
+    if not path.is_global:
+        return verbs.AHAttr(dlid=other.lid, sl=path.service_level, port_num=path.port, is_global=0)
+    text = ":".join(other.gid[at : at + 2].hex() for at in range(0, 16, 2))
+    route = verbs.GlobalRoute(
+        dgid=verbs.GID(text),
+        sgid_index=path.gid_index,
+        hop_limit=path.hop_limit,
+        traffic_class=path.traffic_class,
+    )
+    return verbs.AHAttr(
+        gr=route,
+        is_global=1,
+        dlid=other.lid,
+        sl=path.service_level,
+        port_num=path.port,
+    )

@@ -1,0 +1,202 @@
+"""A rail: one opened port of one device, with what is registered for it.
+
+Owns    a context, a protection domain, and the registrations of that domain.
+Keeps   children are closed before their parents: queue pairs and completion queues by whoever made
+        them, then registrations, domain and context here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, final
+
+import attrs
+
+from peercache.config import Config
+from peercache.rdma import device, neighbours
+from peercache.rdma.device import Chosen
+from peercache.rdma.memory import Regions
+from peercache.rdma.queue_pair import End, Path, QueuePair, Sizes
+from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
+
+READS_AT_ONCE_DEFAULT = 16
+"""What every device of the last ten years can do, and enough to fill a link with pages."""
+
+
+@attrs.frozen
+class Settings:
+    """What the configuration says about connections; its own words explain them."""
+
+    device_names: tuple[str, ...] = ()
+    gid_index: int = device.ANY_GID
+    traffic_class: int = 0
+    service_level: int = 0
+    hop_limit: int = 64
+    timeout: int = 14
+    retries: int = 6
+    reads_at_once: int = READS_AT_ONCE_DEFAULT
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Take them out of the configuration."""
+        return cls(
+            device_names=config.rdma_device_names,
+            gid_index=config.rdma_gid_index,
+            traffic_class=config.rdma_traffic_class,
+            service_level=config.rdma_service_level,
+            hop_limit=config.rdma_hop_limit,
+            timeout=config.rdma_timeout,
+            retries=config.rdma_retry_count,
+            reads_at_once=config.rdma_reads_at_once,
+        )
+
+
+@attrs.frozen
+class Abilities:
+    """What a device can do at most. pieces: scatter entries of one READ."""
+
+    work: int
+    pieces: int
+    completions: int
+    reads_started: int
+    reads_served: int
+    mtu: int
+
+
+@final
+class Rail:
+    """One opened port. Any thread may use it; `close` comes after everything made from it."""
+
+    def __init__(self, verbs: Verbs, chosen: Chosen, settings: Settings) -> None:
+        """Open it. Raises verbs.Error, or OSError, with what is wrong."""
+        self.verbs = verbs
+        self.chosen = chosen
+        self.name = chosen.port.name
+        self._settings = settings
+        self._process = os.getpid()
+        self.context: Any = open_context(verbs, chosen.port.device)
+        self._pd: Any = None
+        try:
+            self._pd = outlives_fork(verbs.PD(self.context))
+            self.abilities = _abilities(self.context, chosen.port.number)
+            self.regions = Regions(self._pd, device=self.name)
+        except BaseException:
+            self._close_context()
+            raise
+
+    @property
+    def link_layer(self) -> str:
+        """Return device.ETHERNET or device.INFINIBAND."""
+        return self.chosen.port.link_layer
+
+    def is_ours(self) -> bool:
+        """Return whether this process opened it: a forked child may close nothing of it."""
+        return os.getpid() == self._process
+
+    def is_up(self) -> bool:
+        """Return whether the link is up at this moment."""
+        return device.is_up(self.chosen.port.device, self.chosen.port.number)
+
+    def finds(self, gid: bytes, until: float) -> bool:
+        """Return whether another end can be connected to without a wait in the kernel.
+
+        It waits itself, for a moment at most, and with the interpreter's lock free.
+        """
+        if self.link_layer != device.ETHERNET:
+            return True
+        return neighbours.find(self.chosen.gid, gid, until)
+
+    def queue_pair(self, cq: Any, sizes: Sizes) -> QueuePair:
+        """Return a new queue pair, not yet connected. Raises verbs.Error."""
+        return QueuePair(
+            self.verbs,
+            context=self.context,
+            pd=self._pd,
+            cq=cq,
+            port=self.chosen.port.number,
+            sizes=sizes,
+        )
+
+    def end(self, pair: QueuePair, psn: int) -> End:
+        """Return what the other end needs to know."""
+        # Asked for anew: an InfiniBand subnet manager may have changed the address.
+        lid = int(self.context.query_port(self.chosen.port.number).lid)
+        return End(pair.number, psn, lid, self.chosen.gid.raw)
+
+    def path(self, *, mtu: int, reads_at_once: int) -> Path:
+        """Return how to reach another end that can do so much."""
+        settings = self._settings
+        return Path(
+            port=self.chosen.port.number,
+            gid_index=self.chosen.gid.index,
+            is_global=self.link_layer == device.ETHERNET,
+            mtu=min(mtu, self.abilities.mtu),
+            reads_at_once=reads_at_once,
+            timeout=settings.timeout,
+            retries=settings.retries,
+            hop_limit=settings.hop_limit,
+            traffic_class=settings.traffic_class,
+            service_level=settings.service_level,
+        )
+
+    @property
+    def reads_started(self) -> int:
+        """Return how many READs of ours may be outstanding on a connection."""
+        return min(self._settings.reads_at_once, self.abilities.reads_started)
+
+    def reads_served(self, wanted: int) -> int:
+        """Return how many READs of the other end we answer at once."""
+        return max(1, min(wanted, self.abilities.reads_served))
+
+    def close(self) -> None:
+        """Close registrations, domain and context; nothing else of it may be left."""
+        if not self.is_ours():
+            return
+        self.regions.close()
+        self._close_context()
+
+    def _close_context(self) -> None:
+        pd, self._pd = self._pd, None
+        context, self.context = self.context, None
+        if pd is not None:
+            pd.close()
+        if context is not None:
+            context.close()
+
+
+def open_rails(settings: Settings) -> tuple[tuple[Rail, ...], tuple[str, ...]]:
+    """Return the rails of this host, and why there are not more: a sentence each."""
+    verbs = load()
+    if isinstance(verbs, Absent):
+        return (), (verbs,)
+    choice = device.choose(device.read_ports(), settings.device_names, settings.gid_index)
+    rails: list[Rail] = []
+    problems = list(choice.problems)
+    for chosen in choice.ports:
+        opened = _opened(verbs, chosen, settings)
+        if isinstance(opened, Rail):
+            rails.append(opened)
+        else:
+            problems.append(opened)
+    return tuple(rails), tuple(problems)
+
+
+def _opened(verbs: Verbs, chosen: Chosen, settings: Settings) -> Rail | str:
+    try:
+        return Rail(verbs, chosen, settings)
+    except (verbs.Error, OSError) as error:
+        return f"{chosen.port.name} cannot be opened: {error}"
+
+
+def _abilities(context: Any, port: int) -> Abilities:
+    found = context.query_device()
+    scatter = [int(found.max_sge), int(found.max_sge_rd)]
+    return Abilities(
+        work=int(found.max_qp_wr),
+        # Some devices scatter READs less widely than sends, and some leave that field empty.
+        pieces=min(each for each in scatter if each > 0),
+        completions=int(found.max_cqe),
+        reads_started=int(found.max_qp_init_rd_atom) or int(found.max_qp_rd_atom),
+        reads_served=int(found.max_qp_rd_atom),
+        mtu=int(context.query_port(port).active_mtu),
+    )

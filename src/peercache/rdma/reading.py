@@ -1,0 +1,266 @@
+"""One read over one or several channels, driven by the caller's thread.
+
+A transfer goes through its plan, two portions at a time, and judges words only when the completion
+that stands behind every READ of that portion, and behind the words' own, was a success: completions
+of a queue pair come in order, so an earlier failure would have come first.
+"""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import ceil, inf
+from typing import Protocol, final
+
+import numpy as np
+
+from peercache.observe import DEADLINE, INTERNAL, LINK_DOWN, PEER_UNREACHABLE, REFUSED
+from peercache.ports import ODD
+from peercache.rdma.blocks import Block
+from peercache.rdma.channel import PORTIONS_AT_ONCE, Channel
+from peercache.rdma.completions import REMOTE_ACCESS_ERROR, SUCCESS, Completion
+from peercache.rdma.plan import WORD_BYTES, Plan, Portion, clipped
+from peercache.runs import U64, PageRuns
+from peercache.segment.copying import copy_pages
+
+SLICE_S = 0.01
+"""How often the links are looked at, and how long a wait may be: an event may be lost, too."""
+
+RAIL_STALL_S = 0.04
+"""A rail without progress for so long, and for several times what a portion takes, is left out
+where another one goes on: well within 50 ms, however long the device itself tries."""
+
+RAIL_STALL_PORTIONS = 4
+
+
+class Poller(Protocol):
+    """What `select.poll` makes."""
+
+    def register(self, fd: int, eventmask: int, /) -> None:
+        """Wait for this one, too."""
+
+    def poll(self, timeout_ms: float, /) -> list[tuple[int, int]]:
+        """Return the descriptors that are ready, waiting for one, and what for."""
+
+
+@final
+class Transfer:
+    """What goes over one channel.
+
+    done:    how many portions are complete.
+    failure: "" or why it ended early; then the channel must be closed.
+    seen:    (n,) uint64, words of pages as portions complete, else ODD.
+    complete: (n,) bool, whose words those are.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        *,
+        words_block: Block,
+        bounce: Block | None,
+        runs: PageRuns,
+        between: Callable[[], None] | None,
+        deadline: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Read what `plan` says.
+
+        words_block: where generation words arrive, room for PORTIONS_AT_ONCE portions.
+        bounce:      where bytes arrive first, likewise; None where they go to `runs` directly.
+        between:     called after the bytes and before the words of a portion; only tests give one.
+        """
+        self.channel = channel
+        pages = len(runs)
+        self.seen: U64 = np.full(pages, ODD, np.uint64)
+        self.complete = np.zeros(pages, np.bool_)
+        self.failure = ""
+        self.done = 0
+        self.fastest_s = inf
+        self.progress_at = clock()
+        self._plan = plan
+        self._words_block = words_block
+        self._bounce = bounce
+        self._runs = runs
+        self._between = between
+        self._deadline = deadline
+        self._clock = clock
+        self._next = 0
+        self._under_way: deque[int] = deque()
+        self._awaits_words = False
+        self._words_memory = words_block.memory.view(np.uint64)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is left to wait for."""
+        return bool(self.failure) or self.done == len(self._plan.portions)
+
+    def advance(self) -> bool:
+        """Take what has completed and post what there is room for; return whether anything was."""
+        moved = False
+        if self._under_way:
+            for completion in self.channel.take():
+                moved = True
+                self._completed(completion)
+        depth = PORTIONS_AT_ONCE if self._between is None else 1
+        while not self.is_over and len(self._under_way) < depth and self._has_more():
+            self._post(self._next)
+            self._under_way.append(self._next)
+            self._next += 1
+            moved = True
+        return moved
+
+    def _has_more(self) -> bool:
+        return self._next < len(self._plan.portions)
+
+    def _post(self, number: int) -> None:
+        portion = self._plan.portions[number]
+        half = self._words_of(number)
+        # Odd before anything is posted: a word that never arrives is never a generation.
+        self._words_memory[half : half + portion.words.buffer_bytes // WORD_BYTES] = ODD
+        shift = self._shift(number)
+        if self._between is not None:
+            self.channel.post_bytes(portion, number, shift=shift)
+            return
+        at, key = self._words_block.address + half * WORD_BYTES, self._words_block.key
+        self.channel.post(portion, number, shift=shift, words_at=at, key=key)
+
+    def _post_words(self, number: int) -> None:
+        at = self._words_block.address + self._words_of(number) * WORD_BYTES
+        portion = self._plan.portions[number]
+        self.channel.post_words(portion, number, words_at=at, key=self._words_block.key)
+
+    def _completed(self, completion: Completion) -> None:
+        if self.failure:
+            return
+        if completion.status != SUCCESS:
+            is_refusal = completion.status == REMOTE_ACCESS_ERROR
+            self.failure = REFUSED if is_refusal else PEER_UNREACHABLE
+            return
+        number = self._under_way[0]
+        assert completion.number == number, (completion.number, number)
+        portion = self._plan.portions[number]
+        if self._between is not None and not self._awaits_words and portion.words.remote:
+            self._between()
+            self._awaits_words = True
+            self._post_words(number)
+            return
+        self._awaits_words = False
+        self._under_way.popleft()
+        if not self._in_place(portion, number):
+            return
+        half = self._words_of(number)
+        pages = portion.words.pages
+        self.seen[pages] = self._words_memory[half + portion.words.slots]
+        self.complete[pages] = True
+        self.done += 1
+        now = self._clock()
+        self.fastest_s = min(self.fastest_s, now - self.progress_at)
+        self.progress_at = now
+
+    def _in_place(self, portion: Portion, number: int) -> bool:
+        """Copy a bounced portion to where it belongs; return whether all of it is there."""
+        if self._bounce is None:
+            return True
+        runs = clipped(self._runs, portion.begin, portion.end)
+        source = np.array([portion.begin + self._shift(number)], np.uint64)
+        until = self._deadline
+        if copy_pages(runs, source, to_slots=False, deadline=until, clock=self._clock):
+            return True
+        # In time and not copied: a destination of the caller's that is no memory.
+        self.failure = DEADLINE if self._clock() >= until else INTERNAL
+        return False
+
+    def _words_of(self, number: int) -> int:
+        """Return where the words of a portion begin in the block, in words."""
+        per_portion = len(self._words_memory) // PORTIONS_AT_ONCE
+        return number % PORTIONS_AT_ONCE * per_portion
+
+    def _shift(self, number: int) -> int:
+        """Return what is added to a portion's addresses: bounced ones count from its stream."""
+        if self._bounce is None:
+            return 0
+        half = len(self._bounce.memory) // PORTIONS_AT_ONCE * (number % PORTIONS_AT_ONCE)
+        return self._bounce.address + half - self._plan.portions[number].begin
+
+
+def drive(
+    transfers: Sequence[Transfer],
+    deadline: float,
+    clock: Callable[[], float],
+    *,
+    has_spare: bool,
+    leave_out: Callable[[Transfer], None],
+    poller: Poller,
+) -> None:
+    """Go on until every transfer is over, or failed, or the time is up (failure DEADLINE).
+
+    has_spare: whether there is another rail for what does not get on over these.
+    leave_out: told at once when a rail turns out to be dead: others may go on for long.
+    """
+    by_descriptor = {transfer.channel.descriptor: transfer for transfer in transfers}
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    next_look = transfers[0].progress_at + SLICE_S if transfers else inf
+    while pending := [transfer for transfer in transfers if not transfer.is_over]:
+        moved = _advance(pending)
+        # In a guest a look at the clock may cost as much as ten pages: progress has just had one.
+        now = max(each.progress_at for each in transfers) if moved else clock()
+        patience_s = _patience_s(transfers)
+        dead = [
+            each
+            for each in pending
+            if now >= each.progress_at + patience_s
+            and (has_spare or _others_go_on(each, transfers))
+        ]
+        if now >= next_look:
+            dead += [each for each in pending if not each.channel.rail.is_up()]
+            next_look = now + SLICE_S
+        for transfer in dead:
+            if not transfer.is_over:
+                transfer.failure = LINK_DOWN
+                leave_out(transfer)
+        if moved or dead:
+            continue
+        if now >= deadline:
+            for transfer in pending:
+                transfer.failure = DEADLINE
+            return
+        for transfer in pending:
+            transfer.channel.arm()
+        # What completed before the queue was armed makes no event.
+        if _advance(pending):
+            continue
+        judged = [at for each in pending if (at := each.progress_at + patience_s) > now]
+        # Rounded up: a wait of no time would spin.
+        wait_ms = ceil((min(deadline, next_look, *judged) - now) * 1000)
+        for descriptor, _ in poller.poll(max(1, wait_ms)):
+            by_descriptor[descriptor].channel.acknowledge()
+
+
+def _advance(transfers: Sequence[Transfer]) -> bool:
+    # Every one of them, not until the first that moved.
+    moved = [transfer.advance() for transfer in transfers]
+    return any(moved)
+
+
+def _patience_s(transfers: Sequence[Transfer]) -> float:
+    """Return how long a rail may be without progress."""
+    fastest_s = min(transfer.fastest_s for transfer in transfers)
+    return RAIL_STALL_S if fastest_s == inf else max(RAIL_STALL_S, RAIL_STALL_PORTIONS * fastest_s)
+
+
+def _others_go_on(transfer: Transfer, transfers: Sequence[Transfer]) -> bool:
+    """Return whether another one has come further since this one last did, or to its end.
+
+    Without that, what stands still may be the peer, or this process: then every rail stands.
+    """
+    return any(
+        other.done
+        and not other.failure
+        and (other.is_over or other.progress_at > transfer.progress_at)
+        for other in transfers
+        if other is not transfer
+    )

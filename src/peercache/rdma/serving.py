@@ -1,0 +1,196 @@
+"""The node's ends of queue pairs: made when a client asks, destroyed when it does not need them.
+
+Owns    the rails of a node: what is registered of its segment, one queue pair a channel, and a
+        completion queue a rail that nothing ever completes into, for a node posts nothing.
+Keeps   nothing here waits: a queue pair is made in a call or two, and memory is registered by
+        threads of `Regions`. Peers may read, and nothing else.
+        The same channel asked for again keeps its queue pair; asked for with another queue pair of
+        the client's, it gets a new one, and the old one is destroyed first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from peercache.actors.rdma import NO_PATH, NO_RDMA
+from peercache.channel_exchange import ChannelOpened, OpenChannel
+from peercache.ids import name_of
+from peercache.messages import Refused
+from peercache.observe import get_logger
+from peercache.rdma.memory import Region
+from peercache.rdma.plan import WORD_BYTES
+from peercache.rdma.queue_pair import PSN_MAX, End, QueuePair, Sizes
+from peercache.rdma.rail import Rail
+from peercache.rdma.verbs import outlives_fork
+from peercache.segment.kernel import address_of
+from peercache.segment.published import PublishedSegment
+
+WORDS_S = 10.0
+"""Patience for the registration of the words: five thousandths of the pool's size at most."""
+
+_NOTHING_POSTED = Sizes(work=1, pieces=1)
+
+
+@attrs.frozen(eq=False)
+class _Served:
+    """One channel. end: the client's, to tell whether it is still the same one."""
+
+    rail: Rail
+    pair: QueuePair
+    ours: End
+    end: End
+    mtu: int
+    reads_at_once: int
+
+
+@final
+class ChannelServer:
+    """The node's side of every channel. Used by one task."""
+
+    def __init__(
+        self,
+        rails: Sequence[Rail],
+        segment: PublishedSegment,
+        *,
+        rng: random.Random,
+    ) -> None:
+        """Serve `segment` over `rails`, which are closed with this; register its words at once."""
+        self.rails = tuple(rails)
+        self._segment = segment
+        self._rng = rng
+        self._log = get_logger(actor="rdma")
+        self._served: dict[tuple[int, int], _Served] = {}
+        self._queues: dict[str, Any] = {}
+        self._regions: dict[str, tuple[Region, Region]] = {}
+        for rail in self.rails:
+            # Too small for anything to complete into it, and nothing does.
+            self._queues[rail.name] = outlives_fork(rail.verbs.CQ(rail.context, 1))
+            words, pages = segment.words, segment.pages
+            self._regions[rail.name] = (
+                rail.regions.add(
+                    "words", address_of(words.view(np.uint8)), words.nbytes, remote=True,
+                    owner=words,
+                ),
+                rail.regions.add(
+                    "pages", address_of(pages), pages.nbytes, remote=True,
+                    ready_bytes=0, owner=pages,
+                ),
+            )  # fmt: skip
+
+    def grew(self, usable_bytes: int) -> None:
+        """Register what has been populated of the page memory."""
+        is_final = usable_bytes >= self._segment.layout.page_bytes
+        for rail in self.rails:
+            _, pages = self._regions[rail.name]
+            rail.regions.grow(pages, usable_bytes, is_final=is_final)
+
+    @property
+    def channel_count(self) -> int:
+        """Return how many channels there are."""
+        return len(self._served)
+
+    def rail_for(self, wanted: OpenChannel) -> Rail:
+        """Return the rail that stands opposite to one of the client's."""
+        return self.rails[wanted.rail % len(self.rails)]
+
+    def open(self, client: int, wanted: OpenChannel) -> ChannelOpened | Refused:
+        """Return the other end of a channel, or why there is none."""
+        rail = self.rail_for(wanted)
+        if rail.link_layer != wanted.link_layer:
+            what = f"your port is {wanted.link_layer}, {rail.name} here is {rail.link_layer}"
+            return Refused(wanted.request, NO_RDMA, what)
+        if len(wanted.gid) != 16 or not 1 <= wanted.mtu <= 5 or wanted.psn > PSN_MAX:
+            return Refused(wanted.request, "malformed", "no queue pair has such an end")
+        theirs = End(wanted.qp_num, wanted.psn, wanted.lid, wanted.gid)
+        key = (client, wanted.channel)
+        served = self._served.get(key)
+        if served is None or served.end != theirs:
+            self.close(client, wanted.channel)
+            try:
+                served = self._connect(rail, theirs, wanted)
+            except (rail.verbs.Error, OSError, OverflowError) as error:
+                self._log.warning("channel.refused", peer=name_of(client), problem=str(error))
+                return Refused(wanted.request, NO_PATH, str(error))
+            self._served[key] = served
+        return self._opened(wanted, served)
+
+    def failures(self) -> list[str]:
+        """Wait for the words, which are small, to be registered; return why some are not."""
+        found = []
+        for rail in self.rails:
+            words, _ = self._regions[rail.name]
+            rail.regions.wait(words, WORDS_S)
+            if words.failure:
+                found.append(f"{rail.name}: {words.failure}")
+        return found
+
+    def close(self, client: int, channel: int) -> None:
+        """Destroy a channel, if it is there."""
+        served = self._served.pop((client, channel), None)
+        if served is None:
+            return
+        try:
+            served.pair.destroy()
+        except served.rail.verbs.Error as error:
+            # A device that was taken away: the kernel has ended its queue pairs.
+            self._log.warning("channel.stuck", peer=name_of(client), problem=str(error))
+
+    def close_all(self) -> None:
+        """Destroy every channel, end every registration, close the devices."""
+        if not all(rail.is_ours() for rail in self.rails):
+            return
+        for client, channel in list(self._served):
+            self.close(client, channel)
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.close()
+        for rail in self.rails:
+            rail.close()
+
+    def registered_bytes(self) -> int:
+        """Return how much of the page memory every rail serves."""
+        return min(pages.registered_bytes for _, pages in self._regions.values())
+
+    def _connect(self, rail: Rail, theirs: End, wanted: OpenChannel) -> _Served:
+        pair = rail.queue_pair(self._queues[rail.name], _NOTHING_POSTED)
+        try:
+            psn = self._rng.randrange(PSN_MAX + 1)
+            reads = rail.reads_served(wanted.reads_at_once)
+            path = rail.path(mtu=wanted.mtu, reads_at_once=reads)
+            ours = rail.end(pair, psn)
+            pair.connect(path, theirs, psn=psn)
+        except BaseException:
+            pair.destroy()
+            raise
+        return _Served(rail, pair, ours, theirs, path.mtu, reads)
+
+    def _opened(self, wanted: OpenChannel, served: _Served) -> ChannelOpened:
+        end = served.ours
+        words, pages = self._regions[served.rail.name]
+        regions = [
+            (region.address + offset, length, key)
+            for region in (words, pages)
+            for offset, length, key in region.remote()
+        ]
+        layout = self._segment.layout
+        assert words.length == layout.words_count * WORD_BYTES, (words.length, layout)
+        return ChannelOpened(
+            request=wanted.request,
+            channel=wanted.channel,
+            qp_num=end.qp_num,
+            psn=end.psn,
+            lid=end.lid,
+            gid=end.gid,
+            mtu=served.mtu,
+            reads_at_once=served.reads_at_once,
+            pages_address=pages.address,
+            page_bytes=layout.page_bytes,
+            words_address=words.address,
+            granule=layout.granule,
+            regions=np.array(regions, "<u8").tobytes(),
+        )

@@ -1,0 +1,167 @@
+"""The work actor that keeps a node's devices, over fake ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from fake_device import FakeRail, VerbsError, World, rng
+
+from peercache.actors._actor import SELF, Mailbox
+from peercache.channel_exchange import ChannelOpened, OpenChannel
+from peercache.errors import ConfigError
+from peercache.ids import Incarnation
+from peercache.observe import Metrics, get_logger
+from peercache.ports import (
+    DropPair,
+    Origin,
+    PairOpened,
+    PoolGrew,
+    RdmaAbsent,
+    RdmaServes,
+    WantPair,
+)
+from peercache.rdma.actor import RdmaServing
+from peercache.rdma.rail import Settings
+from peercache.rdma.registrar import RegistrationFailed
+from peercache.segment.published import PublishedSegment
+
+GRANULE, PAGE_BYTES = 4096, 2**20
+GID = bytes(10) + b"\xff\xff\x0a\0\0\2"
+WANTED = OpenChannel(5, 1, 0, "Ethernet", 7, 8, 0, GID, 5, 16)
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
+    """A segment of which a half is populated."""
+    made = PublishedSegment.create(
+        tmp_path, incarnation=Incarnation(3), page_bytes=PAGE_BYTES, granule=GRANULE
+    )
+    made.populate(PAGE_BYTES // 2)
+    yield made
+    made.close()
+
+
+class Rig:
+    """The actor, its mailbox, and what it told."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment, *rails: FakeRail,
+        is_required: bool = False,
+    ) -> None:  # fmt: skip
+        """Have it find these rails."""
+        monkeypatch.setattr(
+            "peercache.rdma.actor.open_rails", lambda settings: (rails, ("no more of them",))
+        )
+        self.mailbox = Mailbox()
+        self.told: list[Any] = []
+        self.heard = trio.Event()
+        self.actor = RdmaServing(
+            Settings(), segment, self.mailbox, is_required=is_required, tell=self.tell,
+            rng=rng(), metrics=Metrics(), log=get_logger(),
+        )  # fmt: skip
+
+    def tell(self, fact: object) -> None:
+        """Take what the actor says."""
+        self.told.append(fact)
+        self.heard.set()
+
+    async def next(self) -> Any:
+        """Wait for the next fact."""
+        with trio.fail_after(60):
+            await self.heard.wait()
+        self.heard = trio.Event()
+        return self.told[-1]
+
+
+async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
+) -> None:
+    """What was populated before the devices were open is served, too."""
+    world = World()
+    rail = FakeRail(world)
+    rig = Rig(monkeypatch, segment, rail)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(rig.actor.run)
+        assert rig.told == [RdmaServes()]
+        rig.heard = trio.Event()
+        rig.mailbox.tell(SELF, PoolGrew(PAGE_BYTES // 2))
+        rig.mailbox.tell(SELF, WantPair(Origin(9, 1), WANTED))
+
+        opened = await rig.next()
+        pairs = world.open_pairs()
+        rig.mailbox.tell(SELF, DropPair(9, 1))
+        with trio.fail_after(60):
+            while world.open_pairs():
+                await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+
+    assert isinstance(opened, PairOpened)
+    assert opened.is_open
+    assert isinstance(opened.answer, ChannelOpened)
+    assert opened.answer.page_bytes == PAGE_BYTES
+    assert pairs == 1
+    assert rail.is_closed
+
+
+async def test_host_without_devices_says_why_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
+) -> None:
+    """Facts that come later do not pile up in its mailbox."""
+    rig = Rig(monkeypatch, segment)
+
+    await rig.actor.run()
+    rig.mailbox.tell(SELF, PoolGrew(4096))
+
+    assert rig.told == [RdmaAbsent("no more of them")]
+    assert len(rig.mailbox) == 0
+
+
+async def test_memory_that_cannot_be_locked_is_an_absence_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
+) -> None:
+    """The node goes on; its devices are closed."""
+    rail = FakeRail(World())
+
+    def refuse(address: int, length: int, access: int) -> Any:
+        raise RegistrationFailed("the limit is 65536: run `ulimit -l unlimited`")
+
+    monkeypatch.setattr(rail.regions._registrar, "register", refuse)
+    rig = Rig(monkeypatch, segment, rail)
+
+    await rig.actor.run()
+
+    assert rig.told == [RdmaAbsent("fake0: the limit is 65536: run `ulimit -l unlimited`")]
+    assert rail.is_closed
+
+
+async def test_device_that_fails_is_an_absence_and_not_the_end_of_the_node(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
+) -> None:
+    """Whatever verbs say."""
+    rail = FakeRail(World())
+
+    def fail(*unused: Any) -> Any:
+        raise VerbsError("Failed to create a CQ")
+
+    rail.verbs = attrs.evolve(rail.verbs, CQ=fail)
+    rig = Rig(monkeypatch, segment, rail)
+
+    await rig.actor.run()
+
+    assert rig.told == [RdmaAbsent("Failed to create a CQ")]
+    assert rail.is_closed
+
+
+async def test_absence_is_an_error_where_rdma_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
+) -> None:
+    """The node does not start without it."""
+    rig = Rig(monkeypatch, segment, is_required=True)
+
+    with pytest.raises(ConfigError, match="rdma is asked for"):
+        await rig.actor.run()

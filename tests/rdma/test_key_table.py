@@ -1,0 +1,105 @@
+"""Ranges are cut where the keys change, and nothing is opened that no piece covers."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.rdma.key_table import Cut, KeyTable, Piece
+
+
+def u64(*values: int) -> np.ndarray:
+    """Return numbers as the table takes them."""
+    return np.array(values, np.uint64)
+
+
+def parts(cut: Cut) -> list[tuple[int, int, int, int]]:
+    """Return (source, begin, length, key) of every part."""
+    columns = (cut.sources, cut.begins, cut.lengths, cut.keys)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_range_inside_a_piece_is_one_part() -> None:
+    """The usual page lies in one registration, and needs one key."""
+    table = KeyTable.of([(1000, 500, 7), (2000, 500, 8)])
+
+    cut = table.cut(u64(2100, 1000), u64(400, 500))
+
+    assert parts(cut) == [(0, 2100, 400, 8), (1, 1000, 500, 7)]
+    assert cut.covered.all()
+
+
+def test_range_over_a_border_is_cut_there() -> None:
+    """A page that straddles two chunks is read with two keys, its parts in order."""
+    table = KeyTable.of([(1000, 500, 7), (1500, 500, 8), (2000, 10, 9)])
+
+    cut = table.cut(u64(1900, 1400), u64(50, 605))
+
+    assert parts(cut) == [(0, 1900, 50, 8), (1, 1400, 100, 7), (1, 1500, 500, 8), (1, 2000, 5, 9)]
+
+
+def test_range_that_is_not_wholly_registered_has_no_parts() -> None:
+    """Half a page is no page: it goes another way, and its neighbours are not held up."""
+    table = KeyTable.of([(1000, 500, 7), (1600, 500, 8)])
+
+    cut = table.cut(u64(1400, 1100, 900, 2099, 5000), u64(200, 10, 200, 2, 1))
+
+    assert parts(cut) == [(1, 1100, 10, 7)]
+    assert cut.covered.tolist() == [False, True, False, False, False]
+
+
+def test_piece_inside_another_hides_nothing_of_it() -> None:
+    """Memory that was registered twice is open as far as the larger piece goes."""
+    table = KeyTable.of([(1000, 1000, 7), (1200, 100, 8)])
+
+    cut = table.cut(u64(1250), u64(700))
+
+    assert cut.covered.all()
+    assert sum(length for _, _, length, _ in parts(cut)) == 700
+
+
+def test_range_of_no_bytes_is_covered_by_no_part() -> None:
+    """A READ of nothing would be a work request for nothing."""
+    cut = KeyTable.of([(1000, 500, 7)]).cut(u64(1000, 1100), u64(0, 10))
+
+    assert parts(cut) == [(1, 1100, 10, 7)]
+    assert cut.covered.all()
+
+
+def test_empty_table_opens_nothing() -> None:
+    """Before the first registration every range goes another way."""
+    cut = KeyTable.of([]).cut(u64(0, 5), u64(1, 0))
+
+    assert cut.covered.tolist() == [False, True]
+    assert parts(cut) == []
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 9)), max_size=8)
+RANGES = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), max_size=8)
+
+
+@given(PIECES, RANGES)
+def test_cut_agrees_with_a_walk_over_every_byte(
+    pieces: list[Piece], ranges: list[tuple[int, int]]
+) -> None:
+    """A range is covered exactly if each byte lies in some piece, and each part in its key's."""
+    open_to = {
+        byte: {key for begin, length, key in pieces if begin <= byte < begin + length}
+        for byte in range(120)
+    }
+
+    cut = KeyTable.of(pieces).cut(
+        u64(*[begin for begin, _ in ranges]), u64(*[length for _, length in ranges])
+    )
+
+    for number, (begin, length) in enumerate(ranges):
+        mine = [part for part in parts(cut) if part[0] == number]
+        covered = all(open_to[byte] for byte in range(begin, begin + length))
+        assert bool(cut.covered[number]) == covered
+        bytes_of_parts = [(byte, key) for _, at, size, key in mine for byte in range(at, at + size)]
+        expected = list(range(begin, begin + length)) if covered else []
+        assert [byte for byte, _ in bytes_of_parts] == expected
+        assert all(key in open_to[byte] for byte, key in bytes_of_parts)
+    assert all(length > 0 for _, _, length, _ in parts(cut))
+    assert [part[0] for part in parts(cut)] == sorted(part[0] for part in parts(cut))

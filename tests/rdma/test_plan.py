@@ -1,0 +1,401 @@
+"""What a batch becomes, without a device: a READ done by hand must bring the very bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peercache.rdma.key_table import KeyTable, Piece
+from peercache.rdma.plan import (
+    PORTION_WORK_MAX,
+    WORD_BYTES,
+    WORD_GAP_BYTES,
+    Limits,
+    Missing,
+    Plan,
+    Portion,
+    Published,
+    bounced,
+    clipped,
+    inside,
+    opened,
+    plan,
+    stripes,
+)
+from peercache.runs import PageRuns
+
+GRANULE = 4096
+PAGES_ADDRESS = 2**40
+WORDS_ADDRESS = 2**39
+PAGE_BYTES = 64 * GRANULE
+OURS = 2**20
+OURS_BYTES = 2**19
+LOCAL_KEY, REMOTE_KEY, WORDS_KEY = 11, 22, 33
+
+
+def published_with(pieces: list[Piece]) -> Published:
+    """Return page memory that these regions open."""
+    return Published(PAGES_ADDRESS, PAGE_BYTES, WORDS_ADDRESS, GRANULE, KeyTable.of(pieces))
+
+
+WORDS_PIECE = (WORDS_ADDRESS, PAGE_BYTES // GRANULE * WORD_BYTES, WORDS_KEY)
+WHOLE = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), WORDS_PIECE])
+ALL_OURS = KeyTable.of([(OURS, OURS_BYTES, LOCAL_KEY)])
+LIMITS = Limits(pieces=4, work=64, read_bytes=4 * GRANULE, portion_bytes=16 * GRANULE)
+
+
+class Peer:
+    """Does by hand what devices do: remote memory, words, and our own, as arrays."""
+
+    def __init__(self) -> None:
+        """Fill the peer's memory with noise, and our own with a byte that is not in a page."""
+        rng = np.random.default_rng(1)
+        self.pages = rng.integers(0, 255, PAGE_BYTES, np.uint8)
+        self.words = 2 * np.arange(PAGE_BYTES // GRANULE, dtype=np.uint64) + np.uint64(100)
+        self.ours = np.full(OURS_BYTES, 255, np.uint8)
+        self.got: dict[int, int] = {}
+
+    def run(self, made: Plan, keys: Published, local: KeyTable) -> None:
+        """Carry out a plan; every address must be open under its key."""
+        for portion in made.portions:
+            self._read(portion, keys, local)
+            buffer = np.full(max(1, portion.words.buffer_bytes // WORD_BYTES), 7, np.uint64)
+            words = portion.words
+            rows = zip(words.remote, words.keys, words.lengths, words.at, strict=True)
+            for remote, key, length, at in rows:
+                assert key_of(keys.keys, remote, length) == key
+                first = (remote - WORDS_ADDRESS) // WORD_BYTES
+                count = length // WORD_BYTES
+                buffer[at // WORD_BYTES :][:count] = self.words[first : first + count]
+            for page, slot in zip(words.pages.tolist(), words.slots.tolist(), strict=True):
+                assert page not in self.got, f"the word of page {page} is read twice"
+                self.got[page] = int(buffer[slot])
+
+    def _read(self, portion: Portion, keys: Published, local: KeyTable) -> None:
+        at = 0
+        for remote, key, count in zip(portion.remote, portion.keys, portion.pieces, strict=True):
+            sizes = portion.sizes[at : at + count]
+            total = sum(sizes)
+            assert key_of(keys.keys, remote, total) == key
+            source = remote - PAGES_ADDRESS
+            for index in range(at, at + count):
+                address, size = portion.addresses[index], portion.sizes[index]
+                assert key_of(local, address, size) == portion.local_keys[index]
+                self.ours[address - OURS :][:size] = self.pages[source : source + size]
+                source += size
+            at += count
+        assert at == len(portion.addresses)
+
+
+def key_of(table: KeyTable, begin: int, length: int) -> int:
+    """Return the one key that opens a range."""
+    cut = table.cut(np.array([begin], np.uint64), np.array([length], np.uint64))
+    assert cut.covered.all()
+    assert len(set(cut.keys.tolist())) == 1, "a READ crosses the border of a registration"
+    return int(cut.keys[0])
+
+
+def run(
+    slots: list[tuple[int, list[tuple[int, int]]]],
+    *,
+    published: Published = WHOLE,
+    local: KeyTable = ALL_OURS,
+    limits: Limits = LIMITS,
+) -> tuple[Plan, Peer]:
+    """Plan to read (offset, runs) slots, carry it out, and check every byte and word."""
+    offsets = np.array([offset for offset, _ in slots], np.uint64)
+    runs = PageRuns.of([[(OURS + at, size) for at, size in pieces] for _, pieces in slots])
+    made = plan(published, offsets, runs, local, limits)
+    assert isinstance(made, Plan), made
+    peer = Peer()
+    peer.run(made, published, local)
+    expected = np.full(OURS_BYTES, 255, np.uint8)
+    for offset, pieces in slots:
+        source = offset
+        for at, size in pieces:
+            expected[at : at + size] = peer.pages[source : source + size]
+            source += size
+    assert np.array_equal(peer.ours, expected)
+    assert peer.got == {
+        page: int(peer.words[offset // GRANULE]) for page, (offset, _) in enumerate(slots)
+    }
+    check_limits(made, limits)
+    return made, peer
+
+
+def check_limits(made: Plan, limits: Limits) -> None:
+    """Assert what a queue pair and its word buffer have room for."""
+    for portion in made.portions:
+        work = len(portion.remote) + len(portion.words.remote)
+        assert work <= max(limits.work, 1 + len(portion.words.pages))
+        assert all(1 <= count <= limits.pieces for count in portion.pieces)
+        assert portion.words.buffer_bytes <= made.buffer_bytes
+        room = len(portion.words.pages) * (WORD_BYTES + WORD_GAP_BYTES)
+        assert portion.words.buffer_bytes <= room
+        at = 0
+        for count in portion.pieces:
+            sizes = portion.sizes[at : at + count]
+            assert len(set(sizes)) <= 1, "entries of one READ differ in size"
+            assert sum(sizes) < 2 * limits.read_bytes
+            at += count
+    begins = [portion.begin for portion in made.portions]
+    ends = [portion.end for portion in made.portions]
+    assert begins == [0, *ends[:-1]][: len(begins)]
+
+
+def test_neighbours_on_both_sides_are_one_read() -> None:
+    """Four pages that follow each other there and here are one READ, and one for words."""
+    made, _ = run([(page * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
+
+    (portion,) = made.portions
+    assert (len(portion.remote), portion.pieces) == (1, [1])
+    assert portion.sizes == [4 * GRANULE]
+    assert portion.words.lengths == [4 * WORD_BYTES]
+
+
+def test_neighbours_that_are_scattered_here_are_one_read_into_several_entries() -> None:
+    """The gaps between destinations cost entries, not READs."""
+    made, _ = run([(page * GRANULE, [(2 * page * GRANULE, GRANULE)]) for page in range(4)])
+
+    (portion,) = made.portions
+    assert portion.pieces == [4]
+
+
+def test_more_pieces_than_a_read_takes_are_several_reads() -> None:
+    """Fifty runs of one page, four entries a READ."""
+    made, _ = run([(0, [(10 * run, 5) for run in range(50)])])
+
+    assert sum(len(portion.remote) for portion in made.portions) == 13
+
+
+def test_entries_of_one_read_have_one_size() -> None:
+    """Soft-RoCE's provider counts every entry as long as the first, and reports success."""
+    made, _ = run([(0, [(0, 100), (200, 100), (400, 50), (500, 100)])])
+
+    assert made.portions[0].pieces == [2, 1, 1]
+
+
+def test_pages_apart_are_a_read_and_a_word_each() -> None:
+    """Nothing is merged across what is not asked for; only words are, with what lies between."""
+    made, _ = run([(page * 2 * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
+
+    (portion,) = made.portions
+    assert len(portion.remote) == 4
+    assert portion.words.lengths == [7 * WORD_BYTES]
+
+
+def test_words_far_apart_are_read_one_by_one() -> None:
+    """A kilobyte between two words costs more than a request."""
+    far = WORD_GAP_BYTES // WORD_BYTES + 1
+    published = Published(
+        PAGES_ADDRESS,
+        2 * far * GRANULE,
+        WORDS_ADDRESS,
+        GRANULE,
+        KeyTable.of([(PAGES_ADDRESS, 2 * far * GRANULE, 1), (WORDS_ADDRESS, 2 * far * 8, 2)]),
+    )
+    offsets = np.array([far * GRANULE, 0], np.uint64)
+    runs = PageRuns.of([[(OURS, 8)], [(OURS + 8, 8)]])
+
+    made = plan(published, offsets, runs, ALL_OURS, LIMITS)
+
+    assert isinstance(made, Plan)
+    words = made.portions[0].words
+    assert (words.lengths, words.slots.tolist()) == ([8, 8], [1, 0])
+
+
+def test_long_page_has_its_word_in_the_last_of_its_portions() -> None:
+    """Portions end where they are full, in the middle of a page too."""
+    made, _ = run([(0, [(0, 40 * GRANULE)]), (40 * GRANULE, [(40 * GRANULE, GRANULE)])])
+
+    assert [portion.words.pages.tolist() for portion in made.portions] == [[], [], [0, 1]]
+    assert [portion.end - portion.begin for portion in made.portions] == [65536, 65536, 36864]
+
+
+def test_read_stops_at_the_border_of_a_registration() -> None:
+    """On either side: a key opens its own piece only."""
+    third = PAGE_BYTES // 3
+    published = published_with(
+        [(PAGES_ADDRESS, third, 1), (PAGES_ADDRESS + third, PAGE_BYTES - third, 2), WORDS_PIECE]
+    )
+    local = KeyTable.of([(OURS, 1000, 5), (OURS + 1000, OURS_BYTES - 1000, 6)])
+    at = third // GRANULE * GRANULE
+
+    made, _ = run([(at, [(0, GRANULE)])], published=published, local=local)
+
+    (portion,) = made.portions
+    assert (portion.keys, portion.local_keys) == ([1, 2, 2], [5, 5, 6]) or sum(
+        portion.pieces
+    ) == len(portion.local_keys)
+    assert set(portion.keys) == {1, 2}
+    assert set(portion.local_keys) == {5, 6}
+
+
+def test_words_of_two_registrations_are_two_reads() -> None:
+    """Neighbours across the border have a key each."""
+    words = [(WORDS_ADDRESS, 3 * WORD_BYTES, 8), (WORDS_ADDRESS + 24, WORDS_PIECE[1] - 24, 9)]
+    published = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), *words])
+
+    made, _ = run(
+        [(page * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(6)], published=published
+    )
+
+    assert made.portions[0].words.keys == [8, 9]
+
+
+def test_memory_that_is_not_registered_is_named() -> None:
+    """Ours and the peer's have different remedies."""
+    one, runs = np.array([0], np.uint64), PageRuns.of([[(OURS, 8)]])
+    half = published_with([(PAGES_ADDRESS + GRANULE, GRANULE, 1), WORDS_PIECE])
+    no_words = published_with([(PAGES_ADDRESS, PAGE_BYTES, 1)])
+
+    assert plan(WHOLE, one, runs, KeyTable.of([]), LIMITS) is Missing.OURS
+    assert plan(half, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
+    assert plan(half, one, runs, KeyTable.of([]), LIMITS) is Missing.THEIRS
+    assert plan(no_words, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
+    offsets, lengths = np.array([0, GRANULE], np.uint64), np.array([8, 8], np.uint64)
+    assert opened(half, offsets, lengths).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "is_inside"),
+    [
+        (0, 1, True),
+        (PAGE_BYTES - GRANULE, GRANULE, True),
+        (PAGE_BYTES - GRANULE, GRANULE + 1, False),
+        (PAGE_BYTES, 1, False),
+        (2**64 - GRANULE, GRANULE, False),
+        (2**63, 1, False),
+        (0, 0, False),
+        (1, 1, False),
+    ],
+)
+def test_slot_that_is_not_in_the_page_memory_is_noticed(
+    offset: int, length: int, *, is_inside: bool
+) -> None:
+    """Sums that wrap around included."""
+    found = inside(WHOLE, np.array([offset], np.uint64), np.array([length], np.uint64))
+
+    assert found.tolist() == [is_inside]
+
+
+def test_small_pages_never_fill_a_queue_pair_over() -> None:
+    """Five thousand scattered pages come in portions of bounded work."""
+    count = 5000
+    published = Published(
+        PAGES_ADDRESS, count * 2 * GRANULE, WORDS_ADDRESS, GRANULE,
+        KeyTable.of([(PAGES_ADDRESS, count * 2 * GRANULE, 1), (WORDS_ADDRESS, count * 16, 2)]),
+    )  # fmt: skip
+    offsets = np.random.default_rng(2).permutation(count).astype(np.uint64) * np.uint64(2 * GRANULE)
+    runs = PageRuns.of([[(OURS + page, 1)] for page in range(count)])
+
+    made = plan(published, offsets, runs, ALL_OURS, Limits(pieces=16))
+
+    assert isinstance(made, Plan)
+    pages = [page for portion in made.portions for page in portion.words.pages.tolist()]
+    assert pages == list(range(count))
+    for portion in made.portions:
+        assert len(portion.remote) + len(portion.words.remote) <= PORTION_WORK_MAX
+        assert len(portion.words.pages) <= PORTION_WORK_MAX
+
+
+def test_bounced_pages_lie_one_behind_the_other() -> None:
+    """Runs of any shape become one stream from address 0, and find their way back from a part."""
+    runs = PageRuns.of([[(1000, 10), (3000, 20)], [(5000, 0)], [(6000, 7)]])
+
+    flat = bounced(runs)
+    part = clipped(runs, 5, 32)
+
+    assert flat.addresses.tolist() == [0, 30, 30]
+    assert flat.sizes.tolist() == [30, 0, 7]
+    assert list(zip(part.addresses.tolist(), part.sizes.tolist(), strict=True)) == [
+        (1005, 5), (3000, 20), (6000, 2),
+    ]  # fmt: skip
+    assert part.starts.tolist() == [0, 3]
+
+
+def test_stripes_deal_whole_pages_in_blocks_in_order() -> None:
+    """Both rails are under way in the same part of the batch."""
+    lengths = np.full(12, 10, np.uint64)
+
+    dealt = stripes(lengths, rails=2, block_bytes=20)
+
+    assert [pages.tolist() for pages in dealt] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
+def test_stripes_share_a_small_batch_evenly() -> None:
+    """Else one rail would have it all."""
+    dealt = stripes(np.full(8, 10, np.uint64), rails=2, block_bytes=10**9)
+
+    assert [len(pages) for pages in dealt] == [4, 4]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Draw slots anywhere, and runs that do not overlap each other."""
+    slots = []
+    at = 0
+    for _ in range(draw(st.integers(1, 12))):
+        first = draw(st.integers(0, PAGE_BYTES // GRANULE - 1))
+        room = PAGE_BYTES - first * GRANULE
+        pieces: list[tuple[int, int]] = []
+        for wanted in draw(st.lists(st.integers(0, 3 * GRANULE), min_size=1, max_size=8)):
+            size = min(wanted, room)
+            at += draw(st.sampled_from([0, 0, 1, 700]))
+            if at + size > OURS_BYTES:
+                break
+            pieces.append((at, size))
+            at += size
+            room -= size
+        if sum(size for _, size in pieces):
+            slots.append((first * GRANULE, pieces))
+    return slots
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, begin: int, length: int) -> list[Piece]:
+    """Draw a way to register a range in pieces."""
+    inner = draw(st.lists(st.integers(1, length - 1), max_size=4, unique=True))
+    cuts = sorted([0, *inner, length])
+    return [
+        (begin + low, high - low, index + 50) for index, (low, high) in enumerate(pairwise(cuts))
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    slots=batches(),
+    remote=pieces_of(PAGES_ADDRESS, PAGE_BYTES),
+    local=pieces_of(OURS, OURS_BYTES),
+    pieces=st.integers(1, 5),
+    read_granules=st.integers(1, 5),
+    portion_granules=st.integers(2, 20),
+    work=st.integers(8, 64),
+)
+def test_any_batch_brings_the_very_bytes_within_the_limits(
+    slots: list[tuple[int, list[tuple[int, int]]]],
+    remote: list[Piece],
+    local: list[Piece],
+    pieces: int,
+    read_granules: int,
+    portion_granules: int,
+    work: int,
+) -> None:
+    """Whatever is merged and cut: done by hand, each byte and each word is the right one."""
+    limits = Limits(
+        pieces=pieces,
+        work=work,
+        read_bytes=read_granules * GRANULE,
+        portion_bytes=portion_granules * GRANULE,
+    )
+
+    run(
+        slots,
+        published=published_with([*remote, WORDS_PIECE]),
+        local=KeyTable.of(local),
+        limits=limits,
+    )
