@@ -1,4 +1,4 @@
-"""The one thing pyproject.toml cannot say: a compiled helper that may be left out."""
+"""The one thing pyproject.toml cannot say: compiled helpers that may be left out."""
 
 from setuptools import Extension, setup
 
@@ -10,6 +10,13 @@ setup(
             extra_compile_args=["-O3"],
             # Without a compiler everything works, and copies are slower.
             optional=True,
-        )
+        ),
+        Extension(
+            "peercache.fabric._tcp",
+            ["src/peercache/fabric/_receiving.c", "src/peercache/fabric/_serving.c"],
+            extra_compile_args=["-O3", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        ),
     ]
 )

@@ -15,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.messages import Delete, Put, Repair, StreamSummary
-from peercache.records import BUCKETS, DROP, RECORD, Content, Records, buckets_of, digest_of
+from peercache.records import (
+    BUCKETS,
+    DROP,
+    RECORD,
+    RESIDENT,
+    Content,
+    Records,
+    buckets_of,
+    digest_of,
+)
 
 Rows = npt.NDArray[np.intp]
 """Numbers of rows in a RecordTable."""
@@ -83,9 +92,9 @@ class RecordTable:
         return np.flatnonzero(self.live)
 
     def hottest_first(self, rows: Rows) -> Rows:
-        """Return rows with the newest commits first."""
-        order = np.argsort(self.records["generation"][rows], kind="stable")
-        return rows[order[::-1]]
+        """Return rows with the newest commits first, and what is on disk only behind them all."""
+        records = self.records[rows]
+        return rows[np.lexsort((records["generation"], records["flags"] & RESIDENT))[::-1]]
 
     def _grow(self) -> None:
         size = len(self.live)

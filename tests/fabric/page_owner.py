@@ -1,22 +1,24 @@
 """A node's data port as a process: publishes pages, serves them, and acts on itself in mid-read.
 
-Arguments: SHM_DIR INCARNATION PAGES PAGE_BYTES ACTION AT. Page i is full of the byte i + 1, its
+Arguments: SHM_DIR INCARNATION PAGES PAGE_BYTES ACTION AT WAY. Page i is full of the byte i + 1, its
 word is 2 (i + 1). Prints the port. When the portion number AT (from 0) has been sent and its words
 have not, the process does ACTION to itself (a signal's name, or "nothing"), and prints "went on".
+WAY is "compiled" or anything else.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import threading
 
 import numpy as np
 import trio
 
 from contracts.fabric_suite import GRANULE
 from fabric.serving import CLUSTER, CREDENTIALS
-from peercache.fabric.tcp_server import Admission, open_listeners, serve_pages
+from peercache.fabric.tcp_server import Admission, serve_pages
+from peercache.fabric.tcp_sockets import open_listeners
 from peercache.ids import Incarnation
 from peercache.observe import Metrics
 from peercache.segment.published import PublishedSegment
@@ -24,7 +26,7 @@ from peercache.segment.published import PublishedSegment
 
 async def main() -> None:
     """Serve until killed."""
-    shm_dir, incarnation, pages, page_bytes, action, at = sys.argv[1:]
+    shm_dir, incarnation, pages, page_bytes, action, at, way = sys.argv[1:]
     count, size = int(pages), int(page_bytes)
     segment = PublishedSegment.create(
         shm_dir,
@@ -49,13 +51,19 @@ async def main() -> None:
         nonlocal portions
         portions += 1
         if portions - 1 == int(at) and action != "nothing":
-            os.kill(os.getpid(), signal.Signals[action])
+            # To this very thread: another one might take a signal to the process a moment later.
+            signal.pthread_kill(threading.get_ident(), signal.Signals[action])
             print("went on", flush=True)
 
     listeners = await open_listeners("127.0.0.1", 0)
     print(listeners[0].socket.getsockname()[1], flush=True)
     await serve_pages(
-        listeners, segment, admission=admission, metrics=Metrics(), between_bytes_and_words=act
+        listeners,
+        segment,
+        admission=admission,
+        metrics=Metrics(),
+        compiled=way == "compiled",
+        between_bytes_and_words=act,
     )
 
 

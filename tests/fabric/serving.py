@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import trio
 
+from pace import PATIENCE_S
 from peercache.config import format_address
+from peercache.fabric.native import HAS_COMPILED
 from peercache.fabric.tcp import TcpFabric
-from peercache.fabric.tcp_server import Admission, PageSource, open_listeners, serve_pages
+from peercache.fabric.tcp_server import Admission, serve_pages
+from peercache.fabric.tcp_serving import PageSource
+from peercache.fabric.tcp_sockets import open_listeners
 from peercache.observe import Metrics
 
 CLUSTER = "tests"
 CREDENTIALS = "a secret"
-PATIENCE_S = 10.0
+
+WAYS = [
+    pytest.param(
+        True,
+        id="compiled",
+        marks=pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled"),
+    ),
+    pytest.param(False, id="in turns"),
+]
+"""Values of `serve_pages`'s `compiled`: every promise of the server is kept in both ways."""
 
 
 class PageServer:
@@ -46,9 +59,10 @@ class PageServer:
         self._port = port
         self._options = options
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=trio.run, args=(self._run,))
+        # A test that fails before `close` must not keep the process of all others from ending.
+        self._thread = threading.Thread(target=trio.run, args=(self._run,), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE_S)
 
     def close(self) -> None:
         """Stop serving: every connection is closed when this returns."""
@@ -95,20 +109,29 @@ class PageServer:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Spin until something that another thread does is done."""
+    """Return once something that another thread does is done; that one needs the lock we sleep off.
+
+    Who asked without a pause let the server's loop have the interpreter for a few steps in each
+    switch interval: what takes it a tenth of a second took it ten.
+    """
     until = time.monotonic() + PATIENCE_S
     while not true():
-        assert time.monotonic() < until
-        os.sched_yield()
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.001)
 
 
 def fabric_for(granule: int, **options: Any) -> TcpFabric:
-    """Return a client side that the server above admits, unless `options` say otherwise."""
+    """Return a client side that the server above admits, unless `options` say otherwise.
+
+    It takes no peer for hung because this machine was busy: tests of silence say how long it is.
+    """
     known: dict[str, Any] = {
         "cluster": CLUSTER,
         "credentials": CREDENTIALS,
         "granule": granule,
         "max_channels_per_peer": 4,
+        "stall_s": PATIENCE_S,
+        "connect_timeout_s": PATIENCE_S,
         **options,
     }
     return TcpFabric(**known)

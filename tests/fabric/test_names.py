@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from pace import PATIENCE_S
 from peercache.fabric.names import Address, Names
 
 FOUND: list[Address] = [(socket.AF_INET, ("192.0.2.1", 80))]
@@ -22,7 +23,7 @@ def test_address_in_figures_needs_no_name_server(host: str) -> None:
 
 def test_name_is_looked_up() -> None:
     """What is no figures is asked of the system."""
-    found = Names().resolve("localhost", 80, 5.0)
+    found = Names().resolve("localhost", 80, PATIENCE_S)
 
     assert found
 
@@ -36,7 +37,7 @@ def test_slow_name_server_holds_nobody() -> None:
         if flags & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "not in figures")
         asked.append(host)
-        answers.wait(10)
+        answers.wait(PATIENCE_S)
         return FOUND
 
     names = Names(ask)
@@ -44,7 +45,7 @@ def test_slow_name_server_holds_nobody() -> None:
     second = names.resolve("slow.example", 80, 0.01)
     asked_by_two = list(asked)
     answers.set()
-    third = names.resolve("slow.example", 80, 10.0)
+    third = names.resolve("slow.example", 80, PATIENCE_S)
 
     assert first == second == []
     assert third == FOUND
@@ -59,12 +60,12 @@ def test_unknown_name_has_no_address() -> None:
 
     names = Names(ask)
 
-    assert names.resolve("nobody.example", 80, 5.0) == []
-    assert names.resolve("nobody.example", 80, 5.0) == []
+    assert names.resolve("nobody.example", 80, PATIENCE_S) == []
+    assert names.resolve("nobody.example", 80, PATIENCE_S) == []
 
 
 def test_name_that_cannot_be_encoded_has_no_address() -> None:
     """A name that the resolver cannot even be asked for is no exception of the caller's."""
-    found = Names().resolve("a" * 300 + ".example", 80, 5.0)
+    found = Names().resolve("a" * 300 + ".example", 80, PATIENCE_S)
 
     assert found == []

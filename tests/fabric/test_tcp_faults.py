@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import attrs
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from contracts.fabric_suite import INCARNATION, UNTOUCHED, Destination, member_of
-from fabric.serving import fabric_for
+from fabric.serving import PATIENCE_S, WAYS, fabric_for
+from pace import PACES_S, PROMPT_S, paced
 from peercache.fabric import tcp_wire as wire
-from peercache.fabric.tcp import STALL_S
 from peercache.messages import Member
 from peercache.observe import PEER_UNREACHABLE
 from peercache.ports import ODD, Fetched, PeerRead
@@ -39,11 +39,17 @@ class Process:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
+    def continue_once_it_stopped(self) -> None:
+        """Wait until the owner has stopped itself, and continue it."""
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        self.process.send_signal(signal.SIGCONT)
 
-@contextlib.contextmanager
-def owner(shm_dir: Path, action: str, at: int) -> Iterator[Process]:
+
+@contextmanager
+def owner(shm_dir: Path, action: str, at: int, way: str) -> Iterator[Process]:
     """Run an owner that does `action` to itself after portion `at`."""
-    arguments = [str(shm_dir), str(INCARNATION), str(PAGES), str(PAGE_BYTES), action, str(at)]
+    arguments = [str(shm_dir), str(INCARNATION), str(PAGES), str(PAGE_BYTES), action]
+    arguments += [str(at), way]
     script = Path(__file__).parent / "page_owner.py"
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments],
@@ -72,12 +78,13 @@ def read_all(fabric: object, member: Member, into: Destination) -> tuple[Fetched
     offsets = np.arange(PAGES, dtype=np.uint64) * np.uint64(PAGE_BYTES)
     begun = time.monotonic()
     read = PeerRead(member, offsets, into.lengths, into.runs)
-    got = fabric.read(read, begun + 10.0)  # type: ignore[attr-defined]
+    got = fabric.read(read, begun + PATIENCE_S)  # type: ignore[attr-defined]
     return got, time.monotonic() - begun
 
 
+@pytest.mark.parametrize("compiled", WAYS)
 def test_nothing_is_written_after_a_read_from_a_paused_owner(
-    tmp_path: Path, into: Destination
+    tmp_path: Path, into: Destination, compiled: bool
 ) -> None:
     """The owner is stopped in mid-read, goes on after the read has returned, and reaches nothing.
 
@@ -87,27 +94,41 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
     4. The owner serves another read, so it is past what it had in hand: the destination is as the
        caller left it.
     """
-    with owner(tmp_path, "SIGSTOP", 2) as running, contextlib.closing(fabric_for(4096)) as fabric:
-        got, seconds = read_all(fabric, running.member, into)
-        whole = [into.page(index) == bytes([index + 1]) * PAGE_BYTES for index in range(2)]
-        into.memory[:] = UNTOUCHED
-        running.process.send_signal(signal.SIGCONT)
-        went_on = running.line()
-        elsewhere = Destination.of([[PAGE_BYTES]] * PAGES)
-        again, _ = read_all(fabric, running.member, elsewhere)
+    way = "compiled" if compiled else "in turns"
+
+    def story(stall_s: float) -> tuple[Fetched, float, list[bool], str, Fetched]:
+        patient = closing(fabric_for(4096))
+        fabric = closing(fabric_for(4096, stall_s=stall_s))
+        folder = tmp_path / str(stall_s)
+        folder.mkdir()
+        with owner(folder, "SIGSTOP", 2, way) as running, fabric as hasty, patient as other:
+            got, seconds = read_all(hasty, running.member, into)
+            whole = [into.page(index) == bytes([index + 1]) * PAGE_BYTES for index in range(2)]
+            into.memory[:] = UNTOUCHED
+            running.continue_once_it_stopped()
+            went_on = running.line()
+            elsewhere = Destination.of([[PAGE_BYTES]] * PAGES)
+            again, _ = read_all(other, running.member, elsewhere)
+        return got, seconds, whole, went_on, again
+
+    got, seconds, whole, went_on, again = paced(story, lambda told: told[0].words[1] != ODD)
 
     assert got.failure == PEER_UNREACHABLE
     assert got.words.tolist() == [2, 4, *[int(ODD)] * 4]
     assert whole == [True, True]
-    assert STALL_S <= seconds < 3.0
+    assert PACES_S[0] <= seconds < PROMPT_S
     assert went_on == "went on"
     assert again.words.tolist() == [2, 4, 6, 8, 10, 12]
     assert (into.memory == UNTOUCHED).all()
 
 
-def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Destination) -> None:
+@pytest.mark.parametrize("compiled", WAYS)
+def test_owner_killed_in_mid_read_leaves_a_leading_run(
+    tmp_path: Path, into: Destination, compiled: bool
+) -> None:
     """What had arrived with its words counts; the rest is odd, and the answer comes at once."""
-    with owner(tmp_path, "SIGKILL", 2) as running, contextlib.closing(fabric_for(4096)) as fabric:
+    way = "compiled" if compiled else "in turns"
+    with owner(tmp_path, "SIGKILL", 2, way) as running, closing(fabric_for(4096)) as fabric:
         got, seconds = read_all(fabric, running.member, into)
         again, _ = read_all(fabric, running.member, into)
 
@@ -117,5 +138,5 @@ def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Des
     assert complete <= 2
     assert got.words.tolist() == [2, 4][:complete] + [int(ODD)] * (PAGES - complete)
     assert all(into.page(page) == bytes([page + 1]) * PAGE_BYTES for page in range(complete))
-    assert seconds < 3.0
+    assert seconds < PROMPT_S
     assert again.failure == PEER_UNREACHABLE

@@ -17,15 +17,25 @@ from hypothesis import strategies as st
 
 from contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from contracts.fakes import PlainMemory
-from fabric.serving import CLUSTER, CREDENTIALS, PageServer, fabric_for, wait_until
+from fabric.serving import (
+    CLUSTER,
+    CREDENTIALS,
+    PATIENCE_S,
+    WAYS,
+    PageServer,
+    fabric_for,
+    wait_until,
+)
 from peercache.errors import AddressTaken
-from peercache.fabric import tcp_server
+from peercache.fabric import tcp_server, tcp_turns
 from peercache.fabric import tcp_wire as wire
-from peercache.fabric.tcp_server import Admission, open_listeners
+from peercache.fabric.tcp_server import Admission
+from peercache.fabric.tcp_sockets import open_listeners
+from peercache.fabric.tcp_turns import PagesInTurns
+from peercache.observe import Metrics
 from peercache.ports import PeerRead
 
 PAGE_MEMORY_BYTES = 16 * 2**20
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -36,10 +46,10 @@ def memory() -> PlainMemory:
     return plain
 
 
-@pytest.fixture
-def server(memory: PlainMemory) -> Iterator[PageServer]:
+@pytest.fixture(params=WAYS)
+def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[PageServer]:
     """A server of that memory on a free port."""
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
     yield running
     running.close()
 
@@ -136,6 +146,7 @@ def test_server_without_a_secret_admits_whoever_can_connect(memory: PlainMemory)
         (struct.pack("<4sIQQ", b"PCtr", 2**32 - 1, INCARNATION, 1), wire.MALFORMED),
         (struct.pack("<4sIQQ", b"PCtr", 1, INCARNATION, 2**63), wire.BOUNDS),
         (struct.pack("<4sIQQ", b"PCtr", 1, INCARNATION + 1, 1), wire.INCARNATION),
+        (struct.pack("<4sIQQ", b"PCtx", 1, INCARNATION, 1), wire.MALFORMED),
         (b"\xff" * wire.REQUEST_BYTES, wire.MALFORMED),
     ],
 )
@@ -146,6 +157,35 @@ def test_request_is_refused_by_its_head_alone(server: PageServer, head: bytes, r
         answer = receive(client, wire.ANSWER_BYTES)
 
     assert wire.decode_status(answer) == reason
+    assert serves(server)
+
+
+@pytest.mark.parametrize(
+    ("entries", "total", "reason"),
+    [
+        ([(0, 0)], 0, wire.BOUNDS),
+        ([(PAGE_MEMORY_BYTES, 1)], 1, wire.BOUNDS),
+        ([(PAGE_MEMORY_BYTES - GRANULE, GRANULE + 1)], GRANULE + 1, wire.BOUNDS),
+        ([(0, PAGE_MEMORY_BYTES + 1)], PAGE_MEMORY_BYTES + 1, wire.BOUNDS),
+        ([(2**64 - GRANULE, 2 * GRANULE)], 2 * GRANULE, wire.BOUNDS),
+        ([(0, 1), (0, 2**64 - 1)], 0, wire.BOUNDS),
+        ([(1, 1)], 1, wire.BOUNDS),
+        ([(0, 1), (GRANULE, 1)], 3, wire.MALFORMED),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(
+    server: PageServer, entries: list[tuple[int, int]], total: int, reason: str
+) -> None:
+    """Nothing outside the page memory is served, and nothing that no word stands for."""
+    head = struct.pack("<4sIQQ", b"PCtr", len(entries), INCARNATION, total)
+    with admitted(server) as client:
+        client.sendall(head + b"".join(struct.pack("<QQ", *entry) for entry in entries))
+        answer = receive(client, wire.ANSWER_BYTES)
+        rest = receive(client, 1)
+
+    assert wire.decode_status(answer) == reason
+    assert rest == b""
+    assert server.refusals(reason) == 1
     assert serves(server)
 
 
@@ -161,7 +201,7 @@ def test_refusal_reaches_a_client_that_sends_on(server: PageServer) -> None:
     assert wire.decode_status(answer) == wire.BOUNDS
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(garbage=st.binary(max_size=300), greeted=st.booleans())
 def test_garbage_ends_its_own_connection_only(
     server: PageServer, garbage: bytes, greeted: bool
@@ -317,7 +357,7 @@ async def test_connections_take_turns_with_the_rest_of_the_loop(memory: PlainMem
     """However many connections send, the loop runs other tasks after each turn of one of them."""
     turns_between_looks: list[int] = []
     turns = 0
-    send_for_one_turn = tcp_server._send_for_one_turn
+    send_for_one_turn = tcp_turns._send_for_one_turn
 
     def counted(*arguments: object) -> bool:
         nonlocal turns
@@ -330,9 +370,10 @@ async def test_connections_take_turns_with_the_rest_of_the_loop(memory: PlainMem
             await trio.lowlevel.checkpoint()
             turns_between_looks.append(turns - before)
 
-    admission = Admission(cluster="c", credentials="", granule=GRANULE, incarnation=1)
-    service = tcp_server._Service(memory, admission, tcp_server.Metrics(), 100, lambda: None)
-    tcp_server._send_for_one_turn = counted  # type: ignore[assignment]
+    pages = PagesInTurns(
+        memory, granule=GRANULE, incarnation=1, metrics=Metrics(), between_bytes_and_words=None
+    )
+    tcp_turns._send_for_one_turn = counted  # type: ignore[assignment]
     pairs = [socket.socketpair() for _ in range(8)]
     try:
         async with trio.open_nursery() as nursery:
@@ -341,11 +382,11 @@ async def test_connections_take_turns_with_the_rest_of_the_loop(memory: PlainMem
                 for ours, theirs in pairs:
                     ours.setblocking(False)
                     theirs.setblocking(False)
-                    sending.start_soon(service._send, ours, [memory.pages.data[: 2**20]])
+                    sending.start_soon(pages._send, ours, [memory.pages.data[: 2**20]], PATIENCE_S)
                     sending.start_soon(drain, theirs, 2**20)
             nursery.cancel_scope.cancel()
     finally:
-        tcp_server._send_for_one_turn = send_for_one_turn
+        tcp_turns._send_for_one_turn = send_for_one_turn
         for ours, theirs in pairs:
             ours.close()
             theirs.close()

@@ -4,9 +4,10 @@ A thread beside a busy Python program may wait 5 ms for the GIL each time it has
 number of releases, not the bytes, decides how long a batch takes.
 
 `socket.recvmsg_into` wants a Python object a place and builds the kernel's array from them under
-the GIL. Here numpy builds that array from the addresses, and one `recvmsg` with MSG_WAITALL fills
-all of it with the GIL released once. A request is small and a send that never waits is a copy into
-the kernel, tens of microseconds: the GIL is kept.
+the GIL. Here numpy builds that array from the addresses, and one call fills all of it with the GIL
+released once: a loop in C (`_receiving.c`), or without it one `recvmsg` with MSG_WAITALL. A request
+is small and a send that never waits is a copy into the kernel, tens of microseconds: the GIL is
+kept.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from peercache.fabric.native import compiled
 from peercache.runs import U64
 
 PIECES_MAX = 1024
 """The kernel's IOV_MAX: more pieces in one call are an error."""
+STEP_BYTES = 128 * 2**10
+"""Bytes after which the loop in C leaves the kernel for a moment; see there."""
 
 
 class _MessageHeader(ctypes.Structure):
@@ -39,6 +43,14 @@ class _MessageHeader(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_receive = compiled(
+    "peercache_receive",
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint64] * 3,
+    keeps_gil=False,
+)
 _recvmsg = _libc.recvmsg
 _recvmsg.argtypes = (ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int)
 _recvmsg.restype = ctypes.c_ssize_t
@@ -86,14 +98,23 @@ class Scatter:
         assert self.received < self.total, "nothing is left to receive"
         here = np.uint64(self.received)
         first = int(np.searchsorted(self._ends, here, side="right"))
-        pieces: npt.NDArray[np.uint64] = self._pieces[first : first + PIECES_MAX].copy()
-        taken_before = here - (self._ends[first] - self._pieces[first, 1])
-        pieces[0, 0] += taken_before
-        pieces[0, 1] -= taken_before
-        header = _MessageHeader(pieces=pieces.ctypes.data, piece_count=len(pieces))
-        taken: int = _recvmsg(descriptor, ctypes.byref(header), socket.MSG_WAITALL)
+        filled = int(here - (self._ends[first] - self._pieces[first, 1]))
+        if _receive is not None:
+            left = self._pieces[first:]
+            taken = _receive(descriptor, left.ctypes.data, len(left), filled, STEP_BYTES)
+        else:
+            taken = _receive_once(descriptor, self._pieces[first : first + PIECES_MAX], filled)
         if taken < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         self.received += taken
-        return taken
+        return int(taken)
+
+
+def _receive_once(descriptor: int, places: U64, filled: int) -> int:
+    pieces = places.copy()
+    pieces[0, 0] += np.uint64(filled)
+    pieces[0, 1] -= np.uint64(filled)
+    header = _MessageHeader(pieces=pieces.ctypes.data, piece_count=len(pieces))
+    taken: int = _recvmsg(descriptor, ctypes.byref(header), socket.MSG_WAITALL)
+    return taken

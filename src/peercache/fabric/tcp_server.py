@@ -1,13 +1,11 @@
-"""The tcp fabric, server side: one task a connection on the node's trio loop.
+"""The tcp fabric, server side: who may read, and for how long; what they read is served elsewhere.
 
-Owns    the data port's connections; it reads the pool's memory and words, and writes neither.
-Hears   greetings and requests (tcp_wire.py) from whoever connects: nothing is believed.
-Says    the bytes of slots, straight from pool memory, and after them their generation words.
-Keeps   a page's word is loaded after the `send` that took the page's last byte has returned, and
-        goes out in a later one; sends copy (no MSG_ZEROCOPY, no sendfile), so what was accepted
-        cannot change any more. Nothing is served before `Admission.admit` said so.
-Limits  CONNECTIONS_MAX connections; one request of 64 KiB buffered each; TURN_S of sending before
-        the rest of the loop has its turn, whatever the number of connections.
+Owns    the data port's listeners, and each connection until its client is admitted.
+Hears   greetings (tcp_wire.py) from whoever connects: nothing is believed.
+Says    whether it is served, and if not, why. Requests are answered by the compiled loop on a
+        thread of its own (tcp_compiled.py), or without it by turns on this loop (tcp_turns.py).
+Keeps   nothing is served before `Admission.admit` said so.
+Limits  CONNECTIONS_MAX connections, whoever serves them.
 """
 
 from __future__ import annotations
@@ -16,22 +14,19 @@ import errno
 import hmac
 import resource
 import socket
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Protocol, final
+from typing import final
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 import trio
 
-from peercache.config import format_address
-from peercache.errors import AddressTaken
 from peercache.fabric import tcp_wire as wire
+from peercache.fabric.native import HAS_COMPILED
+from peercache.fabric.tcp_compiled import CompiledPages
+from peercache.fabric.tcp_serving import Pages, PageSource, Patience
+from peercache.fabric.tcp_sockets import receive, send
+from peercache.fabric.tcp_turns import PagesInTurns
 from peercache.observe import Metrics, get_logger
-from peercache.runs import U64
 
 CONNECTIONS_MAX = 4096
 """Connections at once. 16 channels of 256 engine ranks; each costs a descriptor and a task (about
@@ -51,33 +46,9 @@ GOODBYE_S = 1.0
 """For a refused client to read why, before the close resets what is on its way."""
 GOODBYE_BYTES_MAX = 2 * (wire.REQUEST_BYTES + wire.COUNT_MAX * wire.ENTRY_BYTES)
 """What an honest client may have sent ahead of a refusal."""
-STEP_BYTES_MAX = 2**20
-"""Bytes of one `sendmsg`: about 0.3 ms of copying, the grain of TURN_S."""
-TURN_S = 0.001
-"""Sending time between two rounds of the loop. All connections share it: heartbeats and directory
-answers wait for one turn, not for one of each connection."""
 ACCEPT_PAUSE_S = 0.1
 """When the process has no descriptors left: until some come free."""
-PORT_TRIES_MAX = 16
-"""Tries to find one free port for both address families."""
-
 _log = get_logger(actor="tcp_server")
-
-
-class PageSource(Protocol):
-    """Published memory as the server sees it; a PublishedSegment is one."""
-
-    @property
-    def pages(self) -> npt.NDArray[np.uint8]:
-        """Return the page memory, (bytes,) uint8."""
-
-    @property
-    def words(self) -> U64:
-        """Return the generation words, uint64, one for each granule of the page memory."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """Return how much of the page memory, from its start, may be touched by now."""
 
 
 @final
@@ -110,65 +81,6 @@ class Admission:
         return None
 
 
-async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
-    """Listen on a host ("" is every interface) over IPv4 and IPv6, all on one port.
-
-    port: 0 takes a free one. Raises AddressTaken if the port is in use, OSError if the host is not
-    ours.
-    """
-    for _ in range(PORT_TRIES_MAX):
-        try:
-            first = await _listen(host, port)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                if port:
-                    raise AddressTaken("data_port", format_address(host, port)) from error
-                continue
-            raise
-        return first
-    raise AddressTaken("data_port", format_address(host, port))
-
-
-async def _listen(host: str, port: int) -> list[trio.SocketListener]:
-    found = await trio.socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    listeners: list[trio.SocketListener] = []
-    unusable: OSError | None = None
-    try:
-        for family, address in dict.fromkeys((row[0], row[4]) for row in found):
-            try:
-                listener = await _listen_at(family, (address[0], port, *address[2:]))
-            except OSError as error:
-                if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
-                    raise
-                unusable = error  # A host without this family serves the other.
-                continue
-            listeners.append(listener)
-            port = port or listener.socket.getsockname()[1]
-    except BaseException:
-        for listener in listeners:
-            listener.socket.close()
-        raise
-    if not listeners:
-        raise unusable or OSError(errno.EADDRNOTAVAIL, f"no address of {host!r} can be bound")
-    return listeners
-
-
-async def _listen_at(family: int, address: tuple[object, ...]) -> trio.SocketListener:
-    opened = trio.socket.socket(family, socket.SOCK_STREAM)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        await opened.bind(address)
-        opened.listen(1024)
-    except BaseException:
-        opened.close()
-        raise
-    return trio.SocketListener(opened)
-
-
 async def serve_pages(
     listeners: Sequence[trio.SocketListener],
     source: PageSource,
@@ -176,6 +88,7 @@ async def serve_pages(
     admission: Admission,
     metrics: Metrics,
     connections_max: int = CONNECTIONS_MAX,
+    compiled: bool = HAS_COMPILED,
     between_bytes_and_words: Callable[[], None] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -186,29 +99,34 @@ async def serve_pages(
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files_max != resource.RLIM_INFINITY:
         connections_max = min(connections_max, files_max // 2)
-    service = _Service(
-        source, admission, metrics, connections_max, between_bytes_and_words or _nothing
-    )
+    try:
+        pages: Pages = (CompiledPages if compiled else PagesInTurns)(
+            source,
+            granule=admission.granule,
+            incarnation=admission.incarnation,
+            metrics=metrics,
+            between_bytes_and_words=between_bytes_and_words,
+        )
+    except OSError:
+        for listener in listeners:
+            listener.socket.close()
+        raise
+    service = _Service(pages, admission, metrics, connections_max)
     async with trio.open_nursery() as nursery:
+        await nursery.start(pages.run)
         for listener in listeners:
             nursery.start_soon(service.accept_from, listener, nursery)
         task_status.started()
 
 
-def _nothing() -> None:
-    """Happen between bytes and words in production."""
-
-
 @final
 @attrs.define
 class _Service:
-    source: PageSource
+    pages: Pages
     admission: Admission
     metrics: Metrics
     connections_max: int
-    between_bytes_and_words: Callable[[], None]
     connections: int = 0
-    turn: trio.Lock = attrs.field(factory=trio.Lock)
     told: set[str] = attrs.field(factory=set)
 
     async def accept_from(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
@@ -245,8 +163,7 @@ class _Service:
         finally:
             self.connections -= 1
             open_now.dec()
-            trio.lowlevel.notify_closing(connection)
-            connection.close()
+            _close(connection)
 
     async def _converse(self, connection: socket.socket) -> None:
         refused = await self._refusal_of_greeting(connection)
@@ -255,9 +172,14 @@ class _Service:
         if refused:
             await self._part(connection, wire.encode_answer(refused), refused)
             return
-        await self._send(connection, [wire.encode_answer("")])
-        while await self._serve_request(connection):
-            pass
+        await send(connection, wire.encode_answer(""), stall_s=SEND_STALL_S)
+        patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
+        left, refused = await self.pages.serve(connection, patience)
+        if left is not None:
+            try:
+                await self._part(left, wire.encode_status(refused), refused)
+            finally:
+                _close(left)
 
     async def _refusal_of_greeting(self, connection: socket.socket) -> str | None:
         """Return why this client is refused, "" to serve it, None if it hung up."""
@@ -265,74 +187,24 @@ class _Service:
             return wire.BUSY
         with trio.fail_after(GREETING_S):
             opening = bytearray(wire.OPENING_BYTES)
-            if not await _receive(connection, opening):
+            if not await receive(connection, opening):
                 return None
             try:
                 wire.check_opening(opening)
             except wire.Refusal as refusal:
                 return refusal.what
             rest = bytearray(wire.GREETING_REST_BYTES)
-            if not await _receive(connection, rest):
+            if not await receive(connection, rest):
                 return None
         return self.admission.admit(wire.decode_greeting(rest)) or ""
-
-    async def _serve_request(self, connection: socket.socket) -> bool:
-        """Answer one request; return whether another may follow."""
-        head = bytearray(wire.REQUEST_BYTES)
-        with trio.fail_after(IDLE_S):
-            await trio.lowlevel.wait_readable(connection)
-        try:
-            with trio.fail_after(REQUEST_S):
-                if not await _receive(connection, head):
-                    return False
-                request = wire.decode_request(head, incarnation=self.admission.incarnation)
-                entries = bytearray(request.count * wire.ENTRY_BYTES)
-                if not await _receive(connection, entries):
-                    return False
-            offsets, lengths = wire.decode_entries(
-                entries,
-                request,
-                page_bytes=self.source.usable_bytes,
-                granule=self.admission.granule,
-            )
-        except wire.Refusal as refusal:
-            await self._part(connection, wire.encode_status(refusal.what), refusal.what)
-            return False
-        await self._serve_pages(connection, offsets, lengths)
-        return True
-
-    async def _serve_pages(self, connection: socket.socket, offsets: U64, lengths: U64) -> None:
-        memory = self.source.pages.data
-        indices = offsets // np.uint64(self.admission.granule)
-        begins, ends = offsets.tolist(), (offsets + lengths).tolist()
-        pending: list[bytes | memoryview] = [wire.encode_status("")]
-        for first, last in pairwise(wire.portions(lengths)):
-            pending += [memory[begins[page] : ends[page]] for page in range(first, last)]
-            await self._send(connection, pending)
-            self.between_bytes_and_words()
-            # Only now: a word loaded before its page's last byte was taken could vouch for bytes
-            # that changed after it was loaded.
-            pending = [self.source.words[indices[first:last]].tobytes()]
-            self.metrics.tcp_bytes_served.inc(int(lengths[first:last].sum()))
-        await self._send(connection, pending)
-
-    async def _send(self, connection: socket.socket, pieces: list[bytes | memoryview]) -> None:
-        """Send all of it; when this returns, the kernel has taken the last byte."""
-        left = deque(memoryview(piece) for piece in pieces)
-        while left:
-            async with self.turn:
-                blocked = _send_for_one_turn(connection, left)
-            if blocked:
-                with trio.fail_after(SEND_STALL_S):
-                    await trio.lowlevel.wait_writable(connection)
 
     async def _part(self, connection: socket.socket, answer: bytes, reason: str) -> None:
         """Say no, and close in peace: unread bytes at a close would reset the answer's way."""
         self._refuse(reason)
-        await self._send(connection, [answer])
+        await send(connection, answer, stall_s=SEND_STALL_S)
         connection.shutdown(socket.SHUT_WR)
         with trio.move_on_after(GOODBYE_S):
-            await _receive(connection, bytearray(GOODBYE_BYTES_MAX))
+            await receive(connection, bytearray(GOODBYE_BYTES_MAX))
 
     def _refuse(self, reason: str) -> None:
         self.metrics.tcp_refused.labels(reason=reason).inc()
@@ -342,40 +214,8 @@ class _Service:
             _log.warning("tcp.refused", reason=reason)
 
 
-def _send_for_one_turn(connection: socket.socket, left: deque[memoryview]) -> bool:
-    """Send for at most TURN_S and a step; return whether the socket would block."""
-    ends = time.perf_counter() + TURN_S
-    while left:
-        step: list[memoryview] = []
-        room = STEP_BYTES_MAX
-        for piece in left:
-            step.append(piece[:room])
-            room -= len(step[-1])
-            if not room:
-                break
-        try:
-            sent = connection.sendmsg(step)
-        except BlockingIOError:
-            return True
-        while left and sent >= len(left[0]):
-            sent -= len(left.popleft())
-        if sent:
-            left[0] = left[0][sent:]
-        if time.perf_counter() >= ends:
-            return False
-    return False
-
-
-async def _receive(connection: socket.socket, into: bytearray) -> bool:
-    """Fill `into`; return False if the other side closed before."""
-    view = memoryview(into)
-    while view:
-        try:
-            taken = connection.recv_into(view)
-        except BlockingIOError:
-            await trio.lowlevel.wait_readable(connection)
-            continue
-        if not taken:
-            return False
-        view = view[taken:]
-    return True
+def _close(connection: socket.socket) -> None:
+    # One that the compiled loop took over has no descriptor here any more.
+    if connection.fileno() >= 0:
+        trio.lowlevel.notify_closing(connection)
+        connection.close()

@@ -1,0 +1,231 @@
+"""What the compiled page server adds: it needs no Python while it serves, and goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
+from contracts.fakes import PlainMemory
+from fabric.serving import PATIENCE_S, WAYS, PageServer, fabric_for, wait_until
+from peercache.fabric import native
+from peercache.fabric import tcp_wire as wire
+from peercache.fabric.tcp import TcpFabric
+from peercache.observe import REFUSED
+from peercache.ports import Fetched, PeerRead
+from peercache.runs import U64
+
+MEMORY_BYTES = 16 * 2**20
+
+
+@attrs.define
+class GrowingMemory(PlainMemory):
+    """Page memory of which a part is usable."""
+
+    usable: int = 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return how much that is."""
+        return self.usable
+
+
+def filled(memory: PlainMemory) -> PlainMemory:
+    """Make every granule's word twice its index, and its bytes its own."""
+    memory.words[:] = 2 * np.arange(len(memory.words))
+    memory.pages.view(np.uint32)[:] = np.arange(len(memory.pages) // 4)
+    return memory
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def server(request: pytest.FixtureRequest) -> Iterator[PageServer]:
+    """A server of 16 MiB, one for all: nothing here changes it."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Iterator[TcpFabric]:
+    """A client side."""
+    with contextlib.closing(fabric_for(GRANULE)) as opened:
+        yield opened
+
+
+def read(fabric: TcpFabric, port: int, offsets: list[int], into: Destination) -> Fetched:
+    """Read slots at these offsets."""
+    member = member_of(INCARNATION, data=f"127.0.0.1:{port}")
+    places: U64 = np.array(offsets, np.uint64)
+    until = time.monotonic() + PATIENCE_S
+    return fabric.read(PeerRead(member, places, into.lengths, into.runs), until)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    pages=st.lists(
+        st.tuples(
+            st.integers(0, MEMORY_BYTES // GRANULE - 1),
+            st.one_of(st.integers(1, 3 * GRANULE), st.integers(1, 2 * wire.PORTION_BYTES_MAX)),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    repeated=st.sampled_from([1, 40]),
+)
+@example(pages=[(0, wire.PORTION_BYTES_MAX), (1, 1), (2, wire.PORTION_BYTES_MAX - 1)], repeated=1)
+@example(pages=[(3, 1)], repeated=2 * wire.PORTION_PAGES_MAX + 1)
+def test_every_page_arrives_with_its_own_word(
+    server: PageServer, fabric: TcpFabric, pages: list[tuple[int, int]], repeated: int
+) -> None:
+    """Both sides cut any list of pages into the same portions, so bytes and words fall in place."""
+    wanted = [
+        (granule * GRANULE, min(size, MEMORY_BYTES - granule * GRANULE)) for granule, size in pages
+    ]
+    # Few copies of what is large.
+    wanted *= max(1, min(repeated, 64 * 2**20 // sum(size for _, size in wanted)))
+    into = Destination.of([[size] for _, size in wanted])
+
+    got = read(fabric, server.port, [offset for offset, _ in wanted], into)
+
+    everything = np.arange(MEMORY_BYTES // 4, dtype=np.uint32).tobytes()
+    assert got.failure == ""
+    assert got.words.tolist() == [2 * (offset // GRANULE) for offset, _ in wanted]
+    for index, (offset, size) in enumerate(wanted):
+        assert into.page(index) == everything[offset : offset + size]
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_memory_is_served_as_far_as_it_is_usable_by_now(compiled: bool) -> None:
+    """What is not populated yet is refused; once it is, it is served, on open connections too."""
+    memory = GrowingMemory(np.zeros(2 * GRANULE, np.uint8), np.zeros(2, np.uint64), GRANULE)
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    into = Destination.of([[1]])
+    with contextlib.closing(fabric_for(GRANULE)) as fabric:
+        first = read(fabric, server.port, [0], into)
+        early = read(fabric, server.port, [GRANULE], into)
+        again = read(fabric, server.port, [0], into)
+        memory.usable = 2 * GRANULE
+        grown = read(fabric, server.port, [GRANULE], into)
+    server.close()
+
+    assert [first.failure, early.failure, again.failure, grown.failure] == ["", REFUSED, "", ""]
+    assert server.refusals(wire.BOUNDS) == 1
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_readers_that_do_not_receive_hold_nobody(compiled: bool) -> None:
+    """With many responses stuck in full sockets, another client reads at once."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    known = wire.greet(
+        cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
+    )
+    count = 60
+    whole = np.full(count, MEMORY_BYTES, np.uint64)
+    request = wire.encode_request(np.zeros(count, np.uint64), whole, INCARNATION)
+    with contextlib.ExitStack() as stack:
+        fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
+        for _ in range(20):
+            stuck = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)
+            )
+            stuck.sendall(wire.encode_greeting(known) + request)
+        wait_until(lambda: server.connections() == 20)
+        into = Destination.of([[2**20]] * 8)
+
+        got = read(fabric, server.port, [0] * 8, into)
+    server.close()
+
+    assert got.failure == ""
+    assert got.words.tolist() == [0] * 8
+
+
+def test_bytes_served_are_counted_when_the_server_ends() -> None:
+    """The loop tells nobody as it goes; nothing is lost at the end."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    with contextlib.closing(fabric_for(GRANULE)) as fabric:
+        read(fabric, server.port, [0, GRANULE], Destination.of([[1000], [24]]))
+    server.close()
+
+    served = server.metrics.registry.get_sample_value("peercache_tcp_bytes_served_total")
+    assert served == 1024
+
+
+def test_compiled_file_of_another_build_is_as_good_as_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A structure that the two sides see differently would be a crash."""
+    monkeypatch.setattr(native, "LAYOUT", native.LAYOUT + 1)
+
+    assert native._load() is None
+
+
+@contextlib.contextmanager
+def stubborn_owner(what: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run an owner that does something unkind at the first line it gets."""
+    script = Path(__file__).parent / "stubborn_owner.py"
+    with subprocess.Popen(
+        [sys.executable, str(script), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+    ) as process:
+        try:
+            yield process, int(say(process, ""))
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[str], line: str) -> str:
+    """Write a line if there is one, and return the answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+def test_pages_are_served_while_somebody_holds_the_interpreters_lock(fabric: TcpFabric) -> None:
+    """An engine that computes in Python, or in C without letting go, keeps no reader waiting."""
+    into = Destination.of([[GRANULE]])
+    with stubborn_owner("hold") as (process, port):
+        read(fabric, port, [0], into)
+        holding = say(process, "hold\n")
+
+        got = read(fabric, port, [GRANULE], into)
+        process.communicate("\n", timeout=PATIENCE_S)
+
+    assert holding == "holding"
+    assert got.failure == ""
+    assert got.words.tolist() == [2]
+
+
+def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -> None:
+    """A child's exit takes nothing along; neither process hangs on the thread that serves."""
+    into = Destination.of([[GRANULE]])
+    with stubborn_owner("fork") as (process, port):
+        before = read(fabric, port, [0], into)
+        childs_status = say(process, "fork\n")
+
+        after = read(fabric, port, [GRANULE], into)
+        process.communicate("\n", timeout=PATIENCE_S)
+
+    assert [before.failure, after.failure] == ["", ""]
+    assert childs_status == "0"
+    assert process.returncode == 0
