@@ -224,6 +224,7 @@ _BY_NAME: dict[str, Callable[[Any], bytes]] = {
     "offsets": _blob_of(8),
     "checksums": _blob_of(8),
     "calls": _blob_of(5),
+    "regions": _blob_of(24),
 }
 
 

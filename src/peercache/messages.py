@@ -3,23 +3,23 @@
 A command is an imperative (`Reserve`), its answer a participle or noun (`Granted`), a fact a past
 participle (`Touched`). Batches travel packed: `keys` is n × 16 bytes, `records` n × 56
 (`records.RECORD`), `drops` n × 24 (`records.DROP`), lengths and offsets n × 8 little-endian.
-A class's place in `MESSAGES` is its tag on the wire: append only, never reorder.
+A class's place in `Message` is its tag on the wire: append only, never reorder.
 
 Nothing may depend on a message having arrived, or on its arriving once: every request carries a
 correlation number that its answer repeats, and whatever must not be lost is repaired by a summary.
-
-Wire version history:
-    1  the first.
+Wire version 1 is the first.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import attrs
 
-WIRE_VERSION = 1
-WIRE_VERSION_OLDEST = 1
+from peercache.channel_exchange import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.promotion import Promote, Promoted
+
+WIRE_VERSION = WIRE_VERSION_OLDEST = 1
 
 # What a page of a Reserve or Commit came to; one byte each in `states`.
 RESERVED = 0
@@ -39,10 +39,7 @@ REFUSED_FULL = 6
 ABORTED = 7
 """The reservation ended without this page: aborted, unknown, or of another incarnation."""
 
-ALIVE = 0
-SUSPECT = 1
-DEAD = 2
-LEFT = 3
+ALIVE, SUSPECT, DEAD, LEFT = 0, 1, 2, 3
 """States of a member, from better to worse; on equal counters the worse one wins."""
 
 
@@ -240,7 +237,10 @@ class Repair:
 
 @attrs.frozen
 class Reserve:
-    """Ask for slots. sequence: this client's number of the reservation, rising from 1."""
+    """Ask for slots. sequence: this client's number of the reservation, rising from 1.
+
+    keys: empty for slots ahead, whose pages the Commit will name.
+    """
 
     request: int
     sequence: int
@@ -266,6 +266,8 @@ class Commit:
     written:   one byte a page of the Reserve, 1 = its slot holds all its bytes.
     checksums: n × u64, 0 where there is none.
     patience_s: how long the answer may wait for a directory owner to acknowledge.
+    keys:      of the first pages of a reservation made ahead, as many as `written`; else empty.
+    ahead:     reserve as many slots under each of these sequences, for pages to be named.
     """
 
     request: int
@@ -273,6 +275,8 @@ class Commit:
     written: bytes
     checksums: bytes
     patience_s: float
+    keys: bytes = b""
+    ahead: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -376,18 +380,10 @@ Message: TypeAlias = (
     | StreamSummary | SummaryDiffers | Repair
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
-    | SummaryMatches | Counted
+    | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
 )  # fmt: skip
 
-MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Refused, SayHello,
-    Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked,
-    Lookup, Located, Disputed, Put, Delete, Acknowledged,
-    StreamSummary, SummaryDiffers, Repair,
-    Reserve, Granted, Commit, Committed, Abort, LiveReservations,
-    Touched, Remove, Clear, Removed, StatsAsked, Stats,
-    SummaryMatches, Counted,
-)  # fmt: skip
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
 
 
 @attrs.frozen

@@ -14,6 +14,7 @@ from typing import Final, final
 
 import attrs
 
+from peercache.keys import KEY_BYTES
 from peercache.messages import ABORTED, COMMITTED, REFUSED_FULL, RESERVED
 from peercache.slots import Slot
 
@@ -32,7 +33,7 @@ _NO_SLOT_AGAIN = bytes.maketrans(bytes((COMMITTED, ABORTED)), bytes((REFUSED_FUL
 class Reservation:
     """What one Reserve was granted.
 
-    keys, lengths: as asked, packed (n × 16 and n × 8 bytes).
+    keys, lengths: as asked, packed (n × 16 and n × 8 bytes); no keys for slots ahead.
     states:        as granted, n bytes; offsets: n × u64, 0 where not reserved.
     slots:         n, None where not reserved; granules: their sum.
     """
@@ -44,6 +45,17 @@ class Reservation:
     offsets: bytes
     slots: tuple[Slot | None, ...]
     granules: int
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether its pages have no names yet."""
+        return not self.keys
+
+    def fits(self, count: int, keys: bytes) -> bool:
+        """Return whether a Commit of `count` pages speaks of each, and names what has no name."""
+        if self.is_ahead:
+            return 0 < count <= len(self.slots) and len(keys) == count * KEY_BYTES
+        return count == len(self.slots) and not keys
 
 
 @final
@@ -71,6 +83,7 @@ class _Client:
     awaited: dict[int, None] = attrs.field(factory=dict)
     """Sequences that the client has listed and we have not seen: their Reserve may yet arrive."""
     granules: int = 0
+    ahead_granules: int = 0
 
 
 @final
@@ -81,6 +94,8 @@ class Reservations:
     open_count: int = 0
     granules: int = 0
     """Granules reserved by anybody."""
+    ahead_granules: int = 0
+    """Those of them that are reserved ahead."""
     _clients: dict[int, _Client] = attrs.field(factory=dict)
     _gone: dict[int, None] = attrs.field(factory=dict)
 
@@ -90,9 +105,12 @@ class Reservations:
         return len(self._clients)
 
     def granules_of(self, client: int) -> int:
-        """Return the granules a client has reserved and neither committed nor given back."""
+        """Return the granules a client has reserved and neither committed nor given back.
+
+        What is reserved ahead has a bound of its own: else it would take room from who needs it.
+        """
         known = self._clients.get(client)
-        return known.granules if known else 0
+        return known.granules - known.ahead_granules if known else 0
 
     def is_gone(self, client: int) -> bool:
         """Return whether the client's process has exited (a client id never comes back)."""
@@ -117,13 +135,42 @@ class Reservations:
         assert client not in self._gone, f"client {client:016x} is gone"
         known = self._clients.setdefault(client, _Client())
         if not reservation.granules:
-            self._remember(known, sequence, Ended(reservation.keys, reservation.states))
+            self._remember(known, sequence, _outcome(reservation, reservation.states))
             return
         known.open[sequence] = reservation
         known.awaited.pop(sequence, None)
         known.granules += reservation.granules
         self.granules += reservation.granules
+        if reservation.is_ahead:
+            known.ahead_granules += reservation.granules
+            self.ahead_granules += reservation.granules
         self.open_count += 1
+
+    def name(
+        self, client: int, sequence: int, keys: bytes, granules: int
+    ) -> tuple[Reservation, list[Slot]]:
+        """Name the first pages of an open reservation made ahead, of so many granules.
+
+        Return it with those pages alone, and the slots of the others, which are to be released.
+        """
+        known = self._clients[client]
+        ahead = known.open[sequence]
+        assert ahead.is_ahead, f"reservation {sequence} has its names"
+        count = len(keys) // KEY_BYTES
+        named = known.open[sequence] = Reservation(
+            ahead.namespace,
+            keys,
+            ahead.lengths[: 8 * count],
+            ahead.states[:count],
+            ahead.offsets[: 8 * count],
+            ahead.slots[:count],
+            granules,
+        )
+        known.ahead_granules -= ahead.granules
+        self.ahead_granules -= ahead.granules
+        known.granules -= ahead.granules - granules
+        self.granules -= ahead.granules - granules
+        return named, [slot for slot in ahead.slots[count:] if slot is not None]
 
     def end(self, client: int, sequence: int, states: bytes | None = None) -> Reservation | None:
         """End a reservation and return it, if it is open; without `states` nothing came of it.
@@ -137,9 +184,12 @@ class Reservations:
         if reservation is not None:
             known.granules -= reservation.granules
             self.granules -= reservation.granules
+            if reservation.is_ahead:
+                known.ahead_granules -= reservation.granules
+                self.ahead_granules -= reservation.granules
             self.open_count -= 1
             outcome = states or reservation.states.translate(_ABORT_THE_REST)
-            self._remember(known, sequence, Ended(reservation.keys, outcome))
+            self._remember(known, sequence, _outcome(reservation, outcome))
         elif sequence not in known.ended and not self.is_over(client, sequence):
             self._remember(known, sequence, Ended(b"", b""))
         return reservation
@@ -171,6 +221,7 @@ class Reservations:
         if known is None:
             return []
         self.granules -= known.granules
+        self.ahead_granules -= known.ahead_granules
         self.open_count -= len(known.open)
         return list(known.open.values())
 
@@ -179,6 +230,7 @@ class Reservations:
         assert self.granules >= self.open_count >= 0, (
             f"{self.open_count} reservations of {self.granules} granules"
         )
+        assert 0 <= self.ahead_granules <= self.granules, f"{self.ahead_granules} granules ahead"
 
     def _remember(self, known: _Client, sequence: int, outcome: Ended) -> None:
         known.awaited.pop(sequence, None)
@@ -187,3 +239,8 @@ class Reservations:
             oldest = next(iter(known.ended))
             del known.ended[oldest]
             known.closed_up_to = max(known.closed_up_to, oldest)
+
+
+def _outcome(reservation: Reservation, states: bytes) -> Ended:
+    """Return how a reservation ended: of pages without names there is nothing to tell."""
+    return Ended(b"", b"") if reservation.is_ahead else Ended(reservation.keys, states)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.messages import Committed
-from peercache.ports import Effect, PagesCommitted, Send
+from peercache.ports import Effect, PagesCommitted, Send, Tell
 
 WAITERS_MAX = 4096
 """Commits that wait at once: beyond, one is answered with what is acknowledged so far."""
@@ -61,11 +61,12 @@ class WaitingCommits:
             waiting.acknowledged[positions] = True
 
     def answer_if_done(self, waiter: int) -> list[Effect]:
-        """Answer a commit if it has nothing to wait for, or if too many wait."""
+        """Answer a commit if it has nothing to wait for, no patience, or if too many wait."""
         waiting = self._waiters.get(waiter)
         if waiting is None:
             return []
-        if waiting.acknowledged.all() or len(self._waiters) > WAITERS_MAX:
+        has_patience = waiting.committed.patience_s > 0
+        if waiting.acknowledged.all() or not has_patience or len(self._waiters) > WAITERS_MAX:
             return self._answer(waiter)
         return []
 
@@ -93,4 +94,4 @@ class WaitingCommits:
             committed.records.tobytes() + committed.here.tobytes(),
             int(waiting.acknowledged.sum()) + len(committed.here),
         )
-        return [Send(committed.origin, answer)]
+        return [Send(committed.origin, answer), *(Tell("pool", fact) for fact in committed.then)]

@@ -37,6 +37,7 @@ from peercache.ports import (
     PagesCommitted,
     PoolGrew,
     RecordsChanged,
+    ReserveAhead,
     Send,
     StoreWords,
     Tell,
@@ -148,22 +149,45 @@ class World:
         written: bytes | None = None,
         checksums: Sequence[int] | None = None,
         count: int | None = None,
+        named: Sequence[int] = (),
+        ahead: tuple[int, ...] = (),
     ) -> PagesCommitted | Refused:
-        """Commit a reservation; by default all of it, as written."""
+        """Commit a reservation; by default all of it, as written. named: pages of one ahead.
+
+        ahead: numbers under which as many slots are to be reserved for later ones.
+        """
         sequence = self.sequences[client] if sequence is None else sequence
         open_now = self.writing.get((client, sequence))
         if count is None:
-            count = len(open_now[1].states) if open_now else 1
+            count = len(named) or (len(open_now[1].states) if open_now else 1)
         written = b"\1" * count if written is None else written
         sums = packed(checksums if checksums is not None else [0] * len(written))
-        if open_now and len(open_now[1].states) == len(written) == len(sums) // 8:
+        if open_now and self._fits(open_now[0], len(written), len(sums) // 8, len(named)):
             # From the moment of a Commit that fits, the client writes no more.
             del self.writing[client, sequence]
-        effects = self.say(client, Commit(11, sequence, written, sums, 0.5))
+        names = b"".join(map(key, named))
+        effects = self.say(client, Commit(11, sequence, written, sums, 0.5, names, ahead))
         if isinstance(effects[-1], Send):
             return effects[-1].message
         assert isinstance(effects[-1], Tell)
         return effects[-1].fact
+
+    def _fits(self, reserve: Reserve, written: int, sums: int, named: int) -> bool:
+        slots = len(reserve.lengths) // 8
+        if reserve.keys:
+            return slots == written == sums and not named
+        return 0 < named <= slots and named == written == sums
+
+    def reserve_ahead(
+        self, client: int, lengths: Sequence[int], *, sequence: int | None = None
+    ) -> Granted:
+        """Reserve slots for pages that have no names yet."""
+        if sequence is None:
+            sequence = self.sequences.get(client, 0) + 1
+        self.sequences[client] = max(sequence, self.sequences.get(client, 0))
+        answer = self.reserve_again(client, Reserve(9, sequence, 1, b"", packed(lengths)))
+        assert isinstance(answer, Granted)
+        return answer
 
     def store(self, client: int, keys: Sequence[int], length: int, **more: int) -> bytes:
         """Reserve, write and commit; return the final states."""
@@ -252,6 +276,7 @@ class World:
 
     def perform(self, effects: list[Effect], client: int, message: object = None) -> None:
         """Perform effects one after the other, and try every record after each."""
+        ahead: list[ReserveAhead] = []
         for effect in effects:
             match effect:
                 case StoreWords(indices, values):
@@ -262,6 +287,7 @@ class World:
                     if actor == "directory":
                         self._apply(changed)
                 case Tell("publisher", PagesCommitted() as committed):
+                    ahead.extend(committed.then)
                     self._committed(committed)
                 case Send(Origin(identity), Granted() as granted):
                     assert identity == client
@@ -276,6 +302,11 @@ class World:
         same = [len(changed.drops) for changed in self._told["publisher"] if len(changed.drops)]
         assert drops == same, "directory and publisher hear of the same drops"
         self.check_sums()
+        for fact in ahead:
+            assert fact.origin.identity == client
+            granting = self.pool.on_message(NODE, fact, 0.0)
+            self.pool.check()
+            self.perform(granting, client, fact.reserve)
 
     def _store_word(self, index: int, value: int) -> None:
         if value != self.words[index]:
@@ -314,7 +345,7 @@ class World:
 
     def _granted(self, client: int, reserve: Reserve, granted: Granted) -> None:
         """Scribble over every granted slot: from here on its bytes may change at any time."""
-        assert len(granted.states) == len(reserve.keys) // 16 == len(granted.offsets) // 8
+        assert len(granted.states) == len(reserve.lengths) // 8 == len(granted.offsets) // 8
         if RESERVED not in granted.states:
             return
         known = self.writing.get((client, granted.sequence))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from pool_world import GRANULE, World, key, kinds, packed
 
-from peercache.actors.pool import BATCH_PAGES_MAX
+from peercache.granting import BATCH_PAGES_MAX
 from peercache.messages import (
     ABORTED,
     COMMITTED,
     HERE,
+    REFUSED_FULL,
     REFUSED_SIZE,
     REFUSED_TOO_LARGE,
     REPEATED,
@@ -19,7 +20,8 @@ from peercache.messages import (
     Refused,
     Reserve,
 )
-from peercache.ports import Origin, PagesCommitted, Send, StoreWords
+from peercache.pool_answers import AHEAD_MAX
+from peercache.ports import Origin, PagesCommitted, ReserveAhead, Send, StoreWords
 from peercache.records import HAS_CHECKSUM, PAGE_BYTES_MAX, RESIDENT
 from peercache.reservations import ENDED_MAX
 
@@ -200,7 +202,7 @@ def test_commit_that_does_not_fit_is_refused_and_leaves_the_reservation(
 
 
 @pytest.mark.parametrize(
-    ("keys", "lengths"), [(key(1), b""), (key(1)[:-1], packed([1])), (b"", packed([1]))]
+    ("keys", "lengths"), [(key(1), b""), (key(1)[:-1], packed([1])), (key(1), packed([1, 1]))]
 )
 def test_reserve_whose_counts_differ_is_refused(keys: bytes, lengths: bytes) -> None:
     """Keys and lengths that do not pair up are refused, with a reason."""
@@ -323,3 +325,146 @@ def test_outcomes_are_remembered_for_a_while_only() -> None:
 
     assert done.states == bytes((ABORTED,))
     assert world.holds(1) == [True]
+
+
+# --- slots ahead ----------------------------------------------------------------------------------
+
+
+def test_slots_ahead_are_named_by_their_commit() -> None:
+    """Readable under the names of the Commit, and not before; the others are free again."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE, PAGE])
+    world.write(ALICE, granted.sequence)
+
+    done = world.commit(ALICE, granted.sequence, named=[5, 6])
+
+    assert granted.states == bytes((RESERVED,)) * 3
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((COMMITTED,)) * 2
+    assert [bytes(record["key"]) for record in done.records] == [key(5), key(6)]
+    assert world.holds(5, 6) == [True, True]
+    assert world.figure("pool_bytes_reserved") == 0
+
+
+def test_a_page_that_is_there_by_then_stays_and_its_slot_is_free() -> None:
+    """Nobody knew the names when the slots were reserved: the first commit wins, as ever."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+    world.store(BOB, [5], PAGE)
+    world.write(ALICE, granted.sequence)
+
+    done = world.commit(ALICE, granted.sequence, named=[5, 6])
+
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((HERE, COMMITTED))
+    assert world.figure("pool_bytes_reserved") == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "written"), [([], b""), ([1], b"\1\1"), ([1, 2, 3], b"\1\1\1"), ([], b"\1\1")]
+)
+def test_a_commit_that_does_not_name_its_pages_is_refused(named: list[int], written: bytes) -> None:
+    """A name for each page it speaks of, and no more than there are slots."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+
+    refused = world.commit(ALICE, granted.sequence, written=written, named=named)
+
+    assert isinstance(refused, Refused)
+    assert refused.reason == "malformed"
+    assert world.figure("pool_bytes_reserved") == 2 * PAGE
+
+
+def test_a_commit_cannot_name_pages_anew() -> None:
+    """What was reserved by name has its names."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE)
+
+    refused = world.commit(ALICE, 1, named=[5, 6])
+
+    assert isinstance(refused, Refused)
+    assert refused.reason == "malformed"
+
+
+def test_all_clients_together_have_an_eighth_of_the_pool_ahead() -> None:
+    """All of a batch or nothing; what is named or given up makes room again."""
+    world = World(granules=256)
+    mine = world.reserve_ahead(ALICE, [PAGE] * 6)
+    full = world.reserve_ahead(BOB, [PAGE] * 3)
+    named = world.commit(ALICE, mine.sequence, named=[1, 2, 3, 4, 5, 6])
+    room = world.reserve_ahead(BOB, [PAGE] * 8)
+    world.exit(BOB)
+    again = world.reserve_ahead(ALICE, [PAGE] * 8)
+    world.list_live(ALICE, again.sequence, [])
+
+    assert set(full.states) == {REFUSED_FULL}
+    assert isinstance(named, PagesCommitted)
+    assert set(room.states) == {RESERVED}
+    assert set(again.states) == {RESERVED}
+    assert set(world.reserve_ahead(ALICE, [PAGE] * 8).states) == {RESERVED}
+
+
+def test_slots_ahead_take_nothing_from_what_a_client_may_have_uncommitted() -> None:
+    """A client that may hold one batch can store one, whatever it has asked for ahead."""
+    world = World(granules=256, uncommitted_max=8 * GRANULE)
+    ahead = world.reserve_ahead(ALICE, [PAGE, PAGE])
+
+    by_name = world.reserve(ALICE, [1, 2], PAGE)
+
+    assert isinstance(by_name, Granted)
+    assert ahead.states == by_name.states == bytes((RESERVED,)) * 2
+
+
+@pytest.mark.parametrize("length", [0, 257 * GRANULE, PAGE_BYTES_MAX + 1])
+def test_no_slot_ahead_for_a_page_that_cannot_be(length: int) -> None:
+    """Nor for those beside it."""
+    world = World(granules=256)
+
+    assert set(world.reserve_ahead(ALICE, [GRANULE, length]).states) == {REFUSED_FULL}
+
+
+def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
+    """Whoever waits for the commit does not wait for evictions: the pool is told after it."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE, namespace=9)
+    world.write(ALICE, 1)
+    del world.writing[ALICE, 1]
+
+    effects = world.say(ALICE, Commit(6, 1, b"\1\1", bytes(16), 0.5, b"", (2, 3)))
+
+    assert kinds(effects)[-1] == "publisher:PagesCommitted"
+    reserves = [Reserve(0, number, 9, b"", packed([PAGE, PAGE])) for number in (2, 3)]
+    assert effects[-1].fact.then == tuple(
+        ReserveAhead(Origin(ALICE, 3), reserve) for reserve in reserves
+    )
+    offsets = [packed([2 * PAGE, 3 * PAGE]), packed([4 * PAGE, 5 * PAGE])]
+    for reserve, where in zip(reserves, offsets, strict=True):
+        granted = Granted(0, reserve.sequence, bytes((RESERVED,)) * 2, where)
+        assert world.writing[ALICE, reserve.sequence] == (reserve, granted)
+
+
+def test_one_commit_asks_for_a_few_reservations_only() -> None:
+    """A message of a few bytes must not keep the pool busy for long."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1], GRANULE)
+
+    done = world.commit(ALICE, 1, ahead=tuple(range(2, 1000)))
+
+    assert isinstance(done, PagesCommitted)
+    assert len(done.then) == AHEAD_MAX
+
+
+def test_a_late_reserve_of_slots_ahead_that_were_used_grants_none() -> None:
+    """Nor does a second Commit name anything."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+    world.commit(ALICE, granted.sequence, named=[5, 6])
+    late = Reserve(9, granted.sequence, 1, b"", packed([PAGE, PAGE]))
+
+    again = world.reserve_again(ALICE, late)
+    done = world.commit(ALICE, granted.sequence, named=[7, 8])
+
+    assert isinstance(again, Granted)
+    assert RESERVED not in again.states
+    assert isinstance(done, PagesCommitted)
+    assert world.holds(7, 8) == [False, False]

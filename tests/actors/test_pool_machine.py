@@ -7,9 +7,10 @@ even words under writers, and adds everything up to the byte.
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 from pool_world import GRANULE, World, key, packed
 
 from peercache.messages import (
@@ -47,6 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.dead: set[int] = set()
 
     reservations = Bundle("reservations")
+    aheads = Bundle("aheads")
 
     @initialize(
         granules=st.integers(1, 30),
@@ -118,22 +120,37 @@ class PoolMachine(RuleBasedStateMachine):
         if reservation in self.world.writing:
             self.world.write(*reservation, pages=sorted(chosen))
 
-    @rule(reservation=reservations, absent=st.sets(st.integers(0, 5)), sums=st.booleans())
-    def commit(self, reservation: tuple[int, int], absent: set[int], sums: bool) -> None:
-        """Commit, for the first time or again; what has ended stays as it ended."""
+    @rule(
+        target=aheads,
+        reservation=reservations,
+        absent=st.sets(st.integers(0, 5)),
+        sums=st.booleans(),
+        next_too=st.booleans(),
+    )
+    def commit(
+        self, reservation: tuple[int, int], absent: set[int], sums: bool, next_too: bool
+    ) -> object:
+        """Commit, for the first time or again; what has ended stays as it ended.
+
+        next_too: have slots for a next batch reserved, under a number of their own.
+        """
         client, sequence = reservation
         world = self.world
+        ahead: tuple[int, ...] = ()
+        if next_too:
+            world.sequences[client] = world.sequences.get(client, 0) + 1
+            ahead = (world.sequences[client],)
         open_now = world.writing.get(reservation)
         if open_now is None:
             message = next(m for c, m in self.sent if (c, m.sequence) == reservation)
             count = len(message.keys) // 16
-            done = world.commit(client, sequence, count=count)
+            done = world.commit(client, sequence, count=count, ahead=ahead)
             assert isinstance(done, PagesCommitted)
             expected = self.outcomes.get(reservation, done.states)
             assert done.states == expected or client in self.dead
             assert len(done.records) == 0
             assert COMMITTED not in done.states or COMMITTED in expected
-            return
+            return multiple()
         granted = open_now[1]
         count = len(granted.states)
         written = [index not in absent for index in range(count)]
@@ -141,7 +158,10 @@ class PoolMachine(RuleBasedStateMachine):
         keys = [open_now[0].keys[16 * i : 16 * i + 16] for i in range(count)]
         held = {name: world.here.get(name) for name in keys}
 
-        done = world.commit(client, sequence, written=bytes(written), checksums=[7 * sums] * count)
+        checksums = [7 * sums] * count
+        done = world.commit(
+            client, sequence, written=bytes(written), checksums=checksums, ahead=ahead
+        )
 
         assert isinstance(done, PagesCommitted)
         for index, (before, after) in enumerate(zip(granted.states, done.states, strict=True)):
@@ -153,6 +173,74 @@ class PoolMachine(RuleBasedStateMachine):
                 assert after in {HERE, REFUSED_SIZE}
             else:
                 assert after == COMMITTED
+        assert len(done.records) == done.states.count(COMMITTED)
+        self.outcomes[reservation] = done.states
+        return multiple(*((client, number) for number in ahead))
+
+    @rule(target=aheads, client=clients, sizes=st.lists(lengths, min_size=1, max_size=3))
+    def reserve_ahead(self, client: int, sizes: list[int]) -> tuple[int, int]:
+        """Reserve slots for pages that have no names yet: all together an eighth of the pool."""
+        world = self.world
+        sequence = world.sequences[client] = world.sequences.get(client, 0) + 1
+        message = Reserve(9, sequence, 1, b"", packed(sizes))
+        self.sent.append((client, message))
+
+        answer = world.reserve_again(client, message)
+
+        assert isinstance(answer, Granted) != (client in self.dead)
+        if isinstance(answer, Granted):
+            assert set(answer.states) <= {RESERVED, REFUSED_FULL}
+        ahead = [
+            -(-int(length) // GRANULE)
+            for reserve, granted in world.writing.values()
+            if not reserve.keys
+            for index, length in enumerate(np.frombuffer(reserve.lengths, "<u8"))
+            if granted.states[index] == RESERVED
+        ]
+        assert 8 * sum(ahead) <= self.granules, "too much is reserved ahead"
+        return client, sequence
+
+    @rule(
+        reservation=aheads,
+        numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3),
+        absent=st.sets(st.integers(0, 2)),
+    )
+    def commit_named(
+        self, reservation: tuple[int, int], numbers: list[int], absent: set[int]
+    ) -> None:
+        """Name pages and commit them; one key may come twice, or be there already."""
+        client, sequence = reservation
+        world = self.world
+        open_now = world.writing.get(reservation)
+        written = bytes(index not in absent for index in range(len(numbers)))
+        held = {number for number in numbers if key(number) in world.here}
+        if open_now is not None:
+            world.write(client, sequence)
+
+        done = world.commit(client, sequence, written=written, named=numbers)
+
+        if open_now is not None and len(numbers) > len(open_now[1].states):
+            assert isinstance(done, Refused), "more names than slots"
+            return
+        assert isinstance(done, PagesCommitted)
+        if open_now is None:
+            assert len(done.records) == 0
+            return
+        granted = open_now[1].states
+        for index, number in enumerate(numbers):
+            # Committed from the last to the first, and the first to commit a key stays.
+            later = any(
+                number == numbers[i] and written[i] and granted[i] == RESERVED
+                for i in range(index + 1, len(numbers))
+            )
+            if granted[index] != RESERVED:
+                assert done.states[index] == granted[index]
+            elif not written[index]:
+                assert done.states[index] == ABORTED
+            elif number in held or later:
+                assert done.states[index] in {HERE, REFUSED_SIZE}
+            else:
+                assert done.states[index] == COMMITTED
         assert len(done.records) == done.states.count(COMMITTED)
         self.outcomes[reservation] = done.states
 

@@ -34,6 +34,7 @@ from peercache.messages import (
     Message,
     Put,
     Repair,
+    Reserve,
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
@@ -45,8 +46,10 @@ from peercache.ports import (
     PagesCommitted,
     RecordsChanged,
     Republish,
+    ReserveAhead,
     RingChanged,
     Send,
+    Tell,
 )
 from peercache.records import Records, from_bytes
 
@@ -216,6 +219,28 @@ def test_commit_is_answered_when_patience_is_over() -> None:
     assert [a.published for a in answers(late)] == [len(owned_by(ring, A, names)) + 1]
 
 
+@pytest.mark.parametrize("heard_at", [10.1, 10.3])
+def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: float) -> None:
+    """Be it answered because owners know, or because its patience is over; once, either way."""
+    made = publisher_in(ring_of(A, B))
+    then = ReserveAhead(CLIENT, Reserve(0, 7, 1, b"", bytes(8)))
+    records = records_of(ME, [1, 2, 3], 2)
+    commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, (then,))
+    effects = heard(made, ME, commit, 10.0)
+    told = [Tell("pool", then)]
+    at_once = [effect for effect in effects if isinstance(effect, Tell)]
+
+    if heard_at > 10.2:
+        effects = ticked(made, 10.2)
+    for owner in (A, B):
+        effects += heard(made, owner, Acknowledged(1), heard_at)
+
+    assert at_once == []
+    assert [effect for effect in effects if isinstance(effect, Tell)] == told
+    answered = next(effect for effect in effects if answers([effect]))
+    assert effects.index(answered) < effects.index(told[0])
+
+
 def test_commit_without_new_records_is_answered_at_once() -> None:
     """Pages that were here already are published already."""
     made = publisher_in(ring_of(A, B))
@@ -234,6 +259,18 @@ def test_commit_of_a_lone_node_is_answered_at_once() -> None:
 
     assert [a.published for a in answers(effects)] == [2]
     assert len(effects) == 1
+
+
+def test_commit_without_patience_is_answered_at_once() -> None:
+    """With what its own directory knows: no turn of the loop, and no tick, goes by before."""
+    ring = ring_of(ME, A, B)
+    made = publisher_in(ring)
+    names = range(50)
+
+    effects = heard(made, ME, commit_of(records_of(ME, list(names), 2), patience_s=0.0), 3.0)
+
+    assert [a.published for a in answers(effects)] == [len(owned_by(ring, ME, names))]
+    assert answers(ticked(made, made.deadline())) == []
 
 
 def test_commit_before_there_is_a_ring_waits_for_its_patience() -> None:

@@ -30,7 +30,8 @@ from peercache.messages import (
     Reserve,
 )
 from peercache.ports import Ask, Checksum, Place, Step
-from peercache.transfer.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_S, Reservations
+from peercache.transfer.reserving import Reservations
+from peercache.transfer.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_S
 
 
 def home_that_grants(world: World, *answers: list[int]) -> None:
@@ -296,7 +297,8 @@ def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
     outcome = world.set([f"p{i}" for i in range(10)])
 
     assert outcome.stored.all()
-    assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [4, 4, 2]
+    assert [len(c.written) for c in told_home(world, Commit)] == [4, 4, 2]
+    assert max(len(r.lengths) // 8 for r in told_home(world, Reserve)) == 4
 
 
 def test_a_second_size_under_one_key_is_refused() -> None:
@@ -426,7 +428,7 @@ def test_a_reservation_is_live_until_its_commit_is_answered() -> None:
     reports: list[LiveReservations] = []
 
     def listening(message: Message) -> Message:
-        reports.append(world.reservations.report())
+        reports.append(world.reservations.report(0.0))
         answer = home.serve(message)
         assert answer is not None
         return answer
@@ -436,7 +438,7 @@ def test_a_reservation_is_live_until_its_commit_is_answered() -> None:
     world.set(["a"])
 
     assert reports == [LiveReservations(1, (1,))] * 2
-    assert world.reservations.report() == LiveReservations(1, ())
+    assert world.reservations.report(0.0) == LiveReservations(1, ())
 
 
 def test_a_path_that_is_dropped_ends_its_reservation() -> None:
@@ -447,11 +449,11 @@ def test_a_path_that_is_dropped_ends_its_reservation() -> None:
         named("a"), runs_of([page]), home=1, reservations=world.reservations, until=200.0
     )
     path.send(None)
-    assert world.reservations.report().sequences == (1,)
+    assert world.reservations.report(0.0).sequences == (1,)
 
     path.close()
 
-    assert world.reservations.report().sequences == ()
+    assert world.reservations.report(0.0).sequences == ()
 
 
 def test_numbers_rise_and_are_never_used_twice() -> None:
@@ -462,7 +464,7 @@ def test_numbers_rise_and_are_never_used_twice() -> None:
     reservations.end(2)
 
     assert numbers == [1, 2, 3]
-    assert reservations.report() == LiveReservations(3, (1, 3))
+    assert reservations.report(0.0) == LiveReservations(3, (1, 3))
 
 
 def test_checksums_are_those_of_the_source() -> None:

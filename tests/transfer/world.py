@@ -34,8 +34,9 @@ from peercache.messages import (
     Message,
     Reserve,
 )
-from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, PeerRead, Place, Post, Step
-from peercache.records import HAS_CHECKSUM, RECORD, RESIDENT, Records
+from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, Hear, PeerRead, Place, Post, Step
+from peercache.promotion import LATER, LOST, PROMOTED, Promote, Promoted
+from peercache.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.records import from_bytes as records_from_bytes
 from peercache.runs import U64, PageRuns
 from peercache.transfer.breaker import Breakers, data_port
@@ -43,7 +44,8 @@ from peercache.transfer.cache import LocationCache
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.locating import Locator
 from peercache.transfer.reading import Reader
-from peercache.transfer.writing import Reservations, Writer
+from peercache.transfer.reserving import Reservations
+from peercache.transfer.writing import Writer
 
 GRANULE = 4096
 PAGE = 512
@@ -90,6 +92,8 @@ class Node:
     script: deque[Callable[[Message], Message | None]] = attrs.field(factory=deque)
     """What it answers to the next messages, instead of what a correct node would."""
     heard: list[Message] = attrs.field(factory=list)
+    late: deque[Granted] = attrs.field(factory=deque)
+    """What it has said and nobody has heard yet."""
 
     @property
     def number(self) -> int:
@@ -149,11 +153,46 @@ class Node:
                     kept = self.shard.get(record["key"].tobytes(), [])
                     if record.tobytes() in kept:
                         kept.remove(record.tobytes())
+            case Promote():
+                return self.promote(message)
             case Reserve():
                 return self.grant(message)
             case Commit():
                 return self.commit(message)
         return None
+
+    # --- as a holder with a disk ------------------------------------------------------------------
+
+    disk: dict[bytes, tuple[str, Page]] = attrs.field(factory=dict)
+    portion: int = 1000
+    """Pages that it loads for one question."""
+    loaded: dict[bytes, bytes] = attrs.field(factory=dict)
+
+    def keep(self, name: str, *, content: Page | None = None) -> Records:
+        """Have a page on disk; return the record that says so."""
+        content = content_of(name) if content is None else content
+        self.disk[named(name).tobytes()] = (name, content)
+        self.sequence += 2
+        record = np.zeros(1, RECORD)
+        record["key"], record["holder"], record["length"] = named(name), self.number, len(content)
+        record["generation"], record["flags"] = self.sequence, ON_DISK
+        return record
+
+    def promote(self, message: Promote) -> Promoted | None:
+        """Load the first of what is asked for; a wish is heard, and nothing is said."""
+        keys = [message.keys[at : at + 16] for at in range(0, len(message.keys), 16)]
+        states, records, room = bytearray(), b"", self.portion
+        for key in keys:
+            if key not in self.loaded and key in self.disk and room:
+                name, content = self.disk[key]
+                self.loaded[key] = self.hold(name, content=content).tobytes()
+                room -= 1
+            if key in self.loaded:
+                states.append(PROMOTED)
+                records += self.loaded[key]
+            else:
+                states.append(LATER if key in self.disk else LOST)
+        return Promoted(0, bytes(states), records) if message.patience_s else None
 
     # --- as a home node ---------------------------------------------------------------------------
 
@@ -162,7 +201,7 @@ class Node:
     def grant(self, reserve: Reserve, states: Sequence[int] | None = None) -> Granted:
         """Grant a Reserve, page by page as `states` says; the same again to a repeated one."""
         if reserve.sequence not in self.reserved:
-            count = len(reserve.keys) // 16
+            count = len(reserve.lengths) // 8
             states = [RESERVED] * count if states is None else states
             offsets = np.array([self.slot() * GRANULE for _ in range(count)], np.uint64)
             granted = Granted(0, reserve.sequence, bytes(states), offsets.tobytes())
@@ -172,8 +211,9 @@ class Node:
     def commit(self, commit: Commit) -> Committed:
         """Commit what was written."""
         reserve, granted = self.reserved[commit.sequence]
-        states = bytearray(granted.states)
-        keys = np.frombuffer(reserve.keys, "V16")
+        states = bytearray(granted.states[: len(commit.written)])
+        assert bool(reserve.keys) != bool(commit.keys), "pages are named once"
+        keys = np.frombuffer(reserve.keys or commit.keys, "V16")
         lengths = np.frombuffer(reserve.lengths, np.uint64)
         offsets = np.frombuffer(granted.offsets, np.uint64)
         checksums = np.frombuffer(commit.checksums, np.uint64)
@@ -193,6 +233,9 @@ class Node:
             record["flags"] = RESIDENT | (HAS_CHECKSUM if checksums[i] else 0)
             record["checksum"] = checksums[i]
             made.append(record.tobytes())
+        for number in commit.ahead:
+            asked = Reserve(0, number, reserve.namespace, b"", reserve.lengths)
+            self.late.append(self.grant(asked))
         return Committed(0, commit.sequence, bytes(states), b"".join(made), len(made))
 
 
@@ -256,8 +299,9 @@ class World:
         )
 
     def owners(self, name: str) -> list[Node]:
-        """Return the nodes that own a page's record, first owner first, the old one last."""
-        return [self.nodes[int(number)] for number in self.cluster.ring.owners(named(name))[0]]
+        """Return the nodes that own a page's record, as they are asked, the old one last."""
+        members = self.cluster.ring.members
+        return [self.nodes[members[place]] for place in self.cluster.owners(named(name))[0]]
 
     def page_owned_by(self, *numbers: int) -> str:
         """Return a name whose first owners are these, in this order."""
@@ -347,6 +391,10 @@ class World:
                 for peer, message in messages:
                     if self.nodes[peer].mood == "up":
                         self.nodes[peer].answer(message)
+                return None
+            case Hear(peer):
+                while self.nodes[peer].late:
+                    self.reservations.granted(self.nodes[peer].late.popleft())
                 return None
             case Fetch():
                 return [self._read(read, step.until) for read in step.reads]

@@ -27,6 +27,7 @@ import numpy as np
 from peercache import records
 from peercache.errors import LocalProtocolError
 from peercache.holdings import Holdings, Parts
+from peercache.keys import from_bytes as keys_from_bytes
 from peercache.messages import (
     ALIVE,
     SUSPECT,
@@ -161,24 +162,30 @@ class DirectoryShard:
     def _locate(self, keys: bytes, asker: int) -> bytes:
         """Return the packed records of these keys, in key order."""
         found: list[bytes] = []
-        holders_of, serving = self._holders_of, self._serving
-        for at in range(0, len(keys), 16):
-            key = keys[at : at + 16]
-            holders = holders_of.get(key)
+        names = keys_from_bytes(keys).tolist()
+        before: tuple[int, ...] = ()
+        parts_of: list[Parts] = []
+        for key, holders in zip(names, map(self._holders_of.get, names), strict=True):
             if holders is None:
                 continue
-            if len(holders) > HOLDERS_TOLD_MAX:
-                # Askers start at different places, so that no copy is read by all of them.
-                first = asker % len(holders)
-                holders = (holders[first:] + holders[:first])[:HOLDERS_TOLD_MAX]
+            # The pages of a batch most often have the same holders, and then share their tuple.
+            if holders is not before:
+                before, parts_of = holders, self._parts_of(holders, asker)
             bucket = key[0]
-            for holder in holders:
-                parts = serving.get(holder)
-                if parts is not None:
-                    record = parts[bucket].get(key)
-                    if record is not None:
-                        found.append(record)
+            for parts in parts_of:
+                record = parts[bucket].get(key)
+                if record is not None:
+                    found.append(record)
         return b"".join(found[:LOCATED_MAX])
+
+    def _parts_of(self, holders: tuple[int, ...], asker: int) -> list[Parts]:
+        """Return the parts of the holders that an answer to this asker names."""
+        if len(holders) > HOLDERS_TOLD_MAX:
+            # Askers start at different places, so that no copy is read by all of them.
+            first = asker % len(holders)
+            holders = (holders[first:] + holders[:first])[:HOLDERS_TOLD_MAX]
+        serving = self._serving
+        return [serving[holder] for holder in holders if holder in serving]
 
     def _dispute(self, disputed: bytes) -> None:
         for holder, packed in _by_holder(disputed):

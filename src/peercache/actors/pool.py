@@ -2,30 +2,32 @@
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
-Hears   Reserve, Commit, Abort, LiveReservations, Touched, Remove, Clear; ClientGone, PoolGrew.
+Hears   Reserve, Commit, Abort, LiveReservations, Touched, Remove, Clear; ClientGone, PoolGrew,
+        and ReserveAhead from the publisher.
 Says    Granted, Removed, Refused to whoever asked; StoreWords; RecordsChanged to directory and
-        publisher; PagesCommitted to the publisher, which answers the Commit.
+        publisher; PagesCommitted to the publisher, which answers the Commit. With a disk tier:
+        PagesStored and PagesRemoved to it, and what the tier asks for, as a client of its own.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd.
 Limits  BATCH_PAGES_MAX pages a Reserve; `client_uncommitted_max` bytes a client may hold reserved.
 
-The order of the effects is the promise: words go odd, then the records are withdrawn, then the
-slots are granted.
+The order of the effects is the promise: words go odd, then the records are withdrawn (or turned
+to "on disk", where the tier has the page), then the slots are granted.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, TypeAlias, final
 
 import numpy as np
 from typing_extensions import assert_never
 
+from peercache.granting import coldest_pages, granules_of, problem_of, states_ahead, take_slots
 from peercache.ids import Incarnation
-from peercache.keys import KEY_BYTES
 from peercache.messages import (
     ABORTED,
     COMMITTED,
@@ -36,9 +38,7 @@ from peercache.messages import (
     Abort,
     Clear,
     Commit,
-    Granted,
     LiveReservations,
-    Refused,
     Remove,
     Removed,
     Reserve,
@@ -46,28 +46,38 @@ from peercache.messages import (
 )  # fmt: skip
 from peercache.observe import Metrics
 from peercache.page_table import Page, PageTable, split_keys
+from peercache.pool_answers import NO_RECORDS, asked_beside, committed, granted, refused
+from peercache.pool_figures import pool_figures, show_pool
 from peercache.ports import (
+    DISK_TIER,
     ClientGone,
     Effect,
     Origin,
-    PagesCommitted,
+    PagesRemoved,
+    PagesStored,
     PoolGrew,
     RecordsChanged,
+    ReserveAhead,
     Send,
     Tell,
 )  # fmt: skip
-from peercache.records import DROP, PAGE_BYTES_MAX, RECORD, Records
+from peercache.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.reservations import Reservation, Reservations
-from peercache.slots import Slot, SlotAllocator
+from peercache.slots import SlotAllocator
 
 Hears: TypeAlias = (
-    Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear | ClientGone | PoolGrew
+    Reserve
+    | Commit
+    | Abort
+    | LiveReservations
+    | Touched
+    | Remove
+    | Clear
+    | ReserveAhead
+    | ClientGone
+    | PoolGrew
 )
 
-BATCH_PAGES_MAX: Final = 16_384
-"""Pages of one Reserve: what a Put carries at most, and 50 ms of this actor's time."""
-
-_NO_RECORDS: Final = np.frombuffer(b"", RECORD)
 _NO_DROPS: Final = np.frombuffer(b"", DROP)
 
 
@@ -85,11 +95,14 @@ class Pool:
         client_uncommitted_max: int,
         rng: random.Random,
         metrics: Metrics | None = None,
+        on_disk: Callable[[Sequence[Page]], list[int]] | None = None,
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
         page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
         client_uncommitted_max: bytes; 0 is half of page_bytes.
+        on_disk:      tells under which length the disk tier of this node has each page, 0 if not at
+                      all; None without a tier.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -98,7 +111,7 @@ class Pool:
         self._page_bytes = page_bytes
         self._uncommitted_max = (client_uncommitted_max or page_bytes // 2) // granule
         self._slots = SlotAllocator(granules=granules, usable=usable_bytes // granule)
-        self._pages = PageTable(
+        self.pages = self._pages = PageTable(
             incarnation=incarnation,
             granule=granule,
             granules=granules,
@@ -106,18 +119,14 @@ class Pool:
         )
         self._reservations = Reservations()
         self._evicted_count = 0
+        self._on_disk = on_disk
         self._metrics = metrics
-        self._byte_gauges = (
-            {state: metrics.pool_bytes.labels(state) for state in ("used", "reserved", "free")}
-            if metrics is not None
-            else {}
-        )
+        if metrics is not None:
+            show_pool(metrics, self.figures)
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:  # noqa: ARG002 - nothing here depends on time
         """Take one message; the effects must be performed in the order of the list."""
-        effects = self._apply(sender, message)  # type: ignore[arg-type]
-        self._show()
-        return effects
+        return self._apply(sender, message)  # type: ignore[arg-type]
 
     def _apply(self, sender: Origin, message: Hears) -> list[Effect]:
         match message:
@@ -133,11 +142,13 @@ class Pool:
                 )
             case Touched(drops):
                 return self._touch(drops)
-            case Remove(request, keys):
+            case Remove(_, keys):
                 named = dict.fromkeys(split_keys(keys))
-                return self._remove(sender, request, self._pages.of_keys(named))
-            case Clear(request, namespace):
-                return self._remove(sender, request, self._pages.of_namespace(namespace))
+                return self._remove(sender, message, self._pages.of_keys(named))
+            case Clear(_, namespace):
+                return self._remove(sender, message, self._pages.of_namespace(namespace))
+            case ReserveAhead(origin, reserve):
+                return self._reserve(origin, reserve)
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
@@ -169,45 +180,37 @@ class Pool:
         """Return the records of those of these packed keys that are here, in their order."""
         return self._pages.records(self._pages.of_keys(split_keys(keys)))
 
+    def usable_bytes(self) -> int:
+        """Return how much of the page memory is populated."""
+        return self._slots.usable * self._granule
+
+    def coldest(self, full_part: float) -> list[PagesStored]:
+        """Return the pages that go next, once so much of the pool is taken."""
+        return coldest_pages(self._slots, self._pages, full_part)
+
     def figures(self) -> dict[str, int]:
         """Return the figures for Stats; used + reserved + free is what is usable, to the byte."""
-        slots, granule = self._slots, self._granule
-        taken = slots.held_granules + slots.reserved_granules
-        return {
-            "pool_bytes": self._page_bytes,
-            "pool_bytes_usable": slots.usable * granule,
-            "pool_bytes_used": slots.held_granules * granule,
-            "pool_bytes_reserved": slots.reserved_granules * granule,
-            "pool_bytes_free": (slots.usable - taken) * granule,
-            "pool_bytes_stored": self._pages.stored_bytes,
-            "pool_pages": len(self._pages),
-            "pool_pages_evicted": self._evicted_count,
-            "pool_size_classes": slots.class_count,
-            "pool_extents_reclaimed": slots.reclaims,
-            "pool_reservations": self._reservations.open_count,
-            "pool_clients": self._reservations.client_count,
-        }
+        return pool_figures(
+            self._slots, self._pages, self._reservations, self._granule, self._page_bytes
+        ) | {"pool_pages_evicted": self._evicted_count}
 
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(self, origin: Origin, reserve: Reserve) -> list[Effect]:
-        count, client = len(reserve.keys) // KEY_BYTES, origin.identity
-        if len(reserve.keys) != count * KEY_BYTES or len(reserve.lengths) != count * 8:
-            return _refuse(origin, reserve.request, "malformed", "keys and lengths do not agree")
-        if count > BATCH_PAGES_MAX:
-            detail = f"{count} pages in one Reserve, {BATCH_PAGES_MAX} at most"
-            return _refuse(origin, reserve.request, "malformed", detail)
+        count, client = len(reserve.lengths) // 8, origin.identity
+        if detail := problem_of(reserve):
+            return refused(origin, reserve.request, "malformed", detail)
         if self._reservations.is_gone(client):
-            return _refuse(origin, reserve.request, "gone", "the process of this client has exited")
+            return refused(origin, reserve.request, "gone", "the process of this client has exited")
         known = self._reservations.find(client, reserve.sequence)
         if isinstance(known, Reservation):
             if (known.keys, known.lengths) != (reserve.keys, reserve.lengths):
                 detail = f"reservation {reserve.sequence} is of other pages"
-                return _refuse(origin, reserve.request, "malformed", detail)
-            return [_granted(origin, reserve, known.states, known.offsets)]
+                return refused(origin, reserve.request, "malformed", detail)
+            return [granted(origin, reserve, known.states, known.offsets)]
         if known is not None or self._reservations.is_over(client, reserve.sequence):
             states = known.states_if_asked_again(count) if known else bytes((REFUSED_FULL,)) * count
-            return [_granted(origin, reserve, states, bytes(8 * count))]
+            return [granted(origin, reserve, states, bytes(8 * count))]
         return self._grant(origin, reserve)
 
     def _grant(self, origin: Origin, reserve: Reserve) -> list[Effect]:
@@ -216,11 +219,23 @@ class Pool:
         # What this batch finds here is touched first, so that its own evictions spare it.
         untouched_since = self._slots.clock
         bytes_max = min(self._page_bytes, PAGE_BYTES_MAX)
-        states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
-        for page in reversed(here):
-            self._slots.touch(page.slot)
+        granules = granules_of(lengths, self._granule)
+        if reserve.keys:
+            states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
+            for page in reversed(here):
+                self._slots.touch(page.slot)
+        else:
+            wanted = self._reservations.ahead_granules + sum(granules)
+            states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
-        slots, evicted = self._take(origin.identity, states, lengths, untouched_since)
+        slots, evicted = take_slots(
+            self._slots,
+            states,
+            granules,
+            uncommitted=self._reservations.granules_of(origin.identity),
+            uncommitted_max=self._uncommitted_max,
+            untouched_since=untouched_since,
+        )
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")
         if firsts:
@@ -240,37 +255,8 @@ class Pool:
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
             self._metrics.pages_evicted.inc(len(evicted))
-        effects.append(_granted(origin, reserve, reservation.states, reservation.offsets))
+        effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
-
-    def _take(
-        self, client: int, states: bytearray, lengths: list[int], untouched_since: int
-    ) -> tuple[list[Slot | None], list[Slot]]:
-        """Take a slot for each page that is RESERVED, or make it REFUSED_FULL."""
-        slots: list[Slot | None] = [None] * len(states)
-        evicted: list[Slot] = []
-        full: dict[int, None] = {}
-        granule, take = self._granule, self._slots.take
-        uncommitted = self._reservations.granules_of(client)
-        for index, state in enumerate(states):
-            if state != RESERVED:
-                continue
-            granules = -(-lengths[index] // granule)
-            # One page is always allowed, or a large one could never be stored.
-            over = uncommitted and uncommitted + granules > self._uncommitted_max
-            # A size without room stays so for the rest of the batch: looking again is slow.
-            slot = (
-                None
-                if over or granules in full
-                else take(granules, untouched_since=untouched_since, evicted=evicted)
-            )
-            if slot is None:
-                states[index] = REFUSED_FULL
-                full[granules] = None
-            else:
-                slots[index] = slot
-                uncommitted += granules
-        return slots, evicted
 
     # --- Commit, and other ends of a reservation -------------------------------------------------
 
@@ -278,18 +264,26 @@ class Pool:
         count, client = len(commit.written), origin.identity
         known = self._reservations.find(client, commit.sequence)
         fits = len(commit.checksums) == 8 * count
-        if not fits or (isinstance(known, Reservation) and len(known.slots) != count):
-            detail = f"written and checksums do not fit reservation {commit.sequence}"
-            return _refuse(origin, commit.request, "malformed", detail)
+        if not fits or (isinstance(known, Reservation) and not known.fits(count, commit.keys)):
+            detail = f"written, checksums and keys do not fit reservation {commit.sequence}"
+            return refused(origin, commit.request, "malformed", detail)
         if isinstance(known, Reservation):
+            if known.is_ahead:
+                named = np.frombuffer(known.lengths, "<u8")[:count].tolist()
+                granules = sum(granules_of(named, self._granule))
+                known, spare = self._reservations.name(
+                    client, commit.sequence, commit.keys, granules
+                )
+                for slot in spare:
+                    self._slots.release(slot)
             return self._commit_open(origin, commit, known)
         if known is None:
             self._reservations.end(client, commit.sequence)
-            return [_answer(origin, commit, bytes((ABORTED,)) * count, _NO_RECORDS, _NO_RECORDS)]
+            return [committed(origin, commit, bytes((ABORTED,)) * count, NO_RECORDS, NO_RECORDS)]
         states = known.states if len(known.states) == count else bytes((ABORTED,)) * count
         # What the first Commit made was published then; now it is merely here, if it still is.
         here = self._pages.records_in_state(known.keys, known.states, (HERE, COMMITTED))
-        return [_answer(origin, commit, states, _NO_RECORDS, here)]
+        return [committed(origin, commit, states, NO_RECORDS, here)]
 
     def _commit_open(
         self, origin: Origin, commit: Commit, reservation: Reservation
@@ -321,16 +315,21 @@ class Pool:
                 slots.hold(slot)
                 made.append(pages.add(key, slot, length, reservation.namespace, checksums[index]))
         self._reservations.end(origin.identity, commit.sequence, bytes(states))
+        then = asked_beside(origin, commit, reservation)
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
         if not made:
-            return [_answer(origin, commit, bytes(states), _NO_RECORDS, here)]
+            return [committed(origin, commit, bytes(states), NO_RECORDS, here, then)]
         made.reverse()
         records, words = pages.publish(made)
-        return [
-            words,
-            Tell("directory", RecordsChanged(records, _NO_DROPS)),
-            _answer(origin, commit, bytes(states), records, here),
-        ]
+        changed = RecordsChanged(records, _NO_DROPS)
+        answer = committed(origin, commit, bytes(states), records, here, then)
+        effects: list[Effect] = [words, Tell("directory", changed)]
+        if origin == DISK_TIER:
+            return [*effects, Tell("publisher", changed), answer]
+        effects.append(answer)
+        if self._on_disk is not None:
+            effects.append(Tell("disk", PagesStored(records, reservation.namespace)))
+        return effects
 
     def _free(self, reservations: Sequence[Reservation | None]) -> list[Effect]:
         """Free the slots of ended reservations; their words are odd and stay so."""
@@ -351,48 +350,37 @@ class Pool:
                 self._slots.touch(page.slot)
         return []
 
-    def _remove(self, origin: Origin, request: int, pages: list[Page]) -> list[Effect]:
-        effects = self._end(pages, [])
+    def _remove(self, origin: Origin, message: Remove | Clear, pages: list[Page]) -> list[Effect]:
+        effects = self._end(pages, [], is_removed=True)
         for page in pages:
             self._slots.release(page.slot)
-        effects.append(Send(origin, Removed(request, len(pages))))
+        if self._on_disk is None:
+            effects.append(Send(origin, Removed(message.request, len(pages))))
+        else:
+            # Removed is removed from disk as well: the tier has the last word, and tells it.
+            keys = b"".join([page.key for page in pages])
+            effects.append(Tell("disk", PagesRemoved(origin, message, keys)))
         return effects
 
-    def _end(self, pages: list[Page], reserved: list[int]) -> list[Effect]:
+    def _end(
+        self, pages: list[Page], reserved: list[int], *, is_removed: bool = False
+    ) -> list[Effect]:
         """End the records of these pages, and make their words and those of `reserved` odd.
 
-        The one place where pages leave memory: a disk tier turns some drops into records here.
+        The one place where pages leave memory: what the disk tier has stays known, as on disk.
         """
         effects: list[Effect] = []
         firsts = dict.fromkeys([page.slot.first for page in pages] + reserved)
-        drops = self._pages.end(pages) if pages else _NO_DROPS
+        drops, records = self._pages.end(pages) if pages else _NO_DROPS, NO_RECORDS
         words = self._pages.protect(list(firsts))
         if words is not None:
             effects.append(words)
+        if pages and self._on_disk is not None and not is_removed:
+            lengths = self._on_disk(pages)
+            kept = [page.key for page, length in zip(pages, lengths, strict=True) if length]
+            drops = drops[np.array(lengths) == 0]
+            records = self._pages.on_disk_records(kept, [length for length in lengths if length])
         if pages:
-            changed = RecordsChanged(_NO_RECORDS, drops)
+            changed = RecordsChanged(records, drops)
             effects += [Tell("directory", changed), Tell("publisher", changed)]
         return effects
-
-    def _show(self) -> None:
-        if self._metrics is not None:
-            figures = self.figures()
-            for state, gauge in self._byte_gauges.items():
-                gauge.set(figures[f"pool_bytes_{state}"])
-            self._metrics.pool_pages.set(figures["pool_pages"])
-            self._metrics.reservations.set(figures["pool_reservations"])
-
-
-def _refuse(origin: Origin, request: int, reason: str, detail: str) -> list[Effect]:
-    return [Send(origin, Refused(request, reason, detail))]
-
-
-def _granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send:
-    return Send(origin, Granted(reserve.request, reserve.sequence, states, offsets))
-
-
-def _answer(origin: Origin, commit: Commit, states: bytes, records: Records, here: Records) -> Tell:
-    fact = PagesCommitted(
-        origin, commit.request, commit.sequence, states, records, here, commit.patience_s
-    )
-    return Tell("publisher", fact)

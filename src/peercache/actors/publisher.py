@@ -143,8 +143,7 @@ class Publisher:
         """Take new records, and put them to their owners and to whoever holds an older one."""
         if not len(records):
             return []
-        table = self._table
-        keys = keys_of(records)
+        table, keys = self._table, keys_of(records)
         assert len(set(keys)) == len(keys), "the pool names a key twice in one batch"
         rows = table.find(keys)
         updated = np.flatnonzero(rows >= 0)
@@ -162,8 +161,8 @@ class Publisher:
         effects: list[Effect] = []
         for owner, owned in self._by_owner(owners):
             effects += self._put(self._streams[owner], rows, owned, now, waiter)
-            if owner in elsewhere:
-                also = np.setdiff1d(elsewhere.pop(owner), owned)
+            if (told := elsewhere.pop(owner, None)) is not None:
+                also = told[(owners[told] != np.uint64(owner)).all(axis=1)]
                 effects += self._put(self._streams[owner], rows, also, now)
         for owner, positions in elsewhere.items():
             effects += self._put(self._streams[owner], rows, positions, now)
@@ -185,8 +184,7 @@ class Publisher:
         """Withdraw records everywhere, unless they are newer than their drop."""
         if not len(drops):
             return []
-        table = self._table
-        keys = keys_of(drops)
+        table, keys = self._table, keys_of(drops)
         rows = table.find(keys)
         ends = (rows >= 0) & (table.records["generation"][rows] <= drops["generation"])
         chosen = np.flatnonzero(ends)
@@ -208,8 +206,7 @@ class Publisher:
             if owner != self.incarnation:
                 # Also to an owner of nothing: it may still hold what it once owned.
                 streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
-        numbers = [stream.number for stream in self._streams.values()]
-        self._number_floor = max([self._number_floor, *numbers])
+        self._number_floor = max([self._number_floor, *(s.number for s in self._streams.values())])
         self._streams = streams
         rows = self._table.live_rows()
         keys = self._table.records["key"][rows]

@@ -16,13 +16,15 @@ import numpy.typing as npt
 
 from peercache import observe
 from peercache.keys import PageKeys
-from peercache.messages import Disputed
-from peercache.ports import ODD, Checksum, Fetch, Fetched, PeerRead, Post, Step
-from peercache.records import DROP, Records
+from peercache.messages import Disputed, Message
+from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, PeerRead, Post, Step
+from peercache.records import DROP, RESIDENT, Records
 from peercache.runs import PageRuns
+from peercache.transfer.breaker import STALL_S
 from peercache.transfer.cache import EXISTS_TRUSTS_S, LocationCache
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.locating import Locator, Mask
+from peercache.transfer.promoting import Awaited, wishes
 from peercache.transfer.verify import (
     checksum_portions,
     checksums_agree,
@@ -32,6 +34,13 @@ from peercache.transfer.verify import (
 
 ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
+
+PROMOTE_PATIENCE_S = 0.1
+"""How long a holder may take to answer with what has come from its disk: it is asked again as long
+as there is time."""
+
+PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
+"""Silence after which the holder is asked again; only a second silence opens its breaker."""
 
 TOUCHES_MAX = 8192
 """Most touches kept for one holder between two reports: 192 KiB; more are not told (LRU only)."""
@@ -108,6 +117,10 @@ class Reader:
         if self._locator.believes(keys, cluster, since):
             return np.ones(len(keys), np.bool_), [""] * len(keys)
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
+        wished = wishes(keys, where)
+        if wished:
+            # Whoever asks whether pages are there will read them soon.
+            yield Post(wished)
         return where.known, where.reasons
 
     def get(
@@ -136,22 +149,55 @@ class Reader:
             avoid=frozenset(batch.avoid),
         )
         batch.open = np.empty(0, np.intp)
+        in_memory = (where.records["flags"] & RESIDENT) != 0
+        fits = where.known & (where.records["length"] == batch.lengths[places])
+        if len(places) and (fits & in_memory).all():
+            # Mostly so: nothing to tell apart.
+            yield from self._fetch(batch, cluster, until, places, where.records, where.fresh)
+            return
         for i in np.flatnonzero(~where.known).tolist():
             # An earlier attempt knows better why: its holder was evicted under us, or unreachable.
             batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
-        fits = where.known & (where.records["length"] == batch.lengths[places])
         misfits = np.flatnonzero(where.known & ~fits)
         batch.reasons_at(places[misfits], observe.WRONG_SIZE)
         # A remembered record may be of a page that was set anew since, with another size.
         stale = misfits[~where.fresh[misfits]]
         self._cache.drop(where.records[stale])
         batch.open = places[stale]
-        chosen = np.flatnonzero(fits)
-        if not len(chosen):
-            return
-        yield from self._fetch(
-            batch, cluster, until, places[chosen], where.records[chosen], where.fresh[chosen]
-        )
+        chosen = np.flatnonzero(fits & in_memory)
+        if len(chosen):
+            yield from self._fetch(
+                batch, cluster, until, places[chosen], where.records[chosen], where.fresh[chosen]
+            )
+        chosen = np.flatnonzero(fits & ~in_memory)
+        if len(chosen):
+            awaited = Awaited(places[chosen], where.records[chosen], where.fresh[chosen])
+            yield from self._promote(batch, cluster, until, awaited)
+
+    def _promote(
+        self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited
+    ) -> Generator[Step, Any, None]:
+        """Have pages loaded by their holders, and read each portion before the next is loaded."""
+        while (now := self._clock()) < until:
+            for holder in awaited.holders():
+                if not self._locator.may_ask(holder):
+                    batch.fail(awaited.give_up(holder), observe.PEER_UNREACHABLE)
+                    batch.avoid.add(holder)
+            asked = awaited.questions(min(PROMOTE_PATIENCE_S, until - now))
+            if not asked:
+                break
+            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + PROMOTE_S))
+            arrived, lost = awaited.take(answers)
+            if len(lost.places):
+                batch.fail(lost.places, observe.EVICTED)
+                self._cache.drop(lost.records)
+                yield Post(_disputes(lost.records[lost.fresh], cluster))
+            if len(arrived.places):
+                self._cache.store(arrived.records, self._clock())
+                yield from self._fetch(
+                    batch, cluster, until, arrived.places, arrived.records, arrived.fresh
+                )
+        batch.reasons_at(awaited.places, observe.NOT_PROMOTED)
 
     def _fetch(
         self,
@@ -162,26 +208,23 @@ class Reader:
         records: Records,
         fresh: Mask,
     ) -> Generator[Step, Any, None]:
-        groups = [
-            np.flatnonzero(records["holder"] == holder)
-            for holder in dict.fromkeys(records["holder"].tolist())
-        ]
+        groups = _by_holder(places, records, fresh)
         reads = tuple(
             PeerRead(
-                member=cluster.members[int(records["holder"][group[0]])],
-                offsets=np.ascontiguousarray(records["offset"][group]),
-                lengths=records["length"][group].astype(np.uint64),
-                runs=batch.runs.take(places[group]),
+                member=cluster.members[int(theirs["holder"][0])],
+                offsets=np.ascontiguousarray(theirs["offset"]),
+                lengths=theirs["length"].astype(np.uint64),
+                runs=batch.runs.take(at),
             )
-            for group in groups
+            for at, theirs, _ in groups
         )
         answers: Sequence[Fetched] = yield Fetch(reads, until)
         disputed: list[Records] = []
-        for group, fetched in zip(groups, answers, strict=True):
-            changed = yield from self._judge(batch, until, places[group], records[group], fetched)
-            wrong = group[changed]
-            disputed.append(records[wrong[fresh[wrong]]])
-        told = np.concatenate(disputed)
+        for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
+            changed = yield from self._judge(batch, until, at, theirs, fetched)
+            if len(changed):
+                disputed.append(theirs[changed[is_fresh[changed]]])
+        told = np.concatenate(disputed) if disputed else records[:0]
         if len(told):
             yield Post(_disputes(told, cluster))
 
@@ -197,11 +240,13 @@ class Reader:
         hits[corrupt] = False
         hits[unchecked] = False
         holder = int(records["holder"][0])
-        is_wrong = ~hits & (fetched.words != ODD)
-        is_wrong[unchecked] = False
         batch.hit(places[hits], records[hits], fetched.fabric)
         if hits.any():
             self.touches.add(holder, records[hits])
+        if hits.all():
+            return places[:0]
+        is_wrong = ~hits & (fetched.words != ODD)
+        is_wrong[unchecked] = False
         changed = np.flatnonzero(is_wrong)
         self._cache.drop(records[changed])
         batch.reasons_at(places[changed], observe.EVICTED)
@@ -222,9 +267,8 @@ class Reader:
         """Return which verified pages have another checksum than their record's, and which were
         left unchecked, for lack of time.
         """
-        sampled = np.intersect1d(
-            wants_checksum(batch.keys[places], self._verify), np.flatnonzero(hits)
-        )
+        wanted = wants_checksum(batch.keys[places], self._verify)
+        sampled = wanted[hits[wanted]]
         wrong, checked = [sampled[:0]], 0
         for part in checksum_portions(sampled, batch.lengths[places]):
             # The first portion is always made: it takes less than what is kept for the return.
@@ -257,9 +301,25 @@ class _Batch:
         self.pages_by_fabric[fabric] = self.pages_by_fabric.get(fabric, 0) + count
         self.bytes_by_fabric[fabric] = self.bytes_by_fabric.get(fabric, 0) + size
 
+    def fail(self, places: Places, reason: str) -> None:
+        """Note why pages could not be had as it was believed; another attempt may find them."""
+        self.reasons_at(places, reason)
+        self.open = np.union1d(self.open, places)
+
     def reasons_at(self, places: Places, reason: str) -> None:
+        if not reason and not any(self.reasons):
+            return
         for place in places.tolist():
             self.reasons[place] = reason
+
+
+def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Places, Records, Mask]]:
+    """Return the same apart for each holder."""
+    holders = dict.fromkeys(records["holder"].tolist())
+    if len(holders) == 1:
+        return [(places, records, fresh)]
+    groups = [np.flatnonzero(records["holder"] == holder) for holder in holders]
+    return [(places[group], records[group], fresh[group]) for group in groups]
 
 
 def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:

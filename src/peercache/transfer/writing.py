@@ -7,7 +7,6 @@ caller's memory after the call has returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from threading import Lock
 from typing import Any, final
 
 import attrs
@@ -29,16 +28,16 @@ from peercache.messages import (
     Commit,
     Committed,
     Granted,
-    LiveReservations,
     Message,
     Reserve,
 )
-from peercache.ports import Ask, Checksum, Place, Post, Step
+from peercache.ports import Ask, Checksum, Hear, Place, Post, Step
 from peercache.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.records import from_bytes as records_from_bytes
 from peercache.runs import U64, PageRuns
 from peercache.transfer.breaker import STALL_S, Breakers
 from peercache.transfer.cache import LocationCache
+from peercache.transfer.reserving import Ahead, Reservations, offsets_of
 from peercache.transfer.verify import checksum_portions, wants_checksum
 
 RESERVE_PAGES_MAX = 4096
@@ -84,35 +83,14 @@ class WriteOutcome:
     unpublished: int = 0
 
 
-@final
-class Reservations:
-    """The sequence numbers of one client at one home incarnation. Thread-safe.
+@attrs.frozen(eq=False)
+class _Slots:
+    """What a batch is copied to. unnamed: its keys, packed, if the home node was not told them."""
 
-    A number is live from before its Reserve is sent until nothing can be written under it.
-    """
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._lock = Lock()
-        self._newest = 0
-        self._live: dict[int, None] = {}
-
-    def begin(self) -> int:
-        """Return a new number, live."""
-        with self._lock:
-            self._newest += 1
-            self._live[self._newest] = None
-            return self._newest
-
-    def end(self, sequence: int) -> None:
-        """Note that nothing will be written under this number any more."""
-        with self._lock:
-            self._live.pop(sequence, None)
-
-    def report(self) -> LiveReservations:
-        """Return what the home node is told each second."""
-        with self._lock:
-            return LiveReservations(self._newest, tuple(self._live))
+    sequence: int
+    states: npt.NDArray[np.uint8]
+    offsets: U64
+    unnamed: bytes
 
 
 @final
@@ -177,50 +155,103 @@ class Writer:
         outcome: WriteOutcome,
     ) -> Generator[Step, Any, Places]:
         """Reserve, copy and commit once; return the places that found no room this time."""
-        sequence = reservations.begin()
+        ahead = yield from self._take_ahead(keys, runs, home, reservations, until)
+        sequence = ahead.sequence if ahead is not None else reservations.begin()
         try:
+            slots: _Slots | None
+            if ahead is not None and ahead.offsets is not None:
+                states = np.full(len(keys), RESERVED, np.uint8)
+                slots = _Slots(sequence, states, ahead.offsets[: len(keys)], keys.tobytes())
+            else:
+                slots = yield from self._reserve(sequence, keys, runs, home, until)
+            if slots is None:
+                _refuse(outcome, places, observe.NO_HOME)
+                return places
             return (
-                yield from self._reserved(
-                    sequence, keys, runs, places, home=home, until=until, outcome=outcome
+                yield from self._store(
+                    slots, keys, runs, places, home, reservations, until=until, outcome=outcome
                 )
             )
         finally:
             # Only now: a reservation that is not listed may be freed, with its Commit on the way.
             reservations.end(sequence)
 
-    def _reserved(
+    def _take_ahead(
+        self, keys: PageKeys, runs: PageRuns, home: int, reservations: Reservations, until: float
+    ) -> Generator[Step, Any, Ahead | None]:
+        """Return granted slots that were reserved ahead, if there are any for such a batch."""
+        # What we know to be at home already is asked for by name: it need not be copied again.
+        if self._cache.has_any_at(home, keys.tolist()):
+            return None
+        if reservations.awaits_grant():
+            yield Hear(home)
+        ahead = reservations.take_ahead(runs.lengths())
+        if ahead is None or ahead.offsets is not None:
+            return ahead
+        try:
+            # Asked again it is answered once more, or for the first time.
+            lengths = ahead.lengths.tobytes()
+            reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", lengths)
+            granted = yield from self._insist(home, reserve, until)
+            if isinstance(granted, Granted):
+                ahead.offsets = offsets_of(granted, len(ahead.lengths))
+        finally:
+            if ahead.offsets is None:
+                reservations.end(ahead.sequence)
+        return ahead if ahead.offsets is not None else None
+
+    def _reserve(
+        self, sequence: int, keys: PageKeys, runs: PageRuns, home: int, until: float
+    ) -> Generator[Step, Any, _Slots | None]:
+        """Ask the home node for slots; None where it does not answer."""
+        lengths = runs.lengths().tobytes()
+        reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths)
+        granted = yield from self._insist(home, reserve, until)
+        if not isinstance(granted, Granted) or not _fits(granted, len(keys)):
+            return None
+        states = np.frombuffer(granted.states, np.uint8)
+        return _Slots(sequence, states, np.frombuffer(granted.offsets, np.uint64), b"")
+
+    def _store(
         self,
-        sequence: int,
+        slots: _Slots,
         keys: PageKeys,
         runs: PageRuns,
         places: Places,
-        *,
         home: int,
+        reservations: Reservations,
+        *,
         until: float,
         outcome: WriteOutcome,
     ) -> Generator[Step, Any, Places]:
-        lengths = runs.lengths()
-        reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths.tobytes())
-        granted = yield from self._insist(home, reserve, until)
-        if not isinstance(granted, Granted) or not _fits(granted, len(keys)):
-            _refuse(outcome, places, observe.NO_HOME)
-            return places
-        states = np.frombuffer(granted.states, np.uint8)
-        wanted = np.flatnonzero(states == RESERVED)
+        """Copy into the slots and commit; return the places that found no room this time."""
+        wanted = np.flatnonzero(slots.states == RESERVED)
         written = np.zeros(len(keys), np.uint8)
         committed: Committed | None = None
         if len(wanted):
-            offsets = np.frombuffer(granted.offsets, np.uint64)[wanted]
-            checksums = yield from self._copy(keys, runs, wanted, offsets, until, written)
+            checksums = yield from self._copy(
+                keys, runs, wanted, slots.offsets[wanted], until, written
+            )
             if written.any():
-                patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - self._clock()) / 2))
-                commit = Commit(0, sequence, written.tobytes(), checksums.tobytes(), patience_s)
+                now = self._clock()
+                patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - now) / 2))
+                # A batch that was all new may be followed by another one.
+                ahead = reservations.ask_ahead(runs.lengths(), now) if written.all() else ()
+                commit = Commit(
+                    0,
+                    slots.sequence,
+                    written.tobytes(),
+                    checksums.tobytes(),
+                    patience_s,
+                    slots.unnamed,
+                    ahead,
+                )
                 answer = yield from self._insist(home, commit, until, patience_s)
                 if isinstance(answer, Committed) and len(answer.states) == len(keys):
                     committed = answer
             else:
-                yield Post(((home, Abort(sequence)),))
-        return self._settle(places, lengths, states, written, committed, outcome)
+                yield Post(((home, Abort(slots.sequence)),))
+        return self._settle(places, runs.lengths(), slots.states, written, committed, outcome)
 
     def _copy(
         self,
@@ -281,9 +312,10 @@ class Writer:
             final_states[granted == RESERVED] = ABORTED
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
-        for i in np.flatnonzero(stored).tolist():
+        outcome.stored[places[stored]] = True
+        for place in places[stored].tolist():
             # It may have found no room at first.
-            outcome.stored[places[i]], outcome.reasons[places[i]] = True, ""
+            outcome.reasons[place] = ""
         outcome.copied += int(ours.sum())
         outcome.copied_bytes += int(lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())

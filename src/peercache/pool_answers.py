@@ -1,0 +1,55 @@
+"""What the pool says to whoever asked it: a client, or the disk tier of its own node."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from peercache.messages import Commit, Committed, Granted, Refused, Reserve
+from peercache.ports import DISK_TIER, Effect, Origin, PagesCommitted, ReserveAhead, Send, Tell
+from peercache.records import RECORD, Records
+from peercache.reservations import Reservation
+
+AHEAD_MAX: Final = 4
+"""Reservations that one Commit may ask for ahead."""
+
+NO_RECORDS: Final = np.frombuffer(b"", RECORD)
+
+
+def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effect]:
+    """Say that this will not be served, and why."""
+    return [Send(origin, Refused(request, reason, detail))]
+
+
+def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | Tell:
+    """Answer a Reserve."""
+    answer = Granted(reserve.request, reserve.sequence, states, offsets)
+    return Tell("disk", answer) if origin == DISK_TIER else Send(origin, answer)
+
+
+def committed(
+    origin: Origin,
+    commit: Commit,
+    states: bytes,
+    records: Records,
+    here: Records,
+    then: tuple[ReserveAhead, ...] = (),
+) -> Tell:
+    """Answer a Commit, by way of the publisher where others are to be told of it first."""
+    request, sequence = commit.request, commit.sequence
+    if origin == DISK_TIER:
+        told = records.tobytes() + here.tobytes()
+        return Tell("disk", Committed(request, sequence, states, told, 0))
+    fact = PagesCommitted(origin, request, sequence, states, records, here, commit.patience_s, then)
+    return Tell("publisher", fact)
+
+
+def asked_beside(
+    origin: Origin, commit: Commit, reservation: Reservation
+) -> tuple[ReserveAhead, ...]:
+    """Return what a Commit asks for beside: as many slots as it had, once it is answered."""
+    return tuple(
+        ReserveAhead(origin, Reserve(0, sequence, reservation.namespace, b"", reservation.lengths))
+        for sequence in commit.ahead[:AHEAD_MAX]
+    )
