@@ -10,16 +10,21 @@ from typing import Any
 
 import attrs
 import numpy as np
+import trio
 
 from peercache import records, reservations, streams
 from peercache.actors import directory, membership, pool, publisher
-from peercache.actors._actor import SELF
+from peercache.actors._actor import SELF, Mailbox
+from peercache.disk_state.books import DiskBooks
+from peercache.disk_state.promotes import Promotes
 from peercache.holdings import Holdings
 from peercache.messages import ALIVE, Commit, StreamSummary
 from peercache.node import switchboard
+from peercache.outbox import Outbox
 from peercache.page_table import Page, PageTable
 from peercache.ports import ODD, ClientGone, RecordsChanged, Send, Tell
-from peercache.transfer import locating, reading
+from peercache.transfer import locating, reading, reserving
+from peercache.transfer.exchange import Exchange
 from sims.node import SimNode
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
@@ -195,6 +200,19 @@ LOST_GRANTED_NEVER_REPAIRED: Patches = (
 )
 
 
+def _kept_though_unlisted(_: Any) -> Any:
+    def give_up(self: Any, aheads: Any) -> None:
+        for ahead in list(aheads):
+            self._live.pop(ahead.sequence, None)
+
+    return give_up
+
+
+SLOTS_AHEAD_USED_THOUGH_GIVEN_UP: Patches = (
+    (reserving.Reservations, "_give_up", _kept_though_unlisted),
+)
+
+
 def _without_summaries(right: Any) -> Any:
     def on_tick(self: Any, now: float) -> Any:
         effects = right(self, now)
@@ -242,6 +260,43 @@ def _stays(_: Any) -> Any:
 NEVER_REFUTES: Patches = ((membership.Membership, "_refute", _stays),)
 
 
+def _takes_everything(_: Any) -> Any:
+    def put(self: Outbox, raw: bytes) -> int:
+        self.waiting.append(raw)
+        return 0
+
+    return put
+
+
+OUTBOX_WITHOUT_BOUND: Patches = ((Outbox, "put", _takes_everything),)
+
+
+def _refuses_nothing(_: Any) -> Any:
+    def offer(self: Mailbox, sender: Any, message: Any, size_bytes: int) -> bool:
+        self._put(sender, message, size_bytes)
+        return True
+
+    return offer
+
+
+MAILBOX_WITHOUT_BOUND: Patches = ((Mailbox, "offer", _refuses_nothing),)
+
+
+def _by_another_clock(right: Any) -> Any:
+    def wait_s(self: Exchange[Any]) -> Any:
+        clock = self._connections.clock
+        self._connections.clock = trio.current_time
+        try:
+            return right(self)
+        finally:
+            self._connections.clock = clock
+
+    return wait_s
+
+
+WAITS_BY_ANOTHER_CLOCK: Patches = ((Exchange, "wait_s", _by_another_clock),)
+
+
 def _in_order_of_a_set(right: Any) -> Any:
     def next_owners(self: Any, is_open_for: Any, *, in_handover: bool) -> Any:
         found = right(self, is_open_for, in_handover=in_handover)
@@ -251,6 +306,41 @@ def _in_order_of_a_set(right: Any) -> Any:
         return {peer: keys for peer, keys in found.items() if peer == first}
 
     return next_owners
+
+
+def _late_is_over(right: Any) -> Any:
+    def done(self: Promotes, number: int, outcomes: bytes, checksums: Any) -> Any:
+        # Whatever is late is given up, and its slot with it.
+        return right(self, number, outcomes.replace(b"\5", b"\6"), checksums)
+
+    return done
+
+
+LATE_SLOT_REUSED: Patches = ((Promotes, "done", _late_is_over),)
+
+
+def _stays_known(right: Any) -> Any:
+    def end(self: Any, pages: Any, reserved: Any, **more: Any) -> Any:
+        kept = right(self, pages, reserved, **more)
+        if self._on_disk is None:
+            return kept
+        return [effect for effect in kept if not isinstance(effect, Tell)]
+
+    return end
+
+
+EVICTION_TELLS_NOBODY: Patches = ((pool.Pool, "_end", _stays_known),)
+
+
+def _is_not_told(_: Any) -> Any:
+    def withdrawn(self: Any, keys: bytes) -> Any:
+        del self, keys
+        return []
+
+    return withdrawn
+
+
+DISK_DELETION_TELLS_NOBODY: Patches = ((DiskBooks, "withdrawn", _is_not_told),)
 
 
 SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)

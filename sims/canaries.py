@@ -128,6 +128,12 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.LOST_GRANTED_NEVER_REPAIRED,
     ),
     Canary(
+        "slots-ahead-used-though-given-up",
+        "a client writes to slots ahead that it no longer lists",
+        100,
+        patches=bugs.SLOTS_AHEAD_USED_THOUGH_GIVEN_UP,
+    ),
+    Canary(
         planted.WORD_BEFORE_BYTES,
         "the owner samples the word before it sends the bytes",
         100,
@@ -156,6 +162,48 @@ CANARIES: tuple[Canary, ...] = (
         "a member that is said to be dead does not raise its counter",
         50,
         patches=bugs.NEVER_REFUTES,
+    ),
+    Canary(
+        planted.CHECKSUM_NOT_VERIFIED,
+        "a page that was loaded from disk is believed without its checksum",
+        100,
+        plant=planted.CHECKSUM_NOT_VERIFIED,
+    ),
+    Canary(
+        "late-slot-reused",
+        "the slot of a load that is late is given to somebody else",
+        100,
+        patches=bugs.LATE_SLOT_REUSED,
+    ),
+    Canary(
+        "eviction-tells-nobody",
+        "with a disk, an eviction leaves the record of the page in memory",
+        20,
+        patches=bugs.EVICTION_TELLS_NOBODY,
+    ),
+    Canary(
+        "disk-deletion-tells-nobody",
+        "a page that is deleted from disk is still told as on disk",
+        50,
+        patches=bugs.DISK_DELETION_TELLS_NOBODY,
+    ),
+    Canary(
+        "outbox-without-bound",
+        "what waits for a peer that is away is kept, all of it",
+        20,
+        patches=bugs.OUTBOX_WITHOUT_BOUND,
+    ),
+    Canary(
+        "mailbox-without-bound",
+        "whatever comes is put into the mailbox of an actor that has no time",
+        50,
+        patches=bugs.MAILBOX_WITHOUT_BOUND,
+    ),
+    Canary(
+        "waits-by-another-clock",
+        "an answer is waited for by another clock than the one its deadline was made with",
+        20,
+        patches=bugs.WAITS_BY_ANOTHER_CLOCK,
     ),
     Canary(
         SET_ORDER,

@@ -22,7 +22,9 @@ from peercache.keys import Namespace
 from peercache.messages import (
     WIRE_VERSION,
     WIRE_VERSION_OLDEST,
+    Granted,
     Hello,
+    Message,
     Refused,
     Touched,
     ViewAsked,
@@ -30,7 +32,7 @@ from peercache.messages import (
     Welcome,
 )
 from peercache.observe import PEER_UNREACHABLE
-from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, PeerRead, Post, Step
+from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, Hear, PeerRead, Post, Step
 from peercache.ports import Place as PlaceStep
 from peercache.runs import U64, PageRuns
 from peercache.segment.client_lock import lock_name
@@ -39,7 +41,8 @@ from peercache.transfer.cache import LocationCache
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.locating import Locator
 from peercache.transfer.reading import Reader
-from peercache.transfer.writing import Reservations, Writer
+from peercache.transfer.reserving import Reservations
+from peercache.transfer.writing import Writer
 from peercache.view import View
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
@@ -91,24 +94,26 @@ class SimClient:
         self.breakers = Breakers()
         self.namespace = Namespace(name="sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
-        locator = Locator(cache=self.cache, breakers=self.breakers, clock=trio.current_time)
+        locator = Locator(cache=self.cache, breakers=self.breakers, clock=place.now)
         self.reader = Reader(
-            locator=locator, cache=self.cache, verify=config.verify, clock=trio.current_time
+            locator=locator, cache=self.cache, verify=config.verify, clock=place.now
         )
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
             verify=config.verify,
             namespace_tag=self.namespace.tag(),
-            clock=trio.current_time,
+            clock=place.now,
         )
         self.asker = SimAsker(
             identity=self.identity,
             place=place,
             network=network,
             hello_for=self._hello,
-            address_of=self._address_of,
+            url_of=self._address_of,
             breakers=self.breakers,
+            on_refused=self._refused,
+            on_late=self._heard_late,
             nursery=self.nursery,
         )
         self.cluster = self._cluster_of(0, 0.0)
@@ -163,6 +168,8 @@ class SimClient:
             return await self.asker.ask(step.questions, step.until, step.enough)
         if isinstance(step, Post):
             return self.asker.post(step.messages)
+        if isinstance(step, Hear):
+            return self.asker.hear(step.peer)
         if isinstance(step, Fetch):
             return await self._fetch(step)
         if isinstance(step, PlaceStep):
@@ -183,11 +190,11 @@ class SimClient:
 
     async def _read(self, read: PeerRead, until: float) -> Fetched:
         breaker = data_port(read.member.incarnation)
-        if not self.breakers.available(breaker, trio.current_time()):
+        if not self.breakers.available(breaker, self.place.now()):
             return Fetched(np.full(len(read.offsets), ODD), PEER_UNREACHABLE)
-        fetched = await self.fabrics.read(read, until)
+        fetched = await self.fabrics.read(read, self.place.world(until))
         if fetched.failure == PEER_UNREACHABLE:
-            self.breakers.failed(breaker, trio.current_time())
+            self.breakers.failed(breaker, self.place.now())
         elif not fetched.failure:
             self.breakers.answered(breaker)
         return fetched
@@ -199,7 +206,7 @@ class SimClient:
         for page in range(len(step.runs)):
             offset = int(step.offsets[page])
             for begin, end in chunks(int(lengths[page]), self.fabrics.options.steps_a_page):
-                if trio.current_time() >= step.until:
+                if self.place.now() >= step.until:
                     if READS_SOURCE_LATE in planted:
                         self.nursery().start_soon(self._copy, step, page, begin, end, home)
                     return page
@@ -211,7 +218,7 @@ class SimClient:
         self, step: PlaceStep, page: int, begin: int, end: int, home: NodeMemory
     ) -> None:
         """Copy one part of a page into its slot; the process may be stopped before it does."""
-        await trio.sleep(self.fabrics.step_s(step.until))
+        await trio.sleep(self.fabrics.step_s(self.place.world(step.until)))
         if self._rng.random() < self.fabrics.options.stop_in_copy and self._network.faults_on:
             self._log.info("copy.stopped")
             self.place.pause(trio.current_time(), self._rng.uniform(0.2, COPY_STOPPED_MAX_S))
@@ -232,7 +239,7 @@ class SimClient:
     async def _look_after_home(self) -> None:
         while True:
             is_well = await self._beat()
-            with trio.move_on_after(BEAT_S if is_well else LOST_BEAT_S):
+            with trio.move_on_after((BEAT_S if is_well else LOST_BEAT_S) / self.place.rate):
                 await self._look.wait()
             self._look = trio.Event()
             await self.place.awake()
@@ -240,11 +247,13 @@ class SimClient:
     async def _beat(self) -> bool:
         is_well = await self._ask_view()
         if not is_well:
-            await self._attach(trio.current_time() + BEAT_S)
+            await self._attach(self.place.now() + BEAT_S)
             is_well = await self._ask_view()
         attached = self.attached
         if attached is not None and is_well:
-            self.asker.post(((attached.incarnation, attached.reservations.report()),))
+            self.asker.post(
+                ((attached.incarnation, attached.reservations.report(self.place.now())),)
+            )
         for holder, drops in self.reader.touches.take().items():
             if holder in self.cluster.members and not self.breakers.is_open(holder):
                 self.asker.post(((holder, Touched(drops)),))
@@ -271,7 +280,7 @@ class SimClient:
 
     async def _ask_view(self) -> bool:
         attached = self.attached
-        now = trio.current_time()
+        now = self.place.now()
         asked = ViewAsked(0, self._view.digest())
         if attached is not None:
             question = ((attached.incarnation, asked),)
@@ -297,7 +306,7 @@ class SimClient:
         home = self.attached.incarnation if self.attached is not None else 0
         cluster = self._cluster_of(home, self.cluster.handover_until)
         if cluster.ring.version != before:
-            until = trio.current_time() + self.config.handover_s
+            until = self.place.now() + self.config.handover_s
             cluster = attrs.evolve(cluster, handover_until=until)
         self.cluster = cluster
         alive = set(cluster.members)
@@ -317,6 +326,16 @@ class SimClient:
             virtual_nodes=self.config.virtual_nodes,
             handover_until=handover_until,
         )
+
+    def _heard_late(self, peer: int, message: Message) -> None:
+        attached = self.attached
+        if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
+            attached.reservations.granted(message)
+
+    def _refused(self, peer: int, refused: Refused) -> None:
+        if refused.reason == "protocol":
+            raise Violation("refused", f"{self.place.name}: {refused.detail}")
+        self._log.warning("client.refused", peer=f"{peer:016x}", reason=refused.reason)
 
     def _address_of(self, peer: int) -> str | None:
         if self.attached is not None and self.attached.incarnation == peer:

@@ -1,16 +1,20 @@
-"""A simulated `net.link.Link`: the same outbox and greeting over the simulated network."""
+"""A simulated `net.link.Link`: the same outbox and greeting over the simulated network.
+
+The outbox is production code; that it keeps its bounds is counted here once more.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 
 import trio
 
-from peercache.net.link import OUTBOX_MESSAGES_MAX
+from peercache.outbox import Outbox
 from sims.network import TO_LISTENER, Network, Pipe
 from sims.places import Place
+from sims.swarm import Options
+from sims.trace import Violation
 
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 1.0
@@ -29,6 +33,7 @@ class SimLink:
         hello: Callable[[], bytes],
         on_answer: Callable[[bytes], None],
         on_dropped: Callable[[int], None],
+        options: Options,
         network: Network,
         place: Place,
         rng: random.Random,
@@ -41,17 +46,21 @@ class SimLink:
         self._network = network
         self._place = place
         self._rng = rng
-        self._outbox: deque[bytes] = deque()
+        self._options = options
+        self._outbox = Outbox(messages_max=options.outbox_messages, bytes_max=options.outbox_bytes)
         self._pipe: Pipe | None = None
         self._broken = trio.Event()
         self._scope = trio.CancelScope()
 
     def send(self, raw: bytes) -> None:
         """Queue a message; never blocks, may drop the oldest."""
-        self._outbox.append(raw)
-        if len(self._outbox) > OUTBOX_MESSAGES_MAX:
-            self._outbox.popleft()
-            self._on_dropped(1)
+        if self._pipe is not None and not self._outbox:
+            self._network.send(self._pipe, TO_LISTENER, raw)
+            return
+        dropped = self._outbox.put(raw)
+        self._check_bounds()
+        if dropped:
+            self._on_dropped(dropped)
         self._flush()
 
     def greet_again(self) -> None:
@@ -96,6 +105,12 @@ class SimLink:
                 if self._pipe is not None:
                     self._network.hang_up(self._pipe)
 
+    def _check_bounds(self) -> None:
+        count, size = len(self._outbox.waiting), sum(map(len, self._outbox.waiting))
+        if count > self._options.outbox_messages or size > self._options.outbox_bytes:
+            detail = f"{count} messages of {size} bytes wait for {self._address}"
+            raise Violation("outbox-bound", f"{self._place.name}: {detail}")
+
     def _flush(self) -> None:
         while self._pipe is not None and self._outbox:
-            self._network.send(self._pipe, TO_LISTENER, self._outbox.popleft())
+            self._network.send(self._pipe, TO_LISTENER, self._outbox.take())

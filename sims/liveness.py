@@ -11,11 +11,12 @@ import math
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import trio
 
-from peercache.actors.pool import Pool
 from peercache.keys import from_bytes
 from peercache.messages import ALIVE
+from peercache.records import ON_DISK, RECORD
 from sims.trace import Violation
 from sims.watch import held_generation
 
@@ -110,6 +111,12 @@ class Liveness:
     def _views(self, nodes: list[SimNode]) -> str:
         living = sorted(node.incarnation for node in nodes)
         digests = {node.crew.membership.view.digest() for node in nodes}
+        for client in self._clients():
+            if sorted(client.cluster.members) != living:
+                count = len(client.cluster.members)
+                return f"views: {client.place.name} knows {count} live of {len(living)}"
+            if list(client.cluster.ring.members) != living:
+                return f"rings: {client.place.name} has another ring"
         for node in nodes:
             members = node.crew.membership.view.live()
             if [member.incarnation for member in members] != living:
@@ -122,18 +129,18 @@ class Liveness:
 
     def _directory(self, nodes: list[SimNode]) -> str:
         """Directory ⊆ truth, and nobody keeps what others own."""
-        pools: dict[int, Pool] = {node.incarnation: node.crew.pool for node in nodes}
+        known: dict[int, SimNode] = {node.incarnation: node for node in nodes}
         for node in nodes:
             shard = node.crew.directory
             for holder in [h for h in shard._serving if h in shard._held]:
-                pool = pools.get(holder)
-                if pool is None:
+                of_holder = known.get(holder)
+                if of_holder is None:
                     return f"directory: {node.place.name} serves {holder:016x}, which is gone"
                 packed = b"".join(
                     record for part in shard._held[holder].parts for record in part.values()
                 )
                 keys = b"".join(packed[at : at + 16] for at in range(0, len(packed), 56))
-                if pool.records_of(keys).tobytes() != packed:
+                if records_in_force(of_holder, keys) != packed:
                     return f"directory: {node.place.name} lies about {holder:016x}"
                 if holder != node.incarnation and keys:
                     owners = node.crew.ring.current.owners(from_bytes(keys))
@@ -144,18 +151,16 @@ class Liveness:
     def _completeness(self, nodes: list[SimNode]) -> str:
         shards = {node.incarnation: node.crew.directory for node in nodes}
         for node in nodes:
-            pages = node.crew.pool._pages
-            held = list(pages._by_key.values())
+            held = list(held_lengths(node))
             if not held:
                 continue
-            keys = from_bytes(b"".join(page.key for page in held))
-            for page, owners in zip(
-                held, node.crew.ring.current.owners(keys).tolist(), strict=True
-            ):
+            in_force = numbers_in_force(node)
+            owners_of = node.crew.ring.current.owners(from_bytes(b"".join(held))).tolist()
+            for key, owners in zip(held, owners_of, strict=True):
                 for owner in owners:
-                    known = held_generation(shards[owner], node.incarnation, page.key)
-                    if known != page.generation:
-                        return f"directory: {page.key.hex()} of {node.place.name} is not known"
+                    known = held_generation(shards[owner], node.incarnation, key)
+                    if known is None or known != in_force.get(key):
+                        return f"directory: {key.hex()} of {node.place.name} is not known"
         return ""
 
     def _reservations(self, nodes: list[SimNode]) -> str:
@@ -166,6 +171,9 @@ class Liveness:
             for name, mailbox in node.crew.mailboxes.items():
                 if len(mailbox):
                     return f"mailboxes: {len(mailbox)} wait for {name} of {node.place.name}"
+            figures = node.crew.disk.figures()
+            if node.crew.disk.is_open and figures["disk_bytes_in_flight"]:
+                return f"disk: {figures['disk_bytes_in_flight']} bytes of {node.place.name} hang"
         return ""
 
     # --- what is demanded of clients --------------------------------------------------------------
@@ -174,8 +182,8 @@ class Liveness:
         """Return the lengths under which each page is held in the core."""
         held: dict[bytes, list[int]] = {}
         for node in self._nodes():
-            for page in node.crew.pool._pages._by_key.values():
-                held.setdefault(page.key, []).append(page.length)
+            for key, length in held_lengths(node).items():
+                held.setdefault(key, []).append(length)
         return held
 
     async def _reading_problem(self) -> str:
@@ -225,3 +233,39 @@ class Liveness:
             if reasons[0]:
                 return f"{reader.place.name} misses what was stored: {reasons[0]}"
         return ""
+
+
+def held_lengths(node: SimNode) -> dict[bytes, int]:
+    """Return the length of each page that a node has, in memory or on disk only."""
+    held = {page.key: page.length for page in node.crew.pool.pages._by_key.values()}
+    index = node.crew.disk.books.index
+    if index is not None:
+        for row in index.entries(index.hottest_first()):
+            held.setdefault(row["key"].tobytes(), int(row["length"]))
+    return held
+
+
+def numbers_in_force(node: SimNode) -> dict[bytes, int]:
+    """Return under which generation a node has told of each page, in memory or not."""
+    table = node.crew.publisher._table
+    told = {key: int(table.records["generation"][row]) for key, row in table.rows.items()}
+    # Of what is in memory only the pool knows: the publisher may be wrong.
+    told.update({p.key: p.generation for p in node.crew.pool.pages._by_key.values()})
+    return told
+
+
+def records_in_force(node: SimNode, keys: bytes) -> bytes:
+    """Return the packed records of these pages, as a node must have told them."""
+    held, told = held_lengths(node), numbers_in_force(node)
+    packed: list[bytes] = []
+    for at in range(0, len(keys), 16):
+        key = keys[at : at + 16]
+        if node.crew.pool.pages.find(key) is not None:
+            packed.append(node.crew.pool.records_of(key).tobytes())
+        elif key in held and key in told:
+            record = np.zeros(1, RECORD)
+            record["key"], record["holder"] = np.void(key), node.incarnation
+            record["length"], record["flags"] = held[key], ON_DISK
+            record["generation"] = told[key]
+            packed.append(record.tobytes())
+    return b"".join(packed)

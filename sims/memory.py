@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.ports import StoreWords
-from peercache.records import Records
+from peercache.records import RESIDENT, Records
 from sims.content import POISON, Page, version_of
 from sims.trace import Violation
 
@@ -149,6 +149,8 @@ class NodeMemory:
     def published(self, records: Records, now: float) -> None:
         """Check records as they come into force: every byte is there, under their word."""
         for record in records:
+            if not record["flags"] & RESIDENT:
+                continue
             key = record["key"].tobytes()
             offset, length = int(record["offset"]), int(record["length"])
             index = offset // self.granule
@@ -176,6 +178,14 @@ class NodeMemory:
         if not int(self.words[slot_offset // self.granule]) & 1:
             raise Violation("write-under-even-word", f"{who} wrote at {offset}")
         self.pages[offset : offset + len(data)] = data
+
+    def load(self, offset: int, slot_offset: int, data: Page) -> None:
+        """Store bytes of a page from disk, in the name of the node's own disk tier."""
+        self.write(offset, slot_offset, data, 0)
+
+    def word_at(self, offset: int) -> int:
+        """Return the word of the slot at an offset."""
+        return int(self.words[offset // self.granule])
 
     def read(self, offset: int, size: int) -> Page:
         """Return the bytes as they are at this moment."""

@@ -38,6 +38,7 @@ class Nemesis:
             (options.partition_rate, self._partition),
             (options.clog_rate, self._clog),
             (options.disconnect_rate, self._disconnect),
+            (options.disk_rot, self._rot),
         ]
         async with trio.open_nursery() as nursery:
             for rate, harm in kinds:
@@ -116,6 +117,9 @@ class Nemesis:
             pipe = self._rng.choice(pipes)
             self._world.trace.line("fault", "disconnect", pipe.dialler.name, pipe.number)
             self._world.network.break_pipe(pipe)
+
+    async def _rot(self) -> None:
+        self._world.disks.rot()
 
     def _pick_node(self) -> str | None:
         standing = sorted(name for name, node in self._world.nodes.items() if node.place.alive)

@@ -177,6 +177,10 @@ class Network:
         self._pipes[pipe.number] = listener.pipes[pipe.number] = pipe
         return pipe
 
+    def is_refused(self, address: str) -> bool:
+        """Return whether nobody listens at an address, as the kernel of its host tells."""
+        return address not in self._listeners
+
     def hang_up(self, pipe: Pipe) -> None:
         """Close from the dialler's side."""
         pipe.on_receive, pipe.on_broken = _ignore_bytes, _ignore

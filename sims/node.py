@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import trio
 
-from peercache.actors._actor import SELF, run_actor
+from peercache.actors._actor import SELF, Mailbox, run_actor
 from peercache.config import Config
 from peercache.ids import new_incarnation
 from peercache.messages import ALIVE, SUSPECT, Member, Message
@@ -18,16 +18,18 @@ from peercache.node.crew import Crew
 from peercache.node.switchboard import Switchboard
 from peercache.observe import Metrics
 from peercache.ports import ClientGone, Effect, PoolGrew, RecordsChanged, StoreWords, Tell
-from peercache.records import Records
+from peercache.records import ON_DISK, Records, keys_of
 from peercache.segment.client_lock import LockProbe
+from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks
 from sims.memory import NodeMemory, Truth
 from sims.network import Network
 from sims.places import Place
+from sims.store import Image, Store
 from sims.swarm import GRANULE, Options
-from sims.trace import SimLog, Trace
-from sims.watch import WatchedActor
+from sims.trace import SimLog, Trace, Violation
+from sims.watch import BusyMailbox, WatchedActor
 
 HOUSEKEEPING_S = 1.0
 """As `node.node`'s."""
@@ -53,8 +55,10 @@ class SimNode:
         truth: Truth,
         locks: Locks,
         trace: Trace,
+        image: Image,
+        disk_rng: random.Random,
     ) -> None:
-        """Make the incarnation; it does nothing before `run`."""
+        """Make the incarnation; it does nothing before `run`. image: what is on its disk."""
         self.place = place
         self.address = address
         self.home = f"home/{place.name}"
@@ -63,6 +67,7 @@ class SimNode:
         self.is_leaving = False
         self.metrics = Metrics()
         self.links: list[SimLink] = []
+        self._options = options
         self._rng = rng
         self._network = network
         self._trace = trace
@@ -91,6 +96,8 @@ class SimNode:
             metrics=self.metrics,
         )
         self.memory.may_write = self._has_reserved
+        for mailbox in self.crew.mailboxes.values():
+            mailbox.messages_max = options.mailbox_messages
         self.admission = Admission(
             granule=GRANULE,
             credentials="",
@@ -98,8 +105,20 @@ class SimNode:
             local_token="none",  # noqa: S106 - no client of a run shares a process with a node
             probe=cast("type[LockProbe]", locks.probe),
         )
+        self.disk = SimDisk(
+            image=image,
+            store=Store(image, self.memory, options.steps_a_page),
+            place=place,
+            options=options,
+            rng=disk_rng,
+            network=network,
+            trace=trace,
+            tell=lambda fact: self.crew.mailboxes["disk"].tell(SELF, fact),
+        )
         self.watched = {
-            name: WatchedActor(name, actor, self.crew.mailboxes[name], place, trace, truth)
+            name: WatchedActor(
+                name, actor, self.crew.mailboxes[name], place, trace, truth, self._check_told
+            )
             for name, actor in self.crew.actors.items()
         }
 
@@ -137,6 +156,8 @@ class SimNode:
         return True
 
     async def _start(self, nursery: trio.Nursery) -> None:
+        # A stream of its own: how long an actor is busy changes no other draw.
+        rng = random.Random(f"busy/{self.incarnation}")
         self.switchboard = Switchboard(
             me=self.me,
             cluster=self.config.cluster,
@@ -152,13 +173,17 @@ class SimNode:
             metrics=self.metrics,
             log=SimLog(self._trace, self.place.name),
             open_link=self._open_link,
+            perform_disk=self.disk.perform,
         )
         await nursery.start(self.switchboard.run)
         for name, watched in self.watched.items():
-            nursery.start_soon(run_actor, watched, self.crew.mailboxes[name], self.perform)
+            busy = BusyMailbox(self.crew.mailboxes[name], self._options.busy, self._network, rng)
+            nursery.start_soon(run_actor, watched, cast("Mailbox", busy), self.perform)
         for effect in self.crew.membership.start(self.place.local(trio.current_time())):
             self.perform(effect)
         nursery.start_soon(self._populate)
+        if self.config.disk_enabled:
+            nursery.start_soon(self.disk.run)
 
     def perform(self, effect: Effect) -> None:
         """Do what an actor returned; records that come into force are checked first."""
@@ -168,6 +193,29 @@ class SimNode:
                 published: Records = fact.records
                 self.memory.published(published, trio.current_time())
         self.switchboard.perform(effect)
+
+    def _check_told(self, effects: list[Effect]) -> None:
+        """After a step of an actor, a page is told as on disk when it is, and is not in memory.
+
+        What one step tells and withdraws again, as for a page that has to go at once, counts not.
+        """
+        told: dict[bytes, int] = {}
+        for effect in effects:
+            fact: Any = effect.fact if isinstance(effect, Tell) else None
+            if isinstance(fact, RecordsChanged):
+                on_disk = fact.records[(fact.records["flags"] & ON_DISK) != 0]
+                told.update(zip(keys_of(on_disk), on_disk["generation"].tolist(), strict=True))
+                for key, newest in zip(
+                    keys_of(fact.drops), fact.drops["generation"].tolist(), strict=True
+                ):
+                    if told.get(key, newest + 1) <= newest:
+                        del told[key]
+        index = self.crew.disk.books.index
+        for key in told:
+            if self.crew.pool.pages.find(key) is not None:
+                raise Violation("two-places", f"{key.hex()} is told as on disk, and is in memory")
+            if index is None or index.find(key)[0] < 0:
+                raise Violation("not-on-disk", f"{key.hex()} is told as on disk, and is not")
 
     async def _populate(self) -> None:
         whole = self.memory.pages.nbytes
@@ -200,7 +248,14 @@ class SimNode:
         self.admission.end(pipe)
 
     def _open_link(self, url: str, **callbacks: Any) -> Link:
-        link = SimLink(url, **callbacks, network=self._network, place=self.place, rng=self._rng)
+        link = SimLink(
+            url,
+            **callbacks,
+            options=self._options,
+            network=self._network,
+            place=self.place,
+            rng=self._rng,
+        )
         self.links.append(link)
         return cast("Link", link)
 
@@ -219,6 +274,10 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         granule=GRANULE,
         pool_size=options.pool_granules * GRANULE,
         client_uncommitted_max=options.uncommitted_granules * GRANULE,
+        disk_enabled=options.disk_slabs > 0,
+        write_policy="on_evict" if options.disk_on_evict else "through",
+        disk_queue=options.disk_queue_bytes,
+        disk_promote_rate=options.pool_granules * GRANULE,
         max_masters=options.max_masters,
         directory_replicas=options.replicas,
         virtual_nodes=options.virtual_nodes,

@@ -27,6 +27,10 @@ class Place:
         """Return what the clock of this place shows."""
         return now * self.rate + self.offset_s
 
+    def now(self) -> float:
+        """Return what the clock of this place shows just now."""
+        return self.local(trio.current_time())
+
     def world(self, local: float) -> float:
         """Return the time at which its clock shows this."""
         return (local - self.offset_s) / self.rate

@@ -8,6 +8,7 @@ from __future__ import annotations
 RETURNS_WHILE_WRITING = "returns-while-writing"
 READS_SOURCE_LATE = "reads-source-late"
 WORD_BEFORE_BYTES = "word-before-bytes"
+CHECKSUM_NOT_VERIFIED = "disk-checksum-not-verified"
 
 planted: set[str] = set()
 """What is planted just now; asked by name only, so it orders nothing."""

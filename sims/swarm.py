@@ -10,6 +10,9 @@ import random
 
 import attrs
 
+from peercache.actors._actor import MAILBOX_MESSAGES_MAX
+from peercache.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
+
 GRANULE = 256
 """Bytes of a granule here: small, so that a run moves kilobytes and tears as many pages."""
 
@@ -66,6 +69,20 @@ class Options:
     # --- drawn last, so that older seeds keep their other options
     wire_slowness: float
     stop_in_copy: float
+    disk_slabs: int
+    """0: nodes have no disks."""
+    disk_on_evict: bool
+    disk_queue_bytes: int
+    disk_step_s: float
+    disk_failure: float
+    disk_full: float
+    disk_late: float
+    disk_wipe: float
+    disk_rot: float
+    outbox_messages: int
+    outbox_bytes: int
+    mailbox_messages: int
+    busy: float
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -140,4 +157,18 @@ def draw(rng: random.Random, seed: int) -> Options:
         skew=sometimes(0.4, 0.001, 0.05),
         wire_slowness=rng.choice([1.0, 1.0, 10.0]),
         stop_in_copy=sometimes(0.4, 0.001, 0.02),
+        disk_slabs=rng.choice([0, 1, 2, 4, 16]),
+        disk_on_evict=rng.random() < 0.2,
+        disk_queue_bytes=rng.choice([2_000, 20_000, 10**6]),
+        disk_step_s=rng.choice([0.0002, 0.002, 0.02]),
+        disk_failure=sometimes(0.3, 0.001, 0.05),
+        disk_full=sometimes(0.3, 0.001, 0.05),
+        disk_late=sometimes(0.3, 0.001, 0.03),
+        disk_wipe=sometimes(0.3, 0.1, 1.0),
+        disk_rot=sometimes(0.5, 0.2, 2.0),
+        # The real bounds, and such as are reached in a run.
+        outbox_messages=rng.choice([OUTBOX_MESSAGES_MAX, OUTBOX_MESSAGES_MAX, 32, 8]),
+        outbox_bytes=rng.choice([OUTBOX_BYTES_MAX, OUTBOX_BYTES_MAX, 4096]),
+        mailbox_messages=rng.choice([MAILBOX_MESSAGES_MAX, MAILBOX_MESSAGES_MAX, 8, 3]),
+        busy=sometimes(0.5, 0.02, 0.2),
     )

@@ -5,10 +5,13 @@ Wraps a state actor for `run_actor`. The actor itself is unchanged and knows not
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import TypeAlias
 
 import attrs
 import numpy as np
+import trio
 
 from peercache import records
 from peercache.actors._actor import MAILBOX_MESSAGES_MAX, Mailbox
@@ -18,13 +21,40 @@ from peercache.messages import ALIVE, SUSPECT, Delete, Disputed, Located, Put, R
 from peercache.ports import Effect, Origin, Send, StateActor
 from peercache.records import DROP
 from sims.memory import Truth
+from sims.network import Network
 from sims.places import Place
 from sims.trace import Trace, Violation
 
 FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
 """Facts from inside the node are never dropped, so they only have to stay in proportion."""
 
+BUSY_MEAN_S = 0.3
+"""How long an actor that is busy finds no time for its mailbox."""
+
 Generations: TypeAlias = dict[tuple[int, bytes], int]
+
+
+@attrs.frozen(eq=False)
+class BusyMailbox:
+    """A mailbox as its actor sees it, when other work keeps the actor from it now and then.
+
+    chance: that it is kept, each time that it would wait for a message.
+    """
+
+    mailbox: Mailbox
+    chance: float
+    network: Network
+    rng: random.Random
+
+    async def wait(self, step: Callable[[], bool]) -> None:
+        """Wait as the mailbox does, perhaps a while later."""
+        if self.chance and self.network.faults_on and self.rng.random() < self.chance:
+            await trio.sleep(self.rng.expovariate(1 / BUSY_MEAN_S))
+        await self.mailbox.wait(step)
+
+    def take(self) -> tuple[Origin, object] | None:
+        """Return the oldest message, or None."""
+        return self.mailbox.take()
 
 
 @attrs.define(eq=False)
@@ -37,13 +67,14 @@ class WatchedActor:
     place: Place
     trace: Trace
     truth: Truth
+    look: Callable[[list[Effect]], None]
+    """Called with all effects of a step, before any is performed."""
     steps: int = 0
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
         """Hand on a message; check what the directory does with it."""
         self.steps += 1
-        if len(self.mailbox) > FACTS_WAITING_MAX:
-            raise Violation("mailbox-bound", f"{len(self.mailbox)} wait for {self.name}")
+        check_bounds(self.mailbox, self.name)
         actor = self.actor
         if not isinstance(actor, DirectoryShard):
             effects = actor.on_message(sender, message, self.place.local(now))
@@ -74,11 +105,21 @@ class WatchedActor:
         self.actor.check()
 
     def _note(self, cause: str, effects: list[Effect]) -> None:
+        self.look(effects)
         if isinstance(self.actor, Publisher):
             _check_hand_over(self.actor, effects, self.truth)
         kinds = [_kind(effect) for effect in effects]
         if kinds:
             self.trace.line("act", self.place.name, self.name, cause, *kinds)
+
+
+def check_bounds(mailbox: Mailbox, name: str) -> None:
+    """Nothing from the network waits beyond the bound, and facts stay in proportion."""
+    if len(mailbox) > mailbox.messages_max:
+        offered = sum(size_bytes > 0 for _, _, size_bytes in mailbox.waiting)
+        if offered > mailbox.messages_max or len(mailbox) > FACTS_WAITING_MAX:
+            detail = f"{len(mailbox)} wait for {name}, {offered} of them from the network"
+            raise Violation("mailbox-bound", detail)
 
 
 def _kind(effect: Effect) -> str:

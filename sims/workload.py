@@ -123,7 +123,7 @@ class Calls:
             _runs(regions, rng),
             home=attached.incarnation,
             reservations=attached.reservations,
-            until=_until(started, timeout_s),
+            until=_until(client, timeout_s),
         )
         outcome = await client.drive(path, attached.memory)
         self._close(regions)
@@ -153,7 +153,7 @@ class Calls:
         regions = [self.buffers.take(length, client.place.name) for length in wanted]
         timeout_s = timeout_s or rng.choice([0.05, 2.0, 2.0])
         started = trio.current_time()
-        until = _until(started, timeout_s)
+        until = _until(client, timeout_s)
         path = client.reader.get(keys, _runs(regions, rng), client.cluster, until)
         outcome = await client.drive(path, None)
         self._close(regions)
@@ -169,20 +169,20 @@ class Calls:
         keys = self.library.keys[list(places)]
         timeout_s = client.config.exists_timeout_s
         started = trio.current_time()
-        path = client.reader.exists(keys, client.cluster, _until(started, timeout_s))
+        path = client.reader.exists(keys, client.cluster, _until(client, timeout_s))
         known, reasons = await client.drive(path, None)
         self._ended(client, "exists", started, timeout_s, known, reasons)
 
     async def tell_all(self, client: SimClient, message: Message) -> None:
         """Remove or clear, at every live member."""
         timeout_s = client.config.op_timeout_s
-        started = trio.current_time()
+        started, now = trio.current_time(), client.place.now()
         if isinstance(message, Remove):
             client.cache.forget(np.frombuffer(message.keys, KEY).tolist())
         else:
             client.cache.clear()
-        peers = [p for p in client.cluster.members if client.breakers.available(p, started)]
-        await client.asker.ask([(peer, message) for peer in peers], _until(started, timeout_s))
+        peers = [p for p in client.cluster.members if client.breakers.available(p, now)]
+        await client.asker.ask([(peer, message) for peer in peers], _until(client, timeout_s))
         self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
 
     # --- what must be -----------------------------------------------------------------------------
@@ -199,6 +199,7 @@ class Calls:
         """Check that a call ended in time, with one word for each page that it did not do."""
         now = trio.current_time()
         took_s = now - started - client.place.paused_s(started, now)
+        took_s *= client.place.rate
         if took_s > timeout_s + LATE_S:
             detail = f"{client.place.name}: {call} of {timeout_s} s took {took_s:.4f} s"
             raise Violation("deadline", detail)
@@ -220,9 +221,9 @@ class Calls:
             self.buffers.close(region)
 
 
-def _until(started: float, timeout_s: float) -> float:
-    """Return the deadline of a path, as `client.client` sets it."""
-    return started + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10)
+def _until(client: SimClient, timeout_s: float) -> float:
+    """Return the deadline of a path that begins now, by its own clock, as `client.client` does."""
+    return client.place.now() + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10)
 
 
 def _runs(regions: Sequence[Region], rng: random.Random) -> PageRuns:

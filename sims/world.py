@@ -12,6 +12,7 @@ import trio
 from sims import determinism
 from sims.client import SimClient
 from sims.clock import Deadlock, TooSlow, VirtualClock
+from sims.disk import Disks
 from sims.fabric import Fabrics
 from sims.liveness import Liveness
 from sims.locks import Locks
@@ -76,6 +77,7 @@ class World:
         self.nodes: dict[str, SimNode] = {}
         self.clients: dict[str, SimClient] = {}
         self.memories: dict[int, NodeMemory] = {}
+        self.disks = Disks(options, self._stream("disks"), trace)
         self.library = Library.of(options, self._stream("library"))
         self.calls = Calls(options, self.library, self.buffers, self.truth, trace)
         self.is_safety = True
@@ -152,13 +154,7 @@ class World:
         await trio.sleep(delay_s)
         boot = self._boots[name] = self._boots.get(name, 0) + 1
         rng = self._stream(f"node/{name}/{boot}")
-        skew = self.options.skew
-        place = Place(
-            name,
-            self.host_of[name],
-            rate=1.0 + rng.uniform(-skew, skew),
-            offset_s=rng.uniform(0.0, 1e5) if skew else 0.0,
-        )
+        place = self._place(name, self.host_of[name], rng)
         for memory in self.memories.values():
             # What dead nodes have left is out of the way when one starts on their host.
             if memory.host == place.host and not self._lives(memory):
@@ -174,11 +170,19 @@ class World:
             truth=self.truth,
             locks=self.locks,
             trace=self.trace,
+            image=self.disks.image_of(name),
+            disk_rng=self._stream(f"disk/{name}/{boot}"),
         )
         self.trace.line("start", name, f"{node.incarnation:016x}")
         self.nodes[name] = node
         self.memories[node.incarnation] = node.memory
         await node.run()
+
+    def _place(self, name: str, host: str, rng: random.Random) -> Place:
+        """Return a new process, with a clock that began some day and goes at its own rate."""
+        skew = self.options.skew
+        rate = 1.0 + rng.uniform(-skew, skew)
+        return Place(name, host, rate=rate, offset_s=rng.uniform(0.0, 1e5) if skew else 0.0)
 
     def _lives(self, memory: NodeMemory) -> bool:
         return any(n.memory is memory and n.place.alive for n in self.nodes.values())
@@ -188,7 +192,8 @@ class World:
         await trio.sleep(delay_s)
         boot = self._boots[name] = self._boots.get(name, 0) + 1
         home = self._homes[name]
-        place = self.places[name] = Place(name, self.host_of[home])
+        clock = self._stream(f"client-clock/{name}/{boot}")
+        place = self.places[name] = self._place(name, self.host_of[home], clock)
         rng = self._stream(f"client/{name}/{boot}")
         fabrics = Fabrics(
             place=place,

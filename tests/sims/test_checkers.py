@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import random
+
+import attrs
 import numpy as np
 import pytest
 
+from peercache.actors._actor import SELF, Mailbox
 from peercache.ports import StoreWords
 from peercache.records import RECORD, RESIDENT, Records
+from sims.canaries import planted_canary
 from sims.clock import VirtualClock
 from sims.content import content_of, version_of
+from sims.link import SimLink
 from sims.memory import Buffers, NodeMemory, Stay, Truth
+from sims.network import Network
+from sims.places import Place
+from sims.swarm import draw
 from sims.trace import SimLog, Trace, Violation
+from sims.watch import check_bounds
 
 KEY = b"0123456789abcdef"
 GRANULE = 256
+TRACE = Trace(VirtualClock().current_time, show=None)
 
 
 def memory() -> NodeMemory:
@@ -164,6 +175,59 @@ def test_buffers_are_touched_by_nobody_after_their_call() -> None:
         buffers.read(region.address, 8)
 
     assert (found_by(written), found_by(read)) == ("write-after-return", "read-after-return")
+
+
+def test_a_call_is_judged_by_the_time_of_its_caller() -> None:
+    """A clock that goes at half the pace gives a call twice the time of the world."""
+    place = Place("c0", "h0", rate=0.5, offset_s=1000.0)
+
+    shown = [place.local(now) for now in (0.0, 4.0)]
+
+    assert shown == [1000.0, 1002.0]
+    assert place.world(1002.0) == 4.0
+
+
+def test_a_mailbox_beyond_its_bound_is_noticed() -> None:
+    """Facts from inside may be more; what the network brought may not."""
+    mailbox = Mailbox(messages_max=2)
+    for _ in range(5):
+        mailbox.tell(SELF, "a fact")
+    check_bounds(mailbox, "pool")
+    for _ in range(3):
+        mailbox._put(SELF, "from the network", 10)
+
+    with pytest.raises(Violation) as caught:
+        check_bounds(mailbox, "pool")
+
+    assert found_by(caught) == "mailbox-bound"
+
+
+@pytest.mark.parametrize("bounds", [(2, 10**6), (10**3, 250)])
+def test_an_outbox_beyond_its_bound_is_noticed(bounds: tuple[int, int]) -> None:
+    """In messages or in bytes: the planted one keeps everything."""
+    options = attrs.evolve(
+        draw(random.Random(1), 1), outbox_messages=bounds[0], outbox_bytes=bounds[1]
+    )
+    dropped: list[int] = []
+    link = SimLink(
+        "tcp://n0:1",
+        hello=bytes,
+        on_answer=lambda _: None,
+        on_dropped=dropped.append,
+        options=options,
+        network=Network(options=options, rng=random.Random(1), trace=TRACE),
+        place=Place("n1", "h1"),
+        rng=random.Random(1),
+    )
+    for _ in range(4):
+        link.send(bytes(100))
+    within = list(dropped)
+
+    with planted_canary("outbox-without-bound"), pytest.raises(Violation) as caught:
+        link.send(bytes(100))
+
+    assert found_by(caught) == "outbox-bound"
+    assert within == [1, 1]
 
 
 def test_an_error_in_the_log_ends_a_run() -> None:
