@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit slow sims sglang docs clean
+.PHONY: help demo test test-rdma lint format types unit slow sims sglang docs clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -35,11 +35,11 @@ format: $(STAMP)
 unit: $(STAMP)
 	@# The switch is for the next target: here nobody wants that environment.
 	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest \
-		-m "not sglang and not slow and not soak" $(PYTEST_FLAGS)
+		-m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
 
 # What takes longer than a newcomer waits: endurance, floods, the model of the read protocol.
 slow: $(STAMP)
-	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang" $(PYTEST_FLAGS)
+	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
 # Whole clusters, simulated: seeds nobody has run before, and bugs that must be found.
 sims: $(STAMP)
@@ -52,6 +52,11 @@ sglang: export PYTHON := $(PYTHON)
 sglang: $(STAMP)
 	@bash tests/integration/run_sglang_tests.sh $(PYTEST_FLAGS)
 
+# Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it
+# is made of is kept in the user's cache folder; the first time takes some minutes.
+test-rdma: $(STAMP)
+	@$(BIN)/python -m tests.rdma.rig test $(PYTEST_FLAGS)
+
 # Pages of docs/reference that are made from the code.
 docs: $(STAMP)
 	$(BIN)/python tests/reference_pages.py
@@ -59,7 +64,7 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
-$(STAMP): pyproject.toml setup.py src/peercache/segment/_scatter.c
+$(STAMP): pyproject.toml setup.py $(wildcard src/peercache/*/*.c)
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): PYTHON=/path/to/python3 make ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PeerCache needs Python 3.10 or later."; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,7 +1,13 @@
-"""What every test of this tree shares: how Hypothesis behaves on a loaded machine."""
+"""What all tests share: Hypothesis on a busy machine, Ctrl-C, and an end that comes."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A slow or busy machine makes a property no less true: time is no part of what they state.
@@ -9,3 +15,23 @@ settings.register_profile(
     "peercache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("peercache")
+
+# A shell that starts the tests in the background has SIGINT ignored, by all that they start, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_ENDED = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note how it ended, for `pytest_unconfigure`."""
+    session.config.stash[_ENDED] = exitstatus
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End though a failed test left a thread behind: Python would wait for it for ever."""
+    left = [one.name for one in threading.enumerate() if not one.daemon]
+    left.remove(threading.main_thread().name)
+    if left:
+        print(f"threads left behind: {', '.join(left)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(config.stash.get(_ENDED, 0) or 1)

@@ -137,14 +137,17 @@ def _logged() -> Iterator[list[str]]:
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            is_log = node.func.attr in LEVELS and "log" in ast.unparse(node.func.value)
-            if not is_log or not node.args:
+            teller = ast.unparse(node.func.value)
+            is_log = node.func.attr in LEVELS and "log" in teller
+            # What `rdma.news` tells once a peer and reason.
+            is_news = node.func.attr == "tell" and teller.endswith("_news")
+            if not (is_log or is_news) or not node.args:
                 continue
             for event in _events(node.args[0], constants):
-                level = "error" if node.func.attr == "exception" else node.func.attr
-                facts = ", ".join(
-                    f"`{word.arg}`" for word in node.keywords if word.arg not in (None, "exc_info")
-                )
+                level = "warning" if is_news else node.func.attr.replace("exception", "error")
+                words = [word.arg for word in node.keywords if word.arg not in (None, "exc_info")]
+                words = [*(["peer", "reason"] if is_news else []), *words]
+                facts = ", ".join(f"`{word}`" for word in words)
                 yield [f"`{event}`", level, facts, f"`{module}`"]
 
 

@@ -125,7 +125,7 @@ def test_node_with_a_wrong_setting_ends_before_anything_starts() -> None:
         [sys.executable, "-m", "peercache", "node", "--fabric", "carrier-pigeon"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

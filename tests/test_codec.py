@@ -24,6 +24,7 @@ UNITS = {
     "offsets": 8,
     "checksums": 8,
     "calls": 5,
+    "regions": 24,
 }
 
 members = st.builds(

@@ -204,3 +204,28 @@ def test_any_json_gives_a_config_or_a_config_error(settings: dict[str, Any]) -> 
         return
 
     config.validate()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("on", True), (True, True), ("0", False), ("No", False)]
+)
+def test_switch_is_written_in_any_usual_way(text: object, value: bool) -> None:
+    """A flag, a TOML file and the environment each have their own way."""
+    assert Config.load({"disk_enabled": text}).disk_enabled is value
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("disk_enabled", "perhaps"),
+        ("disk_free_floor", "1.5"),
+        ("disk_free_floor", 1),
+        ("disk_size", "1MiB"),
+        ("disk_ttl", -1),
+        ("write_policy", "back"),
+    ],
+)
+def test_wrong_disk_setting_is_refused_by_its_name(name: str, wrong: object) -> None:
+    """The error names the setting."""
+    with pytest.raises(ConfigError, match=name):
+        Config.load({name: wrong})

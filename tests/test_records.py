@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache import records
-from peercache.records import BUCKETS, DROP, RECORD, RECORD_BYTES, Content, Records
+from peercache.records import (
+    BUCKETS,
+    DROP,
+    ON_DISK,
+    RECORD,
+    RECORD_BYTES,
+    RESIDENT,
+    Content,
+    Records,
+    keys_of,
+)
+from peercache.streams import RecordTable
 
 M64 = 2**64 - 1
 
@@ -108,3 +119,17 @@ def test_drops_have_keys_and_buckets_too() -> None:
 
     assert records.keys_of(drops) == [bytes(drops["key"][0]), bytes(drops["key"][1])]
     assert records.buckets_of(drops).tolist() == [bytes(key)[0] for key in drops["key"]]
+
+
+def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> None:
+    """A demoted page has a newer number than a hot one, and is of less use."""
+    table = RecordTable()
+    made = np.zeros(4, RECORD)
+    made["key"] = np.frombuffer(b"".join(bytes([n]) * 16 for n in range(4)), "V16")
+    made["generation"] = [2, 4, 6, 8]
+    made["flags"] = [RESIDENT, RESIDENT, ON_DISK, ON_DISK]
+    rows = table.store(keys_of(made), np.full(4, -1), made)
+
+    hottest = table.records["generation"][table.hottest_first(rows)]
+
+    assert hottest.tolist() == [4, 2, 8, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from prometheus_client import Metric
 
 from peercache.messages import Counted
 from peercache.observe import Metrics
@@ -34,6 +35,28 @@ def test_a_report_carries_each_increase_once() -> None:
     assert value(node, "latency_seconds_count", operation="get") == 1
     assert value(node, "latency_seconds_sum", operation="get") == 0.5
     assert report.take() is None
+
+
+class LooksCounted:
+    """A collector of a registry: counts how often the whole of it is looked at."""
+
+    looks = 0
+
+    def collect(self) -> list[Metric]:
+        """Return no metric."""
+        self.looks += 1
+        return []
+
+
+def test_a_report_looks_at_the_counters_it_tells_and_not_at_all_metrics() -> None:
+    """It is made every second in the engine's process, whose threads wait meanwhile."""
+    metrics, everything = Metrics(), LooksCounted()
+    metrics.registry.register(everything)
+    before = everything.looks
+
+    Report(metrics).take()
+
+    assert everything.looks == before
 
 
 def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache import Client
+from tests.pace import PATIENCE_S
 
 PAGE_BYTES = 128 * 1024
+CALL_S = 20.0
+"""The deadline of a call: some of them fit into PATIENCE_S."""
 Page = npt.NDArray[np.uint8]
 
 
@@ -50,8 +54,10 @@ class NodeProcess:
         self.process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP it."""
+        """SIGSTOP it, and wait until every thread of it has stopped."""
         self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: all(state_of(thread) == "T" for thread in threads.iterdir()))
 
     def resume(self) -> None:
         """SIGCONT it."""
@@ -60,7 +66,7 @@ class NodeProcess:
     def terminate(self) -> int:
         """SIGTERM it; return its exit status."""
         self.process.terminate()
-        return self.process.wait(10)
+        return self.process.wait(PATIENCE_S)
 
     def said(self) -> str:
         """Return its log."""
@@ -113,17 +119,16 @@ class LocalCluster:
             self.wait_for_members(node, count)
         return nodes
 
-    def wait_for_members(self, node: NodeProcess, count: int, within_s: float = 10.0) -> None:
+    def wait_for_members(self, node: NodeProcess, count: int, within_s: float = PATIENCE_S) -> None:
         """Wait until a node counts so many live members."""
         with self.client(node) as client:
             wait_until(lambda: client.stats().get("home_members_alive") == count, within_s)
         self.clients.remove(client)
 
     def client(self, node: NodeProcess, **settings: object) -> Client:
-        """Return a client at a node."""
-        client = Client.open(
-            cluster=self.name, home=node.ready["home"], exists_timeout_s=0.5, **settings
-        )
+        """Return a client at a node, with deadlines that no test should come to."""
+        patient = {"op_timeout_s": CALL_S, "exists_timeout_s": CALL_S, **settings}
+        client = Client.open(cluster=self.name, home=node.ready["home"], **patient)
         self.clients.append(client)
         return client
 
@@ -148,13 +153,18 @@ class LocalCluster:
         self.folder.cleanup()
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 10.0) -> float:
+def wait_until(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
     """Wait for something that other processes do; return how long it took."""
     started = time.monotonic()
     while not holds():
         assert time.monotonic() - started < within_s, f"not within {within_s} s"
         time.sleep(0.02)
     return time.monotonic() - started
+
+
+def state_of(process: Path) -> str:
+    """Return the letter by which the kernel shows what a process or a thread does."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def keys_of(name: str, count: int) -> list[str]:
@@ -196,11 +206,18 @@ def timed(call: Callable[[], list[bool]]) -> tuple[list[bool], float]:
     return call(), time.monotonic() - started
 
 
+PATIENT = """
+import pytest
+from tests.pace import nobody_is_taken_for_hung
+nobody_is_taken_for_hung(pytest.MonkeyPatch())
+"""
+
+
 @contextlib.contextmanager
 def script(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run Python source in a process of its own that ends with the block."""
+    """Run Python source in a process of its own, as patient as ours, that ends with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", source, *arguments],
+        [sys.executable, "-c", PATIENT + source, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -217,10 +234,12 @@ def script(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def free_port() -> str:
-    """Return a port that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Return a port that was free just now, of those that no connection is given by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return str(port)
 
 
 @contextlib.contextmanager

@@ -216,6 +216,6 @@ def test_what_clients_count_is_seen_at_their_home_node() -> None:
             with urllib.request.urlopen(f"http://{node.ready['http']}/metrics") as page:
                 return str(page.read().decode())
 
-        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped(), 5.0)
+        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped())
         assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped()
         assert 'peercache_latency_seconds_count{operation="get"} 1.0' in scraped()

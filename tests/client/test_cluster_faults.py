@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,8 +17,8 @@ import numpy as np
 import pytest
 
 from peercache import Client
-from peercache.transfer.breaker import STALL_S
 from tests.client.nodes import (
+    CALL_S,
     PAGE_BYTES,
     LocalCluster,
     capture_logs,
@@ -29,9 +30,9 @@ from tests.client.nodes import (
     timed,
     wait_until,
 )
+from tests.pace import PATIENCE_S, PROMPT_S
 
-SLACK_S = 0.5
-"""What a loaded test machine may add to a deadline before it counts as broken."""
+STALL_S = 0.25
 
 
 def test_a_killed_holder_is_missed_in_time_and_its_keys_can_be_set_again_at_once() -> None:
@@ -51,12 +52,13 @@ def test_a_killed_holder_is_missed_in_time_and_its_keys_can_be_set_again_at_once
         stored = writers[0].batch_set(keys[16:], pages_of(keys[16:]))
 
         assert hits == [True] * 16 + [False] * 16
-        assert took_s < reader.config.op_timeout_s + SLACK_S
+        assert took_s < PROMPT_S
         assert stored == [True] * 16
-        wait_until(lambda: read(reader, keys) == [True] * 32, 3.0)
+        wait_until(lambda: read(reader, keys) == [True] * 32)
         assert reader.stats()["pages_missed_peer_unreachable"] >= 16
 
 
+@pytest.mark.usefixtures("stalls")
 def test_a_paused_holder_costs_one_stall_then_nothing_and_comes_back() -> None:
     """SIGSTOP: the first get waits a stall, the next do not, and after SIGCONT hits come back."""
     with LocalCluster() as cluster:
@@ -67,17 +69,19 @@ def test_a_paused_holder_costs_one_stall_then_nothing_and_comes_back() -> None:
         wait_until(lambda: read(reader, keys) == [True] * 16)
 
         first.pause()
+        # One stall of the data port, and one of the control port where the retry asks.
         hits, took_s = timed(lambda: read(reader, keys))
-        again, again_s = timed(lambda: read(reader, keys))
+        again = [timed(lambda: read(reader, keys)) for _ in range(20)]
         first.resume()
 
-        assert hits == again == [False] * 16
-        # One stall of the data port, and one of the control port where the retry asks.
-        assert took_s < 2 * STALL_S + SLACK_S
-        assert again_s < SLACK_S
+        assert [hits, *[more for more, _ in again]] == [[False] * 16] * 21
+        assert took_s < CALL_S / 2
+        # Even where the machine makes most of them late: a stall would be in all of them.
+        assert min(seconds for _, seconds in again) < STALL_S / 2
         wait_until(lambda: read(reader, keys) == [True] * 16)
 
 
+@pytest.mark.usefixtures("stalls")
 def test_a_paused_holder_is_read_over_shared_memory_as_ever() -> None:
     """Nothing there needs the holder: the word is in its memory, and so are the bytes."""
     with LocalCluster() as cluster:
@@ -111,9 +115,9 @@ def test_a_home_node_that_restarts_is_found_again_within_five_seconds() -> None:
         again = cluster.start("n0", flags=("--discovery-addr", second.ready["control"]))
 
         assert refused == [False] * 16
-        assert took_s < client.config.op_timeout_s + SLACK_S
+        assert took_s < PROMPT_S
         assert again.ready["home"] == first.ready["home"]
-        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 16, 5.0)
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 16)
         assert read(client, keys) == [True] * 16
         assert client.stats()["home_attached"] == 2
 
@@ -193,7 +197,7 @@ from tests.client.nodes import keys_of, pages_of
 def die(step, segment):
     os.kill(os.getpid(), signal.SIGKILL)
 driver._place = die
-client = Client.open(cluster=sys.argv[1], home=sys.argv[2])
+client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
 keys = keys_of("half-written", 8)
 client.batch_set(keys, pages_of(keys))
 """
@@ -204,10 +208,10 @@ def test_a_client_that_dies_between_reserve_and_commit_leaves_nothing() -> None:
     with LocalCluster() as cluster:
         (node,) = cluster.start_many(1)
         with script(DIES_WRITING, cluster.name, node.ready["home"]) as process:
-            assert process.wait(20) == -signal.SIGKILL
+            assert process.wait(PATIENCE_S) == -signal.SIGKILL
         client = cluster.client(node)
 
-        wait_until(lambda: client.stats()["home_pool_bytes_reserved"] == 0, 5.0)
+        wait_until(lambda: client.stats()["home_pool_bytes_reserved"] == 0)
 
         keys = keys_of("half-written", 8)
         assert client.contains(keys) == [False] * 8
@@ -291,7 +295,14 @@ def test_readers_at_the_edge_of_the_pool_never_see_a_wrong_byte() -> None:
         threads += [threading.Thread(target=follow, args=(fabric,)) for fabric in ("shm", "tcp")]
         for thread in threads:
             thread.start()
-        time.sleep(5)
+        begun = time.monotonic()
+        with contextlib.suppress(AssertionError):
+            wait_until(
+                lambda: (
+                    (time.monotonic() - begun > 5 and hits[0] > 500 and misses[0] > 100)
+                    or bool(failures)
+                )
+            )
         stop.set()
         for thread in threads:
             thread.join()
@@ -339,13 +350,12 @@ if child:
 
 def test_an_engine_that_never_closes_exits_and_so_does_its_forked_child() -> None:
     """Neither nng's exit hook nor our threads hold a process up, and no segment is left."""
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, folder],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
             check=False,
         )
         left = list(Path(folder).iterdir())
@@ -353,17 +363,19 @@ def test_an_engine_that_never_closes_exits_and_so_does_its_forked_child() -> Non
     assert done.returncode == 0, done.stderr
     assert "child 0" in done.stdout
     assert left == []
-    assert time.monotonic() - started < 20
 
 
 def test_two_embedded_engines_share_pages_and_collide_in_nothing() -> None:
     """Two engines on one host, default ports and all: each finds its own."""
     with (
-        Client.open(pool_size="8MiB", cluster="two-engines", exists_timeout_s=0.5) as one,
+        Client.open(
+            pool_size="8MiB", cluster="two-engines", exists_timeout_s=CALL_S, op_timeout_s=CALL_S
+        ) as one,
         Client.open(
             pool_size="8MiB",
             cluster="two-engines",
-            exists_timeout_s=0.5,
+            exists_timeout_s=CALL_S,
+            op_timeout_s=CALL_S,
             discovery_addr=f"127.0.0.1:{_control_port(one)}",
         ) as two,
     ):
@@ -383,9 +395,15 @@ def test_every_call_ends_by_its_deadline_when_all_nodes_are_stopped() -> None:
     """The whole cluster is paused: misses, each in time, and nothing raises."""
     with LocalCluster() as cluster:
         first, second = cluster.start_many(2)
-        client = cluster.client(first, op_timeout_s=0.5, location_cache_entries=0, fabric="tcp")
+        client = cluster.client(
+            first,
+            op_timeout_s=0.5,
+            exists_timeout_s=0.5,
+            location_cache_entries=0,
+            fabric="tcp",
+        )
         keys = keys_of("all-paused", 8)
-        assert client.batch_set(keys, pages_of(keys)) == [True] * 8
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 8)
         for node in (first, second):
             node.pause()
 
@@ -397,7 +415,7 @@ def test_every_call_ends_by_its_deadline_when_all_nodes_are_stopped() -> None:
 
         assert not any(hits)
         assert not any(found)
-        assert max(set_s, get_s, exists_s) < 0.5 + SLACK_S
+        assert max(set_s, get_s, exists_s) < PROMPT_S
         wait_until(lambda: read(client, keys) == [True] * 8)
 
 
@@ -437,7 +455,7 @@ def test_a_batch_larger_than_the_pool_is_stored_in_portions(count: int) -> None:
     """More pages than slots: all are stored in turn, the last ones are there afterwards."""
     with LocalCluster() as cluster:
         (node,) = cluster.start_many(1, pool="4MiB")
-        client = cluster.client(node, op_timeout_s=10)
+        client = cluster.client(node)
         keys = keys_of("portions", count)
 
         assert client.batch_set(keys, pages_of(keys)) == [True] * count
@@ -460,7 +478,7 @@ def test_a_client_whose_lock_file_was_cleaned_away_writes_again_after_a_restart(
         node.kill()
         cluster.start("n0")
 
-        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 4, 5.0)
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 4)
 
 
 def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None:

@@ -1,9 +1,10 @@
-"""The wiring of a client: what becomes of its lock when the folder is in a bad way."""
+"""The wiring of a client: its lock in a folder that is in a bad way, and memory to register."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 
 import pytest
 
@@ -39,3 +40,27 @@ def test_a_lock_that_cannot_be_renewed_closes_no_descriptor_of_others() -> None:
         assert (folder / lock_name(wiring.identity)).exists()
         wiring.close(is_quiet=True)
         assert not folder.exists()
+
+
+def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fabric that reads anywhere alike is not bothered; the end comes once, and is passed on."""
+    told: list[tuple[object, ...]] = []
+
+    class Careful:
+        def register(
+            self, name: str, address: int, length: int, owner: object
+        ) -> Callable[[], None]:
+            told.append((name, address, length, owner))
+            return lambda: told.append(("end", address))
+
+    with tempfile.TemporaryDirectory(prefix="peercache-") as place:
+        wiring = Wiring(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
+        monkeypatch.setattr(wiring, "_fabrics", lambda: (object(), Careful()))
+
+        end = wiring.register_memory(4096, 100, "owner")
+        end()
+        wiring.close(is_quiet=True)
+
+    assert told == [("engine", 4096, 100, "owner"), ("end", 4096)]

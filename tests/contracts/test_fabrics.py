@@ -17,7 +17,7 @@ from contracts.fabric_suite import (
     member_of,
 )
 from contracts.fakes import FakeFabric, PlainMemory
-from fabric.serving import PageServer, fabric_for
+from fabric.serving import WAYS, PageServer, fabric_for
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp import TcpFabric
 from peercache.ids import Incarnation
@@ -106,10 +106,14 @@ class TestFakeFabric(FabricSuite):
 class TestTcpFabric(FabricSuite):
     """Bytes through the kernel's loopback."""
 
-    @pytest.fixture
-    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
-        """A segment, served by a loop in another thread."""
-        server = PageServer(segment, incarnation=INCARNATION, granule=GRANULE)
+    @pytest.fixture(params=WAYS)
+    def bench(
+        self, segment: PublishedSegment, request: pytest.FixtureRequest
+    ) -> Iterator[TcpBench]:
+        """A segment, served by another thread."""
+        server = PageServer(
+            segment, incarnation=INCARNATION, granule=GRANULE, compiled=request.param
+        )
         fabric = fabric_for(GRANULE)
         member = member_of(INCARNATION, data=server.address)
         yield TcpBench(fabric, Owner(segment), member, server)

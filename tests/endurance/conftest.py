@@ -1,8 +1,19 @@
-"""A soak takes ten minutes: it runs only where somebody asks for it by its mark."""
+"""A soak takes ten minutes: it runs only where somebody asks for it by its mark.
+
+All of these tests load the machine themselves, and none is about its speed.
+"""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.pace import nobody_is_taken_for_hung
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the clients wait for nodes that are slow because the machine is."""
+    nobody_is_taken_for_hung(monkeypatch)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

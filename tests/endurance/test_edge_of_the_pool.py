@@ -13,8 +13,12 @@ PAGE_BYTES = 32 * 1024
 POOL_PAGES = 128
 BATCH = 32
 SECONDS = 30.0
+SLOWER = 20
+"""How many times longer a slow machine may take for what is counted below."""
 VERIFIED_MIN = 50_000
 """Verified hits of each fabric: together more than a hundred thousand."""
+MISSED_MIN = 1000
+WRITTEN_MIN = 10 * POOL_PAGES
 
 
 @pytest.mark.slow
@@ -32,16 +36,27 @@ def test_thirty_seconds_at_the_edge_of_the_pool_give_no_wrong_byte(fabric: str) 
             rng = random.Random(seed)
             load.run(lambda reader=reader, rng=rng: follow(reader, writer, POOL_PAGES, rng))
 
+        def hits_and_misses() -> tuple[int, int]:
+            hits = sum(reader.counts.hits for reader in readers)
+            return hits, sum(reader.counts.pages for reader in readers) - hits
+
+        def enough() -> bool:
+            hits, misses = hits_and_misses()
+            written = writer.counts.hits
+            return hits > VERIFIED_MIN and misses > MISSED_MIN and written > WRITTEN_MIN
+
         with load:
             load.last(SECONDS)
+            for _ in range(SLOWER):
+                if load.error is None and not enough():
+                    load.last(SECONDS)
 
-        hits = sum(reader.counts.hits for reader in readers)
-        misses = sum(reader.counts.pages for reader in readers) - hits
+        hits, misses = hits_and_misses()
         evicted = sum(int(r.client.stats().get("pages_missed_evicted", 0)) for r in readers)
         print(
             f"{fabric}: {hits} verified, {misses} missed ({evicted} evicted while they were read), "
             f"{writer.counts.hits} written"
         )
         assert hits > VERIFIED_MIN
-        assert misses > 1000, "the readers were never at the edge"
-        assert writer.counts.hits > 10 * POOL_PAGES
+        assert misses > MISSED_MIN, "the readers were never at the edge"
+        assert writer.counts.hits > WRITTEN_MIN

@@ -11,14 +11,17 @@ import pytest
 from peercache import Client
 from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
 from tests.endurance.load import Corpus, Load, Reader
+from tests.pace import PATIENCE_S, PROMPT_S
 
 NODES = 5
 PAGE_BYTES = 32 * 1024
 KEYS_EACH = 48
 BATCH = 16
-ATTACHED_WITHIN_S = 5.0
-"""The promise: from the new node's ready line to its client's first stored page."""
-MEMBERS_WITHIN_S = 30.0
+ATTACHED_WITHIN_S = PROMPT_S
+"""From the new node's ready line to its client's first stored page, on a machine that is slow."""
+PROMISED_S = 5.0
+"""The same at its best."""
+MEMBERS_WITHIN_S = PATIENCE_S
 BETWEEN_S = 2.0
 HIT_RATE_MIN = 0.5
 """Four fifths of the pages are always there; the rest is as long away as it takes to write them."""
@@ -88,6 +91,7 @@ def test_a_rolling_restart_under_load_gives_no_wrong_byte_and_many_hits() -> Non
             + ", ".join(f"{seconds:.2f}" for seconds in attached_s)
             + " s"
         )
+        assert min(attached_s) < PROMISED_S
         assert rate > HIT_RATE_MIN
         for reader in readers:
             assert reader.counts.hit_rate > HIT_RATE_MIN / 2, "one client was left behind"

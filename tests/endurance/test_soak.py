@@ -39,7 +39,7 @@ NODE_GROWTH_MAX_BYTES = 24 * MIB
 OWN_GROWTH_MAX_BYTES = 48 * MIB
 """Of the process with all the clients."""
 DESCRIPTORS_SPARE = 8
-QUIET_WITHIN_S = 30.0
+QUIET_WITHIN_S = 60.0
 
 DIES_WRITING = """
 import os, signal, sys
@@ -49,7 +49,7 @@ from tests.client.nodes import keys_of, pages_of
 def die(step, segment):
     os.kill(os.getpid(), signal.SIGKILL)
 driver._place = die
-client = Client.open(cluster=sys.argv[1], home=sys.argv[2])
+client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
 keys = keys_of(sys.argv[3], 8)
 client.batch_set(keys, pages_of(keys))
 """

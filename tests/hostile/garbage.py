@@ -14,7 +14,7 @@ from peercache.messages import MESSAGES, WIRE_VERSION, Envelope, Hello, Member, 
 from peercache.net.sockets import PAIR1_GREETING
 
 EDGES = (0, 1, 2, 255, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1)
-UNITS = {"keys": 16, "records": 56, "drops": 24, "calls": 5}
+UNITS = {"keys": 16, "records": 56, "drops": 24, "calls": 5, "regions": 24}
 TEXTS = (
     "", "x", "127.0.0.1:1", "127.0.0.1:0", "127.0.0.1:99999", "[::1]:9", "no port", "\0", "a/../b",
     "é" * 2000, "pages_hit/shm", "latency_s", "0.0.0.0:1",

@@ -111,12 +111,12 @@ def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
     records = np.zeros(MESSAGE_BYTES_MAX // RECORD.itemsize - 10, RECORD)
     records["holder"] = np.arange(len(records))
     shard = DirectoryShard(incarnation=1)
-    started = time.monotonic()
+    started = time.thread_time()
 
     effects = shard.on_message(Origin(5, 7), Disputed(records.tobytes()), 0.0)
 
     assert effects == []
-    assert time.monotonic() - started < 10.0
+    assert time.thread_time() - started < 20.0
 
 
 def test_what_no_hello_can_be_is_not_even_decoded() -> None:

@@ -160,7 +160,7 @@ def test_a_node_under_fire_serves_others_and_stays_as_it_was(
 
             took_s = time.monotonic() - started
             wait_until(
-                lambda: Vitals.of(node).descriptors <= before.descriptors + DESCRIPTORS_SPARE, 30
+                lambda: Vitals.of(node).descriptors <= before.descriptors + DESCRIPTORS_SPARE
             )
             after = Vitals.of(node)
             print(

@@ -15,10 +15,12 @@ import pytest
 import trio
 import trio.testing
 
+from pace import PATIENCE_S, PROMPT_S
 from peercache.config import DEFAULT_METRICS_PORT, parse_address
 from peercache.errors import AddressTaken
+from peercache.http import server
 from peercache.http.pages import Health
-from peercache.http.server import CONNECTION_S, CONNECTIONS_MAX, REQUEST_BYTES_MAX, serve_http
+from peercache.http.server import CONNECTIONS_MAX, REQUEST_BYTES_MAX, serve_http
 from peercache.observe import Metrics
 
 OK = Health(serving=True, facts={"members": 3})
@@ -36,7 +38,7 @@ async def served(
     serve = partial(serve_http, host, port, registry=(metrics or Metrics()).registry, health=health)
     async with trio.open_nursery() as nursery:
         address: str = await nursery.start(serve)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             yield address
         nursery.cancel_scope.cancel()
 
@@ -164,8 +166,11 @@ async def test_ipv6_address_is_served_in_brackets() -> None:
         assert (await ask(address, "/healthz"))[0] == 200
 
 
-async def test_client_that_never_reads_does_not_hold_up_the_stop() -> None:
+async def test_client_that_never_reads_does_not_hold_up_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A scraper that asks for much and reads nothing cannot keep a node from leaving."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
     metrics = Metrics()
     for number in range(20_000):
         metrics.messages_received.labels(kind=f"kind-{number:04}-{'x' * 200}").inc()
@@ -178,7 +183,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_stop() -> None:
         assert (await ask(address, "/healthz"))[0] == 200
         started = trio.current_time()
 
-    assert trio.current_time() - started < 5
+    assert trio.current_time() - started < PROMPT_S
     await stream.aclose()
 
 
@@ -218,8 +223,11 @@ async def test_client_that_hangs_up_at_once_harms_nobody() -> None:
         assert (await ask(address, "/healthz"))[0] == 200
 
 
-async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit() -> None:
+async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Idle connections cost a bounded number of descriptors, and keep no probe out."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
     async with served() as address:
         host, port = parse_address(address)
         idle = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
@@ -227,7 +235,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit()
 
         status = (await ask(address, "/healthz"))[0]
 
-        with trio.fail_after(CONNECTION_S / 2):
+        with trio.fail_after(PROMPT_S):
             assert await idle[0].receive_some() == b""
         with trio.move_on_after(0.1) as still_open:
             await idle[1].receive_some()
@@ -237,8 +245,11 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit()
             await stream.aclose()
 
 
-async def test_connections_beyond_the_limit_are_closed_where_all_have_asked() -> None:
+async def test_connections_beyond_the_limit_are_closed_where_all_have_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who reads no answer is not silent: nobody takes its place before its time is over."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
     async with served() as address:
         host, port = parse_address(address)
         busy = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
@@ -247,7 +258,7 @@ async def test_connections_beyond_the_limit_are_closed_where_all_have_asked() ->
         await trio.testing.wait_all_tasks_blocked(0.05)
         refused = await trio.open_tcp_stream(host, port)
 
-        with trio.fail_after(CONNECTION_S / 2):
+        with trio.fail_after(PROMPT_S):
             assert await refused.receive_some() == b""
 
         for stream in [*busy, refused]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import select
 import socket
 import subprocess
@@ -15,20 +17,25 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
-STOP_S = 20.0
+STOP_S = 60.0
+ANSWER_S = 300.0
+"""No child that works takes so long, on no machine."""
 
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a child: it finds our sources and the stand-ins for a CPU."""
-    paths = [str(HERE / "cpu_engine"), str(HERE), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    ours = (HERE / "cpu_engine", HERE, HERE.parent, SOURCE)
+    paths = [*map(str, ours), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that was free just now, of those that no connection is given by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 class Child:
@@ -44,7 +51,7 @@ class Child:
         )
         self._received = b""
 
-    def ask(self, request: dict[str, Any], timeout_s: float = 60.0) -> Any:
+    def ask(self, request: dict[str, Any], timeout_s: float = ANSWER_S) -> Any:
         """Send a request; return the answer."""
         self.send(request)
         return self.receive(timeout_s)
@@ -55,7 +62,7 @@ class Child:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
 
-    def receive(self, timeout_s: float = 60.0) -> Any:
+    def receive(self, timeout_s: float = ANSWER_S) -> Any:
         """Return the next line that the child writes; fail if it ends or takes too long."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()

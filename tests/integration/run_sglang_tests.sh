@@ -10,7 +10,7 @@ venv=${PEERCACHE_SGLANG_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/peercache/sglang-0
 
 if [ "${PEERCACHE_TEST_SGLANG:-}" = 1 ]; then
     "$here/install_sglang.sh" "$venv" >/dev/null
-elif [ ! -x "$venv/bin/python" ]; then
+elif [ ! -x "$venv/bin/python" ] || [ ! -e "$venv/.peercache-stamp" ]; then
     echo "skipped: the SGLang tests ($venv is not there; PEERCACHE_TEST_SGLANG=1 makes it)"
     exit 0
 fi

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -43,6 +43,12 @@ class FakeClient:
     cluster: FakeCluster
     namespace: Namespace
     closed: bool = False
+    registered: list[tuple[int, int]] = attrs.field(factory=list)
+
+    def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
+        """Take note of memory that reads will fill."""
+        self.registered.append((address, length))
+        return lambda: self.registered.remove((address, length))
 
     def batch_set_from(self, keys: Sequence[str], segments: Any) -> list[bool]:
         """Keep a copy of each page; the first size under a key stays."""
@@ -122,6 +128,10 @@ class BrokenClient:
     def __init__(self, answer: Any) -> None:
         """Answer this, or raise it if it is an exception."""
         self._answer = answer
+
+    def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
+        """Take no note: construction may raise, and so is not what is tested with this."""
+        return lambda: None
 
     def __getattr__(self, name: str) -> Any:
         def method(*arguments: Any, **options: Any) -> Any:

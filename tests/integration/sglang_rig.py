@@ -38,7 +38,7 @@ PAGE_TOKENS = 16
 LAYERS = 3
 DEVICE_PAGES = 48
 DTYPE = torch.bfloat16
-WAIT_S = 20.0  # A storage thread that has not answered by then will not.
+WAIT_S = 120.0  # A storage thread that has not answered by then will not.
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")

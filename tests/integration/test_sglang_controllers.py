@@ -164,7 +164,7 @@ def test_a_hybrid_model_recomputes(open_rig: OpenRig) -> None:
 
     stored = rig.back_up(tokens, seed=13, extra_pools=[window()])
     rig.controller.prefetch(CacheRequestHandle("rid", 0), tokens, extra_pools=[window()])
-    operation = rig.controller.prefetch_hit_queue.get(timeout=20)
+    operation = rig.controller.prefetch_hit_queue.get(timeout=120)
 
     assert stored == PAGES
     assert operation.storage_hit_count == 0

@@ -285,6 +285,25 @@ def test_registering_again_keeps_the_client_unless_the_namespace_differs(
     assert [client.closed for client in cluster.opened] == [True, False]
 
 
+@pytest.mark.parametrize("kind", ["mha", "asymmetric", "mla"])
+def test_memory_that_reads_will_fill_is_registered_and_no_other(
+    cluster: FakeCluster, kind: str
+) -> None:
+    """Every run of every page lies in registered memory; the later pool takes the place."""
+    first, second = filled(kind, "page_first"), filled(kind, "page_first")
+    store = open_store(cluster, first)
+    registered = cluster.opened[0].registered
+    before = list(registered)
+
+    store.register_mem_pool_host(second)
+
+    for pool, memory in ((first, before), (second, registered)):
+        runs = HostPages.of(pool).runs(SLOTS, len(KEYS))
+        for address, size in zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True):
+            assert any(begin <= address and address + size <= begin + n for begin, n in memory)
+    assert not set(before) & set(registered)
+
+
 # --- answers are well-formed --------------------------------------------------------------------
 
 

@@ -32,12 +32,17 @@ from peercache.net.asking import Asker
 from peercache.net.sockets import Listener
 from peercache.transfer.breaker import Breakers
 
+PATIENCE_S = 60.0
+"""Longer than any pause of a machine that still works."""
+PROMPT_S = 30.0
+"""What ends by itself, and not when PATIENCE_S is over, has ended within this."""
+
 CLUSTER = "test"
 CLIENT = 77
 _numbers = itertools.count(1)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Return as soon as a fact is there; fail if it does not come."""
     until = time.monotonic() + timeout_s
     while not condition():
@@ -169,6 +174,7 @@ class Asking:
         """Know these peers by incarnation."""
         self.urls = urls
         self.refusals: list[tuple[int, Message]] = []
+        self.late: list[tuple[int, Message]] = []
         self.breakers = Breakers()
         self.asker = Asker(
             identity=CLIENT,
@@ -178,6 +184,7 @@ class Asking:
             breakers=self.breakers,
             clock=clock,
             on_refused=lambda peer, refusal: self.refusals.append((peer, refusal)),
+            on_late=lambda peer, message: self.late.append((peer, message)),
         )
 
     def __enter__(self) -> Asking:
@@ -193,7 +200,7 @@ class Asking:
         """Close the asker."""
         self.asker.close()
 
-    def ask(self, *peers: int, timeout_s: float = 5.0) -> list[Message | None]:
+    def ask(self, *peers: int, timeout_s: float = PATIENCE_S) -> list[Message | None]:
         """Ask each of these peers one Lookup."""
         questions = [(peer, Lookup(0, bytes(16))) for peer in peers]
         return self.asker.ask(questions, time.monotonic() + timeout_s)

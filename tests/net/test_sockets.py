@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peers import files_open, wait_until
+from peers import PATIENCE_S, PROMPT_S, files_open, wait_until
 
 from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.errors import AddressTaken, ConfigError
@@ -86,10 +86,10 @@ def test_the_port_that_was_bound_is_told(tmp_path: Path) -> None:
 
     port = listener.listen_tcp("listen", "127.0.0.1", 0)
 
-    assert reached(f"tcp://127.0.0.1:{port}", 1.0) is True
+    assert reached(f"tcp://127.0.0.1:{port}", PATIENCE_S) is True
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         port = listener.listen_tcp("listen", "::1", 0)
-        assert reached(f"tcp://[::1]:{port}", 1.0) is True
+        assert reached(f"tcp://[::1]:{port}", PATIENCE_S) is True
     listener.close()
 
 
@@ -132,7 +132,7 @@ def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None
     caller.send(b"last words")
     wait_until(lambda: listener.pipe_count() == 1)
     # Through the kernel: only nng knows of the message so far.
-    time.sleep(0.05)
+    time.sleep(1.0)
     caller.close()
     wait_until(lambda: len(ended) == 1)
 
@@ -184,7 +184,7 @@ def test_a_message_beyond_the_bound_costs_its_sender_the_connection_only(tmp_pat
     listener.close()
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200))
 def test_what_is_no_nng_at_all_leaves_the_listener_alive(tmp_path: Path, raw: bytes) -> None:
     """Port scanners, browsers, garbage."""
@@ -239,15 +239,15 @@ def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
         dead.bind(f"{tmp_path}/dead")
         began = time.monotonic()
 
-        assert reached(url, 1.0) is True
-        assert reached(f"ipc://{tmp_path}/dead", 1.0) is False
-        assert reached(f"ipc://{tmp_path}/none", 1.0) is False
-        assert reached("tcp://127.0.0.1:1", 1.0) is False
-        assert reached("tcp://nonsense", 1.0) is False
+        assert reached(url, PATIENCE_S) is True
+        assert reached(f"ipc://{tmp_path}/dead", PATIENCE_S) is False
+        assert reached(f"ipc://{tmp_path}/none", PATIENCE_S) is False
+        assert reached("tcp://127.0.0.1:1", PATIENCE_S) is False
+        assert reached("tcp://nonsense", PATIENCE_S) is False
         assert reached(f"ipc://{tmp_path}/mute", 0.05) is None
         assert reached("tcp://no-such-host.invalid:9", 0.05) is None
         assert reached("inproc://x", 0.05) is None
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < PROMPT_S
     listener.close()
 
 
@@ -285,7 +285,7 @@ def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
             caller = Dialer(url, on_connected=connected.set)
             caller.send(b"x")
             # nng itself loses a descriptor of a dialer that is closed in the act of connecting.
-            assert connected.wait(10)
+            assert connected.wait(PATIENCE_S)
             caller.close()
 
     threads = [threading.Thread(target=come_and_go) for _ in range(4)]

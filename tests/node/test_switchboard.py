@@ -12,9 +12,11 @@ import cbor2
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pace import PATIENCE_S
 from peercache.actors._actor import MAILBOX_MESSAGES_MAX, SELF, Mailbox
 from peercache.codec import decode, encode
 from peercache.messages import (
@@ -133,7 +135,7 @@ class Caller:
 
     async def hear(self) -> Message:
         """Return the next message."""
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             while (raw := self.dialer.receive()) is None:
                 await trio.lowlevel.wait_readable(self.dialer.receive_fd)
         return decode(raw, cluster=CLUSTER).message
@@ -164,7 +166,7 @@ Calling = Callable[..., Caller]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - sockets tell no event for it
             await trio.sleep(0.001)
 
@@ -186,6 +188,30 @@ async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> No
     assert origin.identity == CLIENT
     assert origin.pipe != 0
     assert answer == Located(1, b"")
+
+
+async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """One that waits for its mailbox and handles what comes in a task of its own."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet()
+        mailbox = board.mailboxes["directory"]
+        heard: list[object] = []
+
+        async with trio.open_nursery() as nursery:
+
+            async def work() -> None:
+                await mailbox.wait()
+                heard.append(mailbox.take())
+
+            nursery.start_soon(work)
+            await trio.testing.wait_all_tasks_blocked()
+            caller.say(Lookup(1, bytes(16)))
+            await until(lambda: bool(heard))
+
+    assert len(heard) == 1
 
 
 async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
@@ -313,7 +339,7 @@ async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling)
         assert str(WIRE_VERSION) in answer.detail
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_garbage_reaches_nobody_and_raises_nothing(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of any kind, also such as begin like one of ours."""
@@ -459,5 +485,5 @@ async def test_flush_is_bounded(tmp_path: Path) -> None:
         board.members[0x22] = member(0x22, "127.0.0.1:1")
         board.board.perform(Send(0x22, Put(1, b"")))
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await board.board.flush(0.05)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import PATIENCE_S
 from peercache.errors import ConfigError, Rejected
 from peercache.segment.client_lock import (
     ClientLock,
@@ -50,7 +51,7 @@ for line in sys.stdin:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
         threading.Event().wait(0.005)

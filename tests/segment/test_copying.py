@@ -51,18 +51,22 @@ def scattered(rng: np.random.Generator, base: int, pages: list[list[int]]) -> Pa
     return PageRuns.of([[(places[next(numbers)], size) for size in page] for page in pages])
 
 
-PAGES = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), max_size=12)
+RUN_BYTES = st.integers(0, 40) | st.integers(4050, 4300)
+"""Below and above what the compiled copy stores past the cache, in whole lines and what is left."""
+
+PAGES = st.lists(st.lists(RUN_BYTES, min_size=1, max_size=6), max_size=12)
 
 
 @given(PAGES, st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(EVERY),
-       st.integers(1, 200))  # fmt: skip
+       st.integers(1, 200) | st.integers(4000, 20_000))  # fmt: skip
 def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
     pages: list[list[int]], seed: int, to_slots: bool, mover: Mover, portion_bytes: int
 ) -> None:
     """Gather and scatter equal the oracle, one memoryview slice a run, whatever the cuts."""
     rng = np.random.default_rng(seed)
-    host = rng.integers(0, 256, 4096, np.uint8)
-    slots = rng.integers(0, 256, 4096, np.uint8)
+    room = sum(map(sum, pages)) + 512
+    host = rng.integers(0, 256, room, np.uint8)
+    slots = rng.integers(0, 256, room, np.uint8)
     runs = scattered(rng, host.ctypes.data, pages)
     slot_runs = scattered(rng, slots.ctypes.data, [[sum(page)] for page in pages])
     expected_host, expected_slots = host.copy(), slots.copy()
