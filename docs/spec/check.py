@@ -27,7 +27,7 @@ MODEL = Path(__file__).with_name("read_protocol.pml")
 MEMORY_MIB_MAX = 1500
 """Of one run; the largest takes a fifth of it."""
 
-RUN_S_MAX = 300
+RUN_S_MAX = 900
 """Of one run; on a loaded machine the longest takes a tenth of it."""
 
 HOLDS = "holds"

@@ -1,4 +1,4 @@
-"""The `peercache` command: demo, bench, node, config, version.
+"""The `peercache` command: demo, bench, doctor, node, disk, config, version.
 
 Each subcommand imports what it needs when it is chosen, so that `peercache version` works where a
 node would not.
@@ -18,8 +18,9 @@ import attrs
 
 from peercache.bench.flags import add_bench_flags
 from peercache.config import FIELDS
+from peercache.disk_command import add_disk_flags
 from peercache.errors import PeerCacheError
-from peercache.flags import environment_name_of, flag_of
+from peercache.flags import add_config_flags, environment_name_of, flag_of
 from peercache.messages import WIRE_VERSION, WIRE_VERSION_OLDEST
 
 EXIT_WRONG_USAGE = 2  # What argparse exits with, too.
@@ -60,8 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="how fast pages move, beside the machine's limits")
     add_bench_flags(bench)
 
+    doctor = commands.add_parser("doctor", help="what this host offers, what is wrong, and the fix")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--quick", action="store_true", help="measure nothing")
+    add_config_flags(doctor)
+    doctor.set_defaults(run=_doctor)
+
     # Listed for --help only: `main` hands everything after `node` to the node's own parser.
     commands.add_parser("node", help="run a standalone node; see `peercache node --help`")
+
+    disk = commands.add_parser("disk", help="what lies in a disk_path, and whether it is right")
+    add_disk_flags(disk)
 
     config = commands.add_parser("config", help="list every setting, its default and meaning")
     config.add_argument("--toml", action="store_true", help="print an example file instead")
@@ -72,9 +82,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from peercache.demo.disk_part import tell_of_disks  # noqa: PLC0415 - see the charter
     from peercache.demo.story import run_demo  # noqa: PLC0415 - see the charter
 
-    return run_demo(as_json=args.json, log_folder=args.keep_logs)
+    return run_demo(as_json=args.json, log_folder=args.keep_logs, more=tell_of_disks)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from peercache.doctor.command import run_doctor  # noqa: PLC0415 - see the charter
+
+    return run_doctor(args)
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -107,12 +124,17 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
+_SIZES = ("pool_size", "granule", "disk_queue", "disk_promote_rate")
+
+
 def written(field: attrs.Attribute[Any]) -> str:
     """Return the default of a setting as a person would write it; "" for none."""
     value = field.default
     if isinstance(value, tuple):
         return ",".join(value)
-    if field.name in ("pool_size", "granule") and isinstance(value, int):
+    if isinstance(value, bool):
+        return str(value).lower()
+    if field.name in _SIZES and isinstance(value, int):
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             if value % size == 0:
                 return f"{value // size}{unit}"
@@ -136,6 +158,6 @@ def example_toml() -> str:
 def _toml(field: attrs.Attribute[Any]) -> str:
     if isinstance(field.default, tuple):
         return json.dumps(list(field.default))
-    if isinstance(field.default, str) or field.name in ("pool_size", "granule"):
+    if isinstance(field.default, str) or field.name in _SIZES:
         return json.dumps(written(field))
-    return str(field.default)
+    return json.dumps(field.default)

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from peercache import quantities
+from peercache.config_rules import rules_of
 from peercache.errors import ConfigError
 from peercache.quantities import (
     DEFAULT_CONTROL_PORT,
@@ -129,10 +130,58 @@ class Config:
         "Bytes a generation word stands for, and the unit of slots; a power of two, equal in "
         "the whole cluster.",
     )
+    hugepages: str = _of(
+        quantities.text,
+        "off",
+        "Huge pages for the pool, which must be free at the start: 2M or 1G; off takes normal "
+        "pages from shm_dir.",
+        ("off", "2M", "1G"),
+    )
+    hugepages_dir: str = _of(
+        quantities.text,
+        "",
+        "Folder of the pool's file with huge pages. Default: the first hugetlbfs of that page "
+        "size that is mounted.",
+    )
     client_uncommitted_max: int = _of(
         quantities.size,
         0,
         "Most bytes one client may have reserved and not committed; 0 is half the pool.",
+    )
+    # --- disk
+    disk_enabled: bool = _of(
+        quantities.switch,
+        default=False,
+        help_text="Keep pages on disk too: they outlive eviction and restarts.",
+    )
+    disk_path: str = _of(
+        quantities.text,
+        "/data/peercache/",
+        "Folder of the disk tier; each node locks one of its own below it.",
+    )
+    disk_size: int = _of(quantities.size, 100 * 10**9, "Most bytes that the disk tier takes.")
+    disk_free_floor: float = _of(
+        quantities.share, 0.05, "Share of the file system that the disk tier leaves free."
+    )
+    disk_ttl: float = _of(
+        quantities.seconds, 0.0, "Seconds after which a page on disk is deleted; 0 is never."
+    )
+    write_policy: str = _of(
+        quantities.text,
+        "through",
+        "When pages go to disk: through writes each one soon after it was stored, on_evict the "
+        "coldest ones before the pool evicts them.",
+        ("through", "on_evict"),
+    )
+    disk_queue: int = _of(
+        quantities.size,
+        256 * 2**20,
+        "Most bytes that wait to be written to disk; what is more is not written, and counted.",
+    )
+    disk_promote_rate: int = _of(
+        quantities.size,
+        256 * 2**20,
+        "Bytes a second that a node loads from disk because somebody asked whether they exist.",
     )
     # --- membership and directory
     max_masters: int = _of(quantities.whole, 3, "Nodes that collect heartbeats and share the view.")
@@ -166,11 +215,46 @@ class Config:
     fabric: str = _of(
         quantities.text,
         "auto",
-        "How bytes move: auto chooses shm on one host, else tcp.",
-        ("auto", "shm", "tcp"),
+        "How bytes move: auto chooses shm on one host, rdma where both sides have it, else tcp; "
+        "rdma makes its absence an error.",
+        ("auto", "shm", "tcp", "rdma"),
     )
     max_channels_per_peer: int = _of(
-        quantities.whole, 16, "Most tcp connections that a client keeps to one peer."
+        quantities.whole,
+        16,
+        "Most tcp connections, and queue pairs a rail, that a client keeps to one peer.",
+    )
+    # --- rdma
+    rdma_device_names: tuple[str, ...] = _of(
+        quantities.names,
+        (),
+        "Devices to use, mlx5_0 or mlx5_0:2 (its second port) each: several are rails, and batches "
+        "are striped over them. Default: the fastest one whose link is up.",
+    )
+    rdma_gid_index: int = _of(
+        quantities.whole,
+        -1,
+        "Entry of the port's GID table. Default (-1): RoCE v2, IPv4 before IPv6.",
+    )
+    rdma_traffic_class: int = _of(
+        quantities.whole, 0, "Traffic class of packets, 0 to 255: four times the DSCP value."
+    )
+    rdma_service_level: int = _of(quantities.whole, 0, "Service level, 0 to 15.")
+    rdma_hop_limit: int = _of(quantities.whole, 64, "Routers that a packet may pass, 1 to 255.")
+    rdma_timeout: int = _of(
+        quantities.whole,
+        14,
+        "A packet is sent again after 4.096 µs × 2 to this power, 1 to 31; 14 is 67 ms.",
+    )
+    rdma_retry_count: int = _of(
+        quantities.whole,
+        6,
+        "How often it is sent again, 0 to 6. Never 7: to some devices that means for ever.",
+    )
+    rdma_reads_at_once: int = _of(
+        quantities.whole,
+        16,
+        "READs outstanding on a queue pair (max_rd_atomic), at most what both devices can do.",
     )
     verify: str = _of(
         quantities.text,
@@ -257,7 +341,7 @@ class Config:
 
     def validate(self) -> None:
         """Check values and their relations; raise ConfigError that names the key."""
-        for wrong, name, problem in self._rules():
+        for wrong, name, problem in rules_of(self):
             if wrong:
                 raise ConfigError(name, problem)
         if self.listen:
@@ -265,40 +349,6 @@ class Config:
                 parse_address(self.listen, default_port=DEFAULT_CONTROL_PORT)
             except ValueError as error:
                 raise ConfigError("listen", str(error)) from error
-
-    def _rules(self) -> list[tuple[bool, str, str]]:
-        granule, at_least_one = self.granule, "wants 1 or more"
-        home_path = self.home.removeprefix("ipc://")
-        is_power = granule >= 4096 and granule & (granule - 1) == 0
-        is_home = not self.home or (self.home.startswith("ipc://") and bool(home_path))
-        return [
-            (not is_power, "granule", "wants a power of two, 4096 or more"),
-            (self.pool_size < granule, "pool_size", f"wants at least one granule: {granule}"),
-            (not 1 <= len(self.cluster) <= 255, "cluster", "wants 1 to 255 characters"),
-            (not is_home, "home", "wants ipc://PATH"),
-            # sockaddr_un holds 108 bytes with the closing zero.
-            (len(home_path.encode()) > 100, "home", "wants a path of at most 100 bytes"),
-            (not 0 <= self.data_port <= 65_535, "data_port", "wants 0 to 65535"),
-            (not -1 <= self.metrics_port <= 65_535, "metrics_port", "wants 0 to 65535"),
-            (self.max_masters < 1, "max_masters", at_least_one),
-            (self.heartbeat_s <= 0, "heartbeat_s", "wants more than 0"),
-            (self.suspect_s <= 2 * self.heartbeat_s, "suspect_s", "wants more than 2 heartbeat_s"),
-            (self.dead_s <= self.suspect_s, "dead_s", "wants more than suspect_s"),
-            (self.directory_replicas < 1, "directory_replicas", at_least_one),
-            (not 1 <= self.virtual_nodes <= 4096, "virtual_nodes", "wants 1 to 4096"),
-            (self.handover_s < 0, "handover_s", "wants 0 or more"),
-            (self.summary_s <= 0, "summary_s", "wants more than 0"),
-            (self.republish_rate < 1, "republish_rate", at_least_one),
-            (
-                not 1 <= self.max_channels_per_peer <= 1024,
-                "max_channels_per_peer",
-                "wants 1 to 1024",
-            ),
-            (self.op_timeout_s <= 0, "op_timeout_s", "wants more than 0"),
-            (self.exists_timeout_s <= 0, "exists_timeout_s", "wants more than 0"),
-            (self.location_cache_entries < 0, "location_cache_entries", "wants 0 or more"),
-            (self.client_uncommitted_max < 0, "client_uncommitted_max", "wants 0 or more"),
-        ]
 
     def host(self) -> str:
         """Return the host name for the view."""

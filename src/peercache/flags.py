@@ -16,12 +16,30 @@ _SPELLINGS = {"discovery_addr": ("--discovery",)}
 
 _METAVARS = {
     "int": "N",
+    "bool": "true|false",
     "float": "SECONDS",
     "str": "TEXT",
     "tuple[str, ...]": "HOST:PORT[,HOST:PORT...]",
 }
-_SIZES = frozenset({"pool_size", "granule", "client_uncommitted_max"})
-_NAMED = {"listen": "HOST:PORT", "advertise": "HOST", "home": "ipc://PATH", "shm_dir": "FOLDER"}
+_SIZES = frozenset(
+    {
+        "pool_size",
+        "granule",
+        "client_uncommitted_max",
+        "disk_size",
+        "disk_queue",
+        "disk_promote_rate",
+    }
+)
+_NAMED = {
+    "listen": "HOST:PORT",
+    "advertise": "HOST",
+    "home": "ipc://PATH",
+    "shm_dir": "FOLDER",
+    "disk_path": "FOLDER",
+    "disk_free_floor": "SHARE",
+    "rdma_device_names": "DEVICE[,DEVICE...]",
+}
 
 
 def flag_of(name: str) -> str:

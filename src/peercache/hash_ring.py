@@ -33,7 +33,9 @@ class HashRing:
         # Equal tokens, if ever, stand in the order of their members: the same on every node.
         order = np.lexsort((places, points))
         self._tokens = points[order]
-        self._owners = self._successors(places[order])
+        self.table = self._successors(places[order])
+        """For each arc its owners, as places in `members`: (arcs, replicas)."""
+        self._incarnations = np.array(self.members, np.uint64)
 
     def __len__(self) -> int:
         """Return the number of members."""
@@ -43,13 +45,17 @@ class HashRing:
         """Return the owners of each key, nearest first: (n, min(replicas, members)) uint64."""
         if not self.members:
             return np.empty((len(keys), 0), np.uint64)
-        points = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2)[:, 0]
-        arcs = np.searchsorted(self._tokens, points, side="left") % len(self._tokens)
-        owners: npt.NDArray[np.uint64] = self._owners[arcs]
+        owners: npt.NDArray[np.uint64] = self._incarnations[self.table[self.arcs(keys)]]
         return owners
 
-    def _successors(self, clockwise: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
-        """Return for each arc its first `replicas` distinct members, clockwise."""
+    def arcs(self, keys: PageKeys) -> npt.NDArray[np.intp]:
+        """Return the arc that each key is on, a row of `table`; not for a ring without members."""
+        points = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2)[:, 0]
+        arcs: npt.NDArray[np.intp] = np.searchsorted(self._tokens, points) % len(self._tokens)
+        return arcs
+
+    def _successors(self, clockwise: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return for each arc the places of its first `replicas` distinct members, clockwise."""
         arcs = np.arange(len(clockwise))
         table = np.full((len(clockwise), self.replicas), -1, np.intp)
         filled = np.zeros(len(clockwise), np.intp)
@@ -62,7 +68,7 @@ class HashRing:
             filled[rows] += 1
             arcs = arcs[filled[arcs] < self.replicas]
             step += 1
-        return np.array(self.members, np.uint64)[table]
+        return table
 
 
 def _tokens(member: int, count: int) -> npt.NDArray[np.uint64]:

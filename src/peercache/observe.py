@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -27,10 +28,20 @@ TOO_LARGE = "too_large"  # the page is larger than the pool
 UNSUPPORTED = "unsupported"  # an interface we answer but do not serve (SGLang's v2 pools)
 INTERNAL = "internal"  # an exception of ours: a bug, logged as an error
 CLOSED = "closed"  # after close(), or in a forked child
+NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time
 
 MISS_REASONS = (
     ABSENT, EVICTED, PEER_UNREACHABLE, DEADLINE, VERIFY_FAILED, REFUSED, WRONG_SIZE, NO_HOME,
-    POOL_FULL, TOO_LARGE, UNSUPPORTED, INTERNAL, CLOSED,
+    POOL_FULL, TOO_LARGE, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
+)  # fmt: skip
+
+# Why a read over rdma did not go on: the values of the label `reason` of its metrics.
+LINK_DOWN = "link_down"  # the link of our port, or one rail alone does not get on
+UNREGISTERED = "unregistered"  # the peer has not registered that memory yet
+NO_MEMORY = "no_memory"  # not even a block of our own can be registered
+
+RDMA_FAILURES = (
+    PEER_UNREACHABLE, REFUSED, DEADLINE, INTERNAL, LINK_DOWN, UNREGISTERED, NO_MEMORY,
 )  # fmt: skip
 
 _LATENCY_BUCKETS_S = (
@@ -75,6 +86,15 @@ class Metrics:
         )
         self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
         self.home_attached = counter("home_attached", "Times a client attached to its home node.")
+        self.rdma_fallbacks = counter(
+            "rdma_fallbacks", "Pages another fabric read because rdma could not.", "reason"
+        )
+        self.rdma_channels_opened = counter(
+            "rdma_channels_opened", "Channels that this client has connected."
+        )
+        self.rdma_channels_failed = counter(
+            "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
+        )
         # --- node
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
@@ -87,10 +107,42 @@ class Metrics:
         self.connections = gauge("connections", "Open connections.", "port")
         self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
         self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
+        self.rdma_channels = gauge("rdma_channels", "Queue pairs that clients have to this node.")
+        self.rdma_registered_bytes = gauge(
+            "rdma_registered_bytes", "Bytes of page memory that every rail serves."
+        )
         self.records_refused = counter(
             "records_refused", "Records a directory shard did not take.", "reason"
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        self._make_disk(registry, counter, gauge)
+
+    def _make_disk(
+        self,
+        registry: CollectorRegistry,
+        counter: Callable[..., Counter],
+        gauge: Callable[..., Gauge],
+    ) -> None:
+        """Make those of the disk tier."""
+        self.disk_open = gauge("disk_open", "1 while this node has a disk tier that works.")
+        self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
+        self.disk_pages = gauge("disk_pages", "Pages on disk.")
+        self.pages_spilled = counter("pages_spilled", "Pages written to disk.")
+        self.bytes_spilled = counter("bytes_spilled", "Bytes of pages written to disk.")
+        self.spills_dropped = counter(
+            "spills_dropped", "Pages that were to be written to disk and were not.", "reason"
+        )
+        self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
+        self.bytes_promoted = counter(
+            "bytes_promoted", "Bytes of pages loaded from disk into the pool."
+        )
+        self.disk_pages_lost = counter("disk_pages_lost", "Pages deleted from disk.", "reason")
+        self.promote_s = Histogram(
+            "peercache_promote_seconds",
+            "Time from a question for pages on disk to its answer.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
 
 
 LOGGER = "peercache"
@@ -99,6 +151,16 @@ decide what becomes of it, and a command sets it up with `configure_logging`."""
 
 _PLAIN = structlog.processors.LogfmtRenderer(key_order=["event"], bool_as_flag=False)
 _rendering: dict[str, Any] = {"renderer": _PLAIN}
+
+
+def totals_of(counter: Counter) -> dict[str, float]:
+    """Return what a counter has come to, by the value of its label, "" where it has none."""
+    return {
+        "".join(sample.labels.values()): sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
 
 
 def configure_logging(*, log_format: str, level: str) -> None:

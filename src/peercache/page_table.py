@@ -6,6 +6,9 @@ whatever size class the granule belongs to), it is odd before a byte below it ma
 never again holds an even value it had. An even word is 2 × sequence, from one counter for all slots
 that starts at random: it repeats neither here nor, but for a chance of about 2**-61, in the table
 of another incarnation. Zero, which the table starts with, is no page's generation.
+
+That counter numbers the changes of records too that no word stands for: of pages on disk only. So
+whatever is told later of a page, by the pool or by the disk tier, has the greater number.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from peercache.ids import Incarnation
 from peercache.keys import KEY, KEY_BYTES
 from peercache.messages import HERE, REFUSED_SIZE, REFUSED_TOO_LARGE, REPEATED, RESERVED
 from peercache.ports import StoreWords
-from peercache.records import DROP, HAS_CHECKSUM, RECORD, RESIDENT, Records
+from peercache.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.runs import U64
 from peercache.slots import Slot
 
@@ -159,12 +162,38 @@ class PageTable:
         records["flags"] = np.where(checksums != 0, RESIDENT | HAS_CHECKSUM, RESIDENT)
         return records
 
+    def on_disk_records(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Records:
+        """Return new records of pages that are on disk and not here, under new generations."""
+        records = np.zeros(len(keys), RECORD)
+        if len(keys):
+            records["key"] = np.frombuffer(b"".join(keys), KEY)
+            records["holder"] = self._incarnation
+            records["generation"] = self._numbers(len(keys))
+            records["length"] = np.array(lengths, np.uint32)
+            records["flags"] = ON_DISK
+        return records
+
+    def drops_of(self, keys: Sequence[bytes]) -> Records:
+        """Return drops that end whatever was told of these pages, none of which is here."""
+        drops = np.zeros(len(keys), DROP)
+        if len(keys):
+            drops["key"] = np.frombuffer(b"".join(keys), KEY)
+            drops["generation"] = self._numbers(len(keys))
+        return drops
+
     def records_in_state(
         self, keys: bytes, states: Sequence[int], wanted: tuple[int, ...]
     ) -> Records:
         """Return the records of those pages whose state is wanted and which are still here."""
         pairs = zip(split_keys(keys), states, strict=True)
         return self.records(self.of_keys(key for key, state in pairs if state in wanted))
+
+    def _numbers(self, count: int) -> U64:
+        """Take the next numbers, rising."""
+        first = self._sequence + 1
+        self._sequence += count
+        numbers: U64 = np.uint64(2) * np.arange(first, first + count, dtype=np.uint64)
+        return numbers
 
     def check(self) -> None:
         """Assert that the two indexes agree in size, in constant time."""

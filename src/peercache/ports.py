@@ -8,13 +8,15 @@ The read and write paths (`transfer/`) yield *steps* and are driven by the calle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.messages import Member, Message
+from peercache.channel_exchange import ChannelOpened, OpenChannel
+from peercache.disk_state.ports import DiskEffect
+from peercache.messages import Clear, Member, Message, Refused, Remove, Reserve
 from peercache.runs import U64, PageRuns
 
 ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
@@ -69,7 +71,7 @@ class Tell:
     fact: object
 
 
-Effect: TypeAlias = Send | SendTo | StoreWords | Tell
+Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect
 
 
 class StateActor(Protocol):
@@ -127,6 +129,8 @@ class PagesCommitted:
     here: npt.NDArray[np.void]
     """Records of pages that were there already, for the client's cache."""
     patience_s: float
+    then: tuple[ReserveAhead, ...] = ()
+    """What the pool hears as soon as the Commit is answered: nobody waits for it."""
 
 
 @attrs.frozen(eq=False)
@@ -135,6 +139,14 @@ class RecordsChanged:
 
     records: npt.NDArray[np.void]
     drops: npt.NDArray[np.void]
+
+
+@attrs.frozen
+class ReserveAhead:
+    """publisher → pool: what a Commit asked for beside, now that the Commit is answered."""
+
+    origin: Origin
+    reserve: Reserve
 
 
 @attrs.frozen
@@ -149,6 +161,72 @@ class PoolGrew:
     """node → pool: the first `usable_bytes` of the page memory are populated."""
 
     usable_bytes: int
+
+
+# --- disk ---------------------------------------------------------------------------------------
+# What the disk actor asks of the page store, and what it hears: `disk_state.ports`.
+
+DISK_TIER = Origin(0)
+"""The disk tier as a client of its own pool: what an actor of this node says comes from 0, and from
+the network nobody does. Its reservations end when the store is done with their slots."""
+
+
+@attrs.frozen(eq=False)
+class PagesStored:
+    """pool → disk: pages that a client has committed, all of one namespace."""
+
+    records: npt.NDArray[np.void]
+    namespace: int
+
+
+@attrs.frozen
+class PagesRemoved:
+    """pool → disk: what is to go from disk too. keys: what went from memory. The tier answers."""
+
+    origin: Origin
+    message: Remove | Clear
+    keys: bytes
+
+
+# --- rdma ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RdmaServes:
+    """node → rdma: the devices are open, and some of the memory is registered."""
+
+
+@attrs.frozen
+class RdmaAbsent:
+    """node → rdma: there will be no channels. reason: a sentence, for whoever asks for one."""
+
+    reason: str
+
+
+@attrs.frozen
+class WantPair:
+    """rdma → verbs: make the other end of a channel, or say again what it opens."""
+
+    origin: Origin
+    wanted: OpenChannel
+
+
+@attrs.frozen
+class DropPair:
+    """rdma → verbs: destroy a channel of a client."""
+
+    client: int
+    channel: int
+
+
+@attrs.frozen
+class PairOpened:
+    """verbs → rdma: what came of a WantPair. answer: for the client; is_open: it has a channel."""
+
+    origin: Origin
+    channel: int
+    is_open: bool
+    answer: ChannelOpened | Refused
 
 
 # --- fabrics --------------------------------------------------------------------------------------
@@ -203,6 +281,18 @@ class Fabric(Protocol):
         """Release connections and mappings, after the reads in flight."""
 
 
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """A fabric that reads faster into memory that it was told of before."""
+
+    def register(self, name: str, address: int, length: int, owner: object) -> Callable[[], None]:
+        """Begin to make memory ready, in the background; return what ends that.
+
+        name:  what the memory is, for people.
+        owner: kept alive until then: the memory must not be freed before.
+        """
+
+
 # --- steps of the sans-IO paths -------------------------------------------------------------------
 
 
@@ -224,6 +314,13 @@ class Post:
     """Send a message to each peer and expect nothing; may be lost."""
 
     messages: tuple[tuple[int, Message], ...]
+
+
+@attrs.frozen
+class Hear:
+    """Take what has come from a peer and answers nothing that anybody waits for."""
+
+    peer: int
 
 
 @attrs.frozen(eq=False)
@@ -253,5 +350,5 @@ class Checksum:
     runs: PageRuns
 
 
-Step: TypeAlias = Ask | Post | Fetch | Place | Checksum
+Step: TypeAlias = Ask | Post | Hear | Fetch | Place | Checksum
 Answers: TypeAlias = Sequence[Message | None]

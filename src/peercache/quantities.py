@@ -101,3 +101,32 @@ def text(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError("wants a string")
     return str(os.fspath(value))
+
+
+def switch(value: Any) -> bool:
+    """Convert a switch: true, false, on, off, yes, no, 1 or 0."""
+    words = {"true": True, "on": True, "yes": True, "1": True}
+    words |= {"false": False, "off": False, "no": False, "0": False}
+    found = words.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError("wants true or false")
+    return found
+
+
+def share(value: Any) -> float:
+    """Convert a share of a whole, from 0 to 1."""
+    number = float(value)
+    if isinstance(value, bool) or not 0 <= number <= 1:
+        raise ValueError("wants a share from 0 to 1")
+    return number
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """Convert a list of names, or one string with commas."""
+    if isinstance(value, str):
+        items = value.split(",")
+    elif isinstance(value, (list, tuple)):
+        items = [str(item) for item in value]
+    else:
+        raise TypeError("wants a name, or several of them")
+    return tuple([item.strip() for item in items if item.strip()])

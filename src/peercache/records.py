@@ -26,6 +26,9 @@ RECORD = np.dtype(
     ]
 )
 RECORD_BYTES = RECORD.itemsize
+ROW = np.dtype((np.void, RECORD_BYTES))
+"""A record as plain bytes: numpy moves one with fields ten times as slowly, field by field."""
+
 PAGE_BYTES_MAX = 2**32 - 1
 
 DROP = np.dtype([("key", "V16"), ("generation", "<u8")])

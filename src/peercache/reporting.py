@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from peercache.messages import Counted
-from peercache.observe import MISS_REASONS, Metrics
+from peercache.observe import MISS_REASONS, RDMA_FAILURES, Metrics, totals_of
 
 OPERATIONS = ("get", "set", "exists", "remove", "clear", "stats")
 """The batch calls of a client; the values of the label `operation`."""
@@ -26,8 +26,11 @@ CALLS_MAX = 4096
 """Calls told at once: more in a second are not told one by one (20 KiB)."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
-    "pages_hit": ("shm", "tcp"),
-    "bytes_read": ("shm", "tcp"),
+    "pages_hit": ("shm", "tcp", "rdma"),
+    "bytes_read": ("shm", "tcp", "rdma"),
+    "rdma_fallbacks": RDMA_FAILURES,
+    "rdma_channels_failed": RDMA_FAILURES,
+    "rdma_channels_opened": (),
     "pages_missed": MISS_REASONS,
     "sets_refused": MISS_REASONS,
     "pages_set": ("copied", "here"),
@@ -60,9 +63,11 @@ class Report:
         """Return what has changed since the last time, or None."""
         counts: dict[str, int | float | str] = {}
         for name, values in _LABELS.items():
+            # One look a counter: this is done in the engine's process, and holds its lock.
+            totals = totals_of(getattr(self._metrics, name))
             for value in values or ("",):
                 path = f"{name}/{value}" if value else name
-                total = _value(self._metrics, name, value)
+                total = totals.get(value, 0.0)
                 if total > self._told.get(path, 0.0):
                     counts[path] = total - self._told.get(path, 0.0)
                     self._told[path] = total
@@ -89,8 +94,3 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
         else:
             ignored += 1
     return ignored
-
-
-def _value(metrics: Metrics, name: str, value: str) -> float:
-    labels = dict.fromkeys(getattr(metrics, name)._labelnames, value)  # noqa: SLF001 - no public name
-    return metrics.registry.get_sample_value(f"peercache_{name}_total", labels) or 0.0

@@ -58,7 +58,7 @@ class PageRuns:
 
     def take(self, pages: npt.NDArray[np.intp]) -> PageRuns:
         """Return the runs of the chosen pages, in the order given."""
-        if len(pages) == len(self) and np.array_equal(pages, np.arange(len(self))):
+        if len(pages) == len(self) and (pages == np.arange(len(self))).all():
             return self
         counts = (self.starts[1:] - self.starts[:-1])[pages]
         starts = np.zeros(len(pages) + 1, np.int64)

@@ -13,7 +13,7 @@ Pure: no words, no keys, no time. Age is counted in touches: `clock` advances wi
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Final, final
 
 import attrs
@@ -194,6 +194,10 @@ class SlotAllocator:
         if not extent.reserved and not extent.held:
             self._dissolve(extent)
             self._forget_if_empty(size_class)
+
+    def coldest_first(self) -> list[Iterable[Slot]]:
+        """Return the held slots of each size, least recently touched first."""
+        return [size_class.held.values() for size_class in self._classes.values()]
 
     def check(self) -> None:
         """Assert the sums, in time that does not grow with the pool."""

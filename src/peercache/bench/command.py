@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from peercache.bench import report
+from peercache.bench.disk import DiskPlan, run_disk
 from peercache.bench.hosts import WorkingSet, drive, serve
 from peercache.bench.local import Plan, run_local
 from peercache.bench.tax import run_tax
@@ -16,6 +18,9 @@ PLOT_PAGE_BYTES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 
 TAX_PAGES = 64
 """What is served again and again while the tax is measured: it costs the same from any cache."""
+
+DISK_SET_BYTES = 256 * 2**20
+"""Written and read four times each: seconds on a fast disk, and a minute on a slow one."""
 
 WORKING_SET_BYTES = 512 * 2**20
 """Larger than any cache of the processor: hot buffers would flatter everything."""
@@ -60,14 +65,40 @@ def run_tax_bench(args: argparse.Namespace) -> int:
     else:
         for shape in ("embedded", "standalone"):
             lost, served = figures[f"tax_{shape}"], figures[f"tax_{shape}_served_gb_s"]
+            floor = figures[f"tax_{shape}_floor"]
             print(f"  {shape:11} {lost:6.1%} of a Python thread, at {served:.2f} GB/s over tcp")
+            print(f"  {'':11} {floor:6.1%} is lost to a raw stream of that rate elsewhere")
     return 0
+
+
+def run_disk_bench(args: argparse.Namespace) -> int:
+    """Measure the page store in a folder, and print it beside the device."""
+    _check(args)
+    if args.threads < 1 or args.entries < 1:
+        raise ConfigError("threads", "threads and entries want at least 1")
+    if not Path(args.folder).is_dir():
+        raise ConfigError("folder", f"{args.folder} is no folder")
+    pages = int(args.pages or max(args.batch, DISK_SET_BYTES // args.page_bytes))
+    plan = DiskPlan(
+        args.folder, args.page_bytes, args.batch, pages, args.threads, entries=args.entries
+    )
+    figures = run_disk(plan, _progress)
+    if args.json:
+        print(report.as_json({"page_bytes": args.page_bytes, **figures}))
+    else:
+        report.print_disk(f"{args.folder}, {args.batch} × {args.page_bytes // 1024} KiB", figures)
+    return 1 if figures["wrong_bytes"] else 0
 
 
 def run_serve(args: argparse.Namespace) -> int:
     """Hold pages for `bench drive` until Ctrl-C."""
     _check(args)
-    settings = {"listen": args.listen, "advertise": args.advertise}
+    settings = {
+        "listen": args.listen,
+        "advertise": args.advertise,
+        "fabric": args.fabric,
+        "rdma_device_names": args.rdma_device_names,
+    }
     serve(_working_set(args), settings, lambda text: print(text, flush=True))
     return 0
 
@@ -79,6 +110,7 @@ def run_drive(args: argparse.Namespace) -> int:
         "discovery_addr": args.discovery,
         "advertise": args.advertise,
         "fabric": args.fabric,
+        "rdma_device_names": args.rdma_device_names,
     }
     figures = drive(_working_set(args), settings, args.seconds)
     if args.json:
@@ -87,6 +119,37 @@ def run_drive(args: argparse.Namespace) -> int:
         title = f"from {args.discovery}, {args.batch} × {args.page_bytes // 1024} KiB"
         report.print_table(title, figures)
     return 1 if figures["wrong_bytes"] or figures["misses"] else 0
+
+
+def run_rdma_bench(args: argparse.Namespace) -> int:
+    """Measure READs beside the bare loop; return 1 for a wrong byte, or where there are none."""
+    # Imported here: numbers of RDMA are nobody's business who measures tcp.
+    from peercache.bench.rdma import GRANULE, PAGE_BYTES, RdmaPlan, run_rdma  # noqa: PLC0415
+
+    sizes = tuple(args.page_bytes or PAGE_BYTES)
+    for page_bytes in sizes:
+        if page_bytes < GRANULE or page_bytes % GRANULE or page_bytes > args.total_bytes:
+            raise ConfigError("page-bytes", f"wants multiples of {GRANULE}, up to total-bytes")
+    near = (args.near,) if args.near else ()
+    plan = RdmaPlan(
+        near=near,
+        far=(args.far,) if args.far else near,
+        gid_index=args.gid_index,
+        page_bytes=sizes,
+        total_bytes=args.total_bytes,
+        seconds=args.seconds,
+        shm_dir=args.shm_dir,
+    )
+    figures, problems = run_rdma(plan, _progress)
+    if args.json:
+        print(report.as_json(figures))
+    else:
+        print(report.rdma_table(figures, sizes), end="")
+    for problem in problems:
+        print(f"  {problem}", file=sys.stderr)
+    was_read = f"get_gb_s_{sizes[0] >> 10}k" in figures
+    wrong = any(value for name, value in figures.items() if name.startswith("wrong_pages"))
+    return 0 if was_read and not wrong else 1
 
 
 def _working_set(args: argparse.Namespace) -> WorkingSet:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ EXISTS_KEYS = 128
 
 EXISTS_CALLS = 300
 
-ADOPT_S = 20.0
+ADOPT_S = 60.0
 
 
 class Engine:
@@ -59,6 +60,17 @@ class Engine:
         limits.send_stream(port, self.source, self.page_bytes)
         return {}
 
+    def stream(self, *, seconds: float, at_most_gb_s: float = math.inf) -> dict[str, Any]:
+        """Load the machine with a raw tcp stream that is nobody's."""
+        rate = limits.paced_stream(
+            self.source,
+            self.target,
+            page_bytes=self.page_bytes,
+            seconds=seconds,
+            at_most_gb_s=at_most_gb_s,
+        )
+        return {"wall_gb_s": rate}
+
     def set(self, client: str, *, seconds: float, clear: bool) -> dict[str, Any]:
         """Set working sets of new keys; `clear` empties the pool between them, not timed."""
         cache = self.clients[client]
@@ -66,10 +78,10 @@ class Engine:
         refused = 0
         until = time.perf_counter() + seconds
         while not times or time.perf_counter() < until:
-            keys = self._new_keys()
+            keys = self.new_keys()
             for begin in range(0, self.pages, self.batch):
                 some = slice(begin, min(begin + self.batch, self.pages))
-                runs = self._runs(self.source, some)
+                runs = self.runs(self.source, some)
                 started = time.perf_counter()
                 stored = cache.batch_set_from(keys[some], runs)
                 times.append(time.perf_counter() - started)
@@ -83,14 +95,12 @@ class Engine:
 
     def store(self, client: str) -> dict[str, Any]:
         """Set one working set that will be read, untimed."""
-        self.stored = self._new_keys()
+        self.stored = self.new_keys()
         stored = 0
         for begin in range(0, self.pages, self.batch):
             some = slice(begin, min(begin + self.batch, self.pages))
             stored += sum(
-                self.clients[client].batch_set_from(
-                    self.stored[some], self._runs(self.source, some)
-                )
+                self.clients[client].batch_set_from(self.stored[some], self.runs(self.source, some))
             )
         return {"stored": stored, "keys": self.stored}
 
@@ -117,7 +127,7 @@ class Engine:
             for begin in range(0, self.pages, self.batch):
                 some = slice(begin, min(begin + self.batch, self.pages))
                 cache.batch_exists(self.stored[some])
-                runs = self._runs(self.target, some)
+                runs = self.runs(self.target, some)
                 started = time.perf_counter()
                 hits += cache.batch_get_into(self.stored[some], runs)
                 times.append(time.perf_counter() - started)
@@ -126,7 +136,7 @@ class Engine:
                 if time.perf_counter() > until and (self._busy.is_set() or at_most_gb_s < math.inf):
                     break
             missed += hits.count(False)
-            wrong_bytes += self._wrong_bytes(hits)
+            wrong_bytes += self.wrong_bytes(hits)
         wall_gb_s = len(times) * self.batch * self.page_bytes / (time.perf_counter() - began) / 1e9
         return {
             **self._rate(times),
@@ -161,13 +171,17 @@ class Engine:
         return {}
 
     def spin(self, *, seconds: float) -> dict[str, Any]:
-        """Measure what a Python-bound thread gets done in this process meanwhile."""
+        """Measure what a Python-bound thread gets done in this process meanwhile, a second.
+
+        What strangers took of its processor is no second of it.
+        """
         count = 0
+        waited_s = _waited_s()
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             for _ in range(1000):
                 count += 1
-        return {"loops": count}
+        return {"loops_a_second": count / (seconds - (_waited_s() - waited_s))}
 
     def close(self) -> dict[str, Any]:
         """Close every client."""
@@ -183,13 +197,13 @@ class Engine:
             for _ in range(1000):
                 count += 1
 
-    def _new_keys(self) -> list[str]:
+    def new_keys(self) -> list[str]:
         self.generation += 1
         return [
             hashlib.sha256(f"{self.generation}/{i}".encode()).hexdigest() for i in range(self.pages)
         ]
 
-    def _runs(self, memory: limits.Memory, some: slice) -> PageRuns:
+    def runs(self, memory: limits.Memory, some: slice) -> PageRuns:
         base = memory.ctypes.data
         count = some.stop - some.start
         addresses = np.arange(some.start, some.stop, dtype=np.uint64) * np.uint64(self.page_bytes)
@@ -210,7 +224,7 @@ class Engine:
             "batches": len(counted),
         }
 
-    def _wrong_bytes(self, hits: list[bool]) -> int:
+    def wrong_bytes(self, hits: list[bool]) -> int:
         """Count the bytes of hits that are not what was set."""
         wrong = 0
         for page in np.flatnonzero(hits).tolist():
@@ -220,6 +234,14 @@ class Engine:
         return wrong
 
 
+def _waited_s() -> float:
+    """Return how long this thread has waited for a processor, 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def main() -> int:
     """Obey one JSON object a line until stdin ends; answer each with one."""
     settings = json.loads(sys.stdin.readline())
@@ -227,8 +249,8 @@ def main() -> int:
     actions: dict[str, Callable[..., dict[str, Any]]] = {
         name: getattr(engine, name)
         for name in (
-            "open", "copy", "send_stream", "set", "store", "adopt", "get", "exists", "busy",
-            "spin", "close",
+            "open", "copy", "send_stream", "stream", "set", "store", "adopt", "get", "exists",
+            "busy", "spin", "close",
         )
     }  # fmt: skip
     sys.stdout.write("{}\n")

@@ -23,15 +23,48 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser("serve", help="of two hosts: the one that holds the pages")
     serve.add_argument("--listen", default="", metavar="HOST:PORT", help="control port")
     serve.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
+    serve.add_argument("--fabric", choices=("auto", "shm", "tcp", "rdma"), default="auto")
+    _add_devices(serve)
     _add_sizes(serve)
     serve.set_defaults(run=_serve)
 
     drive = kinds.add_parser("drive", help="of two hosts: the one that reads them, and measures")
     drive.add_argument("--discovery", required=True, metavar="HOST:PORT", help="of `bench serve`")
     drive.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
-    drive.add_argument("--fabric", choices=("auto", "shm", "tcp"), default="auto")
+    drive.add_argument("--fabric", choices=("auto", "shm", "tcp", "rdma"), default="auto")
+    _add_devices(drive)
     _add_sizes(drive)
     drive.set_defaults(run=_drive)
+
+    disk = kinds.add_parser("disk", help="the page store beside the raw device of a folder")
+    disk.add_argument(
+        "--folder", default=".", metavar="PATH", help="on the device to measure; default: here"
+    )
+    disk.add_argument("--threads", type=int, default=4, metavar="N", help="threads of the store")
+    disk.add_argument(
+        "--entries", type=int, default=1_000_000, metavar="N", help="pages of the index measured"
+    )
+    _add_sizes(disk)
+    disk.set_defaults(run=_disk)
+
+    rdma = kinds.add_parser("rdma", help="READs beside a bare loop of pyverbs, on this host")
+    rdma.add_argument("--near", default="", metavar="DEVICE", help="that reads; default: the best")
+    rdma.add_argument("--far", default="", metavar="DEVICE", help="that is read; default: --near")
+    rdma.add_argument("--gid-index", type=int, default=-1, metavar="N")
+    rdma.add_argument(
+        "--page-bytes", type=parse_size, action="append", metavar="N", help="default: 1M and 128K"
+    )
+    rdma.add_argument("--total-bytes", type=parse_size, default=2**27, metavar="N")
+    rdma.add_argument("--shm-dir", default="/dev/shm", metavar="FOLDER")  # noqa: S108 - the kernel's shared memory
+    rdma.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of each page size")
+    rdma.add_argument("--json", action="store_true", help="print one JSON object")
+    rdma.set_defaults(run=_rdma)
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rdma-device-names", default=None, metavar="NAME[,NAME...]", help="as in the settings"
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +94,12 @@ def _tax(args: argparse.Namespace) -> int:
     return run_tax_bench(args)
 
 
+def _disk(args: argparse.Namespace) -> int:
+    from peercache.bench.command import run_disk_bench  # noqa: PLC0415 - see the charter
+
+    return run_disk_bench(args)
+
+
 def _serve(args: argparse.Namespace) -> int:
     from peercache.bench.command import run_serve  # noqa: PLC0415 - see the charter
 
@@ -71,3 +110,9 @@ def _drive(args: argparse.Namespace) -> int:
     from peercache.bench.command import run_drive  # noqa: PLC0415 - see the charter
 
     return run_drive(args)
+
+
+def _rdma(args: argparse.Namespace) -> int:
+    from peercache.bench.command import run_rdma_bench  # noqa: PLC0415 - see the charter
+
+    return run_rdma_bench(args)

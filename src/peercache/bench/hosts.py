@@ -7,6 +7,7 @@ what it must be, which both compute from the page's number.
 from __future__ import annotations
 
 import hashlib
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from peercache.client.client import Client
 from peercache.errors import PeerUnreachable
 from peercache.runs import PageRuns
 
-FIND_S = 20.0
+FIND_S = 60.0
 """How long `drive` waits until it sees the pages that `serve` holds."""
 
 EXISTS_CALLS = 200
@@ -63,7 +64,10 @@ class WorkingSet:
 
 
 def serve(work: WorkingSet, settings: dict[str, Any], announce: Callable[[str], None]) -> None:
-    """Hold the working set in this host's memory until interrupted."""
+    """Hold the working set in this host's memory until interrupted, or told to end (SIGTERM)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A shell that has started us in the background has had SIGINT ignored.
+        signal.signal(number, signal.default_int_handler)
     pool = 2 * work.pages * work.page_bytes
     with Client.open(
         **{"cluster": CLUSTER, "pool_size": pool, "op_timeout_s": 30.0, **settings}
@@ -97,6 +101,7 @@ def drive(work: WorkingSet, settings: dict[str, Any], seconds: float) -> dict[st
 def _read(cache: Client, work: WorkingSet, keys: list[str], seconds: float) -> dict[str, float]:
     content = work.content()
     target = np.zeros_like(content)
+    cache.register_memory(int(target.ctypes.data), target.nbytes, target)
     times: list[float] = []
     missed = wrong_bytes = 0
     until = time.monotonic() + seconds
@@ -120,7 +125,14 @@ def _read(cache: Client, work: WorkingSet, keys: list[str], seconds: float) -> d
         "batches": len(counted),
         "misses": missed,
         "wrong_bytes": wrong_bytes,
+        **_pages_by_fabric(cache),
     }
+
+
+def _pages_by_fabric(cache: Client) -> dict[str, float]:
+    """Return how many pages came which way: a fallback must not pass for what was asked for."""
+    found = cache.stats()
+    return {name: float(value) for name, value in found.items() if name.startswith("pages_hit_")}
 
 
 def _exists_us(cache: Client, keys: list[str]) -> float:

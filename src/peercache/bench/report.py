@@ -23,9 +23,23 @@ _ROWS = (
     ("exists of 128, hot", "exists_hot_us", "µs", "exists_hot_trips"),
     ("exists of 128, cold", "exists_cold_us", "µs", "exists_cold_trips"),
     ("control round trip under tcp load, p99", "control_p99_ms", "ms", ""),
+    ("the same beside a raw stream, p99", "limit_control_p99_ms", "ms", ""),
     ("limit: memory copy", "limit_copy_gb_s", "GB/s", ""),
     ("limit: one tcp stream", "limit_tcp_gb_s", "GB/s", ""),
     ("limit: nng round trip", "limit_rtt_us", "µs", ""),
+)
+
+_DISK_ROWS = (
+    ("write-through", "spill_gb_s", "GB/s", "spill_ratio"),
+    ("load", "load_gb_s", "GB/s", "load_ratio"),
+    ("load of one page", "load_one_ms", "ms", ""),
+    ("load of one page, p99", "load_one_p99_ms", "ms", ""),
+    ("promote of one page, remote reader", "promote_ms", "ms", ""),
+    ("set, the disk keeping up", "set_disk_gb_s", "GB/s", ""),
+    ("device: write", "raw_write_gb_s", "GB/s", ""),
+    ("device: read", "raw_read_gb_s", "GB/s", ""),
+    ("index: load", "index_load_s", "s", ""),
+    ("index: memory a page", "index_bytes_a_page", "bytes", ""),
 )
 
 
@@ -49,6 +63,48 @@ def print_table(title: str, figures: Figures) -> None:
     console.print(
         f"  {figures['wrong_bytes']:.0f} wrong bytes, {figures.get('misses', 0):.0f} misses"
     )
+
+
+def print_disk(title: str, figures: Figures) -> None:
+    """Print what a disk does, and what of it the store makes use of."""
+    table = Table(
+        "what", "median", "", "of the device", title=title, box=box.SIMPLE, title_justify="left"
+    )
+    for name, key, unit, ratio in _DISK_ROWS:
+        share = f"{figures[ratio]:.2f}" if ratio else ""
+        table.add_row(name, f"{figures[key]:.2f}", unit, share)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    console.print(f"  set is {figures['set_disk_ratio']:.2f} of its rate without a disk")
+    if not figures["direct"]:
+        console.print("  through the page cache: this file system refuses direct I/O")
+
+
+def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
+    """Return what READs did beside the bare loop, a line a page size."""
+    lines = []
+    for size in sizes:
+        name = f"{size >> 10}k"
+        if f"get_gb_s_{name}" not in figures:
+            continue
+        ours, bare, ratio, wrong = (
+            figures[f"{what}_{name}"]
+            for what in ("get_gb_s", "bare_gb_s", "get_ratio", "wrong_pages")
+        )
+        tool = figures.get(f"ib_read_bw_gb_s_{name}")
+        lines.append(
+            f"  pages of {size >> 10:5} KiB  ours {ours:7.3f} GB/s, bare loop {bare:7.3f}"
+            f" (ratio {ratio:.2f})"
+            + (f", ib_read_bw {tool:.3f}" if tool else "")
+            + f", {wrong:.0f} wrong pages"
+        )
+    lines.append(
+        f"  our processor time a page, of 128: {figures['cpu_us_page']:.2f} µs "
+        f"({figures['cpu_us_page_fabric']:.2f} of them the fabric), scattered "
+        f"{figures['cpu_us_page_scattered']:.2f} µs "
+        f"({figures['cpu_us_page_fabric_scattered']:.2f})"
+    )
+    return "\n".join(lines) + "\n"
 
 
 def plot(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:

@@ -158,7 +158,11 @@ class Client:
         )
 
     def remove(self, keys: Sequence[Key]) -> int:
-        """Drop these pages at every live holder; return how many pages went."""
+        """Drop these pages at every live holder; return how many pages went.
+
+        Nobody finds them any more; but a node that is killed while a slow disk is still forgetting
+        them, more than a tenth of a second, may have them again after its restart.
+        """
 
         def ask(until: float) -> int:
             names = page_keys(keys, self._digest)
@@ -178,6 +182,14 @@ class Client:
             return self._tell_all(Clear(0, self.namespace.tag()), until)
 
         return self._call("clear", 0, 0, ask)
+
+    def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
+        """Make memory ready for reads into it, in the background; return what ends that.
+
+        For buffers that live long: reads into other memory may cost a copy. owner: kept alive
+        until the end, because a device goes on writing to memory that was freed.
+        """
+        return self._wiring.register_memory(address, length, owner)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return figures of this client and of its home node, for people and tests."""

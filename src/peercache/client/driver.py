@@ -16,7 +16,7 @@ import xxhash
 from peercache import observe
 from peercache.errors import PeerUnreachable
 from peercache.net.asking import Asker
-from peercache.ports import ODD, Ask, Fabric, Fetch, Fetched, PeerRead, Place, Post, Step
+from peercache.ports import ODD, Ask, Fabric, Fetch, Fetched, Hear, PeerRead, Place, Post, Step
 from peercache.runs import U64, PageRuns
 from peercache.segment.attached import AttachedSegment
 from peercache.segment.copying import copy_pages
@@ -91,6 +91,8 @@ class Driver:
             return self._asker.ask(step.questions, step.until, step.enough)
         if isinstance(step, Post):
             return self._asker.post(step.messages)
+        if isinstance(step, Hear):
+            return self._asker.hear(step.peer)
         if isinstance(step, Fetch):
             return self._fetch(step)
         if isinstance(step, Place):
@@ -130,7 +132,8 @@ class Driver:
             self._breakers.failed(breaker, self._clock())
         elif not fetched.failure:
             self._breakers.answered(breaker)
-        return attrs.evolve(fetched, fabric=fabric.name)
+        # Which one it was, where a fabric has left the read to another.
+        return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
 
     def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
         """Read in another thread; None if there is none to be had."""

@@ -6,6 +6,7 @@ tells holders what was read. When the home node has restarted it attaches to the
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,16 @@ import attrs
 from peercache.config import Config
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.ids import Incarnation, name_of
-from peercache.messages import Member, Message, Refused, Touched, ViewAsked, ViewShared, Welcome
+from peercache.messages import (
+    Granted,
+    Member,
+    Message,
+    Refused,
+    Touched,
+    ViewAsked,
+    ViewShared,
+    Welcome,
+)
 from peercache.net.asking import Asker
 from peercache.observe import Metrics
 from peercache.reporting import Report
@@ -24,7 +34,7 @@ from peercache.segment.attached import AttachedSegment
 from peercache.segment.layout import boot_id
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.reading import Touches
-from peercache.transfer.writing import Reservations
+from peercache.transfer.reserving import Reservations
 from peercache.view import View
 
 BEAT_S = 1.0
@@ -63,10 +73,14 @@ class Home:
         report: Report | None,
         on_view: Callable[[set[int]], None],
         renew_lock: Callable[[], None],
+        on_beat: Callable[[], None] = lambda: None,
         metrics: Metrics,
         log: Any,
     ) -> None:
-        """Look after the home node at `url`; `on_view` hears which incarnations live."""
+        """Look after the home node at `url`; `on_view` hears which incarnations live.
+
+        on_beat: called about once a second, in this thread.
+        """
         self._url = url
         self._config = config
         self._asker = asker
@@ -74,6 +88,7 @@ class Home:
         self._report = report
         self._on_view = on_view
         self._renew_lock = renew_lock
+        self._on_beat = on_beat
         self._metrics = metrics
         self._log = log
         self._boot_id = boot_id()
@@ -110,6 +125,13 @@ class Home:
         """Do not wait for the next beat: a call has found the home node gone."""
         self._wake.set()
 
+    def heard_late(self, peer: int, message: Message) -> None:
+        """Take what answers no question that waits: slots ahead, of the node we write to."""
+        attached = self.attached
+        # Another incarnation means another reservation by this number.
+        if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
+            attached.reservations.granted(message)
+
     def stop(self) -> None:
         """End the thread, within a bound."""
         self._closing.set()
@@ -121,7 +143,7 @@ class Home:
         """Tell the home node that nothing will be written any more, and unmap its segment."""
         attached = self.attached
         if attached is not None:
-            self._tell(attached)
+            self._tell(attached, math.inf)
             self.attached = None
             attached.segment.close(UNMAP_S)
 
@@ -151,15 +173,16 @@ class Home:
             is_well = self._ask_view()
         attached = self.attached
         if attached is not None and is_well:
-            self._tell(attached)
+            self._tell(attached, time.monotonic())
         for holder, drops in self._touches.take().items():
             if holder in self.cluster.members and not self._asker.breakers.is_open(holder):
                 self._asker.post(((holder, Touched(drops)),))
+        self._on_beat()
         return is_well
 
-    def _tell(self, attached: Attached) -> None:
+    def _tell(self, attached: Attached, now: float) -> None:
         """List the live reservations, and what was counted since the last time."""
-        self._asker.post(((attached.incarnation, attached.reservations.report()),))
+        self._asker.post(((attached.incarnation, attached.reservations.report(now)),))
         counted = self._report.take() if self._report is not None else None
         if counted is not None:
             self._asker.post(((attached.incarnation, counted),))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import final
 
 from peercache.client.driver import Driver
 from peercache.client.home import Home
 from peercache.config import Config
+from peercache.errors import ConfigError
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp import TcpFabric
 from peercache.ids import name_of, new_client_id
 from peercache.keys import Namespace
-from peercache.messages import WIRE_VERSION, WIRE_VERSION_OLDEST, Hello, Refused
+from peercache.messages import WIRE_VERSION, WIRE_VERSION_OLDEST, Hello, Message, Refused
 from peercache.net.asking import Asker
 from peercache.node.embedded import EmbeddedNode
 from peercache.observe import Metrics, get_logger
-from peercache.ports import Fabric
+from peercache.ports import Fabric, RegistersMemory
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.reporting import Report
 from peercache.segment.client_lock import ClientLock
 from peercache.segment.layout import boot_id
@@ -45,6 +49,8 @@ class Wiring:
         self.log = get_logger(client=name_of(self.identity))
         self._refusals_logged: set[tuple[int, str]] = set()
         self._alive: set[int] = set()
+        # First of all, because it may find that there can be no such client here.
+        rails = self._open_rails()
         self._node: EmbeddedNode | None = None
         self._lock: ClientLock | None = None
         if config.home:
@@ -76,6 +82,7 @@ class Wiring:
             breakers=self.breakers,
             clock=self.clock,
             on_refused=self._refused,
+            on_late=self._heard_late,
         )
         self._shm = ShmFabric(boot_id=boot_id())
         self._tcp = TcpFabric(
@@ -84,6 +91,7 @@ class Wiring:
             granule=config.granule,
             max_channels_per_peer=config.max_channels_per_peer,
         )
+        self._rdma = self._rdma_over(rails) if rails else None
         self.driver = Driver(
             asker=self.asker,
             fabrics=self._fabrics(),
@@ -92,18 +100,7 @@ class Wiring:
             log=self.log,
         )
         self.report = Report(self.metrics)
-        self.home = Home(
-            url=url,
-            config=config,
-            asker=self.asker,
-            touches=self.reader.touches,
-            # An embedded node has the very same metrics.
-            report=self.report if self._node is None else None,
-            on_view=self._view_changed,
-            renew_lock=self._renew_lock,
-            metrics=self.metrics,
-            log=self.log,
-        )
+        self.home = self._home_at(url)
 
     def close(self, *, is_quiet: bool) -> None:
         """End every part. is_quiet: no call is in flight any more."""
@@ -112,6 +109,8 @@ class Wiring:
         self.driver.close()
         self.asker.close()
         self._shm.close()
+        if self._rdma is not None:
+            self._rdma.close()
         self._tcp.close()
         if self._lock is not None and is_quiet:
             # With a copy still under way the lock must stay: it is what keeps the slots ours.
@@ -124,13 +123,75 @@ class Wiring:
         """Return HOST:PORT of the embedded node's control port, "" where there is none."""
         return self._node.ready.control if self._node is not None else ""
 
+    def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
+        """Tell the fabrics that care; return what ends it."""
+        ends = [
+            fabric.register("engine", address, length, owner)
+            for fabric in self._fabrics()
+            if isinstance(fabric, RegistersMemory)
+        ]
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
+    def _home_at(self, url: str) -> Home:
+        return Home(
+            url=url,
+            config=self._config,
+            asker=self.asker,
+            touches=self.reader.touches,
+            # An embedded node has the very same metrics.
+            report=self.report if self._node is None else None,
+            on_view=self._view_changed,
+            renew_lock=self._renew_lock,
+            on_beat=self._list_channels,
+            metrics=self.metrics,
+            log=self.log,
+        )
+
     def _fabrics(self) -> tuple[Fabric, ...]:
         """Return the fabrics that may be used, the best one first."""
-        if self._config.fabric == "shm":
-            return (self._shm,)
-        return (self._tcp,) if self._config.fabric == "tcp" else (self._shm, self._tcp)
+        rdma = (self._rdma,) if self._rdma is not None else ()
+        by_choice: dict[str, tuple[Fabric, ...]] = {
+            "shm": (self._shm,),
+            "tcp": (self._tcp,),
+            "rdma": rdma,
+            "auto": (self._shm, *rdma, self._tcp),
+        }
+        return by_choice[self._config.fabric]
+
+    def _open_rails(self) -> tuple[Rail, ...]:
+        """Open what there is for rdma; raise ConfigError where it is asked for and absent."""
+        if self._config.fabric not in ("auto", "rdma"):
+            return ()
+        rails, problems = open_rails(Settings.of(self._config))
+        if not rails and self._config.fabric == "rdma":
+            what = "; ".join(problems)
+            raise ConfigError("fabric", f"rdma is asked for, and there is none: {what}")
+        self.log.info("rdma.rails", rails=[rail.name for rail in rails], problems=list(problems))
+        return rails
+
+    def _rdma_over(self, rails: tuple[Rail, ...]) -> RdmaFabric:
+        return RdmaFabric(
+            rails=rails,
+            exchange=self._exchange,
+            max_channels_per_peer=self._config.max_channels_per_peer,
+            rng=random.SystemRandom(),
+            metrics=self.metrics,
+            fallback=self._tcp if self._config.fabric == "auto" else None,
+        )
 
     # --- what the parts ask each other ------------------------------------------------------------
+
+    def _exchange(self, peer: int, message: Message, until: float) -> Message | None:
+        return self.asker.ask(((peer, message),), until)[0]
+
+    def _list_channels(self) -> None:
+        if self._rdma is not None:
+            self.asker.post(self._rdma.held())
 
     def _renew_lock(self) -> None:
         """Lock a new file; raise ConfigError where that cannot be, and try again when asked to."""
@@ -163,6 +224,9 @@ class Wiring:
             lock=self._lock_name if is_home else "",
         )
 
+    def _heard_late(self, peer: int, message: Message) -> None:
+        self.home.heard_late(peer, message)
+
     def _refused(self, peer: int, refusal: Refused) -> None:
         key = (peer, refusal.reason)
         if key not in self._refusals_logged and len(self._refusals_logged) < REFUSALS_LOGGED_MAX:
@@ -178,4 +242,6 @@ class Wiring:
         for gone in sorted(self._alive - alive):
             self._shm.forget(gone)
             self._tcp.forget(gone)
+            if self._rdma is not None:
+                self._rdma.forget(gone)
         self._alive = alive

@@ -21,8 +21,8 @@ import attrs
 
 from peercache.errors import PeerCacheError
 
-READY_TIMEOUT_S = 20.0
-"""Python starts and imports in a second; a loaded machine may need ten."""
+READY_TIMEOUT_S = 60.0
+"""Python starts and imports in a second; a loaded machine may need twenty."""
 
 LEAVE_TIMEOUT_S = 3.0
 """A graceful leave takes half a second; what has not ended after this is killed."""

@@ -14,6 +14,7 @@ class Reading:
     """A row of the table: pages read over one fabric in one step, and what they came to.
 
     hits_expected, misses_expected: what the step must come to; None where any mixture is right.
+    again: pages that were missed at first and asked for again.
     """
 
     step: str
@@ -27,11 +28,13 @@ class Reading:
     verified_bytes: int = 0
     read_s: float = 0.0
     longest_call_s: float = 0.0
+    again: int = 0
 
-    def add(self, checked: Checked, took_s: float) -> None:
-        """Add one batch: what its check found, and how long the call took."""
+    def add(self, checked: Checked, took_s: float, *, is_last: bool = True) -> None:
+        """Add one call: what its check found, how long it took, whether misses are final."""
         self.hits += checked.hits
-        self.misses += checked.misses
+        self.misses += checked.misses if is_last else 0
+        self.again += 0 if is_last else checked.misses
         self.wrong_pages += checked.wrong_pages
         self.wrong_bytes += checked.wrong_bytes
         self.verified_bytes += checked.verified_bytes

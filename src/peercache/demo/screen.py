@@ -96,6 +96,8 @@ class Screen:
             f"  {figures['pages_read']:,} pages read, {figures['bytes_verified']:,} bytes checked,"
             f" {figures['wrong_bytes']} wrong"
         )
+        if again := sum(reading.again for reading in report.readings):
+            self._console.print(f"  {again:,} pages came only when they were asked for again")
         verdict = "NOT as promised" if problems else "everything as promised"
         style = "bold red" if problems else "bold green"
         self._console.print(Text(f"  {verdict}, in {figures['seconds']} s", style=style))

@@ -6,23 +6,16 @@ the Hello come back on the same connection.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import final
 
 import trio
 
 from peercache.net.sockets import Dialer, OutOfDescriptors, UnusableAddress
-
-OUTBOX_MESSAGES_MAX = 512
-"""Messages that wait while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
-what is newest is most likely still true."""
+from peercache.outbox import Outbox
 
 BURST_MESSAGES = 64
 """Messages taken from the peer before other tasks get a turn."""
-
-OUTBOX_BYTES_MAX = 64 * 2**20
-"""The same in bytes: a dozen re-publications of 100,000 records."""
 
 DIAL_AGAIN_S = 1.0
 """After the process had no descriptor left for a link. Meanwhile its outbox drops the oldest."""
@@ -45,26 +38,22 @@ class Link:
         self._hello = hello
         self._on_answer = on_answer
         self._on_dropped = on_dropped
-        self._outbox: deque[bytes] = deque()
-        self._outbox_bytes = 0
+        self._outbox = Outbox()
         self._greeted = False
         self._wake = trio.Event()
         self._connected = False
         self._is_usable = True
         self._scope = trio.CancelScope()
+        self._dialer: Dialer | None = None
 
     def send(self, raw: bytes) -> None:
-        """Queue a message; never blocks, may drop the oldest."""
-        self._outbox.append(raw)
-        self._outbox_bytes += len(raw)
-        dropped = 0
-        while self._outbox and (
-            len(self._outbox) > OUTBOX_MESSAGES_MAX
-            or self._outbox_bytes > OUTBOX_BYTES_MAX
-            or not self._is_usable
-        ):
-            self._outbox_bytes -= len(self._outbox.popleft())
-            dropped += 1
+        """Send at once, or queue behind what waits; never blocks, may drop the oldest."""
+        at_once = self._connected and self._greeted and not self._outbox
+        if at_once and self._dialer is not None and self._dialer.send(raw):
+            return
+        dropped = self._outbox.put(raw)
+        if not self._is_usable:
+            dropped += self._outbox.clear()
         if dropped:
             self._on_dropped(dropped)
         self._wake.set()
@@ -113,14 +102,15 @@ class Link:
                     await trio.sleep(DIAL_AGAIN_S)
                 except UnusableAddress:
                     self._is_usable = False
-                    self._on_dropped(len(self._outbox))
-                    self._outbox.clear()
+                    self._on_dropped(self._outbox.clear())
                     await trio.sleep_forever()
             try:
+                self._dialer = dialer
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._listen, dialer)
                     await self._talk(dialer)
             finally:
+                self._dialer = None
                 dialer.close()
 
     def _on_connected(self) -> None:
@@ -143,13 +133,13 @@ class Link:
             await self._wake.wait()
             self._wake = trio.Event()
             while self._connected and (self._outbox or not self._greeted):
-                raw = self._outbox[0] if self._greeted else self._hello()
+                raw = self._outbox.waiting[0] if self._greeted else self._hello()
                 if not dialer.send(raw):
                     await trio.lowlevel.wait_readable(dialer.send_fd)
                     continue
                 if self._greeted:
                     # The outbox may have dropped its oldest only between sends, never during one.
-                    self._outbox_bytes -= len(self._outbox.popleft())
+                    self._outbox.take()
                 else:
                     self._greeted = True
             await trio.lowlevel.checkpoint()

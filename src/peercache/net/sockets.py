@@ -113,6 +113,8 @@ class Listener:
         self._socket.add_post_pipe_connect_cb(self._pipe_settled)
         self._socket.add_post_pipe_remove_cb(self._pipe_removed)
         self._receive_fd: int = self._socket.recv_fd
+        self._held = held.HeldSocket(self._socket.socket.id)
+        self._is_closed = False
 
     def _pipe_added(self, pipe: Any) -> None:
         self._open_pipes[pipe.id] = None
@@ -120,7 +122,7 @@ class Listener:
     def _pipe_settled(self, pipe: Any) -> None:
         if pipe.id not in self._open_pipes:
             # Told after its end, which happens: pynng has just entered it again, for ever.
-            self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - as below
+            self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
 
     def _pipe_removed(self, pipe: Any) -> None:
         number = pipe.id
@@ -160,17 +162,10 @@ class Listener:
 
     def receive_now(self) -> tuple[int, bytes] | None:
         """Return a message that has arrived already, or None."""
-        try:
-            message = self._socket.recv_msg(block=False)
-        except pynng.TryAgain:
-            return None
-        pipe = message.pipe
-        number: int = pipe.id if pipe is not None else 0
-        if number not in self._open_pipes:
-            # Of a connection that has ended: pynng has just made a new entry for it, for ever.
-            with self._socket._pipe_notify_lock:  # noqa: SLF001 - it has no public name
-                self._socket._pipes.pop(number, None)  # noqa: SLF001 - as below
-        return number, message.bytes
+        if self._is_closed:
+            raise pynng.Closed("the listener is closed", held.CLOSED)
+        verdict, pipe, raw = self._held.receive_from()
+        return (pipe, raw) if verdict == 0 else None
 
     def is_open(self, pipe: int) -> bool:
         """Return whether a connection is still there; `on_removed` comes after it is not."""
@@ -178,18 +173,12 @@ class Listener:
 
     def reply(self, pipe: int, raw: bytes) -> bool:
         """Send on a pipe; False if it is gone or full. nng may still drop it silently."""
-        found = self._socket._pipes.get(pipe)  # noqa: SLF001 - `pipes` copies them all
-        if found is None:
-            return False
-        try:
-            self._socket.send_msg(pynng.Message(raw, found), block=False)
-        except pynng.NNGException:
-            return False
-        return True
+        is_there = pipe in self._open_pipes and not self._is_closed
+        return is_there and self._held.send_to(pipe, raw) == 0
 
     def disconnect(self, pipe: int) -> None:
         """End one pipe."""
-        found = self._socket._pipes.get(pipe)  # noqa: SLF001 - as above
+        found = self._socket._pipes.get(pipe)  # noqa: SLF001 - `pipes` copies them all
         if found is not None:
             found.close()
 
@@ -203,6 +192,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and end every pipe."""
+        self._is_closed = True
         self._socket.close()
 
 

@@ -13,6 +13,7 @@ from typing import final
 
 import attrs
 
+from peercache.channel_exchange import ChannelsHeld, OpenChannel
 from peercache.errors import Rejected
 from peercache.ids import name_of
 from peercache.messages import (
@@ -44,6 +45,7 @@ from peercache.messages import (
     ViewAsked,
     ViewShared,
 )
+from peercache.promotion import Promote
 from peercache.segment.client_lock import LockProbe, lock_name
 
 CLIENTS_MAX = 1024
@@ -88,6 +90,9 @@ ROUTES: dict[type[Message], tuple[str, tuple[Role, ...]]] = {
     Commit: ("pool", (Role.WRITER,)),
     Abort: ("pool", (Role.WRITER,)),
     LiveReservations: ("pool", (Role.WRITER,)),
+    Promote: ("disk", _CLIENTS),
+    OpenChannel: ("rdma", _CLIENTS),
+    ChannelsHeld: ("rdma", _CLIENTS),
     StatsAsked: ("node", _CLIENTS),
     Counted: ("node", (Role.WRITER,)),
 }

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import trio
 
 from peercache.actors._actor import Mailbox, run_actor
 from peercache.actors.directory import DirectoryShard
+from peercache.actors.disk import DiskTier
 from peercache.actors.membership import Membership
 from peercache.actors.pool import Pool
 from peercache.actors.publisher import Publisher
+from peercache.actors.rdma import VERBS, ServedChannels
 from peercache.actors.ring import RingActor
 from peercache.config import Config
 from peercache.ids import Incarnation
 from peercache.messages import Member
 from peercache.observe import Metrics
+from peercache.page_table import Page
 from peercache.ports import Effect, StateActor
+
+SPILL_DELAY_S = 0.02
+"""A commit is published and answered in a few milliseconds; then its pages may go to disk."""
+
+CHANNELS_FACTOR = 16
+"""Channels a client may have to this node, in max_channels_per_peer: so many rails, or fewer and
+channels that were given up and not yet listed as such."""
 
 
 @final
@@ -64,15 +74,38 @@ class Crew:
             client_uncommitted_max=config.client_uncommitted_max,
             rng=rng,
             metrics=metrics,
+            # Asked within one step, so that no page is on disk only and has no record.
+            on_disk=self._on_disk if config.disk_enabled else None,
+        )
+        self.disk = DiskTier(
+            pages=self.pool.pages,
+            pool_bytes=self.pool.usable_bytes,
+            coldest=self.pool.coldest if config.write_policy == "on_evict" else None,
+            queue_bytes_max=config.disk_queue,
+            wish_rate=config.disk_promote_rate,
+            tell_rate=config.republish_rate,
+            ttl_s=config.disk_ttl,
+            spill_delay_s=SPILL_DELAY_S,
+            metrics=metrics,
+        )
+        self.rdma = ServedChannels(
+            channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer
         )
         self.actors: dict[str, StateActor] = {
             "membership": self.membership,
             "ring": self.ring,
-            "directory": self.directory,
+            # Before the directory: it answers whoever commits, and what it tells others takes time.
             "publisher": self.publisher,
+            "directory": self.directory,
             "pool": self.pool,
+            "disk": self.disk,
+            "rdma": self.rdma,
         }
-        self.mailboxes = {name: Mailbox() for name in self.actors}
+        # Who keeps the devices is no state actor, and not on every host.
+        self.mailboxes = {name: Mailbox() for name in (*self.actors, VERBS)}
+
+    def _on_disk(self, pages: Sequence[Page]) -> list[int]:
+        return self.disk.on_disk(pages)
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
         """Run each actor in a task of its own, and let membership begin."""

@@ -10,6 +10,8 @@ import trio
 from peercache.config import Config
 from peercache.errors import ConfigError, PoolTooLarge
 from peercache.ids import Incarnation
+from peercache.segment import huge_pages
+from peercache.segment.layout import Layout
 from peercache.segment.leftovers import remove_leftovers
 from peercache.segment.published import PublishedSegment
 
@@ -19,16 +21,28 @@ POPULATE_STEP_BYTES = 256 * 2**20
 
 def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
     """Create the segment, after what dead nodes have left is out of its way."""
+    folder, huge_page_bytes = config.shm_dir, 0
+    if config.hugepages != "off":
+        folder = huge_pages.folder_for(config.hugepages, config.hugepages_dir)
+        huge_page_bytes = huge_pages.SIZES[config.hugepages]
+        if config.pool_size < huge_page_bytes:
+            raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
     try:
-        remove_leftovers(config.shm_dir)
+        # What others have left there would count as taken.
+        remove_leftovers(folder)
+        if huge_page_bytes:
+            layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
+            huge_pages.expect_enough(config.hugepages, layout)
         return PublishedSegment.create(
-            config.shm_dir,
+            folder,
             incarnation=incarnation,
             page_bytes=config.pool_size // config.granule * config.granule,
             granule=config.granule,
+            huge_page_bytes=huge_page_bytes,
         )
     except OSError as error:
-        raise ConfigError("shm_dir", f"cannot use {config.shm_dir}: {error.strerror}") from error
+        name = "hugepages" if huge_page_bytes else "shm_dir"
+        raise ConfigError(name, f"cannot use {folder}: {error.strerror}") from error
 
 
 async def populate(

@@ -11,16 +11,19 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import attrs
 import trio
 
 from peercache.actors._actor import SELF
+from peercache.actors.rdma import VERBS
 from peercache.config import Config, format_address
+from peercache.disk_state.ports import DiskEffect
 from peercache.fabric.tcp_server import Admission as DataAdmission
-from peercache.fabric.tcp_server import open_listeners, serve_pages
+from peercache.fabric.tcp_server import serve_pages
+from peercache.fabric.tcp_sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
 from peercache.ids import name_of, new_incarnation
@@ -37,10 +40,13 @@ from peercache.net.sockets import Listener
 from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.crew import Crew
+from peercache.node.disk import NodeDisk
 from peercache.node.memory import Source, populate, publish
 from peercache.node.switchboard import Switchboard
 from peercache.observe import Metrics, get_logger
-from peercache.ports import ClientGone, PoolGrew
+from peercache.ports import ClientGone, PoolGrew, RdmaAbsent
+from peercache.rdma.actor import RdmaServing
+from peercache.rdma.rail import Settings
 from peercache.reporting import absorb
 from peercache.segment.client_lock import remove_dead_locks
 from peercache.segment.layout import boot_id
@@ -105,6 +111,7 @@ class Node:
         self.stopped = trio.Event()
         self._came_round = time.monotonic()
         self._admission: Admission | None = None
+        self._disk: NodeDisk | None = None
 
     def stop(self) -> None:
         """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
@@ -132,6 +139,8 @@ class Node:
             listener.close()
             if self._admission is not None:
                 self._admission.close()
+            if self._disk is not None:
+                self._disk.close()
             segment.close()
             self.log.info("node.stopped")
             self.stopped.set()
@@ -175,9 +184,11 @@ class Node:
             answer=self._answer,
             metrics=self.metrics,
             log=self.log,
+            perform_disk=self._open_disk(segment),
         )
         await nursery.start(switchboard.run)
         crew.start(nursery, switchboard.perform)
+        await self._serve_rdma(nursery, segment)
         http = await self._serve_http(nursery, bound_host)
         await nursery.start(populate, segment, self._pool_grew, self.log)
         nursery.start_soon(self._keep_house, admission, listener)
@@ -190,6 +201,17 @@ class Node:
             http=http,
             local_token=local_token,
         )
+
+    def _open_disk(self, segment: PublishedSegment) -> Callable[[DiskEffect], None] | None:
+        """Begin to open the disk tier, if there is to be one; return who does what it says."""
+        if not self.config.disk_enabled:
+            return None
+
+        def tell(fact: object) -> None:
+            self._switchboard.tell("disk", fact)
+
+        self._disk = NodeDisk(self.config, segment, tell, self.log)
+        return self._disk.perform
 
     def _member(self, segment: PublishedSegment, control: str, host: str, data_port: int) -> Member:
         return Member(
@@ -238,6 +260,29 @@ class Node:
         port: int = listeners[0].socket.getsockname()[1]
         return port
 
+    async def _serve_rdma(self, nursery: trio.Nursery, segment: PublishedSegment) -> None:
+        """Begin to look for devices; where rdma is asked for, wait for what comes of it."""
+        boxes = self._crew.mailboxes
+        if self.config.fabric not in ("auto", "rdma"):
+            boxes["rdma"].tell(SELF, RdmaAbsent(f"this node has fabric = {self.config.fabric}"))
+            boxes[VERBS].close()
+            return
+        is_required = self.config.fabric == "rdma"
+        serving = RdmaServing(
+            Settings.of(self.config),
+            segment,
+            boxes[VERBS],
+            is_required=is_required,
+            tell=lambda fact: boxes["rdma"].tell(SELF, fact),
+            rng=self._rng,
+            metrics=self.metrics,
+            log=self.log,
+        )
+        if is_required:
+            await nursery.start(serving.run)
+        else:
+            nursery.start_soon(serving.run)
+
     async def _serve_http(self, nursery: trio.Nursery, host: str) -> str:
         if self.config.metrics_port == 0 or (self._in_process and self.config.metrics_port == -1):
             return ""
@@ -253,7 +298,8 @@ class Node:
         return address
 
     def _pool_grew(self, usable_bytes: int) -> None:
-        self._crew.mailboxes["pool"].tell(SELF, PoolGrew(usable_bytes))
+        for actor in ("pool", VERBS):
+            self._crew.mailboxes[actor].tell(SELF, PoolGrew(usable_bytes))
 
     def _pipe_ended(self, pipe: int) -> None:
         if self._admission is not None:
@@ -327,7 +373,14 @@ class Node:
             "masters": len(self._crew.membership.masters()),
             "directory_records": self._crew.directory.record_count,
             **self._crew.pool.figures(),
+            **self._disk_figures(),
+            **self._crew.rdma.figures(),
         }
+
+    def _disk_figures(self) -> dict[str, int | float | str]:
+        if self._disk is None:
+            return {}
+        return {**self._crew.disk.figures(), "disk_problem": self._disk.problem}
 
     def _answer(self, message: Message) -> Message | None:
         """Answer what is for the node itself."""

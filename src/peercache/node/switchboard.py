@@ -6,13 +6,15 @@ and allowed; else it is dropped and counted, and a stranger is told to say Hello
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import trio
 
-from peercache.actors._actor import SELF, Mailbox
+from peercache.actors._actor import SELF, TURN_MESSAGES, Mailbox
 from peercache.codec import WrongCluster, WrongVersion, decode, encode
+from peercache.disk_state.ports import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import Rejected, RemoteProtocolError
 from peercache.messages import (
     WIRE_VERSION,
@@ -31,8 +33,8 @@ from peercache.node.admission import Admission, Session
 from peercache.observe import Metrics
 from peercache.ports import Effect, Origin, SendTo, StoreWords, Tell
 
-BURST_MESSAGES = 64
-"""Messages taken from the socket before other tasks get a turn."""
+BURST_MESSAGES = 16
+"""Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
 
 STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
@@ -63,6 +65,7 @@ class Switchboard:
         metrics: Metrics,
         log: Any,
         open_link: Callable[..., Link] = Link,
+        perform_disk: Callable[[DiskEffect], None] | None = None,
     ) -> None:
         """Take everything from `node.Node`, which owns it; a simulation opens links of its own."""
         self._me = me
@@ -79,6 +82,7 @@ class Switchboard:
         self._metrics = metrics
         self._log = log
         self._open_link = open_link
+        self._perform_disk = perform_disk
         self._links: dict[str, Link] = {}
         self._logged: dict[tuple[object, ...], None] = {}
         self._nursery: trio.Nursery | None = None
@@ -91,13 +95,42 @@ class Switchboard:
             self._nursery = nursery
             task_status.started()
             while True:
-                self._take(*await self._listener.receive())
+                self._take_and_serve(*await self._listener.receive())
                 for _ in range(BURST_MESSAGES):
                     taken = self._listener.receive_now()
                     if taken is None:
                         break
-                    self._take(*taken)
-                await trio.lowlevel.checkpoint()
+                    self._take_and_serve(*taken)
+                else:
+                    await trio.lowlevel.checkpoint()
+
+    def _take_and_serve(self, pipe: int, raw: bytes) -> None:
+        """Take one message in, and all that follows from it within this node."""
+        with self._serving():
+            self._take(pipe, raw)
+
+    def tell(self, actor: str, fact: object) -> None:
+        """Tell an actor what no message brought, and let all follow that does."""
+        with self._serving():
+            self._mailboxes[actor].tell(SELF, fact)
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Have what is put into mailboxes meanwhile handled at the end, without waking anybody."""
+        mailboxes = self._mailboxes.values()
+        for mailbox in mailboxes:
+            mailbox.is_attended = True
+        try:
+            yield
+            for _ in range(TURN_MESSAGES):
+                # Most messages concern one actor, and most mailboxes are empty.
+                if not sum([mailbox.serve() for mailbox in mailboxes if mailbox.waiting]):
+                    break
+        finally:
+            for mailbox in mailboxes:
+                mailbox.is_attended = False
+                if mailbox.waiting:
+                    mailbox.wake()
 
     def _take(self, pipe: int, raw: bytes) -> None:
         if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
@@ -189,6 +222,9 @@ class Switchboard:
             self._mailboxes[effect.actor].tell(SELF, effect.fact)
         elif isinstance(effect, StoreWords):
             self._store_words(effect)
+        elif isinstance(effect, (Spill, Load, Forget, NoteUse)):
+            assert self._perform_disk is not None, "a disk tier that was never opened says nothing"
+            self._perform_disk(effect)
         elif isinstance(effect, SendTo):
             self._say(effect.address, 0, effect.message)
         elif isinstance(effect.to, Origin) and effect.to.pipe:

@@ -9,6 +9,9 @@
 #include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 struct piece {
     uint64_t address;
@@ -49,6 +52,51 @@ static int is_there(const struct piece *pieces, uint64_t count, int is_ours, int
     return moved < 0 ? errno != EFAULT : (uint64_t)moved == used;
 }
 
+/* Copy one run past the cache: nothing of a batch is read again before it has left the cache anyway,
+ * and a store that goes through it first reads what it overwrites. That is a third of the traffic,
+ * and memory is what a copy waits for. memcpy does so too, but only from megabytes a call on.
+ */
+#if defined(__SSE2__)
+#define STREAM_BYTES_MIN 4096
+#define AHEAD 1024
+#define LINE 64
+
+static void copy_run(char *to, const char *from, uint64_t size)
+{
+    uint64_t head = -(uintptr_t)to & (LINE - 1);
+
+    if (size < STREAM_BYTES_MIN) {
+        memcpy(to, from, size);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head;
+    from += head;
+    size -= head;
+    for (; size >= LINE; to += LINE, from += LINE, size -= LINE) {
+        const __m128i *source = (const __m128i *)(const void *)from;
+        __m128i *target = (__m128i *)(void *)to;
+        __m128i a, b, c, d;
+
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
+        a = _mm_loadu_si128(source);
+        b = _mm_loadu_si128(source + 1);
+        c = _mm_loadu_si128(source + 2);
+        d = _mm_loadu_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+    memcpy(to, from, size);
+}
+#else
+static void copy_run(char *to, const char *from, uint64_t size)
+{
+    memcpy(to, from, size);
+}
+#endif
+
 /* Copy `total` bytes from one list of pieces to another, in order; return whether it was done. The
  * lists may be cut differently; both hold `total` bytes, and no piece is empty. One of them is in
  * the engine's memory, the other in a segment.
@@ -65,8 +113,8 @@ int peercache_scatter(const struct piece *to, uint64_t to_count, const struct pi
 
         if (step > from->size - from_at)
             step = from->size - from_at;
-        memcpy((void *)(uintptr_t)(to->address + to_at),
-               (const void *)(uintptr_t)(from->address + from_at), step);
+        copy_run((char *)(uintptr_t)(to->address + to_at),
+                 (const char *)(uintptr_t)(from->address + from_at), step);
         total -= step;
         to_at += step;
         from_at += step;
@@ -79,8 +127,11 @@ int peercache_scatter(const struct piece *to, uint64_t to_count, const struct pi
             from_at = 0;
         }
     }
-    /* A large memcpy may store past the cache, which a later store does not wait for: whoever sees
-     * the commit must see the bytes. And the word is loaded after the bytes, not before. */
+    /* What is stored past the cache is not waited for by a later store: whoever sees the commit must
+     * see the bytes. And the word is loaded after the bytes, not before. */
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return 1;
 }

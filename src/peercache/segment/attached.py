@@ -47,7 +47,8 @@ class AttachedSegment:
         self._layout = layout
         self._file = file
         self._writable = writable
-        self._populated_bytes = 0
+        # Huge pages are few, and a hugetlbfs does not tell which of them the owner has populated.
+        self._populated_bytes = layout.page_bytes if layout.huge_page_bytes else 0
         self._uses = 0
         self._closing = False
         self._unmapped = False
@@ -198,7 +199,7 @@ def _checked(file: int, incarnation: Incarnation) -> tuple[Header, Layout]:
             "segment",
             f"it is of node {name_of(header.incarnation)}, not of {name_of(incarnation)}",
         )
-    layout = Layout.of(header.page_bytes, header.granule)
+    layout = Layout.of(header.page_bytes, header.granule, header.huge_page_bytes)
     if found.st_size != layout.total_bytes:
         raise Rejected("segment", f"{found.st_size} bytes, its header wants {layout.total_bytes}")
     return header, layout

@@ -82,6 +82,17 @@ def prefault(view: Bytes, *, write: bool) -> None:
     np.copyto(np.empty(touched.size, np.uint8), touched)
 
 
+def populate_range(address: int, length: int) -> bool:
+    """Populate memory that may be anybody's, whole pages of it, without changing a byte.
+
+    Return False where the kernel cannot (before 5.14) or will not (a driver's mapping, read-only
+    memory): whoever uses the memory then finds out by itself.
+    """
+    begin = address // _PAGE_BYTES * _PAGE_BYTES
+    end = -(-(address + length) // _PAGE_BYTES) * _PAGE_BYTES
+    return bool(_libc.madvise(begin, end - begin, _POPULATE_WRITE) == 0)
+
+
 def unfault(view: Bytes) -> None:
     """Empty the page tables of a shared mapping; the file keeps the bytes.
 

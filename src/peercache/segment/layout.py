@@ -24,10 +24,11 @@ PAGE_MEMORY_BYTES_MAX = 2**50
 """A petabyte: no host has it, and sums of sizes below it cannot overflow."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
+GIB_PAGE_BYTES = 2**30
 SMALL_PAGE_BYTES = 4096
 
 _MAGIC = b"peercach"
-_HEADER = struct.Struct("<8sI4xQQQ36s")
+_HEADER = struct.Struct("<8sIIQQQ36s")
 _BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _BOOT_ID_CHARS = 36
 _NAME = re.compile(r"peercache-[0-9a-f]{16}", re.ASCII)
@@ -44,6 +45,7 @@ class Layout:
     words_offset: where the generation words begin in the file.
     pages_offset: where the page memory begins; on a huge page unless the pool is smaller than one.
     total_bytes:  size of the file.
+    huge_page_bytes: size of the pages that the file is made of, 0 for normal ones.
     """
 
     granule: int
@@ -51,18 +53,26 @@ class Layout:
     words_offset: int
     pages_offset: int
     total_bytes: int
+    huge_page_bytes: int = 0
 
     @classmethod
-    def of(cls, page_bytes: int, granule: int) -> Layout:
-        """Lay out `page_bytes` of page memory, rounded down to whole granules."""
+    def of(cls, page_bytes: int, granule: int, huge_page_bytes: int = 0) -> Layout:
+        """Lay out `page_bytes` of page memory, rounded down to whole granules.
+
+        In huge pages, which a file has whole, it is rounded down to whole ones of them.
+        """
         assert granule >= GRANULE_BYTES_MIN, granule
         assert granule & (granule - 1) == 0, granule
         assert granule <= page_bytes <= PAGE_MEMORY_BYTES_MAX, page_bytes
-        whole = page_bytes // granule * granule
+        assert page_bytes >= huge_page_bytes, page_bytes
+        unit = max(granule, huge_page_bytes)
+        whole = page_bytes // unit * unit
         alignment = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
+        alignment = huge_page_bytes or alignment
         words_end = HEADER_BYTES + whole // granule * WORD_BYTES
         pages_offset = -(-words_end // alignment) * alignment
-        return cls(granule, whole, HEADER_BYTES, pages_offset, pages_offset + whole)
+        total = pages_offset + whole
+        return cls(granule, whole, HEADER_BYTES, pages_offset, total, huge_page_bytes)
 
     @property
     def words_count(self) -> int:
@@ -76,7 +86,9 @@ class Layout:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory that the file takes: the gap before aligned pages takes none."""
+        """Return the memory that the file takes: a gap before aligned normal pages takes none."""
+        if self.huge_page_bytes:
+            return self.total_bytes
         return self.words_end + self.page_bytes
 
 
@@ -88,6 +100,7 @@ class Header:
     granule: int
     page_bytes: int
     boot_id: str
+    huge_page_bytes: int = 0
 
 
 def pack_header(header: Header) -> bytes:
@@ -95,6 +108,7 @@ def pack_header(header: Header) -> bytes:
     return _HEADER.pack(
         _MAGIC,
         LAYOUT_VERSION,
+        header.huge_page_bytes,
         header.incarnation,
         header.granule,
         header.page_bytes,
@@ -106,7 +120,7 @@ def parse_header(raw: bytes) -> Header:
     """Return what a header says; raise Rejected, with what is wrong, for anything but a header."""
     if len(raw) < _HEADER.size:
         raise Rejected("segment", f"{len(raw)} bytes, a header has {_HEADER.size}")
-    magic, version, incarnation, granule, page_bytes, boot = _HEADER.unpack_from(raw)
+    magic, version, huge, incarnation, granule, page_bytes, boot = _HEADER.unpack_from(raw)
     if magic != _MAGIC:
         raise Rejected("segment", "not a published segment")
     if version != LAYOUT_VERSION:
@@ -117,9 +131,12 @@ def parse_header(raw: bytes) -> Header:
         raise Rejected("segment", f"a granule of {granule} bytes")
     if not granule <= page_bytes <= PAGE_MEMORY_BYTES_MAX or page_bytes % granule:
         raise Rejected("segment", f"page memory of {page_bytes} bytes, granule {granule}")
+    if huge not in (0, HUGE_PAGE_BYTES, GIB_PAGE_BYTES) or huge > page_bytes:
+        raise Rejected("segment", f"huge pages of {huge} bytes")
     if not boot.isascii():
         raise Rejected("segment", "a boot id that is no ASCII")
-    return Header(Incarnation(incarnation), granule, page_bytes, boot.decode("ascii").rstrip())
+    host = boot.decode("ascii").rstrip()
+    return Header(Incarnation(incarnation), granule, page_bytes, host, huge)
 
 
 def boot_id() -> str:

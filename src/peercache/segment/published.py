@@ -66,17 +66,19 @@ class PublishedSegment:
     @classmethod
     def create(
         cls, shm_dir: str | os.PathLike[str], *, incarnation: Incarnation, page_bytes: int,
-        granule: int,
+        granule: int, huge_page_bytes: int = 0,
     ) -> PublishedSegment:  # fmt: skip
         """Make the file, its header and its words; the page memory comes with `populate`.
 
         Raises PoolTooLarge where shm_dir has no room, AddressTaken where the file is there already,
-        OSError where shm_dir cannot be used at all.
+        OSError where shm_dir cannot be used at all. With `huge_page_bytes` shm_dir is on a
+        hugetlbfs of such pages.
         """
-        layout = Layout.of(page_bytes, granule)
+        layout = Layout.of(page_bytes, granule, huge_page_bytes)
         path = Path(shm_dir) / segment_name(incarnation)
         free_bytes = _free_bytes(shm_dir)
-        if free_bytes < layout.memory_bytes:
+        # A hugetlbfs without a limit of its own says that it has none free.
+        if not huge_page_bytes and free_bytes < layout.memory_bytes:
             raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
         file = _create_locked(path)
         try:
@@ -85,8 +87,11 @@ class PublishedSegment:
             segment = cls(path, file, layout, incarnation)
             # Odd before the header is there: nobody can read a slot that was never committed.
             segment.words.fill(NEVER_COMMITTED)
-            header = Header(incarnation, layout.granule, layout.page_bytes, boot_id())
-            os.pwrite(file, pack_header(header), 0)
+            raw = pack_header(
+                Header(incarnation, layout.granule, layout.page_bytes, boot_id(), huge_page_bytes)
+            )
+            # Through the mapping: a hugetlbfs takes no writes.
+            segment._whole[: len(raw)] = np.frombuffer(raw, np.uint8)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(file)
@@ -100,12 +105,14 @@ class PublishedSegment:
         segment closes. Raises PoolTooLarge when the file system is full: what was usable stays so.
         """
         goal = min(upto_bytes, self.layout.page_bytes)
+        # A huge page is populated whole.
+        chunk_bytes = max(POPULATE_CHUNK_BYTES, self.layout.huge_page_bytes)
         while self.usable_bytes < goal:
             with self._populating:
                 if self._closed:
                     break
                 begin = self.usable_bytes
-                end = min(begin + POPULATE_CHUNK_BYTES, goal)
+                end = min(begin + chunk_bytes, goal)
                 if begin >= end:
                     break  # Another thread populated it meanwhile.
                 offset = self.layout.pages_offset + begin

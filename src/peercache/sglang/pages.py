@@ -103,6 +103,12 @@ class HostPages:
             batch_sizes=np.tile(sizes[order], BATCH_PAGES),
         )
 
+    def memory(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the memory that all pages lie in, one for each tensor."""
+        whole = self.pool.kv_buffer
+        tensors = [whole] if isinstance(whole, torch.Tensor) else list(whole)
+        return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
     def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
         """Return where the pages of a batch lie.
 

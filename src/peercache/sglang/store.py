@@ -41,6 +41,7 @@ class _Attached:
     client: Any
     pages: HostPages
     namespace: Namespace
+    end_registration: Callable[[], None]
 
 
 class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type information
@@ -96,13 +97,18 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         namespace = namespace_of(self._storage_config, mem_pool_host, pages.page_bytes)
         with self._change:
             before = self._attached
-            if before is not None and before.namespace == namespace:
-                self._attached = attrs.evolve(before, pages=pages)
-                return
+        if before is not None and before.namespace == namespace:
+            registered = _registered(before.client, pages)
+            with self._change:
+                self._attached = attrs.evolve(before, pages=pages, end_registration=registered)
+            # The new memory first: a pool that is named again stays registered all the time.
+            before.end_registration()
+            return
         self._detach(observe.NO_HOME)
         client = self._client_factory(self._config, namespace=namespace)
+        registered = _registered(client, pages)
         with self._change:
-            self._attached = _Attached(client, pages, namespace)
+            self._attached = _Attached(client, pages, namespace, registered)
         self._log.info(
             "store.attached",
             namespace=namespace.name,
@@ -333,3 +339,16 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._idle_reason = idle_reason
         if attached is not None:
             attached.client.close()
+
+
+def _registered(client: Any, pages: HostPages) -> Callable[[], None]:
+    """Have the client make a pool's memory ready for reads into it; return what ends that."""
+    ends = [
+        client.register_memory(address, length, pages.pool) for address, length in pages.memory()
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
