@@ -281,13 +281,18 @@ class Commit:
 
 @attrs.frozen
 class Committed:
-    """Answer a Commit: a state a page, the records now valid, and how many are published."""
+    """Answer a Commit: a state a page, the records now valid, and how many are published.
+
+    ahead, offsets: a reservation made ahead that the client was not told of; 0 and empty: none.
+    """
 
     request: int
     sequence: int
     states: bytes
     records: bytes
     published: int
+    ahead: int = 0
+    offsets: bytes = b""
 
 
 @attrs.frozen

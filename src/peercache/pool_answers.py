@@ -34,15 +34,22 @@ def committed(
     states: bytes,
     records: Records,
     here: Records,
+    ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
 ) -> Tell:
-    """Answer a Commit, by way of the publisher where others are to be told of it first."""
+    """Answer a Commit, by way of the publisher where others are to be told of it first.
+
+    ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
+    """
     request, sequence = commit.request, commit.sequence
     if origin == DISK_TIER:
         told = records.tobytes() + here.tobytes()
         return Tell("disk", Committed(request, sequence, states, told, 0))
-    fact = PagesCommitted(origin, request, sequence, states, records, here, commit.patience_s, then)
-    return Tell("publisher", fact)
+    patience_s = commit.patience_s
+    return Tell(
+        "publisher",
+        PagesCommitted(origin, request, sequence, states, records, here, patience_s, *ahead, then),
+    )
 
 
 def asked_beside(

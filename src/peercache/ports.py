@@ -129,6 +129,9 @@ class PagesCommitted:
     here: npt.NDArray[np.void]
     """Records of pages that were there already, for the client's cache."""
     patience_s: float
+    ahead: int = 0
+    offsets: bytes = b""
+    """A reservation made ahead, which the answer tells of."""
     then: tuple[ReserveAhead, ...] = ()
     """What the pool hears as soon as the Commit is answered: nobody waits for it."""
 

@@ -84,6 +84,8 @@ class _Client:
     """Sequences that the client has listed and we have not seen: their Reserve may yet arrive."""
     granules: int = 0
     ahead_granules: int = 0
+    untold: dict[int, None] = attrs.field(factory=dict)
+    """Reservations made ahead that the answer to its next Commit tells of."""
 
 
 @final
@@ -157,6 +159,7 @@ class Reservations:
         ahead = known.open[sequence]
         assert ahead.is_ahead, f"reservation {sequence} has its names"
         count = len(keys) // KEY_BYTES
+        known.untold.pop(sequence, None)
         named = known.open[sequence] = Reservation(
             ahead.namespace,
             keys,
@@ -171,6 +174,27 @@ class Reservations:
         known.granules -= ahead.granules - granules
         self.granules -= ahead.granules - granules
         return named, [slot for slot in ahead.slots[count:] if slot is not None]
+
+    def hold_back(self, client: int, sequence: int) -> bool:
+        """Return whether a client that has other slots ahead is told of these with its next Commit.
+
+        One message less: it needs them only after the others.
+        """
+        known = self._clients[client]
+        others = [s for s, r in known.open.items() if r.is_ahead and s not in known.untold]
+        is_needed_later = sequence in others and len(others) > 1
+        if is_needed_later:
+            known.untold[sequence] = None
+        return is_needed_later
+
+    def tell(self, client: int) -> tuple[int, bytes]:
+        """Return a reservation that was held back, and its offsets; 0 and b"" without one."""
+        known = self._clients[client]
+        if not known.untold:
+            return 0, b""
+        sequence = next(iter(known.untold))
+        del known.untold[sequence]
+        return sequence, known.open[sequence].offsets
 
     def end(self, client: int, sequence: int, states: bytes | None = None) -> Reservation | None:
         """End a reservation and return it, if it is open; without `states` nothing came of it.
@@ -188,6 +212,7 @@ class Reservations:
                 known.ahead_granules -= reservation.granules
                 self.ahead_granules -= reservation.granules
             self.open_count -= 1
+            known.untold.pop(sequence, None)
             outcome = states or reservation.states.translate(_ABORT_THE_REST)
             self._remember(known, sequence, _outcome(reservation, outcome))
         elif sequence not in known.ended and not self.is_over(client, sequence):

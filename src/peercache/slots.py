@@ -18,6 +18,7 @@ from typing import Final, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 UNITS_ABOUT: Final = 256
 """Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
@@ -110,7 +111,8 @@ class SlotAllocator:
         self.reclaims = 0
         self._classes: dict[int, SizeClass] = {}
         self._units: list[Extent | None] = []
-        self._unit_freed: list[int] = []
+        self._freed = np.empty(0, np.int64)
+        """By unit: when it was given up, _BLOCKED while somebody has it."""
         self._unassigned = 0
         self._fresh = 0
         """From here on no unit was ever assigned: a pool that fills needs no search."""
@@ -131,7 +133,7 @@ class SlotAllocator:
         units = -(-self.granules // self.unit) if whole else self.usable // self.unit
         added = units - len(self._units)
         self._units += [None] * added
-        self._unit_freed += [0] * added
+        self._freed = np.concatenate((self._freed, np.zeros(added, np.int64)))
         self._unassigned += added
         self._version += 1
 
@@ -267,12 +269,8 @@ class SlotAllocator:
         if self._fits(self._fresh, wanted, size_class.granules):
             self._assign(size_class, self._fresh, wanted)
             return True
-        oldest_first = [
-            freed if extent is None else _BLOCKED
-            for extent, freed in zip(self._units, self._unit_freed, strict=True)
-        ]
         for units in dict.fromkeys((wanted, least)):
-            start = self._least_window(oldest_first, units, size_class.granules)
+            start = self._least_window(self._freed, units, size_class.granules)
             if start is not None:
                 self._assign(size_class, start, units)
                 return True
@@ -302,7 +300,7 @@ class SlotAllocator:
                 temperature.append(extent.touched)
         least = -(-size_class.granules // self.unit)
         for units in dict.fromkeys((self._units_wanted(size_class.granules), least)):
-            start = self._least_window(temperature, units, size_class.granules)
+            start = self._least_window(np.array(temperature), units, size_class.granules)
             if start is not None:
                 self._clear_window(start, units, evicted)
                 self._assign(size_class, start, units)
@@ -319,11 +317,15 @@ class SlotAllocator:
                 return units
         return min(spans, key=lambda units: units * self.unit % granules / units, default=least)
 
-    def _least_window(self, keys: list[int], units: int, granules: int) -> int | None:
+    def _least_window(self, keys: npt.NDArray[np.int64], units: int, granules: int) -> int | None:
         """Return the start of the window whose greatest key is least, then whose sum is."""
         if units > len(keys):
             return None
-        windows = np.lib.stride_tricks.sliding_window_view(np.array(keys, np.int64), units)
+        start = int(keys.argmin())
+        if units == 1 and keys[start] < _BLOCKED and self._fits(start, units, granules):
+            # The common case: many small pages to a unit, and one look instead of eight.
+            return start
+        windows = np.lib.stride_tricks.sliding_window_view(keys, units)
         greatest = windows.max(axis=1)
         if not self._fits(len(keys) - units, units, granules):
             greatest[-1] = _BLOCKED  # the last unit is short, and this page does not fit in
@@ -349,6 +351,7 @@ class SlotAllocator:
         assert not any(self._units[start : start + units]), f"units at {start} are taken"
         extent = Extent(size_class, start, units, start * self.unit, slots_max)
         self._units[start : start + units] = [extent] * units
+        self._freed[start : start + units] = _BLOCKED
         self._unassigned -= units
         self._fresh = max(self._fresh, start + units)
         self._version += 1
@@ -380,7 +383,7 @@ class SlotAllocator:
         self._version += 1
         span = slice(extent.first_unit, extent.first_unit + extent.units)
         self._units[span] = [None] * extent.units
-        self._unit_freed[span] = [self._version] * extent.units
+        self._freed[span] = self._version
         self._unassigned += extent.units
 
     def _no_longer_held(self, slot: Slot) -> None:

@@ -93,5 +93,7 @@ class WaitingCommits:
             committed.states,
             committed.records.tobytes() + committed.here.tobytes(),
             int(waiting.acknowledged.sum()) + len(committed.here),
+            committed.ahead,
+            committed.offsets,
         )
         return [Send(committed.origin, answer), *(Tell("pool", fact) for fact in committed.then)]

@@ -43,6 +43,7 @@ from peercache.ports import (
     Tell,
 )
 from peercache.records import DROP, RECORD, RESIDENT
+from peercache.reservations import Reservation
 from peercache.slots import UNITS_ABOUT, SlotAllocator
 
 GRANULE = 4096
@@ -289,6 +290,9 @@ class World:
                 case Tell("publisher", PagesCommitted() as committed):
                     ahead.extend(committed.then)
                     self._committed(committed)
+                    if committed.ahead:
+                        _, granted = self.writing[client, committed.ahead]
+                        assert granted.offsets == committed.offsets
                 case Send(Origin(identity), Granted() as granted):
                     assert identity == client
                     assert isinstance(message, Reserve)
@@ -298,6 +302,12 @@ class World:
                 case _:
                     raise AssertionError(f"an effect nobody expects: {effect}")
             self.check_reads()
+        if isinstance(message, Reserve) and (client, message.sequence) not in self.writing:
+            known = self.pool._reservations.find(client, message.sequence)
+            if isinstance(known, Reservation):
+                # The client hears of it later, and might write there from now on all the same.
+                told = Granted(0, message.sequence, known.states, known.offsets)
+                self._granted(client, message, told)
         drops = [len(changed.drops) for changed in self._told["directory"] if len(changed.drops)]
         same = [len(changed.drops) for changed in self._told["publisher"] if len(changed.drops)]
         assert drops == same, "directory and publisher hear of the same drops"

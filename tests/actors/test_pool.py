@@ -443,6 +443,36 @@ def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
         assert world.writing[ALICE, reserve.sequence] == (reserve, granted)
 
 
+def test_slots_that_are_needed_later_are_told_with_the_next_commit() -> None:
+    """A message less for each batch: those of the next one are known by then."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE)
+    first = world.commit(ALICE, 1, ahead=(2, 3))
+
+    second = world.commit(ALICE, 2, named=[3, 4], ahead=(4,))
+    third = world.commit(ALICE, 3, named=[5, 6], ahead=(5,))
+
+    assert isinstance(first, PagesCommitted)
+    assert isinstance(second, PagesCommitted)
+    assert isinstance(third, PagesCommitted)
+    assert (first.ahead, first.offsets) == (0, b"")
+    assert (second.ahead, second.offsets) == (3, packed([4 * PAGE, 5 * PAGE]))
+    assert (third.ahead, third.offsets) == (4, packed([6 * PAGE, 7 * PAGE]))
+
+
+def test_slots_ahead_that_were_given_up_are_told_to_nobody() -> None:
+    """The client has left them out of its list: it would write where somebody else does."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1], PAGE)
+    world.commit(ALICE, 1, ahead=(2, 3))
+    world.list_live(ALICE, 3, [2])
+
+    done = world.commit(ALICE, 2, named=[4])
+
+    assert isinstance(done, PagesCommitted)
+    assert (done.ahead, done.offsets) == (0, b"")
+
+
 def test_one_commit_asks_for_a_few_reservations_only() -> None:
     """A message of a few bytes must not keep the pool busy for long."""
     world = World(granules=256)

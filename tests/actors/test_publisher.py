@@ -225,7 +225,7 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
     made = publisher_in(ring_of(A, B))
     then = ReserveAhead(CLIENT, Reserve(0, 7, 1, b"", bytes(8)))
     records = records_of(ME, [1, 2, 3], 2)
-    commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, (then,))
+    commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, then=(then,))
     effects = heard(made, ME, commit, 10.0)
     told = [Tell("pool", then)]
     at_once = [effect for effect in effects if isinstance(effect, Tell)]

@@ -13,6 +13,7 @@ from peercache.messages import (
     REFUSED_FULL,
     RESERVED,
     Commit,
+    Committed,
     Granted,
     LiveReservations,
     Message,
@@ -184,6 +185,31 @@ def test_a_batch_that_follows_two_others_reserves_nothing() -> None:
     assert kinds(world) == ["Hear", "Place", "Commit"]
     got = world.get("a", "c", "e", "f")
     assert [got.content(i) for i in range(4)] == [content_of(n).tobytes() for n in "acef"]
+
+
+def test_a_commit_brings_the_slots_of_the_batch_after_it() -> None:
+    """From then on a batch is one question, and nothing else is to be heard."""
+    world = World()
+    for names in (["a", "b"], ["c", "d"], ["e", "f"]):
+        world.set(names)
+    world.steps.clear()
+
+    for names in (["g", "h"], ["i", "j"]):
+        assert world.set(names).stored.all()
+
+    assert kinds(world) == ["Place", "Commit"] * 2
+    assert [world.get(name).content(0) for name in "gj"] == [
+        content_of(name).tobytes() for name in "gj"
+    ]
+
+
+def test_slots_told_with_a_commit_that_do_not_fit_are_given_up() -> None:
+    """The home node is believed as far as it goes."""
+    reservations = asked()
+
+    reservations.told_with(Committed(0, 9, b"", b"", 0, 1, bytes(8)))
+
+    assert reservations.report(0.0).sequences == (2,)
 
 
 def test_slots_beyond_a_short_batch_are_not_written_to() -> None:

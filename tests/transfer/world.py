@@ -197,6 +197,8 @@ class Node:
     # --- as a home node ---------------------------------------------------------------------------
 
     reserved: dict[int, tuple[Reserve, Granted]] = attrs.field(factory=dict)
+    held_back: list[Granted] = attrs.field(factory=list)
+    """Slots ahead that the answer to the next Commit tells of."""
 
     def grant(self, reserve: Reserve, states: Sequence[int] | None = None) -> Granted:
         """Grant a Reserve, page by page as `states` says; the same again to a repeated one."""
@@ -233,10 +235,15 @@ class Node:
             record["flags"] = RESIDENT | (HAS_CHECKSUM if checksums[i] else 0)
             record["checksum"] = checksums[i]
             made.append(record.tobytes())
-        for number in commit.ahead:
-            asked = Reserve(0, number, reserve.namespace, b"", reserve.lengths)
-            self.late.append(self.grant(asked))
-        return Committed(0, commit.sequence, bytes(states), b"".join(made), len(made))
+        told = self.held_back.pop(0) if self.held_back else Granted(0, 0, b"", b"")
+        for place, number in enumerate(commit.ahead):
+            asked = self.grant(Reserve(0, number, reserve.namespace, b"", reserve.lengths))
+            # The client needs one at once, unless it was told of one just now.
+            (self.held_back if place or told.sequence else self.late).append(asked)
+        return Committed(
+            0, commit.sequence, bytes(states), b"".join(made), len(made),
+            told.sequence, told.offsets,
+        )  # fmt: skip
 
 
 class World:

@@ -148,7 +148,7 @@ class Pool:
             case Clear(_, namespace):
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
             case ReserveAhead(origin, reserve):
-                return self._reserve(origin, reserve)
+                return self._reserve_ahead(origin, reserve)
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
@@ -258,6 +258,15 @@ class Pool:
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 
+    def _reserve_ahead(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+        """Reserve what a Commit asked for beside; the answer may wait for that of the next one."""
+        client, sequence = origin.identity, reserve.sequence
+        effects = self._reserve(origin, reserve)
+        known = self._reservations.find(client, sequence)
+        if isinstance(known, Reservation) and self._reservations.hold_back(client, sequence):
+            effects.pop()
+        return effects
+
     # --- Commit, and other ends of a reservation -------------------------------------------------
 
     def _commit(self, origin: Origin, commit: Commit) -> list[Effect]:
@@ -315,14 +324,15 @@ class Pool:
                 slots.hold(slot)
                 made.append(pages.add(key, slot, length, reservation.namespace, checksums[index]))
         self._reservations.end(origin.identity, commit.sequence, bytes(states))
+        ahead = self._reservations.tell(origin.identity)
         then = asked_beside(origin, commit, reservation)
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
         if not made:
-            return [committed(origin, commit, bytes(states), NO_RECORDS, here, then)]
+            return [committed(origin, commit, bytes(states), NO_RECORDS, here, ahead, then)]
         made.reverse()
         records, words = pages.publish(made)
         changed = RecordsChanged(records, _NO_DROPS)
-        answer = committed(origin, commit, bytes(states), records, here, then)
+        answer = committed(origin, commit, bytes(states), records, here, ahead, then)
         effects: list[Effect] = [words, Tell("directory", changed)]
         if origin == DISK_TIER:
             return [*effects, Tell("publisher", changed), answer]

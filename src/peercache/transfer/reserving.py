@@ -16,7 +16,7 @@ from typing import Final, final
 import attrs
 import numpy as np
 
-from peercache.messages import RESERVED, Granted, LiveReservations
+from peercache.messages import RESERVED, Committed, Granted, LiveReservations
 from peercache.runs import U64
 
 AHEAD_S: Final = 2.0
@@ -109,6 +109,12 @@ class Reservations:
                         self._skipping = SKIPPED
                         self._give_up([ahead])
                     return
+
+    def told_with(self, committed: Committed) -> None:
+        """Take the slots ahead that the answer to a Commit tells of, if it does."""
+        if committed.ahead:
+            states = bytes((RESERVED,)) * (len(committed.offsets) // 8)
+            self.granted(Granted(0, committed.ahead, states, committed.offsets))
 
     def take_ahead(self, lengths: U64) -> Ahead | None:
         """Return what was asked for ahead, if it is for such a batch: still live, and the caller's.

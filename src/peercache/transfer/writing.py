@@ -247,8 +247,9 @@ class Writer:
                     ahead,
                 )
                 answer = yield from self._insist(home, commit, until, patience_s)
-                if isinstance(answer, Committed) and len(answer.states) == len(keys):
-                    committed = answer
+                if isinstance(answer, Committed):
+                    reservations.told_with(answer)
+                    committed = answer if len(answer.states) == len(keys) else None
             else:
                 yield Post(((home, Abort(slots.sequence)),))
         return self._settle(places, runs.lengths(), slots.states, written, committed, outcome)
