@@ -148,12 +148,14 @@ DEAD_INCARNATION_ACCEPTED: Patches = ((directory.DirectoryShard, "_follow", _nob
 
 
 def _table_of_extent(right: Any) -> Any:
-    def add(self: PageTable, key: Any, slot: Any, *rest: Any) -> Page:
-        page: Page = right(self, key, slot, *rest)
-        counts = _COUNTS.setdefault(slot.extent, {})
-        counts[slot.first] = counts.get(slot.first, 0) + 1
-        page.generation = 2 * counts[slot.first]
-        return page
+    def add(self: PageTable, keys: Any, slots: Any, *rest: Any) -> list[Page]:
+        added: list[Page] = right(self, keys, slots, *rest)
+        for page in added:
+            first = page.slot.first
+            counts = _COUNTS.setdefault(page.slot.extent, {})
+            counts[first] = counts.get(first, 0) + 1
+            page.generation = 2 * counts[first]
+        return added
 
     return add
 

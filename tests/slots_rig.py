@@ -38,7 +38,7 @@ class Rig:
 
     def hold(self, slot: Slot) -> None:
         """Let a slot have a page."""
-        self.slots.hold(slot)
+        self.slots.hold([slot])
         self.held[slot.first] = self.reserved.pop(slot.first)
 
     def put(self, granules: int) -> Slot:

@@ -29,7 +29,9 @@ LEVELS: dict[str, int] = {
     **dict.fromkeys(["hash_ring", "flags", "view", "redial", "slots", "reservations"], 1),
     **dict.fromkeys(["page_table", "holdings", "streams", "waiting"], 1),
     **dict.fromkeys(["claims", "graves", "silence", "reporting", "outbox", "channel_exchange"], 1),
-    **dict.fromkeys(["promotion", "granting", "pool_figures", "pool_answers", "disk_state"], 1),
+    **dict.fromkeys(
+        ["promotion", "granting", "pool_figures", "pool_answers", "committing", "disk_state"], 1
+    ),
     # L2: state machines and sans-IO paths.
     **dict.fromkeys(["actors", "transfer"], 2),
     # L3: one foreign library or kernel facility each.

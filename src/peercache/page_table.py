@@ -105,14 +105,30 @@ class PageTable:
                 states[index] = REFUSED_SIZE
         return states, here
 
-    def add(self, key: bytes, slot: Slot, length: int, namespace: int, checksum: int) -> Page:
-        """Enter a page under a new generation; `publish` then stores its word."""
-        assert key not in self._by_key, f"page {key.hex()} entered twice"
-        self._sequence += 1
-        page = Page(key, slot, length, 2 * self._sequence, namespace, checksum)
-        self._by_key[key] = self._by_slot[slot.first] = page
-        self.stored_bytes += length
-        return page
+    def are_new(self, keys: Sequence[bytes]) -> bool:
+        """Return whether none of these keys is here, nor twice among them."""
+        return len(set(keys)) == len(keys) and self._by_key.keys().isdisjoint(keys)
+
+    def add(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[Slot],
+        lengths: Sequence[int],
+        namespace: int,
+        checksums: Sequence[int],
+    ) -> list[Page]:
+        """Enter pages that are new under rising generations; `publish` then stores their words."""
+        assert self.are_new(keys), "a page entered twice"
+        generation = 2 * self._sequence
+        self._sequence += len(keys)
+        added: list[Page] = []
+        for key, slot, length, checksum in zip(keys, slots, lengths, checksums, strict=True):
+            generation += 2
+            page = Page(key, slot, length, generation, namespace, checksum)
+            self._by_key[key] = self._by_slot[slot.first] = page
+            added.append(page)
+        self.stored_bytes += sum(lengths)
+        return added
 
     def publish(self, pages: Sequence[Page]) -> tuple[Records, StoreWords]:
         """Return the records of pages just added, and the words that make them readable."""
@@ -185,6 +201,8 @@ class PageTable:
         self, keys: bytes, states: Sequence[int], wanted: tuple[int, ...]
     ) -> Records:
         """Return the records of those pages whose state is wanted and which are still here."""
+        if not any(state in states for state in wanted):
+            return self.records([])
         pairs = zip(split_keys(keys), states, strict=True)
         return self.records(self.of_keys(key for key, state in pairs if state in wanted))
 

@@ -13,7 +13,7 @@ Pure: no words, no keys, no time. Age is counted in touches: `clock` advances wi
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Final, final
 
 import attrs
@@ -158,20 +158,24 @@ class SlotAllocator:
         self.reserved_granules += granules
         return slot
 
-    def hold(self, slot: Slot) -> None:
-        """Let a reserved slot have a page: the hottest one."""
-        assert slot.state == RESERVED, f"slot {slot.first} held from state {slot.state}"
-        extent = slot.extent
-        size_class = extent.size_class
-        slot.state = HELD
-        extent.reserved -= 1
-        extent.held += 1
-        self.reserved_granules -= size_class.granules
-        self.held_granules += size_class.granules
-        self.held_count += 1
-        self.clock += 1
-        slot.touched = extent.touched = self.clock
-        size_class.held[slot.first] = slot
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Let reserved slots have pages: the last of them the hottest one."""
+        clock, granules = self.clock, 0
+        for slot in slots:
+            assert slot.state == RESERVED, f"slot {slot.first} held from state {slot.state}"
+            extent = slot.extent
+            size_class = extent.size_class
+            slot.state = HELD
+            extent.reserved -= 1
+            extent.held += 1
+            clock += 1
+            slot.touched = extent.touched = clock
+            granules += size_class.granules
+            size_class.held[slot.first] = slot
+        self.clock = clock
+        self.reserved_granules -= granules
+        self.held_granules += granules
+        self.held_count += len(slots)
 
     def touch(self, slot: Slot) -> None:
         """Make a held slot the hottest one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -314,7 +315,9 @@ class World:
         self.check_sums()
         for fact in ahead:
             assert fact.origin.identity == client
-            granting = self.pool.on_message(NODE, fact, 0.0)
+            assert self.pool.on_message(NODE, fact, 0.0) == []
+            granting = self.pool.on_tick(self.pool.deadline())
+            assert self.pool.deadline() == inf
             self.pool.check()
             self.perform(granting, client, fact.reserve)
 

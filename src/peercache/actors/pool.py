@@ -26,6 +26,7 @@ from typing import Final, TypeAlias, final
 import numpy as np
 from typing_extensions import assert_never
 
+from peercache.committing import commit_pages
 from peercache.granting import coldest_pages, granules_of, problem_of, states_ahead, take_slots
 from peercache.ids import Incarnation
 from peercache.messages import (
@@ -33,7 +34,6 @@ from peercache.messages import (
     COMMITTED,
     HERE,
     REFUSED_FULL,
-    REFUSED_SIZE,
     RESERVED,
     Abort,
     Clear,
@@ -66,17 +66,12 @@ from peercache.reservations import Reservation, Reservations
 from peercache.slots import SlotAllocator
 
 Hears: TypeAlias = (
-    Reserve
-    | Commit
-    | Abort
-    | LiveReservations
-    | Touched
-    | Remove
-    | Clear
-    | ReserveAhead
-    | ClientGone
-    | PoolGrew
+    Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear | ClientGone | PoolGrew
 )
+
+AHEAD_PAUSE_S: Final = 0.001
+"""Between the answer to a Commit and the slots it asked for ahead: whoever was answered may wait
+for our processor, and nobody for those slots."""
 
 _NO_DROPS: Final = np.frombuffer(b"", DROP)
 
@@ -118,14 +113,20 @@ class Pool:
             sequence=rng.randrange(1, 2**61),
         )
         self._reservations = Reservations()
+        self._asked_ahead: list[ReserveAhead] = []
+        self._due = inf
         self._evicted_count = 0
         self._on_disk = on_disk
         self._metrics = metrics
         if metrics is not None:
             show_pool(metrics, self.figures)
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:  # noqa: ARG002 - nothing here depends on time
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
+        if isinstance(message, ReserveAhead):
+            self._asked_ahead.append(message)
+            self._due = min(self._due, now + AHEAD_PAUSE_S)
+            return []
         return self._apply(sender, message)  # type: ignore[arg-type]
 
     def _apply(self, sender: Origin, message: Hears) -> list[Effect]:
@@ -147,8 +148,6 @@ class Pool:
                 return self._remove(sender, message, self._pages.of_keys(named))
             case Clear(_, namespace):
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
-            case ReserveAhead(origin, reserve):
-                return self._reserve_ahead(origin, reserve)
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
@@ -156,13 +155,14 @@ class Pool:
                 return []
         assert_never(message)
 
-    def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - there is no timer here
-        """Do nothing: nothing in a pool ends by time."""
-        return []
+    def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - nothing else depends on time
+        """Reserve what was asked for ahead; nothing in a pool ends by time."""
+        asked, self._asked_ahead, self._due = self._asked_ahead, [], inf
+        return [effect for one in asked for effect in self._reserve_ahead(one)]
 
     def deadline(self) -> float:
-        """Return inf."""
-        return inf
+        """Return when what was asked for ahead is reserved."""
+        return self._due
 
     def check(self) -> None:
         """Assert that pages, slots and reservations add up, in constant time."""
@@ -258,10 +258,10 @@ class Pool:
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 
-    def _reserve_ahead(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+    def _reserve_ahead(self, asked: ReserveAhead) -> list[Effect]:
         """Reserve what a Commit asked for beside; the answer may wait for that of the next one."""
-        client, sequence = origin.identity, reserve.sequence
-        effects = self._reserve(origin, reserve)
+        client, sequence = asked.origin.identity, asked.reserve.sequence
+        effects = self._reserve(asked.origin, asked.reserve)
         known = self._reservations.find(client, sequence)
         if isinstance(known, Reservation) and self._reservations.hold_back(client, sequence):
             effects.pop()
@@ -297,42 +297,17 @@ class Pool:
     def _commit_open(
         self, origin: Origin, commit: Commit, reservation: Reservation
     ) -> list[Effect]:
-        """Make the written pages readable, in reverse order: the first key becomes the hottest."""
-        states = bytearray(reservation.states)
-        keys = split_keys(reservation.keys)
-        lengths: list[int] = np.frombuffer(reservation.lengths, "<u8").tolist()
-        checksums: list[int] = np.frombuffer(commit.checksums, "<u8").tolist()
-        made: list[Page] = []
-        pages, slots = self._pages, self._slots
-        for index in range(len(keys) - 1, -1, -1):
-            slot, key, length = reservation.slots[index], keys[index], lengths[index]
-            rival = pages.find(key)
-            if slot is None:
-                if rival is not None and states[index] == HERE:
-                    slots.touch(rival.slot)
-            elif not commit.written[index]:
-                states[index] = ABORTED
-                slots.release(slot)
-            elif rival is not None:
-                # Somebody was faster; the first commit stays, and this copy is thrown away.
-                slots.release(slot)
-                states[index] = HERE if rival.length == length else REFUSED_SIZE
-                if rival.length == length:
-                    slots.touch(rival.slot)
-            else:
-                states[index] = COMMITTED
-                slots.hold(slot)
-                made.append(pages.add(key, slot, length, reservation.namespace, checksums[index]))
-        self._reservations.end(origin.identity, commit.sequence, bytes(states))
+        """Make the written pages readable."""
+        states, made = commit_pages(self._slots, self._pages, reservation, commit)
+        self._reservations.end(origin.identity, commit.sequence, states)
         ahead = self._reservations.tell(origin.identity)
         then = asked_beside(origin, commit, reservation)
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
         if not made:
-            return [committed(origin, commit, bytes(states), NO_RECORDS, here, ahead, then)]
-        made.reverse()
-        records, words = pages.publish(made)
+            return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
+        records, words = self._pages.publish(made)
         changed = RecordsChanged(records, _NO_DROPS)
-        answer = committed(origin, commit, bytes(states), records, here, ahead, then)
+        answer = committed(origin, commit, states, records, here, ahead, then)
         effects: list[Effect] = [words, Tell("directory", changed)]
         if origin == DISK_TIER:
             return [*effects, Tell("publisher", changed), answer]

@@ -49,6 +49,9 @@ ATTACH_S = 5.0
 UNMAP_S = 5.0
 """How long the old segment waits for its last copy; the last user unmaps it otherwise."""
 
+POPULATING = "peercache-populate"
+"""The thread that fills our page tables for a new home node's memory."""
+
 
 @attrs.frozen(eq=False)
 class Attached:
@@ -208,7 +211,7 @@ class Home:
             return False
         self.attached = Attached(member.incarnation, segment, Reservations())
         threading.Thread(
-            target=self._populate, args=(segment,), name="peercache-populate", daemon=True
+            target=self._populate, args=(segment,), name=POPULATING, daemon=True
         ).start()
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
         self._metrics.home_attached.inc()
