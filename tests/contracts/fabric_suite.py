@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import attrs
@@ -14,15 +16,33 @@ import pytest
 
 from contracts.fakes import Memory
 from pace import PATIENCE_S, PROMPT_S
+from peercache.ids import Incarnation
 from peercache.messages import ALIVE, Member
 from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.ports import ODD, Fabric, Fetched, PeerRead
 from peercache.runs import PageRuns
+from peercache.segment.published import PublishedSegment
 
 GRANULE = 4096
 PAGE_MEMORY_BYTES = 24 * 2**20
 INCARNATION = 0x51
 UNTOUCHED = 0xEE
+
+
+@contextlib.contextmanager
+def published_segment(folder: Path) -> Iterator[PublishedSegment]:
+    """Publish a segment in a folder, all of it usable."""
+    published = PublishedSegment.create(
+        folder,
+        incarnation=Incarnation(INCARNATION),
+        page_bytes=PAGE_MEMORY_BYTES,
+        granule=GRANULE,
+    )
+    published.populate(PAGE_MEMORY_BYTES)
+    try:
+        yield published
+    finally:
+        published.close()
 
 
 @attrs.define

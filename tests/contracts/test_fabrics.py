@@ -15,12 +15,12 @@ from contracts.fabric_suite import (
     FabricSuite,
     Owner,
     member_of,
+    published_segment,
 )
 from contracts.fakes import FakeFabric, PlainMemory
 from fabric.serving import WAYS, PageServer, fabric_for
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp import TcpFabric
-from peercache.ids import Incarnation
 from peercache.messages import Member
 from peercache.segment.layout import boot_id
 from peercache.segment.published import PublishedSegment
@@ -29,15 +29,8 @@ from peercache.segment.published import PublishedSegment
 @pytest.fixture
 def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
     """A published segment, all of it usable."""
-    published = PublishedSegment.create(
-        tmp_path,
-        incarnation=Incarnation(INCARNATION),
-        page_bytes=PAGE_MEMORY_BYTES,
-        granule=GRANULE,
-    )
-    published.populate(PAGE_MEMORY_BYTES)
-    yield published
-    published.close()
+    with published_segment(tmp_path) as published:
+        yield published
 
 
 @attrs.define

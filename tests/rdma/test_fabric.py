@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from fabric_bench import RdmaBench
 
-from contracts.fabric_suite import GRANULE, INCARNATION, PAGE_MEMORY_BYTES, FabricSuite
-from peercache.ids import Incarnation
+from contracts.fabric_suite import (
+    FabricSuite,
+    published_segment,
+)
 from peercache.segment.published import PublishedSegment
 
 pytestmark = pytest.mark.rdma
@@ -18,15 +20,8 @@ pytestmark = pytest.mark.rdma
 @pytest.fixture
 def segment() -> Iterator[PublishedSegment]:
     """A published segment, all of it usable."""
-    published = PublishedSegment.create(
-        Path("/dev/shm"),
-        incarnation=Incarnation(INCARNATION),
-        page_bytes=PAGE_MEMORY_BYTES,
-        granule=GRANULE,
-    )
-    published.populate(PAGE_MEMORY_BYTES)
-    yield published
-    published.close()
+    with published_segment(Path("/dev/shm")) as published:
+        yield published
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from contracts.fabric_suite import (
     Owner,
     content_of,
     member_of,
+    published_segment,
     read,
 )
 from contracts.fakes import FakeFabric
 from pace import PROMPT_S
 from peercache.channel_exchange import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.ids import Incarnation
 from peercache.messages import Member, Message, Refused
 from peercache.observe import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED, Metrics
 from peercache.ports import ODD, Fetched, PeerRead
@@ -134,13 +134,8 @@ class FakeBench:
 @pytest.fixture
 def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
     """A published segment, all of it usable."""
-    published = PublishedSegment.create(
-        tmp_path, incarnation=Incarnation(INCARNATION), page_bytes=PAGE_MEMORY_BYTES,
-        granule=GRANULE,
-    )  # fmt: skip
-    published.populate(PAGE_MEMORY_BYTES)
-    yield published
-    published.close()
+    with published_segment(tmp_path) as published:
+        yield published
 
 
 @pytest.fixture

@@ -17,12 +17,11 @@ from fabric_bench import RdmaBench, forged
 from contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
-    PAGE_MEMORY_BYTES,
     UNTOUCHED,
     Destination,
+    published_segment,
 )
 from peercache.channel_exchange import ChannelOpened
-from peercache.ids import Incarnation
 from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.ports import ODD, Fetched
 from peercache.rdma import device
@@ -44,15 +43,8 @@ HEALED_S = 120.0
 @pytest.fixture
 def segment() -> Iterator[PublishedSegment]:
     """A published segment, all of it usable."""
-    published = PublishedSegment.create(
-        Path("/dev/shm"),
-        incarnation=Incarnation(INCARNATION),
-        page_bytes=PAGE_MEMORY_BYTES,
-        granule=GRANULE,
-    )
-    published.populate(PAGE_MEMORY_BYTES)
-    yield published
-    published.close()
+    with published_segment(Path("/dev/shm")) as published:
+        yield published
 
 
 @pytest.fixture
