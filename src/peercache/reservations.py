@@ -24,6 +24,7 @@ ENDED_MAX: Final = 64
 GONE_MAX: Final = 4096
 """Exited clients remembered, so that what they had sent before cannot reserve anything."""
 
+_RESERVED = bytes((RESERVED,))
 _ABORT_THE_REST = bytes.maketrans(bytes((RESERVED,)), bytes((ABORTED,)))
 _NO_SLOT_AGAIN = bytes.maketrans(bytes((COMMITTED, ABORTED)), bytes((REFUSED_FULL, REFUSED_FULL)))
 
@@ -178,11 +179,14 @@ class Reservations:
     def hold_back(self, client: int, sequence: int) -> bool:
         """Return whether a client that has other slots ahead is told of these with its next Commit.
 
-        One message less: it needs them only after the others.
+        One message less: it needs them only after the others. The answer to a Commit names no
+        states, so only what has a slot for every page is told with it: the offset of a page without
+        one would be that of somebody else's.
         """
         known = self._clients[client]
         others = [s for s, r in known.open.items() if r.is_ahead and s not in known.untold]
-        is_needed_later = sequence in others and len(others) > 1
+        is_whole = sequence in others and not known.open[sequence].states.strip(_RESERVED)
+        is_needed_later = is_whole and len(others) > 1
         if is_needed_later:
             known.untold[sequence] = None
         return is_needed_later

@@ -294,6 +294,7 @@ class World:
                     if committed.ahead:
                         _, granted = self.writing[client, committed.ahead]
                         assert granted.offsets == committed.offsets
+                        assert set(granted.states) == {RESERVED}, "an offset that is nobody's"
                 case Send(Origin(identity), Granted() as granted):
                     assert identity == client
                     assert isinstance(message, Reserve)

@@ -460,6 +460,22 @@ def test_slots_that_are_needed_later_are_told_with_the_next_commit() -> None:
     assert (third.ahead, third.offsets) == (4, packed([6 * PAGE, 7 * PAGE]))
 
 
+def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> None:
+    """An answer names no states: a page without a slot would go into somebody else's."""
+    world = World(granules=64, uncommitted_max=64 * GRANULE)
+    world.reserve(BOB, range(100, 158), GRANULE)
+    world.reserve(ALICE, [1, 2, 3, 4], GRANULE)
+    # Six granules are left: four for the first that follows, two for the second.
+    world.commit(ALICE, 1, ahead=(2, 3))
+    partly = world.writing[ALICE, 3][1].states
+
+    done = world.commit(ALICE, 2, named=[5, 6, 7, 8])
+
+    assert partly == bytes((RESERVED, RESERVED, REFUSED_FULL, REFUSED_FULL))
+    assert isinstance(done, PagesCommitted)
+    assert (done.ahead, done.offsets) == (0, b"")
+
+
 def test_slots_ahead_that_were_given_up_are_told_to_nobody() -> None:
     """The client has left them out of its list: it would write where somebody else does."""
     world = World(granules=256)

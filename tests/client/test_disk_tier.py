@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.disk.check import stats_of
 from tests.client.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -132,6 +133,8 @@ def test_removed_pages_stay_removed_over_a_restart(cluster: LocalCluster, tmp_pa
     spilled(client, 16)
 
     went = client.remove(names[:4])
+    # What was removed is forgotten within a moment; until then a kill may bring it back.
+    wait_until(lambda: stats_of(tmp_path / "a" / "0").pages == 12)
     node.kill()
     again = cluster.start("one", pool="4MiB", flags=flags_of(tmp_path, "a"))
     fresh = cluster.client(again)

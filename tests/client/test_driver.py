@@ -327,3 +327,30 @@ def test_a_checksum_is_of_the_bytes_whatever_their_runs() -> None:
     assert checksums_of(whole).tolist() == checksums_of(pieces).tolist()
     assert len(set(checksums_of(whole).tolist())) == 2
     assert checksums_of(whole).all()
+
+
+def test_read_that_was_queued_without_a_thread_never_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no thread can be started the executor says so, and has queued the read all the same."""
+    pipe = Pipe()
+    driver = driving(pipe)
+    busy = driver._submit(read_of(9)[0], pipe, time.monotonic() + PATIENCE_S)
+    while 9 not in pipe.begun:
+        time.sleep(0.001)
+    start = threading.Thread.start
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name.startswith("peercache-fetch"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    queued = driver._submit(read_of(1)[0], pipe, time.monotonic() + PATIENCE_S)
+    pipe.go.set()
+    assert busy is not None
+    busy.result(PATIENCE_S)
+    driver._threads.shutdown(wait=True)  # type: ignore[union-attr]
+
+    assert queued is None
+    assert 1 not in pipe.begun

@@ -14,6 +14,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+import trio
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,9 @@ from fabric.serving import PATIENCE_S, WAYS, PageServer, fabric_for, wait_until
 from peercache.fabric import native
 from peercache.fabric import tcp_wire as wire
 from peercache.fabric.tcp import TcpFabric
-from peercache.observe import REFUSED
+from peercache.fabric.tcp_compiled import CompiledPages
+from peercache.fabric.tcp_serving import Patience
+from peercache.observe import REFUSED, Metrics
 from peercache.ports import Fetched, PeerRead
 from peercache.runs import U64
 
@@ -229,3 +232,29 @@ def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -
     assert [before.failure, after.failure] == ["", ""]
     assert childs_status == "0"
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepters() -> None:
+    """It was accepted in the turn of the loop that ended it: the C server is freed by then."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    pages = CompiledPages(
+        memory,
+        granule=GRANULE,
+        incarnation=INCARNATION,
+        metrics=Metrics(),
+        between_bytes_and_words=None,
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pages.run)
+        nursery.cancel_scope.cancel()
+    taken: list[object] = []
+    pages._call = {**pages._call, "take": lambda *given: taken.append(given) or 0}
+    ours, theirs = socket.socketpair()
+
+    with ours, theirs:
+        end = await pages.serve(ours, Patience(idle_s=1.0, request_s=1.0, stall_s=1.0))
+
+        assert (end.connection, end.refused) == (None, "")
+        assert ours.fileno() >= 0
+    assert taken == []

@@ -346,6 +346,7 @@ class DiskTier:
             removed.origin, message.request, len(removed.keys) // 16, now + REMOVE_PATIENCE_S
         )
         if index is None:
+            self.promotes.removed(removed.keys)
             return _removed(removal)
         gone = self._gone(index, message)
         self.promotes.removed(gone.keys if isinstance(message, Clear) else message.keys)

@@ -142,10 +142,24 @@ class Driver:
                 return None
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
+            # Ours, not the executor's: where no thread can be started its `submit` raises, and has
+            # queued the read all the same. It must not begin when nobody waits for it any more.
+            done: Future[Fetched] = Future()
             try:
-                return self._threads.submit(self._read, read, fabric, until)
+                queued = self._threads.submit(self._fulfil, done, read, fabric, until)
             except RuntimeError:
-                return None
+                return None if done.cancel() else done
+            # What `close` drops from the queue is dropped here, too.
+            queued.add_done_callback(lambda dropped: dropped.cancelled() and done.cancel())
+            return done
+
+    def _fulfil(self, done: Future[Fetched], read: PeerRead, fabric: Fabric, until: float) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(self._read(read, fabric, until))
+        except BaseException as error:
+            done.set_exception(error)
 
     def _result(self, future: Future[Fetched], read: PeerRead, until: float) -> Fetched:
         try:

@@ -166,6 +166,8 @@ class SlabFiles:
             os.posix_fallocate(file, 0, slab_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
+            # One that was open before is of a file that has no name any more.
+            self.forget(number)
             if error.errno in NO_ROOM:
                 raise NoRoomError from error
             raise

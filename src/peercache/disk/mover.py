@@ -111,8 +111,9 @@ class PageMover:
             def write(some: list[int]) -> None:
                 self._write(some, headers, views, blocks)
 
-            self._attempt(unit, run, places, write)
-        self._judge_written(unit, records, places)
+            verdicts = self._attempt(unit, run, places, write)
+            self._judge_written(verdicts, records, places)
+            _say(unit, verdicts)
 
     def _write(
         self, run: list[int], headers: list[SlotHeader], views: list[memoryview], blocks: list[int]
@@ -135,14 +136,16 @@ class PageMover:
             self._files.prepare(slab, blocks[run[0]])
             self._files.write(place, buffers)
 
-    def _judge_written(self, unit: Unit, records: npt.NDArray[np.void], places: list[int]) -> None:
+    def _judge_written(
+        self, verdicts: dict[int, int], records: npt.NDArray[np.void], places: list[int]
+    ) -> None:
         """Look at the words once more: a page that changed while it was written is not there."""
         same = self._unchanged(records)
-        for index in np.flatnonzero(~same).tolist():
-            if unit.outcomes[index] == DISK_DONE:
-                unit.outcomes[index] = DISK_CHANGED
+        for index, verdict in list(verdicts.items()):
+            if verdict == DISK_DONE and not same[index]:
                 # It may have been removed for good: not even a rebuilt index may find it.
                 self._overwrite(places[index])
+                verdicts[index] = DISK_CHANGED
 
     def expect_wipes(self, places: list[int]) -> None:
         """Note that `wipe` will be called for these, unless they are spilled to before."""
@@ -222,12 +225,13 @@ class PageMover:
                     if problem:
                         self._note_damage(places[index], problem)
 
-            self._attempt(unit, run, places, read)
+            verdicts = self._attempt(unit, run, places, read)
             for index, checksum in found.items():
                 if checksum < 0:
-                    unit.outcomes[index] = DISK_DAMAGED
-                elif unit.outcomes[index] == DISK_DONE:
+                    verdicts[index] = DISK_DAMAGED
+                elif verdicts[index] == DISK_DONE:
                     unit.job.checksums[begin + index] = checksum
+            _say(unit, verdicts)
 
     def _note_damage(self, place: int, problem: str) -> None:
         file = self._files.name_of(place)
@@ -237,8 +241,11 @@ class PageMover:
 
     def _attempt(
         self, unit: Unit, run: list[int], places: list[int], move: Callable[[list[int]], None]
-    ) -> None:
-        """Move a run, or, where one bad block fails it, its pages one by one; set the outcomes."""
+    ) -> dict[int, int]:
+        """Move a run, or, where one bad block fails it, its pages one by one; return the outcomes.
+
+        They are not the unit's before they are judged: its deadline may come at any moment.
+        """
         try:
             move(run)
             outcome = DISK_DONE
@@ -249,13 +256,11 @@ class PageMover:
             outcome = self._missing(unit, error, places[run[0]])
         except OSError as error:
             if len(run) > 1 and error.errno == errno.EIO and not unit.is_over:
-                for index in run:
-                    self._attempt(unit, [index], places, move)
-                return
+                singly = [self._attempt(unit, [index], places, move) for index in run]
+                return {index: outcome for one in singly for index, outcome in one.items()}
             self._note_failure(error, places[run[0]])
             outcome = DISK_FAILED
-        for index in run:
-            unit.outcomes[index] = outcome
+        return dict.fromkeys(run, outcome)
 
     def _missing(self, unit: Unit, error: OSError, place: int) -> int:
         slab = place // self._files.folder.slab_bytes
@@ -283,6 +288,12 @@ class PageMover:
         if memory is None:
             memory = self._own.headers = memoryview(mmap.mmap(-1, UNIT_PAGES * BLOCK_BYTES))
         return memory
+
+
+def _say(unit: Unit, verdicts: dict[int, int]) -> None:
+    """Make final verdicts the unit's: whatever has none when its deadline comes, is late."""
+    for index, verdict in verdicts.items():
+        unit.outcomes[index] = verdict
 
 
 def units_of(job: Job, lengths: list[int], until: float) -> list[Unit]:

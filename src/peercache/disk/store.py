@@ -166,9 +166,10 @@ class DiskStore:
             return
         ended = opened.workers.close(CLOSE_S)
         ended = opened.index.close(CLOSE_S) and ended
-        opened.files.close()
-        # While a call may still reach the disk, the folder stays ours: till the process ends.
+        # While a call may still reach the disk, the folder stays ours, till the process ends, and
+        # so do the files: to close one may wait for the disk too.
         if ended:
+            opened.files.close()
             opened.folder.close()
 
     def _tell(self, fact: DiskFact) -> None:

@@ -250,6 +250,10 @@ class Promotes:
     def stop(self) -> list[Effect]:
         """The disk has ended: nothing will be loaded any more."""
         self._wanted.clear()
+        for job in self._jobs.values():
+            if job.late:
+                # From now on nobody tells which of its pages were removed before it is committed.
+                job.written = bytearray(len(job.keys))
         effects: list[Effect] = []
         for key in self.askers.waited_for():
             if key not in self._loading:

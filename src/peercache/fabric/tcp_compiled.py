@@ -113,6 +113,7 @@ class CompiledPages:
         self._counted = 0
         self._next_name = 1
         self._talking: dict[int, _Talk] = {}
+        self._is_over = False
         self._process = os.getpid()
         self._thread = threading.Thread(
             target=self._call["run"], args=(self._server,), name="peercache-pages", daemon=True
@@ -131,6 +132,8 @@ class CompiledPages:
                     await trio.sleep(COUNT_EVERY_S)
                     self._count()
         finally:
+            # Who was accepted in this very turn of the loop may yet ask: the server goes now.
+            self._is_over = True
             atexit.unregister(self._stop)
             if self._stop():
                 self._hear_all()
@@ -146,8 +149,8 @@ class CompiledPages:
         try:
             file = connection.fileno()
             nanoseconds = (int(seconds * 1e9) for seconds in limits)
-            if not self._call["take"](self._server, file, name, *nanoseconds):
-                return End(connection, "")
+            if self._is_over or not self._call["take"](self._server, file, name, *nanoseconds):
+                return End(None, "")  # Whoever accepted it closes it.
             connection.detach()
             await talk.over.wait()
             return End(talk.connection, talk.refused)
@@ -164,6 +167,9 @@ class CompiledPages:
         into = (ctypes.byref(name), ctypes.byref(file), ctypes.byref(how))
         while self._call["ended"](self._server, *into):
             connection = socket.socket(fileno=file.value) if file.value >= 0 else None
+            if connection is not None:
+                # A default time-out of the process would make it wait, and the loop with it.
+                connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
             talk = self._talking.get(name.value)
             if talk is not None:
                 talk.connection, talk.refused = connection, _ENDS[how.value]

@@ -121,6 +121,9 @@ class RdmaServing:
         if isinstance(fact, WantPair):
             answer = await self._open(server, fact)
             is_open = isinstance(answer, ChannelOpened)
+            if not is_open:
+                # One that was open, and was asked for anew: from now on nobody would end it.
+                server.close(fact.origin.identity, fact.wanted.channel)
             self._tell(PairOpened(fact.origin, fact.wanted.channel, is_open, answer))
         elif isinstance(fact, DropPair):
             server.close(fact.client, fact.channel)

@@ -63,11 +63,14 @@ class Blocks:
             if self._idle:
                 return self._idle.pop()
             self._count += 1
-        block = self._make(until)
-        if block is None:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify_all()
+        block: Block | None = None
+        try:
+            block = self._make(until)
+        finally:
+            if block is None:
+                with self._changed:
+                    self._count -= 1
+                    self._changed.notify_all()
         return block
 
     def give_back(self, block: Block) -> None:

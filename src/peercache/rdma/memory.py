@@ -189,8 +189,17 @@ class Regions:
                 self._tasks.append((region, offset, length))
             wanted = min(self._threads_max - self._threads, len(self._tasks))
             self._threads += max(0, wanted)
-        for _ in range(wanted):
-            threading.Thread(target=self._work, name="peercache-register", daemon=True).start()
+        for started in range(wanted):
+            thread = threading.Thread(target=self._work, name="peercache-register", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # No thread is to be had now: the next that is asks, or one that runs, does it all.
+                self._log.warning("memory.no_thread", problem=str(error))
+                with self._changed:
+                    self._threads -= wanted - started
+                    self._changed.notify_all()
+                return
 
     def wait(self, region: Region, timeout_s: float) -> bool:
         """Wait until all that was asked for is registered or has failed; return whether it is.

@@ -222,12 +222,14 @@ def drive(
             if not transfer.is_over:
                 transfer.failure = LINK_DOWN
                 leave_out(transfer)
+        if now >= deadline:
+            # Also where something moves with each look: many small pages may go on for long.
+            for transfer in pending:
+                if not transfer.is_over:
+                    transfer.failure = DEADLINE
+            return
         if moved or dead:
             continue
-        if now >= deadline:
-            for transfer in pending:
-                transfer.failure = DEADLINE
-            return
         for transfer in pending:
             transfer.channel.arm()
         # What completed before the queue was armed makes no event.

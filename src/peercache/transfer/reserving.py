@@ -1,8 +1,9 @@
 """The reservations of one client at one home incarnation, and those that it has ahead.
 
 A batch that follows others of its kind finds its slots reserved: a Commit asks for those of later
-ones, before anybody knows for which pages. They are reserved when that Commit is answered, while
-the next batch is copied, and the answer comes over the same connection. Whoever takes those slots
+ones, before anybody knows for which pages. They are reserved a moment after that Commit has been
+answered, while the next batch is copied, and are told with the answer to the next Commit; only a
+client that has none is told at once, over the same connection. Whoever takes those slots
 names the pages in its own Commit, and has saved the round trip of a Reserve and the evictions it
 needs.
 """
