@@ -175,7 +175,7 @@ class Bench:
         os.posix_fallocate(self._raw, 0, total)
         pages = max(1, UNIT_BYTES // self.plan.page_bytes)
         size = min(total, pages * self.plan.page_bytes // BLOCK_BYTES * BLOCK_BYTES or BLOCK_BYTES)
-        memory = memoryview(self.pages)  # type: ignore[arg-type]  # numpy arrays are buffers
+        memory = self.pages.data
         return [(at, memory[at : at + size]) for at in range(0, total - size + 1, size)]
 
     @property

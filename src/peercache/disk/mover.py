@@ -66,7 +66,7 @@ class PageMover:
     ) -> None:
         """Move between `files` and the page memory `pages`. ended: hears why there is no use."""
         self._files = files
-        self._memory = memoryview(pages)  # type: ignore[arg-type]  # numpy arrays are buffers
+        self._memory = pages.data
         self._words = words
         self._granule = np.uint64(granule)
         self._ended = ended

@@ -190,7 +190,8 @@ def by_memmove(ours: Iov, segment: Iov, to_segment: bool, is_late: Callable[[], 
 
     One GIL hand-off a piece, so the clock is asked before each; a bad address is a crash here.
     """
-    our_ends, segment_ends = np.cumsum(ours[:, 1]), np.cumsum(segment[:, 1])
+    our_ends = ours[:, 1].cumsum(dtype=np.uint64)
+    segment_ends = segment[:, 1].cumsum(dtype=np.uint64)
     ends = np.union1d(our_ends, segment_ends)
     begins = np.concatenate((np.zeros(1, np.uint64), ends[:-1]))
     mine = _addresses_at(ours, our_ends, begins)
