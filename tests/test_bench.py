@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from peercache.bench import command, report
 from peercache.bench.engine import Engine
+from peercache.bench.flags import DISK_SET_BYTES, TAX_PAGES, WORKING_SET_BYTES
 from peercache.bench.hosts import WorkingSet
 from peercache.cli import main
 from tests.client.nodes import free_port
@@ -126,3 +128,47 @@ def test_what_cannot_be_measured_is_a_clear_error(
 
     assert main(["bench", "local", *flags]) == 2
     assert "peercache: configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [
+        ("local", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("serve", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("drive", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("disk", f"as many as make {DISK_SET_BYTES // 2**20} MiB"),
+        ("tax", f"{TAX_PAGES} "),
+    ],
+)
+def test_help_of_each_kind_names_its_own_default(
+    kind: str, default: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two kinds have another working set than the rest, and --help is where people look."""
+    with pytest.raises(SystemExit):
+        main(["bench", kind, "--help"])
+
+    assert f"pages of the working set; default: {default}" in joined(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [["disk", "--seconds", "1"], ["serve", "--json"]])
+def test_flag_that_would_change_nothing_is_refused(words: list[str]) -> None:
+    """Whoever gives it expects something of it."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 2
+
+
+def test_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plot takes minutes to measure, and the sentence says what to install."""
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    monkeypatch.setattr(command, "run_local", lambda *_: pytest.fail("it was measured"))
+
+    assert main(["bench", "local", "--plot", "picture.png"]) == 2
+    assert "peercache[plot]" in capsys.readouterr().err
+
+
+def joined(text: str) -> str:
+    """Return a text on one line, as it was before argparse broke it."""
+    return " ".join(text.split()) + " "

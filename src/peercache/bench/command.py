@@ -8,6 +8,7 @@ from pathlib import Path
 
 from peercache.bench import report
 from peercache.bench.disk import DiskPlan, run_disk
+from peercache.bench.flags import DISK_SET_BYTES, TAX_PAGES, WORKING_SET_BYTES
 from peercache.bench.hosts import WorkingSet, drive, serve
 from peercache.bench.local import Plan, run_local
 from peercache.bench.tax import run_tax
@@ -16,20 +17,13 @@ from peercache.errors import ConfigError
 PLOT_PAGE_BYTES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 """Page sizes of a plot: from a small model's page to a large one's."""
 
-TAX_PAGES = 64
-"""What is served again and again while the tax is measured: it costs the same from any cache."""
-
-DISK_SET_BYTES = 256 * 2**20
-"""Written and read four times each: seconds on a fast disk, and a minute on a slow one."""
-
-WORKING_SET_BYTES = 512 * 2**20
-"""Larger than any cache of the processor: hot buffers would flatter everything."""
-
 
 def run_local_bench(args: argparse.Namespace) -> int:
     """Measure, print, draw; return 1 if one byte was wrong."""
-    if args.plot and not args.plot.endswith(".png"):
-        raise ConfigError("plot", f"{args.plot}: wants a name that ends in .png")
+    if args.plot:
+        if not args.plot.endswith(".png"):
+            raise ConfigError("plot", f"{args.plot}: wants a name that ends in .png")
+        report.require_plotting()
     _check(args)
     sizes = PLOT_PAGE_BYTES if args.plot else (args.page_bytes,)
     results = []

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from peercache.config import parse_size
+from peercache.quantities import size
+
+PAGE_BYTES = 2**20
+
+BATCH = 32
+
+WORKING_SET_BYTES = 512 * 2**20
+"""Larger than any cache of the processor: hot buffers would flatter everything."""
+
+DISK_SET_BYTES = 256 * 2**20
+"""Written and read four times each: seconds on a fast disk, and a minute on a slow one."""
+
+TAX_PAGES = 64
+"""What is served again and again while the tax is measured: it costs the same from any cache."""
+
+SECONDS = 2.0
+
+RDMA_BYTES = 128 * 2**20
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -12,12 +29,20 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     local = kinds.add_parser("local", help="nodes and engine as processes on this machine")
     local.add_argument("--fabric", choices=("shm", "tcp"), default="shm")
-    _add_sizes(local)
-    local.add_argument("--plot", metavar="FILE.png", help="measure four page sizes and draw them")
+    _add_sizes(local, pages=_as_many_as_make(WORKING_SET_BYTES))
+    _add_seconds(local)
+    _add_json(local)
+    local.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="measure four page sizes, from 64 KiB to 4 MiB, and draw them",
+    )
     local.set_defaults(run=_local)
 
     tax = kinds.add_parser("tax", help="what a node takes from a Python-bound thread beside it")
-    _add_sizes(tax)
+    _add_sizes(tax, pages=str(TAX_PAGES))
+    _add_seconds(tax)
+    _add_json(tax)
     tax.set_defaults(run=_tax)
 
     serve = kinds.add_parser("serve", help="of two hosts: the one that holds the pages")
@@ -25,7 +50,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
     serve.add_argument("--fabric", choices=("auto", "shm", "tcp", "rdma"), default="auto")
     _add_devices(serve)
-    _add_sizes(serve)
+    _add_sizes(serve, pages=_as_many_as_make(WORKING_SET_BYTES))
     serve.set_defaults(run=_serve)
 
     drive = kinds.add_parser("drive", help="of two hosts: the one that reads them, and measures")
@@ -33,18 +58,31 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     drive.add_argument("--advertise", default="", metavar="HOST", help="as the other host sees us")
     drive.add_argument("--fabric", choices=("auto", "shm", "tcp", "rdma"), default="auto")
     _add_devices(drive)
-    _add_sizes(drive)
+    _add_sizes(drive, pages=_as_many_as_make(WORKING_SET_BYTES))
+    _add_seconds(drive)
+    _add_json(drive)
     drive.set_defaults(run=_drive)
 
     disk = kinds.add_parser("disk", help="the page store beside the raw device of a folder")
     disk.add_argument(
         "--folder", default=".", metavar="PATH", help="on the device to measure; default: here"
     )
-    disk.add_argument("--threads", type=int, default=4, metavar="N", help="threads of the store")
     disk.add_argument(
-        "--entries", type=int, default=1_000_000, metavar="N", help="pages of the index measured"
+        "--threads",
+        type=int,
+        default=4,
+        metavar="N",
+        help="threads of the store; default: %(default)s",
     )
-    _add_sizes(disk)
+    disk.add_argument(
+        "--entries",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="pages of the index measured; default: a million",
+    )
+    _add_sizes(disk, pages=_as_many_as_make(DISK_SET_BYTES))
+    _add_json(disk)
     disk.set_defaults(run=_disk)
 
     rdma = kinds.add_parser("rdma", help="READs beside a bare loop of pyverbs, on this host")
@@ -52,12 +90,18 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     rdma.add_argument("--far", default="", metavar="DEVICE", help="that is read; default: --near")
     rdma.add_argument("--gid-index", type=int, default=-1, metavar="N")
     rdma.add_argument(
-        "--page-bytes", type=parse_size, action="append", metavar="N", help="default: 1M and 128K"
+        "--page-bytes", type=size, action="append", metavar="N", help="default: 1M and 128K"
     )
-    rdma.add_argument("--total-bytes", type=parse_size, default=2**27, metavar="N")
+    rdma.add_argument(
+        "--total-bytes",
+        type=size,
+        default=RDMA_BYTES,
+        metavar="N",
+        help=f"bytes of all pages of a turn; default: {RDMA_BYTES >> 20} MiB",
+    )
     rdma.add_argument("--shm-dir", default="/dev/shm", metavar="FOLDER")  # noqa: S108 - the kernel's shared memory
-    rdma.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of each page size")
-    rdma.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_seconds(rdma, "each page size")
+    _add_json(rdma)
     rdma.set_defaults(run=_rdma)
 
 
@@ -67,18 +111,42 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page-bytes", type=parse_size, default=2**20, metavar="N")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="pages in one call")
+def _add_sizes(parser: argparse.ArgumentParser, *, pages: str) -> None:
+    """Add the sizes of a working set. pages: its default, in words."""
     parser.add_argument(
-        "--pages",
-        type=int,
+        "--page-bytes",
+        type=size,
+        default=PAGE_BYTES,
         metavar="N",
-        help="pages of the working set; default: as many as make 512 MiB",
+        help="bytes of a page; default: 1 MiB",
     )
     parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="of each measurement"
+        "--batch",
+        type=int,
+        default=BATCH,
+        metavar="N",
+        help="pages in one call; default: %(default)s",
     )
+    parser.add_argument(
+        "--pages", type=int, metavar="N", help=f"pages of the working set; default: {pages}"
+    )
+
+
+def _as_many_as_make(working_set_bytes: int) -> str:
+    return f"as many as make {working_set_bytes >> 20} MiB, and a batch at least"
+
+
+def _add_seconds(parser: argparse.ArgumentParser, what: str = "each measurement") -> None:
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        metavar="S",
+        help=f"of {what}; default: %(default)g",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from rich import box
 from rich.console import Console
@@ -107,12 +108,16 @@ def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def require_plotting() -> None:
+    """Raise ConfigError where nothing can be drawn, which nobody wants to hear after minutes."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plot", "needs matplotlib: pip install 'peercache[plot]'")
+
+
 def plot(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:
     """Draw throughput over page size beside the limits into a PNG."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra that only this needs
-    except ImportError as error:
-        raise ConfigError("plot", "needs matplotlib: pip install 'peercache[plot]'") from error
+    import matplotlib as mpl  # noqa: PLC0415 - an extra that only this needs
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend is chosen
 
