@@ -63,7 +63,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     _add_json(drive)
     drive.set_defaults(run=_drive)
 
-    disk = kinds.add_parser("disk", help="the page store beside the raw device of a folder")
+    _add_disk(kinds.add_parser("disk", help="the page store beside the raw device of a folder"))
+    _add_rdma(kinds.add_parser("rdma", help="READs beside a bare loop of pyverbs, on this host"))
+
+
+def _add_disk(disk: argparse.ArgumentParser) -> None:
     disk.add_argument(
         "--folder", default=".", metavar="PATH", help="on the device to measure; default: here"
     )
@@ -85,7 +89,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     _add_json(disk)
     disk.set_defaults(run=_disk)
 
-    rdma = kinds.add_parser("rdma", help="READs beside a bare loop of pyverbs, on this host")
+
+def _add_rdma(rdma: argparse.ArgumentParser) -> None:
     rdma.add_argument("--near", default="", metavar="DEVICE", help="that reads; default: the best")
     rdma.add_argument("--far", default="", metavar="DEVICE", help="that is read; default: --near")
     rdma.add_argument("--gid-index", type=int, default=-1, metavar="N")
