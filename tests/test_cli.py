@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -159,3 +160,33 @@ def test_interrupt_ends_with_the_status_of_an_interrupt(monkeypatch: pytest.Monk
     monkeypatch.setattr(story, "run_demo", interrupted)
 
     assert cli.main(["demo"]) == 130
+
+
+def test_reader_that_has_enough_is_no_error() -> None:
+    """As in `peercache config | head -1`: no traceback, and the status that a shell expects."""
+    command = [sys.executable, "-m", "peercache", "config", "--toml"]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=600, check=False
+        )
+    finally:
+        os.close(theirs)
+
+    assert done.returncode == cli.EXIT_BROKEN_PIPE
+    assert not done.stderr
+
+
+def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    """The node ends: whoever waits for the file would wait for ever."""
+    file = tmp_path / "none" / "ready.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0", "--pool-size",
+         "1MiB", "--metrics-port", "0", "--log-level", "error", "--ready-file", str(file)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    assert f"cannot write {file}: No such file" in done.stderr
+    assert "Traceback" not in done.stderr

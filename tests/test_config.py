@@ -130,6 +130,7 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("discovery_addr", ":31998", "connect"),
         ("discovery_addr", "host:0", "connect"),
         ("discovery_addr", 31998, "HOST:PORT"),
+        ("disk_free_floor", "half", "share from 0 to 1"),
         ("cluster", "", "1 to 255"),
         ("cluster", 7, "string"),
         ("nonsense", 7, "no such name"),
@@ -156,6 +157,25 @@ def test_unreadable_file_names_the_file(tmp_path: Path) -> None:
     for name in ("broken.toml", "binary.toml", "missing.toml"):
         with pytest.raises(ConfigError, match=re.escape(name)):
             Config.load(file=tmp_path / name)
+
+
+def test_table_in_the_file_is_told_as_such(tmp_path: Path) -> None:
+    """Other programs have tables, so people write one; the names in it are right."""
+    file = tmp_path / "settings.toml"
+    file.write_text('[node]\npool_size = "4GiB"\n')
+
+    with pytest.raises(ConfigError, match=r"settings.toml has a table \[node\]"):
+        Config.load(file=file)
+
+
+def test_misspelt_name_is_answered_with_the_one_that_is_meant() -> None:
+    """Not with all fifty; and a name like no other leads to the list."""
+    with pytest.raises(ConfigError, match=r"'pool_sise': .* is pool_size meant"):
+        Config.load({"pool_sise": "4GiB"})
+    with pytest.raises(
+        ConfigError, match=r"'qqq': there is no such name; `peercache config` lists"
+    ):
+        Config.load({"qqq": 1})
 
 
 def test_discovery_takes_one_address_or_several() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from peercache.messages import WIRE_VERSION, WIRE_VERSION_OLDEST
 
 EXIT_WRONG_USAGE = 2  # What argparse exits with, too.
 EXIT_INTERRUPTED = 130  # What a shell reports of a process that Ctrl-C ended.
+EXIT_BROKEN_PIPE = 141  # The same of one that wrote to a pipe without a reader.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,12 +40,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_node(given[1:])
     args = _parser().parse_args(given)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
     except PeerCacheError as error:
         print(f"peercache: {error}", file=sys.stderr)
         return EXIT_WRONG_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return EXIT_BROKEN_PIPE
+    return status
+
+
+def _nobody_reads() -> bool:
+    """Return whether our reader has gone, as that of `peercache config | head` does."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    gone = any(event & select.POLLERR for _, event in output.poll(0))
+    if gone:
+        # Python flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def _parser() -> argparse.ArgumentParser:

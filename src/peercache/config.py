@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,7 @@ class Config:
         for name, value in merged.items():
             field = FIELDS.get(name)
             if field is None:
-                raise ConfigError(name, f"there is no such name; known are {', '.join(FIELDS)}")
+                raise ConfigError(name, f"there is no such name{_meant(name)}")
             try:
                 values[name] = field.metadata["convert"](value)
             except (ValueError, TypeError) as error:
@@ -359,9 +360,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             settings: dict[str, Any] = tomllib.load(file)
-            return settings
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError("config", f"cannot read {path}: {error}") from error
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise ConfigError("config", f"{path} has a table [{name}]: settings stand in none")
+    return settings
+
+
+def _meant(name: str) -> str:
+    known = get_close_matches(name, FIELDS, n=1)
+    guess = f": is {known[0]} meant?" if known else ";"
+    return f"{guess} `peercache config` lists all that there are"
 
 
 FIELDS: dict[str, attrs.Attribute[Any]] = {field.name: field for field in attrs.fields(Config)}

@@ -24,12 +24,12 @@ _UNITS = {
 def parse_size(text: int | str) -> int:
     """Return bytes from 1048576, "4GiB", "100gb" or "1.5 MiB"; raise ValueError otherwise."""
     if isinstance(text, bool):
-        raise ValueError("a size is a number of bytes, or a string such as '4GiB'")
+        raise ValueError("wants a size: bytes, or '4GiB', '100gb'")
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text), re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size: write bytes, or '4GiB', '100gb'")
+        raise ValueError("wants a size: bytes, or '4GiB', '100gb'")
     number, unit = match[1], _UNITS[match[2].lower()]
     # A whole number stays exact: a float would round a size above 8 PiB.
     return int(float(number) * unit) if "." in number else int(number) * unit
@@ -115,8 +115,11 @@ def switch(value: Any) -> bool:
 
 def share(value: Any) -> float:
     """Convert a share of a whole, from 0 to 1."""
-    number = float(value)
-    if isinstance(value, bool) or not 0 <= number <= 1:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ValueError("wants a share from 0 to 1") from error
+    if not 0 <= number <= 1:  # Nor is NaN.
         raise ValueError("wants a share from 0 to 1")
     return number
 

@@ -51,6 +51,7 @@ class Memory:
     """Limits and places of memory, in bytes; -1 is no limit.
 
     shm_type:   the file system of shm_dir, "" where it is not there.
+    may_write_shm: whether we may make a file there.
     cgroup:     what our container may use, and uses.
     hugepages:  (page size, all, free) of each size that the kernel has.
     huge_mounts: (folder, page size) of each hugetlbfs.
@@ -62,6 +63,7 @@ class Memory:
     shm_type: str
     shm_free: int
     available: int
+    may_write_shm: bool = True
     cgroup_limit: int = -1
     cgroup_used: int = 0
     hugepages: tuple[tuple[int, int, int], ...] = ()

@@ -93,6 +93,7 @@ def _memory(config: Config) -> Memory:
         may_lock_anything=bool(_capabilities() >> _CAP_IPC_LOCK & 1),
         shm_type=filesystem_of(config.shm_dir, _text(Path("/proc/mounts"))),
         shm_free=_free(config.shm_dir),
+        may_write_shm=os.access(config.shm_dir, os.R_OK | os.W_OK | os.X_OK),
         available=_meminfo("MemAvailable") * _KIB,
         cgroup_limit=limit,
         cgroup_used=used,

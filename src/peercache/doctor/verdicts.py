@@ -55,6 +55,9 @@ def _pool(facts: Facts) -> Iterator[Finding]:
         yield from _huge_pool(facts)
     elif not memory.shm_type:
         yield Finding(PROBLEM, "pool", f"{facts.shm_dir} is not there", f"mkdir -p {facts.shm_dir}")
+    elif not memory.may_write_shm:
+        text = f"this user may make no file in {facts.shm_dir}"
+        yield Finding(PROBLEM, "pool", text, f"chmod 1777 {facts.shm_dir}, or another shm_dir")
     elif memory.shm_free < wanted:
         resize = f"mount -o remount,size={_gib_up(wanted)}G {facts.shm_dir}"
         yield Finding(

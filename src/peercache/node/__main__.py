@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from peercache.config import Config
-from peercache.errors import PeerCacheError
+from peercache.errors import ConfigError, PeerCacheError
 from peercache.flags import add_config_flags, config_from_flags
 from peercache.node.node import Node, Ready, describe
 from peercache.observe import configure_logging
@@ -100,8 +100,12 @@ def _announce(ready: Ready, ready_file: str | None) -> None:
     if ready_file:
         # Whoever waits for the file must never see half of it.
         part = Path(f"{ready_file}.{os.getpid()}.part")
-        part.write_text(line + "\n")
-        part.replace(ready_file)
+        try:
+            part.write_text(line + "\n")
+            part.replace(ready_file)
+        except OSError as error:
+            problem = f"cannot write {ready_file}: {error.strerror}"
+            raise ConfigError("ready-file", problem) from error
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
