@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reference_pages import BEGIN, END, MADE, PAGES, ROOT, with_made_part
+from tests.test_tidy import HOMES
 
 TEXTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
 
@@ -53,3 +54,22 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         open_ends += [(path.parent / target).resolve() for target in targets_of(path)]
 
     assert not set(TEXTS) - reached
+
+
+def test_dependencies_stand_where_the_page_says() -> None:
+    """Each library has its places in the table, as the rule about imports has them."""
+    text = (ROOT / "docs" / "explanation" / "dependencies.md").read_text()
+    told = {
+        library.replace("-", "_"): set(re.findall(r"`(\w+)/?`", cells[2]))
+        for cells in re.findall(r"^\| ([\w, -]+) \|(.*?)\|(.*?)\|", text, re.MULTILINE)
+        for library in cells[0].split(", ")
+    }
+    free = {"attrs", "numpy"}
+    of_the_standard_library = {"sqlite3", "asyncio"}
+
+    assert {name: told.get(name) for name in HOMES.keys() - of_the_standard_library} == {
+        name: set(HOMES[name]) for name in HOMES.keys() - of_the_standard_library
+    }
+    declared = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2]
+    needed = set(re.findall(r'^    "([\w-]+)', declared.partition("\n]")[0], re.MULTILINE))
+    assert {name.replace("-", "_") for name in needed} <= HOMES.keys() | free
