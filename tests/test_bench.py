@@ -166,7 +166,7 @@ def test_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch.setattr(command, "run_local", lambda *_: pytest.fail("it was measured"))
 
     assert main(["bench", "local", "--plot", "picture.png"]) == 2
-    assert "peercache[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def joined(text: str) -> str:

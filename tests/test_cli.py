@@ -86,6 +86,7 @@ def test_example_file_is_toml_with_the_defaults(
     file.write_text("\n".join(settings))
 
     assert len(settings) == len(FIELDS)
+    assert 'disk_size = "100GB"' in settings
     assert Config.load(file=file) == Config()
 
 

@@ -144,7 +144,8 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-_SIZES = ("pool_size", "granule", "disk_queue", "disk_promote_rate")
+_SIZES = ("pool_size", "granule", "disk_size", "disk_queue", "disk_promote_rate")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("GB", 10**9), ("KiB", 2**10))
 
 
 def written(field: attrs.Attribute[Any]) -> str:
@@ -155,7 +156,7 @@ def written(field: attrs.Attribute[Any]) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if field.name in _SIZES and isinstance(value, int):
-        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        for unit, size in _UNITS:
             if value % size == 0:
                 return f"{value // size}{unit}"
     return str(value)

@@ -111,7 +111,7 @@ def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
 def require_plotting() -> None:
     """Raise ConfigError where nothing can be drawn, which nobody wants to hear after minutes."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("plot", "needs matplotlib: pip install 'peercache[plot]'")
+        raise ConfigError("plot", "needs matplotlib: pip install matplotlib")
 
 
 def plot(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:

@@ -25,6 +25,8 @@ MTU_MIN = 4200
 
 GIB = 2**30
 
+_COMPILE = "apt-get install gcc && pip install --force-reinstall --no-deps .  (in a checkout)"
+
 
 @attrs.frozen
 class Finding:
@@ -121,16 +123,14 @@ def _copies(facts: Facts) -> Iterator[Finding]:
             ADVICE,
             "copies",
             "the compiled copy is missing; the kernel's own is used, which is a third slower",
-            "apt-get install gcc && pip install --force-reinstall --no-deps --no-binary peercache "
-            "peercache",
+            _COMPILE,
         )
     else:
         yield Finding(
             PROBLEM,
             "copies",
             "neither the compiled copy nor process_vm_readv: an engine is stopped once a page",
-            "apt-get install gcc && pip install --force-reinstall --no-deps --no-binary peercache "
-            "peercache  (or docker: --cap-add SYS_PTRACE)",
+            f"{_COMPILE}, or docker: --cap-add SYS_PTRACE",
         )
 
 
