@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from sims import sweep, world
-from sims.canaries import hunt_all, planted_canary
+from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.determinism import stream
 from sims.swarm import draw, smaller
 from sims.world import Outcome
 
 LINES_SHOWN = 40
 """Lines of the trace that are shown of a failure."""
+
+PLANT = "plant this bug first; docs/explanation/simulation.md lists them"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = commands.add_parser("run", help="run one seed")
     run.add_argument("--seed", type=int, required=True)
     run.add_argument("--trace", action="store_true", help="show every line as it happens")
-    run.add_argument("--canary", default="", help="plant this bug first")
+    names = [canary.name for canary in CANARIES]
+    run.add_argument("--canary", default="", choices=names, metavar="NAME", help=PLANT)
     run.add_argument("--small", action="store_true", help="at most five nodes, ten seconds")
     run.add_argument("--digest", action="store_true", help="print the digest of the trace only")
     many = commands.add_parser("sweep", help="run many seeds on all cores")
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     many.add_argument("--json", action="store_true", help="print one JSON object at the end")
     many.add_argument("--jobs", type=int, help="processes; all cores if not given")
     canaries = commands.add_parser("canaries", help="plant each bug, and see that it is found")
-    canaries.add_argument("--only", default="", help="this one")
+    canaries.add_argument("--only", default="", choices=names, metavar="NAME", help="this one")
     canaries.add_argument("--jobs", type=int, help="processes; all cores if not given")
     args = parser.parse_args(arguments)
     if args.command == "run":

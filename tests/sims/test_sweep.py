@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from sims import world
+from sims.__main__ import main
 from sims.canaries import planted_canary
 from sims.swarm import Options, smaller
 from sims.sweep import kept_seeds, reproduce_line
@@ -76,3 +77,18 @@ def test_the_largest_cluster_runs() -> None:
     outcome = world.run(1, change=fifty)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["run", "--seed", "1", "--canary", "no-such-bug"], ["canaries", "--only", "no-such-bug"]],
+)
+def test_bug_that_nobody_planted_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelt one must not pass for one that was found."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == 2
+    assert "'no-such-bug'" in capsys.readouterr().err
