@@ -90,7 +90,8 @@ class Config:
         quantities.text,
         "",
         "Host name or IP under which others reach this node. Default: the bound host, or, "
-        "where that is a wildcard, the address this host uses towards the discovery address.",
+        "where that is a wildcard, the address this host uses towards the discovery address, or "
+        "towards the internet where none is given.",
     )
     data_port: int = _of(quantities.whole, 0, "Port of the tcp fabric; 0 takes a free one.")
     discovery_addr: tuple[str, ...] = _of(

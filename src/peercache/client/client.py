@@ -89,8 +89,7 @@ class Client:
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
         With `home` (the address in a node's ready line) the client writes into that node's pool;
         without it a node runs in this process.
-        Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable or, of a node in
-        this process, DeadlineExceeded.
+        Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable, DeadlineExceeded.
         """
         if config is None:
             config = Config.load(settings, environment=os.environ)
