@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -475,6 +476,90 @@ def test_word_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
 
     assert got.failure == PEER_UNREACHABLE
     assert got.words.tolist() == [int(ODD)]
+
+
+@pytest.mark.parametrize("ending", ["closes", "resets"])
+@pytest.mark.parametrize("answered", [1, 2])
+def test_pages_of_answered_requests_stay_when_the_server_closes(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch, answered: int, ending: str
+) -> None:
+    """A read of three requests, of which some were answered: their pages count, and once.
+
+    The channel was idle before, so a server that closes it at once would be asked again.
+    """
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    word = (8).to_bytes(wire.WORD_BYTES, "little")
+    response = wire.encode_status("") + bytes(100) + word
+
+    def answer_some(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accept(connection)
+        connection.sendall(response)
+        for _ in range(answered):
+            request = wire.REQUEST_BYTES + wire.ENTRY_BYTES
+            assert len(connection.recv(request, socket.MSG_WAITALL)) == request
+            connection.sendall(response)
+        if ending == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+
+    with peer_that(answer_some) as peer:
+        first = read(fabric, peer.member, Destination.of([[100]]))
+        got = read(fabric, peer.member, Destination.of([[100]] * 3))
+
+    assert first.failure == ""
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [8] * answered + [int(ODD)] * (3 - answered)
+    assert peer.accepted == 1
+
+
+def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answered, and was gone before the request ahead reached it."""
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    answered = threading.Event()
+    send_request = TcpChannel._request
+
+    def send_when_the_server_is_gone(
+        channel: TcpChannel, read: PeerRead, span: tuple[int, int], until: float
+    ) -> str:
+        if span[0] > 0:
+            assert answered.wait(PATIENCE_S)
+        return send_request(channel, read, span, until)
+
+    monkeypatch.setattr(TcpChannel, "_request", send_when_the_server_is_gone)
+
+    def answer_and_reset(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status("") + bytes(100) + bytes(wire.WORD_BYTES))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+        connection.close()
+        answered.set()
+
+    with peer_that(answer_and_reset) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]] * 2))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [0, int(ODD)]
+
+
+def test_request_that_a_deadline_interrupts_is_no_sign_of_an_unreachable_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watchdog ends a send that waits for room; the peer is only slow to take it."""
+    monkeypatch.setattr(TcpChannel, "_wait_at_most", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        channel = TcpChannel(ours, stall_s=PATIENCE_S, clock=time.monotonic)
+        until = time.monotonic() + 0.1
+        watchdog = threading.Timer(0.1, channel.interrupt)
+        watchdog.start()
+
+        failure = channel._send(bytes(2**22), until)
+        watchdog.join()
+
+    assert failure == DEADLINE
 
 
 # --- our own side's troubles ----------------------------------------------------------------------

@@ -70,16 +70,24 @@ class TcpChannel:
         cut = wire.cuts(read.lengths, bytes_max=wire.REQUEST_BYTES_MAX, pages_max=wire.COUNT_MAX)
         spans = list(pairwise(cut))
         failure = self._request(read, spans[0], until)
+        if failure:
+            return 0, failure
         done = 0
         for index, span in enumerate(spans):
+            ahead = ""
             # One request ahead, so that the server goes from one to the next without a round trip.
-            if not failure and index + 1 < len(spans):
-                failure = self._request(read, spans[index + 1], until)
-            if failure:
-                break
+            if index + 1 < len(spans):
+                ahead = self._request(read, spans[index + 1], until)
+            if ahead and ahead != GONE:
+                return done, ahead
+            # A server that is gone may have answered this one before.
             pages, failure = self._response(read, words, span, until)
             done += pages
-        return done, failure
+            failure = failure or ahead
+            if failure:
+                break
+        # To begin anew would give up pages that are here.
+        return done, PEER_UNREACHABLE if done and failure == GONE else failure
 
     def interrupt(self) -> None:
         """End what another thread does with this channel: it fails there at once."""
@@ -124,7 +132,8 @@ class TcpChannel:
         except BlockingIOError:
             return DEADLINE if left <= self._stall_s else PEER_UNREACHABLE
         except OSError:
-            return GONE
+            # The end of what we had time for is no sign that the server closed.
+            return DEADLINE if self._clock() >= until else GONE
         return ""
 
     def _fill(self, plan: Scatter, until: float) -> str:
