@@ -9,7 +9,7 @@ Keeps   no byte outside a peer's page memory is read, and none outside the desti
 Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S.
 
 The order "bytes, then word" needs loads that stay in order: x86-64 promises it. Other processors
-do not, and are served by tcp.
+do not, and are served by rdma or tcp.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ShmFabric:
             get_logger().warning(
                 "shm.refused_processor",
                 processor=platform.machine(),
-                reason="it may reorder loads; peers on this host are read over tcp",
+                reason="it may reorder loads; peers on this host are read over rdma or tcp",
             )
         return self._keeps_order
 
