@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,15 @@ from peercache.fabric import native
 from peercache.fabric import tcp_wire as wire
 from peercache.fabric.tcp import TcpFabric
 from peercache.fabric.tcp_compiled import CompiledPages
+from peercache.fabric.tcp_server import Admission, serve_pages
 from peercache.fabric.tcp_serving import Patience
+from peercache.fabric.tcp_sockets import open_listeners
 from peercache.observe import REFUSED, Metrics
 from peercache.ports import Fetched, PeerRead
 from peercache.runs import U64
+
+if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
+    from exceptiongroup import ExceptionGroup
 
 MEMORY_BYTES = 16 * 2**20
 
@@ -258,3 +265,34 @@ async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepte
         assert (end.connection, end.refused) == (None, "")
         assert ours.fileno() >= 0
     assert taken == []
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_server_whose_thread_cannot_be_started_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process at its limit of threads hears so, and has no descriptor or exit hook left of it."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    admission = Admission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
+    before = left_behind()
+    listeners = await open_listeners("127.0.0.1", 0)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await serve_pages(
+            listeners,
+            PlainMemory.of(MEMORY_BYTES, GRANULE),
+            admission=admission,
+            metrics=Metrics(),
+        )
+
+    assert failed.group_contains(RuntimeError, match="can't start new thread")
+    assert left_behind() == before
+
+
+def left_behind() -> tuple[int, int]:
+    """Return how many descriptors are open, and how many functions wait for the exit."""
+    return len(list(Path("/proc/self/fd").iterdir())), atexit._ncallbacks()

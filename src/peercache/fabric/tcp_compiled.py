@@ -86,7 +86,7 @@ class CompiledPages:
         metrics: Metrics,
         between_bytes_and_words: Callable[[], None] | None,
     ) -> None:
-        """Start no thread yet. Raises OSError without descriptors."""
+        """Take nothing yet."""
         assert HAS_COMPILED, "nothing was compiled here"
         self._call = _functions
         self._metrics = metrics
@@ -105,25 +105,20 @@ class CompiledPages:
             usable=_Usable(lambda: source.usable_bytes),
             between=_Between(between_bytes_and_words) if between_bytes_and_words else _Between(),
         )
-        news = ctypes.c_int()
-        self._server = self._call["open"](ctypes.byref(self._settings), ctypes.byref(news))
-        if not self._server:
-            raise OSError(ctypes.get_errno(), "the page server cannot start")
-        self._news = news.value
+        self._server: int | None = None
+        self._news = -1
         self._counted = 0
         self._next_name = 1
         self._talking: dict[int, _Talk] = {}
-        self._is_over = False
+        self._serves = False
         self._process = os.getpid()
-        self._thread = threading.Thread(
-            target=self._call["run"], args=(self._server,), name="peercache-pages", daemon=True
-        )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; every connection is closed when this returns."""
-        # An exit that nobody announced: the thread is out of C before the interpreter goes.
-        atexit.register(self._stop)
-        self._thread.start()
+        """Serve until cancelled; every connection is closed when this returns.
+
+        Raises OSError without descriptors and RuntimeError without a thread, and keeps nothing.
+        """
+        self._start()
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._hear)
@@ -133,7 +128,7 @@ class CompiledPages:
                     self._count()
         finally:
             # Who was accepted in this very turn of the loop may yet ask: the server goes now.
-            self._is_over = True
+            self._serves = False
             atexit.unregister(self._stop)
             if self._stop():
                 self._hear_all()
@@ -149,13 +144,31 @@ class CompiledPages:
         try:
             file = connection.fileno()
             nanoseconds = (int(seconds * 1e9) for seconds in limits)
-            if self._is_over or not self._call["take"](self._server, file, name, *nanoseconds):
+            if not self._serves or not self._call["take"](self._server, file, name, *nanoseconds):
                 return End(None, "")  # Whoever accepted it closes it.
             connection.detach()
             await talk.over.wait()
             return End(talk.connection, talk.refused)
         finally:
             del self._talking[name]
+
+    def _start(self) -> None:
+        news = ctypes.c_int()
+        self._server = self._call["open"](ctypes.byref(self._settings), ctypes.byref(news))
+        if not self._server:
+            raise OSError(ctypes.get_errno(), "the page server cannot start")
+        self._news = news.value
+        self._thread = threading.Thread(
+            target=self._call["run"], args=(self._server,), name="peercache-pages", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._call["close"](self._server)
+            raise
+        # An exit that nobody announced: the thread is out of C before the interpreter goes.
+        atexit.register(self._stop)
+        self._serves = True
 
     async def _hear(self) -> None:
         while True:

@@ -99,24 +99,24 @@ async def serve_pages(
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files_max != resource.RLIM_INFINITY:
         connections_max = min(connections_max, files_max // 2)
+    pages: Pages = (CompiledPages if compiled else PagesInTurns)(
+        source,
+        granule=admission.granule,
+        incarnation=admission.incarnation,
+        metrics=metrics,
+        between_bytes_and_words=between_bytes_and_words,
+    )
+    service = _Service(pages, admission, metrics, connections_max)
     try:
-        pages: Pages = (CompiledPages if compiled else PagesInTurns)(
-            source,
-            granule=admission.granule,
-            incarnation=admission.incarnation,
-            metrics=metrics,
-            between_bytes_and_words=between_bytes_and_words,
-        )
-    except OSError:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(pages.run)
+            for listener in listeners:
+                nursery.start_soon(service.accept_from, listener, nursery)
+            task_status.started()
+    finally:
+        # Also where nothing could be started, and nobody accepts.
         for listener in listeners:
             listener.socket.close()
-        raise
-    service = _Service(pages, admission, metrics, connections_max)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(pages.run)
-        for listener in listeners:
-            nursery.start_soon(service.accept_from, listener, nursery)
-        task_status.started()
 
 
 @final
