@@ -120,6 +120,7 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("max_masters", 0, "1 or more"),
         ("metrics_port", -2, "65535"),
         ("data_port", 65_536, "65535"),
+        ("tcp_serving_threads", 65, "0 to 64"),
         ("suspect_s", 2.0, "2 heartbeat_s"),
         ("dead_s", 3.0, "suspect_s"),
         ("virtual_nodes", 0, "1 to 4096"),

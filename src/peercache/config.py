@@ -226,6 +226,12 @@ class Config:
         16,
         "Most tcp connections, and queue pairs a rail, that a client keeps to one peer.",
     )
+    tcp_serving_threads: int = _of(
+        quantities.whole,
+        0,
+        "Threads that send a node's pages over tcp, each for some of the connections. Default (0): "
+        "one for 8 cores, 1 to 4.",
+    )
     # --- rdma
     rdma_device_names: tuple[str, ...] = _of(
         quantities.names,

@@ -40,6 +40,7 @@ def rules_of(config: Config) -> list[Rule]:
             "max_channels_per_peer",
             "wants 1 to 1024",
         ),
+        (not 0 <= config.tcp_serving_threads <= 64, "tcp_serving_threads", "wants 0 to 64"),
         *_rdma_rules(config),
         (config.op_timeout_s <= 0, "op_timeout_s", "wants more than 0"),
         (config.exists_timeout_s <= 0, "exists_timeout_s", "wants more than 0"),

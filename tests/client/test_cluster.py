@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 
 from peercache import Client
 from peercache.errors import PeerCacheError, Rejected
+from peercache.fabric.native import HAS_COMPILED
 from peercache.keys import Namespace
 from tests.client.nodes import (
     PAGE_BYTES,
@@ -157,6 +159,18 @@ def test_a_client_that_does_not_fit_is_refused_with_the_reason(
 
     assert refusal.value.reason == reason
     assert "peer.refused" in three.nodes[0].said()
+
+
+@pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
+def test_a_node_serves_with_as_many_threads_as_it_is_told() -> None:
+    """The setting comes through; its default goes by the machine."""
+    client = Client.open(
+        cluster="threads", listen="127.0.0.1:0", pool_size="1MiB", tcp_serving_threads=3
+    )
+    names = [thread.name for thread in threading.enumerate()]
+    client.close()
+
+    assert names.count("peercache-pages") == 3
 
 
 def test_a_client_of_another_cluster_is_refused(three: LocalCluster) -> None:

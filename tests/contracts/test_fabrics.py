@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -19,6 +21,7 @@ from contracts.fabric_suite import (
 )
 from contracts.fakes import FakeFabric, PlainMemory
 from fabric.serving import WAYS, PageServer, fabric_for
+from peercache.fabric.native import HAS_COMPILED
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp import TcpFabric
 from peercache.messages import Member
@@ -96,6 +99,17 @@ class TestFakeFabric(FabricSuite):
         return FakeBench(fabric, Owner(memory))
 
 
+@contextlib.contextmanager
+def served(segment: PublishedSegment, **options: Any) -> Iterator[TcpBench]:
+    """Serve a segment over tcp."""
+    server = PageServer(segment, incarnation=INCARNATION, granule=GRANULE, **options)
+    fabric = fabric_for(GRANULE)
+    member = member_of(INCARNATION, data=server.address)
+    yield TcpBench(fabric, Owner(segment), member, server)
+    fabric.close()
+    server.close()
+
+
 class TestTcpFabric(FabricSuite):
     """Bytes through the kernel's loopback."""
 
@@ -104,14 +118,19 @@ class TestTcpFabric(FabricSuite):
         self, segment: PublishedSegment, request: pytest.FixtureRequest
     ) -> Iterator[TcpBench]:
         """A segment, served by another thread."""
-        server = PageServer(
-            segment, incarnation=INCARNATION, granule=GRANULE, compiled=request.param
-        )
-        fabric = fabric_for(GRANULE)
-        member = member_of(INCARNATION, data=server.address)
-        yield TcpBench(fabric, Owner(segment), member, server)
-        fabric.close()
-        server.close()
+        with served(segment, compiled=request.param, threads=1) as bench:
+            yield bench
+
+
+@pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
+class TestTcpFabricWithTwoServingThreads(FabricSuite):
+    """Connections of one client, some with each thread."""
+
+    @pytest.fixture
+    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
+        """A segment, served by two other threads."""
+        with served(segment, threads=2) as bench:
+            yield bench
 
 
 class TestShmFabric(FabricSuite):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -22,12 +23,13 @@ from hypothesis import strategies as st
 
 from contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
 from contracts.fakes import PlainMemory
-from fabric.serving import PATIENCE_S, WAYS, PageServer, fabric_for, wait_until
+from fabric.serving import WAYS, PageServer, fabric_for, wait_until
+from pace import PATIENCE_S, PROMPT_S
 from peercache.fabric import native
 from peercache.fabric import tcp_wire as wire
 from peercache.fabric.tcp import TcpFabric
 from peercache.fabric.tcp_compiled import CompiledPages
-from peercache.fabric.tcp_server import Admission, serve_pages
+from peercache.fabric.tcp_server import Admission, serve_pages, usual_threads
 from peercache.fabric.tcp_serving import Patience
 from peercache.fabric.tcp_sockets import open_listeners
 from peercache.observe import REFUSED, Metrics
@@ -163,16 +165,67 @@ def test_readers_that_do_not_receive_hold_nobody(compiled: bool) -> None:
     assert got.words.tolist() == [0] * 8
 
 
-def test_bytes_served_are_counted_when_the_server_ends() -> None:
-    """The loop tells nobody as it goes; nothing is lost at the end."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_served_are_counted_when_the_server_ends(threads: int) -> None:
+    """The loop tells nobody as it goes; nothing is lost at the end, whichever thread sent it."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
-    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    with contextlib.closing(fabric_for(GRANULE)) as fabric:
-        read(fabric, server.port, [0, GRANULE], Destination.of([[1000], [24]]))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=threads)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
+            read(fabric, server.port, [0, GRANULE], Destination.of([[1000], [24]]))
     server.close()
 
     served = server.metrics.registry.get_sample_value("peercache_tcp_bytes_served_total")
-    assert served == 1024
+    assert served == 3 * 1024
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
+    """While one of two threads is held up, whoever comes later is the other one's.
+
+    1. The first client's thread is held in the middle of its response.
+    2. The second one's is the other thread, which it leaves.
+    3. So does the third one's; taken in turn it would have waited with the first.
+    """
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=2)
+    held, going_on, calls = threading.Event(), threading.Event(), itertools.count()
+
+    def hold_the_first() -> None:
+        if next(calls) == 0:
+            held.set()
+            going_on.wait(PATIENCE_S)
+
+    server.between = hold_the_first
+    first: list[Fetched] = []
+
+    def go() -> None:
+        with contextlib.closing(fabric_for(GRANULE)) as fabric:
+            first.append(read(fabric, server.port, [0], Destination.of([[1]])))
+
+    reading = threading.Thread(target=go)
+    reading.start()
+    assert held.wait(PATIENCE_S)
+    later = []
+    for open_then in (1, 1):
+        wait_until(lambda count=open_then: server.connections() == count)  # type: ignore[misc]
+        with contextlib.closing(fabric_for(GRANULE, stall_s=PROMPT_S)) as fabric:
+            later.append(read(fabric, server.port, [GRANULE], Destination.of([[1]])).failure)
+    going_on.set()
+    reading.join()
+    server.close()
+
+    assert later == ["", ""]
+    assert first[0].failure == ""
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (15, 1), (16, 2), (32, 4), (128, 4)])
+def test_threads_go_by_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    """A machine of two cores keeps one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    assert usual_threads() == threads
 
 
 def test_compiled_file_of_another_build_is_as_good_as_none(
@@ -268,17 +321,27 @@ async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepte
 
 
 @pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
-async def test_server_whose_thread_cannot_be_started_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """A process at its limit of threads hears so, and has no descriptor or exit hook left of it."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name == "peercache-pages":
+            started.append(thread)
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+        start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    hooks: list[object] = []
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    monkeypatch.setattr(atexit, "unregister", hooks.remove)
     admission = Admission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
-    before = left_behind()
+    before = open_files()
     listeners = await open_listeners("127.0.0.1", 0)
 
     with pytest.raises(ExceptionGroup) as failed:
@@ -287,12 +350,15 @@ async def test_server_whose_thread_cannot_be_started_keeps_nothing(
             PlainMemory.of(MEMORY_BYTES, GRANULE),
             admission=admission,
             metrics=Metrics(),
+            threads=threads,
         )
 
+    assert not any(thread.is_alive() for thread in started)
     assert failed.group_contains(RuntimeError, match="can't start new thread")
-    assert left_behind() == before
+    assert open_files() == before
+    assert hooks == []
 
 
-def left_behind() -> tuple[int, int]:
-    """Return how many descriptors are open, and how many functions wait for the exit."""
-    return len(list(Path("/proc/self/fd").iterdir())), atexit._ncallbacks()
+def open_files() -> int:
+    """Return how many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))

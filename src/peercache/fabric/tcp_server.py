@@ -2,8 +2,8 @@
 
 Owns    the data port's listeners, and each connection until its client is admitted.
 Hears   greetings (tcp_wire.py) from whoever connects: nothing is believed.
-Says    whether it is served, and if not, why. Requests are answered by the compiled loop on a
-        thread of its own (tcp_compiled.py), or without it by turns on this loop (tcp_turns.py).
+Says    whether it is served, and if not, why. Requests are answered by the compiled loop on
+        threads of its own (tcp_compiled.py), or without it by turns on this loop (tcp_turns.py).
 Keeps   nothing is served before `Admission.admit` said so.
 Limits  CONNECTIONS_MAX connections, whoever serves them.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import os
 import resource
 import socket
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ import trio
 from peercache.fabric import tcp_wire as wire
 from peercache.fabric.native import HAS_COMPILED
 from peercache.fabric.tcp_compiled import CompiledPages
-from peercache.fabric.tcp_serving import Pages, PageSource, Patience
+from peercache.fabric.tcp_serving import End, Pages, PageSource, Patience
 from peercache.fabric.tcp_sockets import receive, send
 from peercache.fabric.tcp_turns import PagesInTurns
 from peercache.observe import Metrics, get_logger
@@ -48,6 +49,10 @@ GOODBYE_BYTES_MAX = 2 * (wire.REQUEST_BYTES + wire.COUNT_MAX * wire.ENTRY_BYTES)
 """What an honest client may have sent ahead of a refusal."""
 ACCEPT_PAUSE_S = 0.1
 """When the process has no descriptors left: until some come free."""
+CORES_A_THREAD = 8
+"""One sends 2 to 5 GB/s, and the cores of a small machine have other work."""
+THREADS_MAX = 4
+"""Where nobody says how many: a network of 100 Gb is full with them."""
 _log = get_logger(actor="tcp_server")
 
 
@@ -88,28 +93,34 @@ async def serve_pages(
     admission: Admission,
     metrics: Metrics,
     connections_max: int = CONNECTIONS_MAX,
+    threads: int = 0,
     compiled: bool = HAS_COMPILED,
     between_bytes_and_words: Callable[[], None] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve pages until cancelled; closes listeners and connections then.
 
+    threads: how many send; 0 goes by this machine's cores. Without the compiled loop there is none.
     between_bytes_and_words: for tests that let the owner act at the worst moment.
     """
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files_max != resource.RLIM_INFINITY:
         connections_max = min(connections_max, files_max // 2)
-    pages: Pages = (CompiledPages if compiled else PagesInTurns)(
-        source,
-        granule=admission.granule,
-        incarnation=admission.incarnation,
-        metrics=metrics,
-        between_bytes_and_words=between_bytes_and_words,
-    )
+    pages: list[Pages] = [
+        (CompiledPages if compiled else PagesInTurns)(
+            source,
+            granule=admission.granule,
+            incarnation=admission.incarnation,
+            metrics=metrics,
+            between_bytes_and_words=between_bytes_and_words,
+        )
+        for _ in range((threads or usual_threads()) if compiled else 1)
+    ]
     service = _Service(pages, admission, metrics, connections_max)
     try:
         async with trio.open_nursery() as nursery:
-            await nursery.start(pages.run)
+            for each in pages:
+                await nursery.start(each.run)
             for listener in listeners:
                 nursery.start_soon(service.accept_from, listener, nursery)
             task_status.started()
@@ -119,15 +130,22 @@ async def serve_pages(
             listener.socket.close()
 
 
+def usual_threads() -> int:
+    """Return how many threads serve pages unless somebody says how many."""
+    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
+
+
 @final
 @attrs.define
 class _Service:
-    pages: Pages
+    pages: Sequence[Pages]
     admission: Admission
     metrics: Metrics
     connections_max: int
     connections: int = 0
     told: set[str] = attrs.field(factory=set)
+    # Connections of each of `pages`.
+    served: list[int] = attrs.Factory(lambda self: [0] * len(self.pages), takes_self=True)
 
     async def accept_from(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
         async with listener:
@@ -174,12 +192,21 @@ class _Service:
             return
         await send(connection, wire.encode_answer(""), stall_s=SEND_STALL_S)
         patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
-        left, refused = await self.pages.serve(connection, patience)
+        left, refused = await self._serve(connection, patience)
         if left is not None:
             try:
                 await self._part(left, wire.encode_status(refused), refused)
             finally:
                 _close(left)
+
+    async def _serve(self, connection: socket.socket, patience: Patience) -> End:
+        # Not in turn: of many that came, those that stay may be one thread's.
+        chosen = self.served.index(min(self.served))
+        self.served[chosen] += 1
+        try:
+            return await self.pages[chosen].serve(connection, patience)
+        finally:
+            self.served[chosen] -= 1
 
     async def _refusal_of_greeting(self, connection: socket.socket) -> str | None:
         """Return why this client is refused, "" to serve it, None if it hung up."""

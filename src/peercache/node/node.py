@@ -254,11 +254,11 @@ class Node:
                 Source(segment),
                 admission=admission,
                 metrics=self.metrics,
+                threads=config.tcp_serving_threads,
                 task_status=task_status,
             )
         )
-        port: int = listeners[0].socket.getsockname()[1]
-        return port
+        return int(listeners[0].socket.getsockname()[1])
 
     async def _serve_rdma(self, nursery: trio.Nursery, segment: PublishedSegment) -> None:
         """Begin to look for devices; where rdma is asked for, wait for what comes of it."""
