@@ -1,7 +1,7 @@
 """A client of a run: the production read and write paths, driven by simulated tasks.
 
-What `client.driver` and `client.home` do with threads and sockets is done here with tasks: the
-same steps in the same order, with time between.
+What `client.driver` and `client.home` do with threads and sockets is done here with tasks: each
+step of the very same paths, with time between.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ import random
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-import attrs
 import numpy as np
 import trio
 import xxhash
 
-from peercache.client.home import BEAT_S, LOST_BEAT_S
 from peercache.config import Config
+from peercache.errors import PeerCacheError
 from peercache.ids import new_client_id
 from peercache.keys import Namespace
 from peercache.messages import (
     WIRE_VERSION,
     WIRE_VERSION_OLDEST,
-    Granted,
     Hello,
-    Message,
     Refused,
-    Touched,
-    ViewAsked,
-    ViewShared,
-    Welcome,
 )
 from peercache.observe import PEER_UNREACHABLE
-from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, Hear, PeerRead, Post, Step
+from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, Greet, Hear, PeerRead, Post, Step
 from peercache.ports import Place as PlaceStep
 from peercache.runs import U64, PageRuns
 from peercache.segment.client_lock import lock_name
@@ -41,9 +34,8 @@ from peercache.transfer.cache import LocationCache
 from peercache.transfer.cluster import Cluster
 from peercache.transfer.locating import Locator
 from peercache.transfer.reading import Reader
-from peercache.transfer.reserving import Reservations
+from peercache.transfer.tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.transfer.writing import Writer
-from peercache.view import View
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
 from sims.memory import Buffers, NodeMemory
@@ -56,15 +48,6 @@ COPY_STOPPED_MAX_S = 6.0
 """Longest that a process stops between two steps of a copy: far beyond every deadline."""
 
 Result = TypeVar("Result")
-
-
-@attrs.frozen(eq=False)
-class Attached:
-    """One home incarnation that we write to."""
-
-    incarnation: int
-    memory: NodeMemory
-    reservations: Reservations
 
 
 class SimClient:
@@ -90,7 +73,6 @@ class SimClient:
         self.identity = new_client_id(rng)
         self.lock = lock_name(self.identity)
         self.fabrics = fabrics
-        self.attached: Attached | None = None
         self.breakers = Breakers()
         self.namespace = Namespace(name="sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
@@ -105,6 +87,19 @@ class SimClient:
             namespace_tag=self.namespace.tag(),
             clock=place.now,
         )
+        self.tie: Tie[NodeMemory] = Tie(
+            url=home,
+            config=config,
+            boot_id=place.host,
+            breakers=self.breakers,
+            touches=self.reader.touches,
+            report=None,
+            clock=place.now,
+            open_memory=lambda member: linked(member.incarnation),
+            on_attached=self._came,
+            on_rejected=self._rejected,
+            on_view=self._view_came,
+        )
         self.asker = SimAsker(
             identity=self.identity,
             place=place,
@@ -113,19 +108,26 @@ class SimClient:
             url_of=self._address_of,
             breakers=self.breakers,
             on_refused=self._refused,
-            on_late=self._heard_late,
+            on_late=self.tie.heard_late,
             nursery=self.nursery,
         )
-        self.cluster = self._cluster_of(0, 0.0)
         self.scope = trio.CancelScope()
         self._buffers = buffers
         self._network = network
         self._rng = rng
-        self._linked = linked
         self._log = SimLog(trace, place.name)
-        self._view = View.of()
         self._look = trio.Event()
         self._nursery: trio.Nursery | None = None
+
+    @property
+    def attached(self) -> Attached[NodeMemory] | None:
+        """The home incarnation that we write to."""
+        return self.tie.attached
+
+    @property
+    def cluster(self) -> Cluster:
+        """What is known of the cluster."""
+        return self.tie.cluster
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -174,6 +176,8 @@ class SimClient:
             return await self._fetch(step)
         if isinstance(step, PlaceStep):
             return await self._place(step, home)
+        if isinstance(step, Greet):
+            return await self.asker.greet(step.url, step.until)
         assert isinstance(step, Checksum), step
         return checksums_of(step.runs, self._buffers)
 
@@ -238,99 +242,26 @@ class SimClient:
 
     async def _look_after_home(self) -> None:
         while True:
-            is_well = await self._beat()
+            is_well = await self.drive(self.tie.beat(), None)
             with trio.move_on_after((BEAT_S if is_well else LOST_BEAT_S) / self.place.rate):
                 await self._look.wait()
             self._look = trio.Event()
             await self.place.awake()
 
-    async def _beat(self) -> bool:
-        is_well = await self._ask_view()
-        if not is_well:
-            await self._attach(self.place.now() + BEAT_S)
-            is_well = await self._ask_view()
-        attached = self.attached
-        if attached is not None and is_well:
-            self.asker.post(
-                ((attached.incarnation, attached.reservations.report(self.place.now())),)
-            )
-        for holder, drops in self.reader.touches.take().items():
-            if holder in self.cluster.members and not self.breakers.is_open(holder):
-                self.asker.post(((holder, Touched(drops)),))
-        return is_well
+    def _came(self, attached: Attached[NodeMemory], _: Attached[NodeMemory] | None) -> None:
+        self._log.info("home.attached", node=f"{attached.incarnation:016x}")
 
-    async def _attach(self, until: float) -> bool:
-        answer = await self.asker.greet(self.home, until)
-        if isinstance(answer, Refused):
-            # Nothing in a run is configured wrongly.
-            raise Violation("refused", f"{self.place.name}: {answer.reason}: {answer.detail}")
-        if not isinstance(answer, Welcome):
-            return False
-        member, old = answer.member, self.attached
-        self.breakers.answered(member.incarnation)
-        if old is not None and old.incarnation == member.incarnation:
-            return True
-        memory = self._linked(member.incarnation)
-        if memory is None:
-            return False
-        self.attached = Attached(member.incarnation, memory, Reservations())
-        self.cluster = self._cluster_of(member.incarnation, self.cluster.handover_until)
-        self._log.info("home.attached", node=f"{member.incarnation:016x}")
-        return True
+    def _rejected(self, error: PeerCacheError) -> None:
+        # Nothing in a run is configured wrongly.
+        raise Violation("refused", f"{self.place.name}: {error}")
 
-    async def _ask_view(self) -> bool:
-        attached = self.attached
-        now = self.place.now()
-        asked = ViewAsked(0, self._view.digest())
-        if attached is not None:
-            question = ((attached.incarnation, asked),)
-            answer = (await self.asker.ask(question, now + LOST_BEAT_S))[0]
-            if isinstance(answer, ViewShared):
-                self._take(answer)
-                return True
-        for peer in self.cluster.members:
-            if attached is not None and peer == attached.incarnation:
-                continue
-            if self.breakers.available(peer, now):
-                other = (await self.asker.ask(((peer, asked),), now + LOST_BEAT_S))[0]
-                if isinstance(other, ViewShared):
-                    self._take(other)
-                    break
-        return False
-
-    def _take(self, shared: ViewShared) -> None:
-        if not shared.view:
-            return
-        self._view = View.of(shared.view)
-        before, known = self.cluster.ring.version, self.cluster.members
-        home = self.attached.incarnation if self.attached is not None else 0
-        cluster = self._cluster_of(home, self.cluster.handover_until)
-        if cluster.ring.version != before:
-            until = self.place.now() + self.config.handover_s
-            cluster = attrs.evolve(cluster, handover_until=until)
-        self.cluster = cluster
+    def _view_came(self, before: Cluster, cluster: Cluster) -> None:
         alive = set(cluster.members)
         self.breakers.forget(alive)
         self.asker.forget(alive)
-        for gone in known:
+        for gone in before.members:
             if gone not in alive:
                 self.fabrics.forget(gone)
-
-    def _cluster_of(self, home: int, handover_until: float) -> Cluster:
-        view = getattr(self, "_view", View.of())
-        return Cluster.of(
-            {member.incarnation: member for member in view.members()},
-            home=home,
-            boot_id=self.place.host,
-            replicas=self.config.directory_replicas,
-            virtual_nodes=self.config.virtual_nodes,
-            handover_until=handover_until,
-        )
-
-    def _heard_late(self, peer: int, message: Message) -> None:
-        attached = self.attached
-        if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
-            attached.reservations.granted(message)
 
     def _refused(self, peer: int, refused: Refused) -> None:
         if refused.reason == "protocol":
@@ -338,13 +269,13 @@ class SimClient:
         self._log.warning("client.refused", peer=f"{peer:016x}", reason=refused.reason)
 
     def _address_of(self, peer: int) -> str | None:
-        if self.attached is not None and self.attached.incarnation == peer:
+        if self.tie.is_home(peer):
             return self.home
         member = self.cluster.members.get(peer)
         return member.control if member is not None else None
 
     def _hello(self, peer: int) -> Hello:
-        is_home = peer == 0 or (self.attached is not None and self.attached.incarnation == peer)
+        is_home = peer == 0 or self.tie.is_home(peer)
         return Hello(
             request=0,
             wire_oldest=WIRE_VERSION_OLDEST,

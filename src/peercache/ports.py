@@ -320,6 +320,14 @@ class Post:
 
 
 @attrs.frozen
+class Greet:
+    """Say Hello at an address, whoever listens there; the answer is Welcome, Refused or None."""
+
+    url: str
+    until: float
+
+
+@attrs.frozen
 class Hear:
     """Take what has come from a peer and answers nothing that anybody waits for."""
 
@@ -353,5 +361,5 @@ class Checksum:
     runs: PageRuns
 
 
-Step: TypeAlias = Ask | Post | Hear | Fetch | Place | Checksum
+Step: TypeAlias = Ask | Post | Greet | Hear | Fetch | Place | Checksum
 Answers: TypeAlias = Sequence[Message | None]

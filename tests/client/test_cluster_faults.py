@@ -490,8 +490,8 @@ def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None
         client.batch_set(keys, pages_of(keys))
         attached = client._home.attached
         assert attached is not None
-        address = attached.segment.pages_address
-        memory = (ctypes.c_ubyte * attached.segment.page_bytes).from_address(address)
+        address = attached.memory.pages_address
+        memory = (ctypes.c_ubyte * attached.memory.page_bytes).from_address(address)
         place = bytes(memory).index(page_of(keys[2]).tobytes())
         memory[place + 1000] ^= 1
 

@@ -243,7 +243,7 @@ class Client:
                 reservations=attached.reservations,
                 until=until,
             ),
-            attached.segment,
+            attached.memory,
         )
         metrics = self.metrics
         metrics.pages_set.labels("copied").inc(outcome.copied)

@@ -16,7 +16,19 @@ import xxhash
 from peercache import observe
 from peercache.errors import PeerUnreachable
 from peercache.net.asking import Asker
-from peercache.ports import ODD, Ask, Fabric, Fetch, Fetched, Hear, PeerRead, Place, Post, Step
+from peercache.ports import (
+    ODD,
+    Ask,
+    Fabric,
+    Fetch,
+    Fetched,
+    Greet,
+    Hear,
+    PeerRead,
+    Place,
+    Post,
+    Step,
+)
 from peercache.runs import U64, PageRuns
 from peercache.segment.attached import AttachedSegment
 from peercache.segment.copying import copy_pages
@@ -97,6 +109,8 @@ class Driver:
             return self._fetch(step)
         if isinstance(step, Place):
             return _place(step, home_segment)
+        if isinstance(step, Greet):
+            return self._asker.greet(step.url, step.until)
         return checksums_of(step.runs)
 
     def _fetch(self, step: Fetch) -> list[Fetched]:

@@ -141,7 +141,8 @@ class Wiring:
         return Home(
             url=url,
             config=self._config,
-            asker=self.asker,
+            driver=self.driver,
+            breakers=self.breakers,
             touches=self.reader.touches,
             # An embedded node has the very same metrics.
             report=self.report if self._node is None else None,
@@ -208,9 +209,8 @@ class Wiring:
         return self.home.url_of(peer)
 
     def _hello(self, peer: int) -> Hello:
-        attached = self.home.attached
         # 0 is whoever listens at the home address: only there do we write.
-        is_home = peer == 0 or (attached is not None and attached.incarnation == peer)
+        is_home = peer == 0 or self.home.is_home(peer)
         return Hello(
             request=0,
             wire_oldest=WIRE_VERSION_OLDEST,
