@@ -38,7 +38,7 @@ MISS_REASONS = (
 # Why a read over rdma did not go on: the values of the label `reason` of its metrics.
 LINK_DOWN = "link_down"  # the link of our port, or one rail alone does not get on
 UNREGISTERED = "unregistered"  # the peer has not registered that memory yet
-NO_MEMORY = "no_memory"  # not even a block of our own can be registered
+NO_MEMORY = "no_memory"  # no block of our own is registered soon enough
 
 RDMA_FAILURES = (
     PEER_UNREACHABLE, REFUSED, DEADLINE, INTERNAL, LINK_DOWN, UNREGISTERED, NO_MEMORY,

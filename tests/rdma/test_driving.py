@@ -1,18 +1,11 @@
-"""Driving a read: its deadline holds whatever moves, and what could not be made is not counted."""
+"""Driving a read: its deadline holds whatever moves."""
 
 from __future__ import annotations
 
 import select
-import time
 from typing import Any, cast
 
-import numpy as np
-import pytest
-
 from peercache.observe import DEADLINE
-from peercache.rdma import blocks
-from peercache.rdma.blocks import Blocks
-from peercache.rdma.memory import Regions
 from peercache.rdma.reading import Transfer, drive
 
 
@@ -55,22 +48,3 @@ def test_deadline_holds_for_a_read_that_always_moves() -> None:
 
     assert transfer.failure == DEADLINE
     assert now[0] < 1.3
-
-
-def test_block_that_could_not_be_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory for a while must not mean no block for ever."""
-    lent = Blocks(
-        cast("Regions", object()), "words", block_bytes=4096, blocks_max=1, clock=time.monotonic
-    )
-
-    def none(*_: object) -> None:
-        raise OSError(12, "no memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(blocks.mmap, "mmap", none)
-        with pytest.raises(OSError, match="no memory"):
-            lent.lend(time.monotonic() + 60.0)
-    made = blocks.Block(0, 0, np.zeros(1, np.uint8), cast("Any", None))
-    monkeypatch.setattr(lent, "_make", lambda _: made)
-
-    assert lent.lend(time.monotonic() + 60.0) is made

@@ -28,14 +28,15 @@ from contracts.fabric_suite import (
     read,
 )
 from contracts.fakes import FakeFabric
-from pace import PROMPT_S
+from pace import PATIENCE_S, PROMPT_S
 from peercache.channel_exchange import ChannelOpened, ChannelsHeld, OpenChannel
 from peercache.messages import Member, Message, Refused
-from peercache.observe import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED, Metrics
+from peercache.observe import DEADLINE, INTERNAL, NO_MEMORY, PEER_UNREACHABLE, REFUSED, Metrics
 from peercache.ports import ODD, Fetched, PeerRead
 from peercache.rdma import leasing, sides
 from peercache.rdma.blocks import Block, Blocks
 from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.registrar import Registered
 from peercache.rdma.serving import ChannelServer
 from peercache.segment.published import PublishedSegment
 
@@ -398,6 +399,43 @@ def test_what_rdma_cannot_read_is_read_by_the_other_fabric(
     assert not bench.fabric.reaches(bench.member)
     counted = bench.metrics.registry.get_sample_value(
         "peercache_rdma_fallbacks_total", {"reason": REFUSED}
+    )
+    assert counted == 2
+
+
+def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_its_deadline(
+    make_bench: Callable[..., FakeBench],
+    segment: PublishedSegment,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while an engine's memory is being registered; when that is over, rdma reads again."""
+    other = FakeFabric(granule=GRANULE)
+    other.peers[INCARNATION] = segment
+    bench = make_bench(fallback=other)
+    offsets, contents = bench.pages(2)
+    bench.get(offsets, Destination.of([[GRANULE]] * 2))
+    monkeypatch.setattr("peercache.rdma.blocks.REGISTER_S", 0.01)
+    regions, side = bench.ours[0].regions, bench.fabric._sides[0]
+    side.bounce._idle.clear()
+    register, gate = regions._registrar.register, threading.Event()
+
+    def later(*facts: Any) -> Registered:
+        assert gate.wait(PATIENCE_S)
+        return register(*facts)
+
+    monkeypatch.setattr(regions._registrar, "register", later)
+    # Less than a registration was once waited for, and time enough for all else.
+    into = Destination.of([[GRANULE]] * 2)
+    late = bench.get(offsets, into, timeout_s=4.0)
+    gate.set()
+    assert regions.wait(side.bounce._late[0], PATIENCE_S)
+    again = bench.get(offsets, Destination.of([[GRANULE]] * 2))
+
+    assert (late.failure, late.fabric) == ("", "fake")
+    assert [into.page(page) for page in range(2)] == contents
+    assert (again.failure, again.fabric) == ("", "rdma")
+    counted = bench.metrics.registry.get_sample_value(
+        "peercache_rdma_fallbacks_total", {"reason": NO_MEMORY}
     )
     assert counted == 2
 

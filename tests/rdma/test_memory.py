@@ -10,62 +10,19 @@ import threading
 import weakref
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
+from gated_device import CHUNK, Device
 
+from pace import PATIENCE_S
 from peercache.rdma import memory
 from peercache.rdma.memory import Region, Regions
 from peercache.rdma.registrar import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_READ,
-    Registered,
-    RegistrationFailed,
     explanation,
 )
 from peercache.segment.kernel import populate_range
-
-CHUNK = 64 * 2**10
-PATIENCE_S = 60.0
-
-
-@attrs.define
-class Device:
-    """Registers up to `room_bytes`; each call waits until `gate` is open."""
-
-    chunk_bytes: int = CHUNK
-    room_bytes: int = 2**60
-    problem: str = "no room"
-    gate: threading.Event = attrs.field(factory=threading.Event)
-    began: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
-    lock: threading.Lock = attrs.field(factory=threading.Lock)
-    live: dict[int, tuple[int, int, int]] = attrs.field(factory=dict)
-    calls: int = 0
-    at_once: int = 0
-    at_once_max: int = 0
-
-    def register(self, address: int, length: int, access: int) -> Registered:
-        """Take memory, if there is room."""
-        with self.lock:
-            self.calls += 1
-            key = self.calls
-            self.at_once += 1
-            self.at_once_max = max(self.at_once, self.at_once_max)
-        self.began.release()
-        assert self.gate.wait(PATIENCE_S)
-        with self.lock:
-            self.at_once -= 1
-            if length > self.room_bytes:
-                raise RegistrationFailed(self.problem)
-            self.room_bytes -= length
-            self.live[key] = (address, length, access)
-        return Registered(lkey=key, rkey=key + 1000, handle=key)
-
-    def deregister(self, piece: Registered) -> str:
-        """Give memory back; once, or the test fails."""
-        with self.lock:
-            self.room_bytes += self.live.pop(piece.handle)[1]
-        return ""
 
 
 class Memory:
@@ -132,6 +89,23 @@ def test_chunks_are_registered_by_several_threads_at_once_and_not_by_more_than_a
 
     assert regions.wait(region, PATIENCE_S)
     assert device.at_once_max == 3
+    regions.close()
+
+
+def test_urgent_memory_goes_ahead_of_what_waits() -> None:
+    """A read waits for a block of ours, and nobody yet for the last gigabyte of an engine."""
+    device, engine, block = Device(), Memory(4), Memory(1)
+    regions = Regions(registrar=device, threads_max=1)
+    first = regions.add("engine", engine.address, engine.length, remote=False)
+    assert device.began.acquire(timeout=PATIENCE_S)
+
+    second = regions.add("bounce", block.address, block.length, remote=False, is_urgent=True)
+    device.gate.set()
+    assert regions.wait(first, PATIENCE_S)
+    assert regions.wait(second, PATIENCE_S)
+
+    begun = [address for address, _, _ in device.live.values()]
+    assert begun[:2] == [engine.address, block.address]
     regions.close()
 
 

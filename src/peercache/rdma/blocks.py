@@ -3,7 +3,9 @@ destination is not registered.
 
 Owns    anonymous memory, one mapping a block, made and registered when it is first needed.
 Keeps   a block has one borrower; it comes back only after nothing writes to it any more.
-Limits  blocks_max; whoever finds none waits until its deadline.
+        A new one is registered ahead of whatever waits to be; while one is late all the same,
+        because as much memory as an engine has is being registered, nobody waits for it.
+Limits  blocks_max; whoever finds all of them lent waits until its deadline.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import numpy.typing as npt
 from peercache.rdma.memory import Region, Regions
 from peercache.segment.kernel import address_of
 
-REGISTER_S = 5.0
-"""Patience for the registration of a new block: milliseconds on every machine that is not ill."""
+REGISTER_S = 0.25
+"""Patience with a new block where another fabric could read instead: it takes 30 ms, or as long as
+the registration that goes on at that moment."""
 
 
 @attrs.frozen(eq=False)
@@ -40,37 +43,50 @@ class Blocks:
 
     def __init__(
         self, regions: Regions, name: str, *, block_bytes: int, blocks_max: int,
-        clock: Callable[[], float],
+        has_fallback: bool, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """Start with none."""
+        """Start with none. has_fallback: whether who gets none is served by another fabric."""
         self.block_bytes = block_bytes
         self._regions = regions
         self._name = name
         self._blocks_max = blocks_max
+        self._has_fallback = has_fallback
         self._clock = clock
+        # Guards what follows; whoever waits on it waits for a block to come back.
         self._changed = threading.Condition()
         self._idle: list[Block] = []
+        self._late: list[Region] = []
         self._count = 0
 
     def lend(self, until: float) -> Block | None:
-        """Return a block, or None if none came free in time, or none can be registered."""
+        """Return a block, or None if none came free in time, or none can be registered soon."""
         with self._changed:
+            self._take_late()
             while not self._idle and self._count >= self._blocks_max:
                 left = until - self._clock()
-                if left <= 0:
+                if left <= 0 or self._leaves_it():
                     return None
                 self._changed.wait(left)
             if self._idle:
                 return self._idle.pop()
+            if self._leaves_it():
+                return None
             self._count += 1
-        block: Block | None = None
+        region: Region | None = None
         try:
-            block = self._make(until)
-        finally:
-            if block is None:
-                with self._changed:
+            region = self._begin()
+            self._regions.wait(region, self._patience_s(until))
+        except BaseException:
+            with self._changed:
+                if region is None:
                     self._count -= 1
-                    self._changed.notify_all()
+                else:
+                    self._late.append(region)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            block = self._made(region)
+            self._changed.notify_all()
         return block
 
     def give_back(self, block: Block) -> None:
@@ -79,18 +95,43 @@ class Blocks:
             self._idle.append(block)
             self._changed.notify_all()
 
-    def _make(self, until: float) -> Block | None:
-        mapping = mmap.mmap(-1, self.block_bytes)
-        memory = np.frombuffer(mapping, np.uint8)
-        address = address_of(memory)
-        region = self._regions.add(
-            self._name, address, self.block_bytes, remote=False, owner=memory
-        )
-        patience_s = min(REGISTER_S, until - self._clock())
-        self._regions.wait(region, patience_s)
-        found = self._regions.find(address, self.block_bytes)
-        if len(found) != 1:
-            # It failed, which Regions has told, or it is late; a later read tries again.
-            self._regions.remove(region)
+    def _begin(self) -> Region:
+        """Begin to register memory for one more block."""
+        memory = np.frombuffer(mmap.mmap(-1, self.block_bytes), np.uint8)
+        return self._regions.add(
+            self._name, address_of(memory), self.block_bytes,
+            remote=False, owner=memory, is_urgent=True,
+        )  # fmt: skip
+
+    def _leaves_it(self) -> bool:
+        """Return whether another fabric is to read: one more block would come later still."""
+        return self._has_fallback and bool(self._late)
+
+    def _patience_s(self, until: float) -> float:
+        left = until - self._clock()
+        # Half of it is the other fabric's.
+        return min(REGISTER_S, left / 2) if self._has_fallback else left
+
+    def _made(self, region: Region) -> Block | None:
+        """Return the block that a region is, if it is registered; the caller holds the lock."""
+        if not self._regions.wait(region, 0.0):
+            # Not given up: begun anew by each read, one might never be there.
+            self._late.append(region)
             return None
-        return Block(address, found[0][2], memory, region)
+        found = self._regions.find(region.address, self.block_bytes)
+        if len(found) == 1:
+            return Block(region.address, found[0][2], region.owner, region)
+        # It failed, which Regions has told; a later read tries again.
+        self._regions.remove(region)
+        self._count -= 1
+        return None
+
+    def _take_late(self) -> None:
+        """Take what was late and is registered by now; the caller holds the lock."""
+        late, self._late = self._late, []
+        for region in late:
+            # Asks for a thread again, if there was none to be had.
+            self._regions.grow(region, self.block_bytes)
+            block = self._made(region)
+            if block is not None:
+                self._idle.append(block)

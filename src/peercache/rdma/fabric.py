@@ -97,9 +97,12 @@ class RdmaFabric:
         fallback: reads what cannot be read here, and says so; None makes that a miss.
         """
         self._sides = tuple(
-            Side(rail, index, max_channels_per_peer=max_channels_per_peer, rng=rng, clock=clock)
+            Side(
+                rail, index, max_channels_per_peer=max_channels_per_peer, rng=rng, clock=clock,
+                has_fallback=fallback is not None,
+            )
             for index, rail in enumerate(rails)
-        )
+        )  # fmt: skip
         self._exchange = exchange
         self._metrics = metrics
         self._fallback = fallback

@@ -61,6 +61,7 @@ class Region:
     name:    what it is, for people: "pool", "words", "engine".
     address: where it begins.
     length:  its bytes.
+    is_urgent: a read waits for it, so it goes ahead of what waits for a thread.
     failure: "" or why some of it cannot be registered; the rest stays usable.
 
     What follows them is the bookkeeping of `Regions`, changed under its lock.
@@ -71,6 +72,7 @@ class Region:
     length: int
     access: int
     owner: Any
+    is_urgent: bool = False
     failure: str = ""
     uses: int = 1
     queued_bytes: int = 0
@@ -145,12 +147,14 @@ class Regions:
         remote: bool,
         ready_bytes: int | None = None,
         owner: Any = None,
+        is_urgent: bool = False,
     ) -> Region:
         """Begin to register a range, and return at once; the same range again is the same region.
 
         remote:      whether peers may read it; otherwise READs of ours may fill it.
         ready_bytes: how much of it may be touched by now; default all. `grow` says when more may.
         owner:       kept alive until the region is removed: whoever would free the memory.
+        is_urgent:   ahead of all that no thread has begun: little memory that a read waits for.
         """
         access = ACCESS_REMOTE_READ if remote else ACCESS_LOCAL_WRITE
         if os.getpid() != self._process:
@@ -161,7 +165,7 @@ class Regions:
                 if (known.address, known.length, known.access) == (address, length, access):
                     known.uses += 1
                     return known
-            region = Region(name, address, length, access, owner)
+            region = Region(name, address, length, access, owner, is_urgent)
             if not self._is_closed:
                 self._regions.append(region)
         self.grow(region, length if ready_bytes is None else ready_bytes)
@@ -186,7 +190,8 @@ class Regions:
                     break
                 region.queued_bytes += length
                 region.pending += 1
-                self._tasks.append((region, offset, length))
+                put = self._tasks.appendleft if region.is_urgent else self._tasks.append
+                put((region, offset, length))
             wanted = min(self._threads_max - self._threads, len(self._tasks))
             self._threads += max(0, wanted)
         for started in range(wanted):

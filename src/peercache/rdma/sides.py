@@ -57,19 +57,24 @@ class Side:
         max_channels_per_peer: int,
         rng: random.Random,
         clock: Callable[[], float],
+        has_fallback: bool,
     ) -> None:
-        """Open nothing yet. index: which rail of the client's it is."""
+        """Open nothing yet.
+
+        index:        which rail of the client's it is.
+        has_fallback: whether another fabric can read what this one has no memory for.
+        """
         self.rail = rail
         self.index = index
         self.pool = ChannelPool(max_channels_per_peer=max_channels_per_peer)
         self.channels: dict[int, Channel] = {}
         self.words = Blocks(
             rail.regions, "words read", clock=clock, blocks_max=WORDS_BLOCKS_MAX,
-            block_bytes=PORTIONS_AT_ONCE * _WORDS_HALF_BYTES,
+            block_bytes=PORTIONS_AT_ONCE * _WORDS_HALF_BYTES, has_fallback=has_fallback,
         )  # fmt: skip
         self.bounce = Blocks(
             rail.regions, "bounce", clock=clock, blocks_max=BOUNCE_BLOCKS_MAX,
-            block_bytes=PORTIONS_AT_ONCE * PORTION_BYTES,
+            block_bytes=PORTIONS_AT_ONCE * PORTION_BYTES, has_fallback=has_fallback,
         )  # fmt: skip
         self._rng = rng
         self._looked_at = float("-inf")
