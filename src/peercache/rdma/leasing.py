@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import final
 
 import attrs
@@ -81,14 +82,18 @@ class Channels:
                 ]
                 if not sides:
                     return [], ""
+                wanted = len(sides)
                 if progress.total_bytes < STRIPE_BYTES_MIN:
+                    # In turn; but a rail that is busy is not waited for beside one that is free.
                     self._turn += 1
-                    sides = [sides[self._turn % len(sides)]]
-                reserved = [
+                    first, wanted = self._turn % len(sides), 1
+                    sides = sides[first:] + sides[:first]
+                free = (
                     Reserved(side, lease, self._number(side, lease))
                     for side in sides
                     if (lease := side.pool.lease(progress.peer)) is not None
-                ]
+                )
+                reserved = list(islice(free, wanted))
                 if reserved:
                     self._last_deadline = max(self._last_deadline, progress.deadline)
                     return reserved, ""

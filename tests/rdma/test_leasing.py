@@ -1,0 +1,89 @@
+"""Which channel a read gets, over rails that are busy or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
+from pace import PATIENCE_S
+from peercache.actors.channels import ChannelPool
+from peercache.ports import PeerRead
+from peercache.rdma.leasing import STRIPE_BYTES_MIN, Channels, Reserved
+from peercache.rdma.progress import Progress
+
+
+def channels(rails: int) -> Channels:
+    """Return the channels of a client, one to a peer over each of its rails."""
+    sides: list[Any] = [
+        SimpleNamespace(
+            index=index, is_usable=lambda _: True, channels={},
+            pool=ChannelPool(max_channels_per_peer=1),
+        )
+        for index in range(rails)
+    ]  # fmt: skip
+    return Channels(sides, time.monotonic)
+
+
+def small() -> Progress:
+    """Return a read of one small page."""
+    into = Destination.of([[GRANULE]])
+    read = PeerRead(member_of(INCARNATION), np.zeros(1, np.uint64), into.lengths, into.runs)
+    assert read.lengths.sum() < STRIPE_BYTES_MIN
+    return Progress(read, time.monotonic() + PATIENCE_S)
+
+
+def reserve(ours: Channels) -> Reserved:
+    """Lease what a small read goes over."""
+    reserved, why = ours.reserve(small())
+    assert why == ""
+    (one,) = reserved
+    return one
+
+
+@pytest.mark.parametrize("freed", range(3))
+@pytest.mark.parametrize("turns", range(3))
+def test_small_read_takes_the_one_rail_that_is_free_out_of_turn(freed: int, turns: int) -> None:
+    """Two rails of three are busy, and nobody waits for them."""
+    ours = channels(3)
+    for _ in range(turns):
+        ours.end(reserve(ours), None, works=False)
+    busy = sorted([reserve(ours) for _ in range(3)], key=lambda each: each.side.index)
+    ours.end(busy.pop(freed), None, works=False)
+
+    got = reserve(ours)
+
+    assert got.side.index == freed
+
+
+def test_small_reads_take_turns_over_rails_that_are_all_free() -> None:
+    """Else the first rail would have every small read, and the others none."""
+    ours = channels(3)
+    used = []
+    for _ in range(6):
+        reserved = reserve(ours)
+        used.append(reserved.side.index)
+        ours.end(reserved, None, works=False)
+
+    assert sorted(used) == [0, 0, 1, 1, 2, 2]
+
+
+def test_small_read_waits_where_every_rail_is_busy() -> None:
+    """Until the first of them comes free, whichever that is."""
+    ours = channels(2)
+    busy = [reserve(ours) for _ in range(2)]
+    got: list[Reserved] = []
+    waiting = threading.Thread(target=lambda: got.append(reserve(ours)))
+
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    ours.end(busy[1], None, works=False)
+    waiting.join(PATIENCE_S)
+
+    assert [each.side for each in got] == [busy[1].side]
