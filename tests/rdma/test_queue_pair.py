@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from fake_device import FakeRail, World
 
+from pace import PATIENCE_S
 from peercache.rdma import neighbours, verbs
 from peercache.rdma.device import Gid
 from peercache.rdma.queue_pair import RETRIES_MAX, TRANSITIONS, End, QueuePair, Sizes, State
@@ -215,9 +218,48 @@ def test_kernel_tells_its_ipv6_neighbours_or_nothing() -> None:
     assert neighbours.is_known(bytes(15) + b"\1")
 
 
-def test_asking_for_a_neighbour_never_fails_and_never_waits() -> None:
-    """No route, no such address of ours: connecting will tell."""
-    ours = Gid(0, bytes(10) + b"\xff\xff" + bytes([198, 51, 100, 7]), "RoCE v2")
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def asked(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """Whoever is asked on this host, and its GID."""
+    address, gid = "127.0.0.1", bytes(10) + b"\xff\xff" + bytes([127, 0, 0, 1])
+    if request.param == socket.AF_INET6:
+        address, gid = "::1", bytes(15) + b"\1"
+    with socket.socket(request.param, socket.SOCK_DGRAM) as datagrams:
+        try:
+            datagrams.bind((address, 0))
+        except OSError as error:
+            pytest.skip(f"no {address} here: {error}")
+        monkeypatch.setattr(neighbours, "DISCARD_PORT", datagrams.getsockname()[1])
+        yield datagrams, gid
 
-    neighbours.ask(ours, bytes(10) + b"\xff\xff" + bytes([203, 0, 113, 9]))
-    neighbours.ask(ours, bytes(16))
+
+def test_asking_for_a_neighbour_sends_it_an_empty_datagram_from_the_rails_address(
+    asked: tuple[socket.socket, bytes],
+) -> None:
+    """It makes the kernel look for the address, on the network that the rail is of."""
+    datagrams, gid = asked
+    datagrams.settimeout(PATIENCE_S)
+
+    neighbours.ask(Gid(0, gid, "RoCE v2"), gid)
+    content, sender = datagrams.recvfrom(64)
+
+    assert content == b""
+    assert sender[0] == datagrams.getsockname()[0]
+
+
+def test_neighbour_that_cannot_be_asked_is_left_to_connecting(
+    asked: tuple[socket.socket, bytes],
+) -> None:
+    """No such address of ours, no route: nothing is sent from another one, and nothing raised."""
+    datagrams, gid = asked
+    datagrams.setblocking(False)
+    not_ours = bytes(10) + b"\xff\xff" + bytes([198, 51, 100, 7])
+    if datagrams.family == socket.AF_INET6:
+        not_ours = bytes.fromhex("20010db8" + "00" * 11 + "07")
+
+    neighbours.ask(Gid(0, not_ours, "RoCE v2"), gid)
+
+    with pytest.raises(BlockingIOError):
+        datagrams.recvfrom(64)
