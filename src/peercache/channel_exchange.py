@@ -57,7 +57,7 @@ class ChannelOpened:
 
 @attrs.frozen
 class ChannelsHeld:
-    """List, every few seconds, the channels to a node that the client still uses.
+    """List the channels to a node that the client still uses: at every change, and each 20 s.
 
     newest: the highest number it has used; what is not newer and not listed ends.
     """
