@@ -281,9 +281,9 @@ class Config:
     metrics_port: int = _of(
         quantities.whole,
         -1,
-        "Port of /metrics and /healthz; 0 turns it off. Default (-1): 31997, or a free port "
-        "where that is taken, and none for a node embedded in an engine; a port named here must "
-        "be free.",
+        "Port of the overview (/), /metrics and /healthz; 0 turns it off. Default (-1): 31997, or "
+        "a free port where that is taken, and none for a node embedded in an engine; a port named "
+        "here must be free.",
     )
     log_format: str = _of(
         quantities.text,

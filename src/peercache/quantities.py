@@ -2,6 +2,7 @@
 
 Each function takes what a flag, a TOML file, the environment or a JSON map holds, and returns the
 value that the configuration keeps; it raises ValueError or TypeError with what is allowed.
+`written_size` goes the other way, for people.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ def parse_size(text: int | str) -> int:
     number, unit = match[1], _UNITS[match[2].lower()]
     # A whole number stays exact: a float would round a size above 8 PiB.
     return int(float(number) * unit) if "." in number else int(number) * unit
+
+
+def written_size(size_bytes: int) -> str:
+    """Return bytes as people read them, in the unit that fits."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 2**power:
+            return f"{size_bytes / 2**power:.1f} {unit}"
+    return f"{size_bytes} bytes"
 
 
 def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:

@@ -28,6 +28,9 @@ NOT_A_HEAD = 255
 
 DIGEST_BYTES = 16
 
+STATE_NAMES = ("alive", "suspect", "dead", "left")
+"""Words for a member's state, by its number."""
+
 
 def is_live(member: Member) -> bool:
     """Return whether a member counts as there: alive, or only suspected."""

@@ -104,6 +104,11 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
             assert json.load(health)["status"] == "ok"
         with urllib.request.urlopen(f"http://{ready['http']}/metrics") as metrics:
             assert b"peercache_pool_bytes" in metrics.read()
+        with urllib.request.urlopen(f"http://{ready['http']}/") as overview:
+            page = overview.read().decode()
+        assert overview.headers["content-type"] == "text/html; charset=utf-8"
+        assert f"{ready['node']} (this node)" in page
+        assert ready["control"] in page
 
 
 def test_health_says_nothing_good_while_the_node_is_paused() -> None:

@@ -39,7 +39,7 @@ from peercache.observe import Metrics
 from peercache.ports import Effect, Origin, Republish, Send, SendTo, Tell, ViewChanged
 from peercache.redial import Redial
 from peercache.silence import Silence
-from peercache.view import COUNTER_MAX, MEMBERS_MAX, View, is_live, is_newer
+from peercache.view import COUNTER_MAX, MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
 
 Hears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
 
@@ -60,8 +60,6 @@ REPUBLISH_GAP_S = 30.0
 
 LISTENERS = ("ring", "directory", "publisher")
 """Actors that follow the view, in the order in which they must learn of a change."""
-
-_STATES = ("alive", "suspect", "dead", "left")
 
 
 @final
@@ -380,7 +378,7 @@ class Membership:
     def _announce(self) -> list[Effect]:
         members = self._view.members()
         if self._metrics is not None:
-            for state, name in enumerate(_STATES):
+            for state, name in enumerate(STATE_NAMES):
                 count = sum(member.state == state for member in members)
                 self._metrics.members.labels(state=name).set(count)
         changed = ViewChanged(members)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import attrs
 
 from peercache.doctor.facts import Facts, PortFact, packet_bytes
+from peercache.quantities import written_size
 from peercache.rdma.device import ROCE_V2
 from peercache.segment.huge_pages import SIZES, more
 from peercache.segment.layout import Layout
@@ -65,8 +66,8 @@ def _pool(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             PROBLEM,
             "pool",
-            f"the pool of {_size(wanted)} does not fit into {facts.shm_dir}, which has "
-            f"{_size(memory.shm_free)} free",
+            f"the pool of {written_size(wanted)} does not fit into {facts.shm_dir}, which has "
+            f"{written_size(memory.shm_free)} free",
             f"{resize}  (docker: --shm-size={_gib_up(wanted)}g), or lower pool_size",
         )
     elif memory.shm_type != "tmpfs":
@@ -77,17 +78,17 @@ def _pool(facts: Facts) -> Iterator[Finding]:
             "--shm-dir /dev/shm",
         )
     else:
-        free = _size(memory.shm_free)
+        free = written_size(memory.shm_free)
         yield Finding(
-            GOOD, "pool", f"{_size(wanted)} fit into {facts.shm_dir}, {free} are free there"
+            GOOD, "pool", f"{written_size(wanted)} fit into {facts.shm_dir}, {free} are free there"
         )
     if 0 <= memory.cgroup_limit < memory.cgroup_used + wanted:
         yield Finding(
             PROBLEM,
             "pool",
-            f"this container may use {_size(memory.cgroup_limit)}, of which "
-            f"{_size(memory.cgroup_used)} are in use: the pool of {_size(wanted)} would have "
-            "it killed",
+            f"this container may use {written_size(memory.cgroup_limit)}, of which "
+            f"{written_size(memory.cgroup_used)} are in use: the pool of {written_size(wanted)} "
+            "would have it killed",
             f"docker: --memory={_gib_up(memory.cgroup_used + wanted) + 1}g, or lower pool_size",
         )
 
@@ -239,12 +240,13 @@ def _locking(facts: Facts) -> Iterator[Finding]:
     enough = memory.memlock < 0 or memory.may_lock_anything or memory.memlock >= facts.pool_size
     if enough:
         text = "without limit" if memory.memlock < 0 or memory.may_lock_anything else ""
-        yield Finding(GOOD, "locked memory", text or f"up to {_size(memory.memlock)}")
+        yield Finding(GOOD, "locked memory", text or f"up to {written_size(memory.memlock)}")
         return
     yield Finding(
         PROBLEM,
         "locked memory",
-        f"at most {_size(memory.memlock)} may be locked, the pool has {_size(facts.pool_size)}",
+        f"at most {written_size(memory.memlock)} may be locked, "
+        f"the pool has {written_size(facts.pool_size)}",
         "ulimit -l unlimited  (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
     )
 
@@ -273,10 +275,6 @@ def _reads(facts: Facts) -> Iterator[Finding]:
 
 def _if(level: str, fix: str) -> str:
     return fix if level == PROBLEM else ""
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _gib_up(size: int) -> int:

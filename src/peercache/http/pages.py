@@ -1,4 +1,4 @@
-"""The pages that a node serves over HTTP: /metrics and /healthz.
+"""The pages that a node serves over HTTP: /metrics, /healthz and, for people, an overview.
 
 A pure function from a request to an answer; it knows nothing of sockets.
 """
@@ -6,12 +6,14 @@ A pure function from a request to an answer; it knows nothing of sockets.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from peercache.http.overview import overview
+from peercache.messages import Member
 from peercache.observe import get_logger
 
 HEALTH_FAILED = "health.failed"
@@ -47,6 +49,7 @@ class Pages:
 
     registry: CollectorRegistry
     health: Callable[[], Health]
+    members: Callable[[], Sequence[Member]]
 
     def answer(self, method: str, target: str, accept: str) -> Answer:
         """Answer a request; `accept` is its Accept header, which chooses the exposition format."""
@@ -58,20 +61,39 @@ class Pages:
             return Answer(200, content_type, encode(self.registry))
         if path == "/healthz":
             return self._judged()
-        return _told(404, {"error": "there are /metrics and /healthz"})
+        if path == "/":
+            return self._shown()
+        return _told(404, {"error": "there are /, /metrics and /healthz"})
 
     def _judged(self) -> Answer:
         """Answer 200 only while the node truly serves."""
-        try:
-            found = self.health()
-        except Exception as error:
-            # A node that cannot say how it is must not be taken for a healthy one.
-            get_logger().exception(HEALTH_FAILED)
-            reason = f"{type(error).__name__}: {error}"
-            return _told(503, {"status": "unknown", "reason": reason})
+        found, bug = self._health()
+        if bug:
+            return _told(503, {"status": "unknown", "reason": bug})
         if found.serving:
             return _told(200, {"status": "ok", **found.facts})
         return _told(503, {"status": "unavailable", "reason": found.reason, **found.facts})
+
+    def _shown(self) -> Answer:
+        """Show how the node is, also one that is not well: whoever looks is a person."""
+        found, _ = self._health()
+        page = overview(
+            problem=found.reason,
+            facts=found.facts,
+            members=self.members(),
+            registry=self.registry,
+        )
+        return Answer(200, "text/html; charset=utf-8", page.encode())
+
+    def _health(self) -> tuple[Health, str]:
+        """Return how the node is, and the bug of ours that kept it from saying so, or ""."""
+        try:
+            return self.health(), ""
+        except Exception as error:
+            # A node that cannot say how it is must not be taken for a healthy one.
+            get_logger().exception(HEALTH_FAILED)
+            bug = f"{type(error).__name__}: {error}"
+            return Health(serving=False, reason=bug), bug
 
 
 def _told(status: int, facts: dict[str, object]) -> Answer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import h11
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from peercache.config import DEFAULT_METRICS_PORT, format_address
 from peercache.errors import AddressTaken
 from peercache.http.pages import Answer, Health, Pages
+from peercache.messages import Member
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; the rest of the descriptors is for pages.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
@@ -40,9 +41,10 @@ async def serve_http(
     *,
     registry: CollectorRegistry,
     health: Callable[[], Health],
+    members: Callable[[], Sequence[Member]],
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve /metrics and /healthz until cancelled; hand HOST:PORT to `task_status.started`.
+    """Serve the pages of a node until cancelled; hand HOST:PORT to `task_status.started`.
 
     host: a name, an IPv4 or an IPv6 address; "" is every interface of both.
     port: -1 takes 31997, or a free one where that is taken; 0 takes a free one; any other must be
@@ -50,7 +52,7 @@ async def serve_http(
     """
     listening = await _listening(host, port)
     address = format_address(*listening.getsockname()[:2])
-    door = _Door(Pages(registry, health))
+    door = _Door(Pages(registry, health, members))
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
         task_status.started(address)

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import attrs
@@ -51,6 +52,7 @@ from peercache.reporting import absorb
 from peercache.segment.client_lock import remove_dead_locks
 from peercache.segment.layout import boot_id
 from peercache.segment.published import PublishedSegment
+from peercache.view import STATE_NAMES
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup
@@ -60,9 +62,6 @@ HOUSEKEEPING_S = 1.0
 
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
-
-STATES = ("alive", "suspect", "dead", "left")
-"""Words for a member's state, by its number."""
 
 CONTROL_SHARE = 0.25
 """Of the descriptors of this process, for connections of the control plane: half are for the data
@@ -286,16 +285,18 @@ class Node:
     async def _serve_http(self, nursery: trio.Nursery, host: str) -> str:
         if self.config.metrics_port == 0 or (self._in_process and self.config.metrics_port == -1):
             return ""
-        address: str = await nursery.start(
-            lambda task_status: serve_http(
-                host,
-                self.config.metrics_port,
-                registry=self.metrics.registry,
-                health=self.health,
-                task_status=task_status,
-            )
+        serve = partial(
+            serve_http,
+            host,
+            self.config.metrics_port,
+            registry=self.metrics.registry,
+            health=self.health,
+            members=self._members,
         )
-        return address
+        return str(await nursery.start(serve))
+
+    def _members(self) -> tuple[Member, ...]:
+        return self._crew.membership.view.members()
 
     def _pool_grew(self, usable_bytes: int) -> None:
         for actor in ("pool", VERBS):
@@ -311,7 +312,7 @@ class Node:
             for client in admission.exited():
                 self.log.info("client.exited", client=name_of(client))
                 self._crew.mailboxes["pool"].tell(SELF, ClientGone(client))
-            members = self._crew.membership.view.members()
+            members = self._members()
             self._follow_members(members, known)
             self._show_out_strangers(admission, listener)
             self._came_round = time.monotonic()
@@ -321,7 +322,7 @@ class Node:
         """Log and count how the others are, and end the links nobody needs."""
         for member in members:
             if known.get(member.incarnation) != member.state and member.control != self._control:
-                state, name = STATES[member.state], name_of(member.incarnation)
+                state, name = STATE_NAMES[member.state], name_of(member.incarnation)
                 self.log.info("member.changed", member=name, state=state, at=member.control)
         if not known and len(members) == 1 and self.config.discovery_addr:
             self.log.info("node.alone", asked=list(self.config.discovery_addr))
@@ -329,7 +330,7 @@ class Node:
         known.update({member.incarnation: member.state for member in members})
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
         self._switchboard.keep_links(kept | set(self.config.discovery_addr))
-        for number, word in enumerate(STATES):
+        for number, word in enumerate(STATE_NAMES):
             self.metrics.members.labels(word).set(sum(m.state == number for m in members))
 
     def _show_out_strangers(self, admission: Admission, listener: Listener) -> None:
@@ -366,7 +367,7 @@ class Node:
 
     def figures(self) -> dict[str, int | float | str]:
         """Return named figures about this node."""
-        members = self._crew.membership.view.members()
+        members = self._members()
         return {
             "node": name_of(self.incarnation),
             "members_alive": sum(member.state == ALIVE for member in members),
