@@ -7,7 +7,8 @@ Keeps   a slab file is allocated in full before a slot is written, or not made a
 Limits  FILES_OPEN_MAX descriptors.
 
 Direct I/O wants aligned offsets, lengths and memory: all are blocks of 4 KiB here. Where the file
-system refuses it, the same calls go through the page cache, and the log says so once.
+system refuses it, or is full at the start, the same calls go through the page cache, and the log
+says so once.
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ class SlabFiles:
         return header
 
     def _probe(self) -> bool:
-        """Return whether direct I/O works here: some file systems refuse it only when used."""
+        """Return whether direct I/O works here: some file systems refuse it only when used.
+
+        On a full one that cannot be told, and what goes through the page cache works everywhere.
+        """
         if self._read_only:
             return False
         path = self.folder.path / PROBE_NAME
@@ -204,7 +208,7 @@ class SlabFiles:
             finally:
                 os.close(file)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, *NO_ROOM):
                 raise
             works = False
         finally:

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -194,9 +195,14 @@ def _slab_bytes_of_slabs(path: Path) -> int:
 
 def _write_superblock(path: Path, slab_bytes: int) -> None:
     """Replace the superblock as a whole, so that a crash leaves the old one or the new one."""
+    said = json.dumps({"format": FORMAT_VERSION, "slab_bytes": slab_bytes})
+    # One that says so already is left alone: a full disk has no room for another.
+    with suppress(FileNotFoundError, ValueError):
+        if (path / SUPERBLOCK_NAME).read_text() == said:
+            return
     fresh = path / f"{SUPERBLOCK_NAME}.new"
     with fresh.open("w") as file:
-        json.dump({"format": FORMAT_VERSION, "slab_bytes": slab_bytes}, file)
+        file.write(said)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path / SUPERBLOCK_NAME)

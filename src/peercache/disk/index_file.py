@@ -59,18 +59,33 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
             "CREATE TABLE IF NOT EXISTS slots"
             " (place INTEGER PRIMARY KEY, entry BLOB NOT NULL, used INTEGER NOT NULL)"
         )
-        connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+        if version != FORMAT_VERSION:
+            connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def read_index(folder: Path) -> sqlite3.Connection:
-    """Open an index to read it only, also beside the node that writes it."""
-    # Without a log nobody writes, and nothing need be made to read it.
-    alone = "" if (folder / f"{INDEX_NAME}-wal").exists() else "&immutable=1"
-    return sqlite3.connect(f"file:{quote(str(folder / INDEX_NAME))}?mode=ro{alone}", uri=True)
+def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
+    """Open an index to read it only; raise sqlite3.Error for one that is damaged or not ours.
+
+    locked: the folder is ours, and nobody writes. Otherwise its node may.
+    """
+    log = folder / f"{INDEX_NAME}-wal"
+    # Without a log nobody writes, and nothing need be made to read it: a full disk has no room.
+    is_still = not log.exists() or (locked and not log.stat().st_size)
+    immutable = "&immutable=1" if is_still else ""
+    path = quote(str(folder / INDEX_NAME))
+    connection = sqlite3.connect(f"file:{path}?mode=ro{immutable}", uri=True)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version != FORMAT_VERSION:
+            raise sqlite3.DatabaseError(f"format {version}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def remove_index(folder: Path) -> None:
@@ -118,10 +133,12 @@ class IndexWriter:
     """Writes the index on a thread of its own; no call of it waits for the disk, but `close`."""
 
     def __init__(
-        self, connection: sqlite3.Connection, *, failed: Callable[[str], None], log: Any
+        self, connection: sqlite3.Connection | None, *, failed: Callable[[str], None], log: Any
     ) -> None:
-        """Write to `connection`; `failed` hears of the first error, after which nothing is."""
-        self._connection = connection
+        """Write to `connection`; `failed` hears of the first error, after which nothing is.
+
+        None: there is no index, and nothing is written.
+        """
         self._failed = failed
         self._log = log
         self._changed = threading.Condition()
@@ -130,9 +147,12 @@ class IndexWriter:
         self._left_out = 0
         self._urgent = 0
         self._closing = False
-        self._broken = False
-        self._thread = threading.Thread(target=self._run, name="peercache-index", daemon=True)
-        self._thread.start()
+        self._broken = connection is None
+        self._thread = threading.Thread(
+            target=self._run, args=(connection,), name="peercache-index", daemon=True
+        )
+        if connection is not None:
+            self._thread.start()
 
     def put(self, entries: Entries) -> None:
         """Keep rows of pages that were written."""
@@ -157,7 +177,8 @@ class IndexWriter:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _add(
@@ -174,7 +195,7 @@ class IndexWriter:
         if then is not None and not keeps:
             then()
 
-    def _run(self) -> None:
+    def _run(self, connection: sqlite3.Connection) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -182,15 +203,15 @@ class IndexWriter:
                 taken = self._take()
                 closing = self._closing and not self._waiting
             try:
-                self._write(taken)
+                self._write(connection, taken)
             except sqlite3.Error as error:
-                self._break(taken, str(error))
+                self._break(connection, taken, str(error))
                 return
             for _, _, then in taken:
                 if then is not None:
                     then()
             if closing:
-                self._connection.close()
+                connection.close()
                 return
 
     def _gather(self) -> None:
@@ -213,24 +234,24 @@ class IndexWriter:
         self._backlog -= rows
         return taken
 
-    def _write(self, taken: list[Operation]) -> None:
+    def _write(self, connection: sqlite3.Connection, taken: list[Operation]) -> None:
         if not taken:
             return
-        self._connection.execute("BEGIN")
+        connection.execute("BEGIN")
         for statement, rows, _ in taken:
-            self._connection.executemany(statement, rows)
-        self._connection.execute("COMMIT")
+            connection.executemany(statement, rows)
+        connection.execute("COMMIT")
         if any(then is not None for _, _, then in taken):
             # Somebody was told that these rows are gone: not even a crash of the host undoes it.
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         if self._left_out:
             self._log.warning("disk.index_behind", pages_left_out=self._left_out)
             self._left_out = 0
 
-    def _break(self, taken: list[Operation], problem: str) -> None:
+    def _break(self, connection: sqlite3.Connection, taken: list[Operation], problem: str) -> None:
         """Give up: the file is removed by whoever hears `failed`, and rebuilt at a next start."""
         try:
-            self._connection.close()
+            connection.close()
         except sqlite3.Error as error:
             problem += f"; closing: {error}"
         with self._changed:

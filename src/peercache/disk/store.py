@@ -19,26 +19,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.disk.files import SlabFiles
+from peercache.disk.files import NO_ROOM, SlabFiles
 from peercache.disk.folder import Folder, claim
-from peercache.disk.index_file import (
-    IndexWriter,
-    load_entries,
-    open_index,
-    remove_index,
-    store_entries,
-)
+from peercache.disk.index_file import IndexWriter, remove_index
+from peercache.disk.index_load import load_index
 from peercache.disk.jobs import Errand, Job, Unit, Workers
-from peercache.disk.layout import INDEX_NAME
 from peercache.disk.mover import UNIT_PAGES, PageMover, units_of
-from peercache.disk.scan import consistent, scan
 from peercache.disk_state.ports import (
     DISK_DAMAGED,
     DISK_DONE,
@@ -62,6 +54,9 @@ from peercache.runs import U64
 
 STUCK_S: Final = 10.0
 """How long after a deadline a call may still be under way before the disk is given up."""
+
+ROOM_S: Final = 10.0
+"""How soon a file system without room for our folder is tried again."""
 
 CLOSE_S: Final = 2.0
 """How long `close` waits for calls that are under way."""
@@ -123,7 +118,7 @@ class DiskStore:
         self._stuck_s = stuck_s
         self._log = log if log is not None else get_logger()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._opened: _Opened | None = None
         self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
 
@@ -160,7 +155,7 @@ class DiskStore:
     def close(self) -> None:
         """Let go of the folder, within CLOSE_S or so whatever the disk does."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             opened, self._opened = self._opened, None
         if opened is None:
             return
@@ -179,15 +174,29 @@ class DiskStore:
     # --- opening ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        started = time.monotonic()
         try:
-            self._open_folder(started)
+            self._open_when_there_is_room()
         except (OSError, ConfigError, sqlite3.Error) as error:
             self._log.warning("disk.unusable", path=self._disk_path, error=str(error))
             self._tell(DiskEnded(str(error)))
         except Exception as error:
             self._log.error("disk.bug", error=repr(error), exc_info=True)
             self._tell(DiskEnded(f"a bug: {error!r}"))
+
+    def _open_when_there_is_room(self) -> None:
+        """Open the folder; a full file system may have no room for the few files of a new one."""
+        is_said = False
+        while not self._closed.is_set():
+            try:
+                self._open_folder(time.monotonic())
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                if not is_said:
+                    self._log.warning("disk.no_room", path=self._disk_path, error=str(error))
+                    is_said = True
+            self._closed.wait(ROOM_S)
 
     def _open_folder(self, started: float) -> None:
         folder = claim(self._disk_path, self._size_bytes)
@@ -228,7 +237,7 @@ class DiskStore:
         opened = _Opened(folder, files, index, mover, workers)
         with self._lock:
             self._opened = opened
-            closed = self._closed
+            closed = self._closed.is_set()
         if closed:
             self.close()
             return
@@ -298,31 +307,6 @@ class DiskStore:
             opened = self._opened
             if opened is not None:
                 opened.workers.end(f"the index cannot be written ({problem}) or removed ({error})")
-
-
-def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection, npt.NDArray[np.void]]:
-    """Return the index and its entries, rebuilt from the slots if it is missing or damaged."""
-    folder = files.folder
-    is_there = (Path(folder.path) / INDEX_NAME).exists()
-    problem = "" if is_there or folder.fresh else "missing"
-    if is_there:
-        try:
-            connection = open_index(folder.path, bytes_max=folder.index_bytes)
-            told = load_entries(connection)
-            entries = consistent(told, files, folder.slab_count)
-            if len(entries) < len(told):
-                log.warning("disk.entries_dropped", pages=len(told) - len(entries))
-                store_entries(connection, entries)
-            return connection, entries
-        except sqlite3.Error as error:
-            problem = str(error)
-    if problem:
-        log.warning("disk.index_rebuilding", folder=str(folder.path), problem=problem)
-    remove_index(folder.path)
-    connection = open_index(folder.path, bytes_max=folder.index_bytes)
-    entries = consistent(scan(files, log), files, folder.slab_count)
-    store_entries(connection, entries)
-    return connection, entries
 
 
 def _keep_rows(index: IndexWriter, unit: Unit, said: bytes) -> None:
