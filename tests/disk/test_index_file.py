@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from peercache.disk.index_file import (
-    BACKLOG_ROWS_MAX,
     IndexWriter,
     load_entries,
     open_index,
     store_entries,
 )
-from peercache.disk_state.ports import DISK_ENTRY
-from tests.disk.rig import PATIENCE_S, Log
+from peercache.disk_state.ports import DISK_ENTRY, DISK_UNTRIED
+from tests.disk.rig import PATIENCE_S, Log, Rig
 
 BYTES_MAX = 16 * 2**20
 
@@ -59,26 +58,58 @@ def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
     assert found["used"].tolist() == [77, 0]
 
 
-def test_rows_beyond_the_backlog_are_left_out_and_said(tmp_path: Path) -> None:
-    """A disk that cannot keep up costs pages at the next restart, and no memory."""
+def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once; what goes is kept all the same, and what was used is left out."""
+    monkeypatch.setattr("peercache.disk.index_file.BACKLOG_ROWS_MAX", 4)
     log = Log()
-    connection = open_index(tmp_path, bytes_max=2**30)
-    connection.execute("BEGIN IMMEDIATE")
-    index = IndexWriter(connection, failed=lambda problem: None, log=log)
-    with index._changed:
-        index.put(entries_of([1, 2]))
-        index._backlog = BACKLOG_ROWS_MAX
-        index.put(entries_of([2, 3], sequence=9))
+    index = IndexWriter(open_index(tmp_path, bytes_max=2**30), failed=print, log=log)
+    with index._changed:  # Its thread stands still.
+        index.put(entries_of([1, 2, 3]))
+        before = index.has_room()
+        index.put(entries_of([4]))
+        behind = [index.has_room(), index.has_room()]
+        index.drop(places(2))
         index.use(places(1), 5)
-        index._backlog = 4
-        connection.execute("COMMIT")
     wait_for(index)
+    after = index.has_room()
     assert index.close(PATIENCE_S)
 
-    found = load_entries(open_index(tmp_path, bytes_max=2**30))
-    assert found["place"].tolist() == [1], "nor does an old row stand for the new page"
-    assert found["used"].tolist() == [0]
-    assert ("warning", "disk.index_behind", {"pages_left_out": 2}) in log.lines
+    assert (before, *behind, after) == (True, False, False, True)
+    found = np.sort(load_entries(open_index(tmp_path, bytes_max=2**30)), order="place")
+    assert found["place"].tolist() == [1, 3, 4]
+    assert found["used"].tolist() == [0] * 3
+    assert log.lines == [("warning", "disk.index_behind", {"rows": 4})]
+
+
+def test_nothing_is_written_while_the_index_does_not_keep_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of an index that is stuck do not grow with its slabs; no page is wrong for it."""
+    monkeypatch.setattr("peercache.disk.index_file.BACKLOG_ROWS_MAX", 10)
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+        rig.forget([1], wipe=True)
+        index, go_on = rig.store._opened.index, threading.Event()
+        write = index._write
+        index._write = lambda *taken: go_on.wait(PATIENCE_S) and write(*taken)
+
+        outcomes = [rig.spill(list(range(at, at + 3))) for at in range(10, 100, 3)]
+        waiting = index._backlog
+        found = rig.load([2, 10, 11, 12])
+        go_on.set()
+        taken = outcomes.count(bytes(3))
+
+        assert outcomes == [bytes(3)] * taken + [bytes([DISK_UNTRIED]) * 3] * (30 - taken)
+        assert 10 <= waiting <= 10 + 3
+        assert found == ["right"] * 4
+        rig.forget([2], wipe=False)
+        assert rig.spill([100]) == bytes(1), "it has caught up"
+    written = [2, *range(10, 10 + 3 * taken), 100][1:]
+    with Rig(tmp_path) as again:
+        assert len(again.opened.entries) == len(written)
+        assert again.load(written) == ["right"] * len(written)
 
 
 def test_failure_is_heard_and_nobody_waits_for_ever(tmp_path: Path) -> None:

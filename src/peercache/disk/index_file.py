@@ -30,7 +30,8 @@ OPERATIONS_A_COMMIT_MAX: Final = 8192
 """Rows changed by one transaction: keeps the write-ahead log at a few megabytes."""
 
 BACKLOG_ROWS_MAX: Final = 262_144
-"""15 MB of rows. Beyond it new rows are left out, and those pages are forgotten at a restart."""
+"""60 MB of rows. Beyond it no pages are written, so that only drops follow: 90 bytes for each page
+that lies there, at most."""
 
 SQLITE_PAGE_BYTES: Final = 4096
 
@@ -144,7 +145,7 @@ class IndexWriter:
         self._changed = threading.Condition()
         self._waiting: deque[Operation] = deque()
         self._backlog = 0
-        self._left_out = 0
+        self._is_behind = False
         self._urgent = 0
         self._closing = False
         self._broken = connection is None
@@ -154,13 +155,17 @@ class IndexWriter:
         if connection is not None:
             self._thread.start()
 
+    def has_room(self) -> bool:
+        """Return whether more pages may be written; if not, their rows would wait without bound."""
+        if self._backlog < BACKLOG_ROWS_MAX:
+            return True
+        if not self._is_behind:
+            self._is_behind = True
+            self._log.warning("disk.index_behind", rows=self._backlog)
+        return False
+
     def put(self, entries: Entries) -> None:
-        """Keep rows of pages that were written."""
-        if self._backlog + len(entries) > BACKLOG_ROWS_MAX:
-            self._left_out += len(entries)
-            # Whoever lay there before must not come back in their place.
-            self.drop(entries["place"])
-            return
+        """Keep rows of pages that were written: if they are many, not without `has_room`."""
         self._add(PUT, _rows_of(entries), None)
 
     def drop(self, places: npt.NDArray[np.uint64], then: Callable[[], None] | None = None) -> None:
@@ -244,9 +249,8 @@ class IndexWriter:
         if any(then is not None for _, _, then in taken):
             # Somebody was told that these rows are gone: not even a crash of the host undoes it.
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        if self._left_out:
-            self._log.warning("disk.index_behind", pages_left_out=self._left_out)
-            self._left_out = 0
+        if not self._backlog:
+            self._is_behind = False
 
     def _break(self, connection: sqlite3.Connection, taken: list[Operation], problem: str) -> None:
         """Give up: the file is removed by whoever hears `failed`, and rebuilt at a next start."""

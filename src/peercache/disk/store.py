@@ -133,6 +133,9 @@ class DiskStore:
             self._refuse(effect)
             return
         match effect:
+            case Spill() if not opened.index.has_room():
+                # A disk that does not keep up: these are dropped, and no byte was touched.
+                self._refuse(effect)
             case Spill():
                 lengths = effect.records["length"].tolist()
                 job = Job.of(effect, len(lengths))
@@ -273,7 +276,7 @@ class DiskStore:
         opened.index.drop(effect.places, wipe_all)
 
     def _refuse(self, effect: DiskEffect) -> None:
-        """Answer for a store that is not open."""
+        """Answer that nothing was tried: the store is not open, or takes no more."""
         match effect:
             case Spill():
                 self._tell(SpillDone(effect.job, bytes((DISK_UNTRIED,)) * len(effect.places)))
