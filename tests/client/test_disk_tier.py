@@ -108,7 +108,8 @@ def test_everything_is_read_back_after_every_node_was_restarted(
     for begin in range(0, PAGES, 16):
         store_all(client, names[begin : begin + 16])
         spilled(client, begin + 16)
-    time.sleep(5.0)  # An index row is safe a second after its page: what is younger may be lost.
+    # An index row comes a moment after its page; until then a kill may lose it.
+    wait_until(lambda: stats_of(tmp_path / "a" / "0").pages == PAGES)
 
     node.kill()
     started = time.monotonic()

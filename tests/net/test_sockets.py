@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import PATIENCE_S, PROMPT_S, files_open, wait_until
 
+from pace import paced
 from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.errors import AddressTaken, ConfigError
 from peercache.net.sockets import (
@@ -127,18 +128,21 @@ def test_what_nng_cannot_dial_is_an_error_that_names_it(url: str) -> None:
 
 def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None:
     """Also if its messages are read only afterwards; whoever asks is told that it is gone."""
-    listener, url, ended = listening(tmp_path)
-    caller = Dialer(url)
-    caller.send(b"last words")
-    wait_until(lambda: listener.pipe_count() == 1)
-    # Through the kernel: only nng knows of the message so far.
-    time.sleep(1.0)
-    caller.close()
-    wait_until(lambda: len(ended) == 1)
 
-    pipe, raw = taken(listener)
+    def story(pace_s: float) -> tuple[Listener, int, tuple[int, bytes] | None]:
+        listener, url, ended = listening(tmp_path)
+        caller = Dialer(url)
+        caller.send(b"last words")
+        wait_until(lambda: listener.pipe_count() == 1)
+        # Through the kernel: only nng knows of the message so far.
+        time.sleep(pace_s)
+        caller.close()
+        wait_until(lambda: len(ended) == 1)
+        return listener, ended[0], listener.receive_now()
 
-    assert (pipe, raw) == (ended[0], b"last words")
+    listener, pipe, message = paced(story, lambda told: told[2] is not None)
+
+    assert message == (pipe, b"last words")
     assert not listener.is_open(pipe)
     assert not listener.reply(pipe, b"too late")
     assert listener.pipe_count() == 0
