@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from disk_world import CLIENT, GRANULE, LENGTH, DiskWorld, key, keys
 
+from peercache.actors.disk import REOPEN_S
 from peercache.disk_state.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_FAILED,
     DISK_FULL,
     DISK_LATE,
+    DISK_UNTRIED,
     LateEnded,
     Load,
     Spill,
@@ -618,6 +620,28 @@ def test_coldest_pages_that_the_disk_has_no_room_for_are_written_once() -> None:
 
     assert world.count("pages_spilled_total") == world.tier.figures()["disk_pages"] == 7
     assert not world.working
+
+
+@pytest.mark.parametrize("outcome", [DISK_FULL, DISK_FAILED, DISK_UNTRIED])
+def test_coldest_pages_that_could_not_be_written_are_tried_again_after_a_pause(
+    outcome: int,
+) -> None:
+    """A disk that failed for a moment has them when they must go; none is tried without end."""
+    world = DiskWorld(on_evict=True)
+    world.set(*range(8))
+    world.wait(0.2)
+    tried = 0
+    for _ in range(10):
+        for job in list(world.working):
+            world.answer(job, outcome)
+            tried += 1
+        world.wait(0.5)
+    world.wait(REOPEN_S)
+    world.finish()
+    world.set(*range(100, 104))
+
+    assert tried == 1
+    assert world.places(7, 6, 5, 4) == ["disk"] * 4
 
 
 def test_use_is_noted_for_the_order_after_a_restart() -> None:

@@ -66,7 +66,7 @@ NOTE_USE_S: Final = 10.0
 """How old the order of use is that a restart begins with."""
 
 REOPEN_S: Final = 10.0
-"""How soon a file system that was full is tried again."""
+"""How soon a file system that was full is tried again, and what could not be written."""
 
 REMOVE_PATIENCE_S: Final = 0.1
 """How long a removal is not answered, so that a restart does not bring the pages back."""
@@ -288,13 +288,17 @@ class DiskTier:
             if self._reopen_at <= now and self.books.index is not None:
                 self._reopen_at = now + REOPEN_S
                 self.books.index.reopen()
+                if self.spills.has_failed:
+                    self.spills.has_failed = False
+                    self._written_ahead.clear()
         return effects
 
     def _write_ahead(self, coldest: list[PagesStored], now: float) -> None:
         """Write those of the coldest pages that were not written yet, once while they stay such.
 
-        Where the disk has no room for all of them they push each other out, and would be written
-        again and again.
+        Those that failed are tried again with all other lasting things, after a pause. Where the
+        disk has no room for all of them they push each other out, and would be written again and
+        again.
         """
         before, self._written_ahead = self._written_ahead, {}
         for stored in coldest:

@@ -49,6 +49,9 @@ DROPPED: Final = {
 }
 """Why a page was not written, by the store's outcome; all others are "failed"."""
 
+MAY_BE_TRIED_AGAIN: Final = ("full", "no_room", "late", "failed")
+"""What another time may end otherwise, of a page that still is in memory then."""
+
 
 @final
 @attrs.define(eq=False)
@@ -76,6 +79,8 @@ class Spills:
     _jobs: dict[int, _Job] = attrs.field(factory=dict)
     _late: dict[tuple[int, int], tuple[bytes, int]] = attrs.field(factory=dict)
     """By job and index: pages that may still be written, and their entries."""
+    has_failed: bool = False
+    """Whether a page was not written that may be later; whoever tries again says False."""
     _sequence: int = 0
     """The last write sequence: rising over restarts too."""
 
@@ -265,6 +270,7 @@ class Spills:
         return [*effects, *self.books.published(told, [lengths[at] for at in held])]
 
     def _drop(self, reason: str, count: int) -> None:
+        self.has_failed |= bool(count) and reason in MAY_BE_TRIED_AGAIN
         if count and self.books.metrics is not None:
             self.books.metrics.spills_dropped.labels(reason).inc(count)
 
