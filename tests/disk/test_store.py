@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -349,29 +348,3 @@ def test_file_system_without_direct_io_is_used_through_the_cache(
 
         assert rig.load([2, 1]) == ["right"] * 2
         assert rig.log.events().count("disk.buffered") == 1
-
-
-def test_spill_lets_a_wipe_under_way_end_first(tmp_path: Path) -> None:
-    """A wipe that has begun ends in the old header, never in that of the page written next."""
-    with Rig(tmp_path) as rig:
-        rig.spill([1])
-        mover = rig.store._opened.mover
-        begun, go_on, overwrite = threading.Event(), threading.Event(), mover._overwrite
-
-        def overwrite_slowly(place: int) -> None:
-            begun.set()
-            assert go_on.wait(60)
-            overwrite(place)
-
-        mover._overwrite = overwrite_slowly
-        gone = rig.index.remove(rig.index.find(key_of(1)))
-        rig.perform(Forget(gone.places, wipe=True))
-        assert begun.wait(60)
-        job = rig.send_spill([2])
-        # Time enough for a spill that would not wait; one that does is not disturbed by it.
-        with pytest.raises(AssertionError, match="no SpillDone"):
-            rig.await_fact(SpillDone, job, patience_s=0.5)
-        go_on.set()
-
-        assert rig.await_fact(SpillDone, job).outcomes == bytes(1)
-        assert rig.load([2]) == ["right"]

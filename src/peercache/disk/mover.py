@@ -90,7 +90,6 @@ class PageMover:
     def _spill(self, unit: Unit, effect: Spill) -> None:
         records = effect.records[unit.pages.start : unit.pages.stop]
         places: list[int] = effect.places[unit.pages.start : unit.pages.stop].tolist()
-        self._await_wipes(unit, places)
         lengths: list[int] = records["length"].tolist()
         offsets: list[int] = records["offset"].tolist()
         views = [self._memory[at : at + _padded(n)] for at, n in zip(offsets, lengths, strict=True)]
@@ -104,6 +103,7 @@ class PageMover:
         ]
         blocks: list[int] = slot_blocks(records["length"]).tolist()
         chosen = np.flatnonzero(good).tolist()
+        self._await_wipes(unit, [places[index] for index in chosen])
         for run in _runs(chosen, places, lengths):
             if unit.is_over:
                 return
@@ -148,15 +148,9 @@ class PageMover:
                 verdicts[index] = DISK_CHANGED
 
     def expect_wipes(self, places: list[int]) -> None:
-        """Note that `wipe` will be called for these, unless they are spilled to before."""
+        """Note that `wipe` will be called for these, unless they are written to before."""
         with self._wipes:
             self._to_wipe.update(dict.fromkeys(places))
-
-    def expect_spill(self, places: list[int]) -> None:
-        """Note that these will be overwritten: what was to be wiped there need not be."""
-        with self._wipes:
-            for place in places if self._to_wipe else ():
-                self._to_wipe.pop(place, None)
 
     def wipe(self, place: int) -> None:
         """Overwrite a slot's header, if that is still expected."""
@@ -173,10 +167,15 @@ class PageMover:
                 self._wipes.notify_all()
 
     def _await_wipes(self, unit: Unit, places: list[int]) -> None:
-        """Let a wipe end that has begun: it must not end in our page's header."""
+        """Let a wipe end that has begun, and none begin: it must not end in our page's header.
+
+        Only now, as a place that is not written to after all is to be wiped as before.
+        """
         with self._wipes:
             while not unit.is_over and any(place in self._wiping for place in places):
                 self._wipes.wait(WIPE_LOOK_S)
+            for place in places if not unit.is_over else ():
+                self._to_wipe.pop(place, None)
 
     def _overwrite(self, place: int) -> None:
         block = self._headers()[:BLOCK_BYTES]

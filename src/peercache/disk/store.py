@@ -139,7 +139,6 @@ class DiskStore:
             case Spill():
                 lengths = effect.records["length"].tolist()
                 job = Job.of(effect, len(lengths))
-                opened.mover.expect_spill(effect.places.tolist())
                 opened.workers.submit(job, units_of(job, lengths, effect.until))
             case Load():
                 lengths = effect.lengths.tolist()
