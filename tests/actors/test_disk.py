@@ -442,6 +442,26 @@ def test_removed_page_goes_from_disk_too() -> None:
     world.check_records()
 
 
+def test_pages_removed_before_the_disk_is_open_do_not_come_back() -> None:
+    """They are answered for at once, and go from disk as soon as it is known what lies there."""
+    before = filled()
+    before.finish()
+    world = DiskWorld(image=before.image, is_open=False)
+    world.remove(2, 3)
+    world.clear(9)
+    answered = len(world.answers)
+    world.set(3)
+
+    world.open()
+    world.wait(1.0)
+    world.finish()
+
+    assert answered == 2
+    assert world.places(1, 2, 3) == ["disk", "", "memory"]
+    assert key(2) not in {s.key for s in world.image.slots.values()}
+    world.check_records()
+
+
 def test_removal_is_answered_in_time_by_a_slow_disk() -> None:
     """The count is right; that it lasts over a restart is not waited for without end."""
     world = filled()

@@ -10,7 +10,7 @@ Keeps   a page on disk has a record exactly while it is not in memory, and each 
         the next number of the node; what was removed is not told again; a slot that the store may
         still write to stays reserved.
 Limits  the bytes that wait to be written; those of `spills`, `promotes` and `askers` in
-        `disk_state`; REMOVALS_MAX.
+        `disk_state`; REMOVALS_MAX, EARLY_BYTES_MAX.
 
 Without a disk, before it is open and after it has ended, every question is answered "lost".
 """
@@ -74,6 +74,12 @@ REMOVE_PATIENCE_S: Final = 0.1
 REMOVALS_MAX: Final = 1024
 """Removals that wait at once; beyond, they are answered at once."""
 
+EARLY_BYTES_MAX: Final = 4 * 2**20
+"""Removals from before the disk is open, of a quarter of a million keys; those beyond are lost."""
+
+REMOVAL_BYTES: Final = 128
+"""What one takes beside its keys."""
+
 
 @final
 @attrs.define(eq=False)
@@ -121,6 +127,9 @@ class DiskTier:
     _reopen_at: float = inf
     _removals: dict[int, _Removal] = attrs.field(factory=dict)
     _noted_clock: int = 0
+    _early: list[Remove | Clear] = attrs.field(factory=list)
+    """Removals from before the disk was open: what they name may lie there."""
+    _early_bytes_left: int = EARLY_BYTES_MAX
 
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
@@ -173,11 +182,9 @@ class DiskTier:
                 removal = self._removals.pop(job, None)
                 return [] if removal is None else _removed(removal)
             case DiskOpened():
-                self._open(DiskIndexed.of(message), now)
-                return []
+                return self._open(DiskIndexed.of(message), now)
             case DiskIndexed():
-                self._open(message, now)
-                return []
+                return self._open(message, now)
             case DiskEnded():
                 return self._ended(now)
         raise LocalProtocolError(f"the disk tier does not hear {type(message).__name__}")
@@ -229,7 +236,7 @@ class DiskTier:
 
     # --- beginning and end ------------------------------------------------------------------------
 
-    def _open(self, indexed: DiskIndexed, now: float) -> None:
+    def _open(self, indexed: DiskIndexed, now: float) -> list[Effect]:
         """Take what lies there; it is told little by little, hottest first."""
         opened, index = indexed.opened, indexed.index
         self.books.open(index, unix_s=opened.unix_s, now=now)
@@ -243,6 +250,9 @@ class DiskTier:
         self._noted_clock = index.clock
         if self.coldest is not None:
             self._ahead_at = now
+        early, self._early = self._early, []
+        gone = [self._gone(index, message) for message in early]
+        return [effect for one in gone for effect in self.books.forgotten(one, wipe=True)]
 
     def _ended(self, now: float) -> list[Effect]:
         """Go on without a disk: what was on it only is found no more."""
@@ -351,6 +361,10 @@ class DiskTier:
         )
         if index is None:
             self.promotes.removed(removed.keys)
+            keys = message.keys if isinstance(message, Remove) else b""
+            self._early_bytes_left -= REMOVAL_BYTES + len(keys)
+            if self._early_bytes_left >= 0:
+                self._early.append(message)
             return _removed(removal)
         gone = self._gone(index, message)
         self.promotes.removed(gone.keys if isinstance(message, Clear) else message.keys)
