@@ -51,6 +51,8 @@ def test_start_on_a_full_file_system_serves_what_lies_there(
 
     with Rig(small, size_bytes=32 * MIB) as full:
         found = full.load(there)
+        # What SQLite maps there would end the process where its blocks cannot be allocated.
+        assert not (small / "0" / "index.sqlite-shm").exists()
         refused = full.spill([100], 300_000)
         others.unlink()
         taken = full.spill([101], 300_000)

@@ -73,9 +73,8 @@ def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
 
     locked: the folder is ours, and nobody writes. Otherwise its node may.
     """
-    log = folder / f"{INDEX_NAME}-wal"
     # Without a log nobody writes, and nothing need be made to read it: a full disk has no room.
-    is_still = not log.exists() or (locked and not log.stat().st_size)
+    is_still = not (has_log(folder) if locked else (folder / f"{INDEX_NAME}-wal").exists())
     immutable = "&immutable=1" if is_still else ""
     path = quote(str(folder / INDEX_NAME))
     connection = sqlite3.connect(f"file:{path}?mode=ro{immutable}", uri=True)
@@ -87,6 +86,12 @@ def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def has_log(folder: Path) -> bool:
+    """Return whether rows lie in the log that were not folded in: its node was killed, or lives."""
+    log = folder / f"{INDEX_NAME}-wal"
+    return log.exists() and log.stat().st_size > 0
 
 
 def remove_index(folder: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from peercache.disk.files import SlabFiles
 from peercache.disk.index_file import (
+    has_log,
     load_entries,
     open_index,
     read_index,
@@ -22,6 +23,10 @@ from peercache.disk.scan import consistent, scan
 
 Entries = npt.NDArray[np.void]
 
+MAPPED_BYTES: Final = 256 * 2**10
+"""More than SQLite maps of a log's index at first: to touch what a full file system has no room for
+would end the process."""
+
 
 def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, Entries]:
     """Return the index and its entries, rebuilt from the slots if it is missing or damaged.
@@ -31,6 +36,10 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
     """
     folder = files.folder
     entries, is_as_told = _told_entries(files, log)
+    if not _has_room(files):
+        log.warning("disk.index_failed", error="no space for it")
+        remove_index(folder.path)
+        return None, entries
     for _ in range(2):
         try:
             connection = open_index(folder.path, bytes_max=folder.index_bytes)
@@ -55,6 +64,8 @@ def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
     problem = "" if folder.fresh else "missing"
     if (folder.path / INDEX_NAME).exists():
         try:
+            if has_log(folder.path) and not _has_room(files):
+                raise sqlite3.OperationalError("no space to read its log")
             with closing(read_index(folder.path, locked=True)) as connection:
                 told = load_entries(connection)
             entries = consistent(told, files, folder.slab_count)
@@ -67,3 +78,7 @@ def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
         log.warning("disk.index_rebuilding", folder=str(folder.path), problem=problem)
     remove_index(folder.path)
     return consistent(scan(files, log), files, folder.slab_count), False
+
+
+def _has_room(files: SlabFiles) -> bool:
+    return files.folder.free_bytes()[0] >= MAPPED_BYTES
