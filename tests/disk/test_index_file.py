@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,12 @@ def wait_for(index: IndexWriter) -> None:
     assert done.wait(PATIENCE_S)
 
 
+def rows_in(folder: Path) -> np.ndarray:
+    """Return what another process would find, by place."""
+    with closing(open_index(folder, bytes_max=2**30)) as connection:
+        return np.sort(load_entries(connection), order="place")
+
+
 def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
     """Put, drop and put again of one place leaves the last; what was used says when."""
     index = IndexWriter(open_index(tmp_path, bytes_max=BYTES_MAX), failed=print, log=Log())
@@ -52,7 +59,7 @@ def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
     wait_for(index)
     assert index.close(PATIENCE_S)
 
-    found = np.sort(load_entries(open_index(tmp_path, bytes_max=BYTES_MAX)), order="place")
+    found = rows_in(tmp_path)
     assert found["place"].tolist() == [1, 3]
     assert found["sequence"].tolist() == [1, 9]
     assert found["used"].tolist() == [77, 0]
@@ -77,7 +84,7 @@ def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
     assert index.close(PATIENCE_S)
 
     assert (before, *behind, after) == (True, False, False, True)
-    found = np.sort(load_entries(open_index(tmp_path, bytes_max=2**30)), order="place")
+    found = rows_in(tmp_path)
     assert found["place"].tolist() == [1, 3, 4]
     assert found["used"].tolist() == [0] * 3
     assert log.lines == [("warning", "disk.index_behind", {"rows": 4})]

@@ -46,7 +46,7 @@ def overview(
     word, look = ("not serving: " + problem, "bad") if problem else ("serving", "good")
     counted = _counted(registry)
     state = f'<span class="state {look}">{escape(word)}</span>'
-    end = f'<a href="metrics">metrics</a> · <a href="healthz">health</a> · refreshed every {REFRESH_S} s'
+    links = '<a href="metrics">metrics</a> · <a href="healthz">health</a>'
     parts = [
         f"<h1>PeerCache node <code>{escape(node)}</code> {state}</h1>",
         _memory(facts),
@@ -56,7 +56,7 @@ def overview(
         f"<h2>Members: {sum(map(is_live, members))} live</h2>",
         _members(members, node),
         f"<p>{facts.get('directory_records', 0)} records in this node's directory shard.</p>",
-        f"<footer>{end}</footer>",
+        f"<footer>{links} · refreshed every {REFRESH_S} s</footer>",
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
