@@ -36,12 +36,12 @@ def parse_size(text: int | str) -> int:
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
-def written_size(size_bytes: int) -> str:
+def written_size(size_bytes: float) -> str:
     """Return bytes as people read them, in the unit that fits."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 2**power:
             return f"{size_bytes / 2**power:.1f} {unit}"
-    return f"{size_bytes} bytes"
+    return f"{size_bytes:.0f} bytes"
 
 
 def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -318,6 +318,33 @@ async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepte
         assert (end.connection, end.refused) == (None, "")
         assert ours.fileno() >= 0
     assert taken == []
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At exit Python may call from a copy of its list, in which nothing is unregistered."""
+    hooks: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    pages = CompiledPages(
+        filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
+        granule=GRANULE,
+        incarnation=INCARNATION,
+        metrics=Metrics(),
+        between_bytes_and_words=None,
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pages.run)
+        nursery.cancel_scope.cancel()
+    stopped: list[object] = []
+    pages._call = {**pages._call, "stop": stopped.append}
+
+    for hook in hooks:
+        hook()
+
+    assert len(hooks) == 1
+    assert stopped == []
 
 
 @pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")

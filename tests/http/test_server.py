@@ -192,6 +192,41 @@ async def test_overview_of_a_node_that_is_not_well_says_why() -> None:
     assert "not serving: RuntimeError: no pool" in broken[1]
 
 
+async def test_overview_shows_what_no_encoding_and_no_integer_holds() -> None:
+    """A path that is no text, a counter that has run over: the page is made all the same."""
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.pages_hit.labels("shm").inc(1.7e308)
+        metrics.bytes_read.labels("shm").inc(1.7e308)
+    ill = Health(serving=True, facts={"disk_problem": "no room in /disk\udcff"})
+
+    async with served(health=lambda: ill, metrics=metrics) as address:
+        status, page = await ask(address, "/")
+
+    assert status == 200
+    assert "no room in /disk?" in page
+    assert "inf" in page
+
+
+async def test_page_that_cannot_be_made_is_an_error_and_ends_nothing() -> None:
+    """A bug in one page must not take the node with it."""
+
+    def broken() -> tuple[Member, ...]:
+        raise RuntimeError("no view")
+
+    serve = partial(
+        serve_http, "127.0.0.1", 0, registry=Metrics().registry, health=lambda: OK, members=broken
+    )
+    async with trio.open_nursery() as nursery:
+        address: str = await nursery.start(serve)
+        failed = await ask(address, "/")
+        following = await ask(address, "/healthz")
+        nursery.cancel_scope.cancel()
+
+    assert (failed[0], json.loads(failed[1])) == (500, {"error": "RuntimeError: no view"})
+    assert following[0] == 200
+
+
 async def test_overview_of_a_large_cluster_stays_small() -> None:
     """Thousands of members are counted, and the first hundreds shown."""
     members = [member(number, ALIVE, "host") for number in range(1, 5001)]

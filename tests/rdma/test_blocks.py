@@ -110,6 +110,24 @@ def test_without_another_fabric_a_late_block_keeps_nobody_from_waiting_for_the_n
     regions.close()
 
 
+def test_who_waits_without_another_fabric_takes_the_late_block_when_it_is_there() -> None:
+    """All blocks there may be are late: nothing comes back that would wake whoever waits."""
+    device = Device()
+    regions, lent = lender(device, has_fallback=False, blocks_max=1)
+    assert lent.lend(time.monotonic()) is None
+    opening = threading.Timer(0.1, device.gate.set)
+    started_s = time.monotonic()
+
+    opening.start()
+    block = lent.lend(until())
+
+    opening.join()
+    assert block is not None
+    assert time.monotonic() - started_s < PROMPT_S
+    assert device.calls == 1
+    regions.close()
+
+
 def test_block_for_which_no_thread_was_to_be_had_is_made_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

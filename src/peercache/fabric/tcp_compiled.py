@@ -134,6 +134,7 @@ class CompiledPages:
                 self._hear_all()
                 self._count()
                 self._call["close"](self._server)
+                self._server = None
 
     async def serve(self, connection: socket.socket, patience: Patience) -> End:
         """Answer requests until the client ends it or is refused; the connection is ours now."""
@@ -199,6 +200,9 @@ class CompiledPages:
         """End the thread; return whether it has ended."""
         if os.getpid() != self._process:
             # A forked child has no such thread, and its copy of the lock may be held for ever.
+            return False
+        if self._server is None:
+            # Exit hooks run from a copy of their list: one that was taken back may yet run.
             return False
         self._call["stop"](self._server)
         self._thread.join(STOP_S)

@@ -119,7 +119,7 @@ def _calls(counted: Mapping[str, Mapping[str, float]]) -> list[Row]:
     read = of("bytes_read")
     return [
         *(
-            ("get", f"hit over {fabric}", _count(pages), written_size(int(read.get(fabric, 0))))
+            ("get", f"hit over {fabric}", _count(pages), written_size(read.get(fabric, 0)))
             for fabric, pages in sorted(of("pages_hit").items())
         ),
         *(("get", f"miss: {reason}", _count(n), "") for reason, n in _most(of("pages_missed"))),
@@ -128,7 +128,7 @@ def _calls(counted: Mapping[str, Mapping[str, float]]) -> list[Row]:
                 "set",
                 outcome,
                 _count(n),
-                written_size(int(sum(of("bytes_written").values()))) if outcome == "copied" else "",
+                written_size(sum(of("bytes_written").values())) if outcome == "copied" else "",
             )
             for outcome, n in _most(of("pages_set"))
         ),
@@ -173,4 +173,4 @@ def _most(counts: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _count(number: float) -> str:
-    return f"{int(number):,}"
+    return f"{number:,.0f}"

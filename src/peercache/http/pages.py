@@ -16,6 +16,9 @@ from peercache.http.overview import overview
 from peercache.messages import Member
 from peercache.observe import get_logger
 
+PAGE_FAILED = "page.failed"
+"""Log event: a page could not be made, which is a bug of ours."""
+
 HEALTH_FAILED = "health.failed"
 """Log event: the callable that tells the health raised, which is a bug of ours."""
 
@@ -53,7 +56,14 @@ class Pages:
 
     def answer(self, method: str, target: str, accept: str) -> Answer:
         """Answer a request; `accept` is its Accept header, which chooses the exposition format."""
-        path = target.partition("?")[0]
+        try:
+            return self._answer(method, target.partition("?")[0], accept)
+        except Exception as error:
+            # A page that cannot be made is no reason for a node to stop serving others.
+            get_logger().exception(PAGE_FAILED, page=target)
+            return _told(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _answer(self, method: str, path: str, accept: str) -> Answer:
         if method not in ("GET", "HEAD"):
             return _told(405, {"error": "only GET and HEAD"})
         if path == "/metrics":
@@ -83,7 +93,7 @@ class Pages:
             members=self.members(),
             registry=self.registry,
         )
-        return Answer(200, "text/html; charset=utf-8", page.encode())
+        return Answer(200, "text/html; charset=utf-8", page.encode(errors="replace"))
 
     def _health(self) -> tuple[Health, str]:
         """Return how the node is, and the bug of ours that kept it from saying so, or ""."""

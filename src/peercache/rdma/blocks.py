@@ -27,6 +27,10 @@ REGISTER_S = 0.25
 the registration that goes on at that moment."""
 
 
+LATE_LOOK_S = 0.02
+"""How often whoever has nothing else to wait for looks whether a late block is there."""
+
+
 @attrs.frozen(eq=False)
 class Block:
     """Memory to borrow. address, key: as a scatter entry names it."""
@@ -66,7 +70,9 @@ class Blocks:
                 left = until - self._clock()
                 if left <= 0 or self._leaves_it():
                     return None
-                self._changed.wait(left)
+                # The end of a registration wakes nobody who waits for a block.
+                self._changed.wait(min(left, LATE_LOOK_S) if self._late else left)
+                self._take_late()
             if self._idle:
                 return self._idle.pop()
             if self._leaves_it():
@@ -135,3 +141,6 @@ class Blocks:
             block = self._made(region)
             if block is not None:
                 self._idle.append(block)
+        if len(self._late) < len(late):
+            # One came, or there is room for another.
+            self._changed.notify_all()
