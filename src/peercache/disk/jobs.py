@@ -4,7 +4,8 @@ Owns    the threads that do input and output, and the one that watches them.
 Keeps   every job is answered exactly once, and by its deadline. A page whose call is under way then
         is DISK_LATE, and is named by LateEnded when the call has returned.
         Facts are told outside the lock, DiskEnded last.
-Limits  WAITING_PAGES_MAX pages wait; what comes beyond is DISK_UNTRIED at once.
+Limits  WAITING_PAGES_MAX pages wait to be moved; what comes beyond is DISK_UNTRIED at once. Slots
+        that wait to be wiped are bounded by those that there are.
 
 A thread that is still stuck `stuck_s` after a deadline ends the tier: it cannot be taken back, and
 the next call would take another. Threads are daemons, and `close` does not wait for a stuck one.
@@ -39,6 +40,9 @@ from peercache.runs import U64
 WAITING_PAGES_MAX: Final = 65_536
 """More than any batch; the actor bounds what it hands over in bytes."""
 
+LAST_S: Final = 0.25
+"""How long `close` waits for the very last call, when it has given up the rest."""
+
 LOOK_S: Final = 0.05
 """How late a deadline may be noticed."""
 
@@ -54,10 +58,14 @@ LOADS, ERRANDS, SPILLS = 0, 1, 2
 
 @attrs.frozen(eq=False)
 class Errand:
-    """Something else that needs the file system. do: raises nothing for what the world does."""
+    """Something else that needs the file system. do: raises nothing for what the world does.
+
+    patience_s: how long it may take from when a thread begins with it.
+    """
 
     do: Callable[[Unit], None]
     then: DiskFact | None = None
+    patience_s: float = inf
 
 
 @attrs.define(eq=False)
@@ -109,6 +117,11 @@ class Unit:
         """Begin with nothing tried."""
         self.outcomes = bytearray((DISK_UNTRIED,)) * len(self.pages)
 
+    @property
+    def moved(self) -> int:
+        """Return how many pages of the bound it takes."""
+        return 0 if isinstance(self.job.effect, Errand) else len(self.pages)
+
 
 class Workers:
     """The threads of one store."""
@@ -150,6 +163,7 @@ class Workers:
         self._running: list[Unit] = []
         self._reason = ""
         self._ending = ""
+        self._moves_no_more = False
         self._closing = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"peercache-disk-{n}", daemon=True)
@@ -161,11 +175,12 @@ class Workers:
 
     def submit(self, job: Job, units: list[Unit]) -> None:
         """Queue a job; never waits."""
-        pages = sum(len(unit.pages) for unit in units)
+        pages = sum(unit.moved for unit in units)
         job.units_left = len(units)
         with self._changed:
             takes = not self._reason and not self._closing
             takes = takes and self._waiting_pages + pages <= WAITING_PAGES_MAX
+            takes = takes and not (self._moves_no_more and job.kind != ERRANDS)
             if takes and units:
                 self._waiting[job.kind].extend(units)
                 self._waiting_pages += pages
@@ -192,14 +207,32 @@ class Workers:
         self._log.warning("disk.ended", reason=reason)
         self._flush()
 
+    def move_no_more(self, timeout_s: float) -> None:
+        """Take errands only, and wait for the pages that are being moved."""
+        with self._changed:
+            self._moves_no_more = True
+            self._expire(inf, of=(LOADS, SPILLS))
+            self._changed.wait_for(lambda: not any(u.moved for u in self._running), timeout_s)
+        self._flush()
+
     def close(self, timeout_s: float) -> bool:
-        """Stop; False if a thread is stuck in the kernel, and may still move bytes."""
+        """Do what errands there are, and stop; False if a thread is stuck in the kernel."""
         with self._changed:
             self._closing = True
-            self._expire(inf, only_waiting=True)
+            self._expire(inf, of=(LOADS, SPILLS))
             self._changed.notify_all()
             self._look_again.notify()
         self._flush()
+        if not self._have_ended(timeout_s):
+            with self._changed:
+                self._expire(inf, of=(ERRANDS,))
+                for unit in self._running:
+                    # Nobody is told any more: the thread need not go on with it.
+                    unit.is_over = unit.is_over or not unit.moved
+            self._flush()
+        return self._have_ended(LAST_S)
+
+    def _have_ended(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -218,6 +251,8 @@ class Workers:
                 if is_late:
                     self._report(unit, bytes(unit.outcomes))
                 else:
+                    if isinstance(unit.job.effect, Errand):
+                        unit.until = min(unit.until, self._clock() + unit.job.effect.patience_s)
                     # Whatever the thread has not judged when the deadline comes, is late.
                     unit.outcomes[:] = bytes((DISK_LATE,)) * len(unit.outcomes)
                     self._running.append(unit)
@@ -237,6 +272,8 @@ class Workers:
             unit.outcomes[:] = bytes((DISK_FAILED,)) * len(unit.outcomes)
         with self._changed:
             self._running.remove(unit)
+            if self._moves_no_more:
+                self._changed.notify_all()
             if not unit.is_over:
                 self._report(unit, bytes(unit.outcomes))
             elif unit.late and not isinstance(effect, Errand):
@@ -273,18 +310,18 @@ class Workers:
         for queue in self._waiting:
             if queue:
                 unit = queue.popleft()
-                self._waiting_pages -= len(unit.pages)
+                self._waiting_pages -= unit.moved
                 return unit
         return None
 
-    def _expire(self, now: float, *, only_waiting: bool = False) -> None:
-        """Answer for units whose deadline has come."""
-        for queue in self._waiting:
+    def _expire(self, now: float, *, of: tuple[int, ...] = ()) -> None:
+        """Answer for units whose deadline has come. of: only those that wait in these queues."""
+        for queue in [self._waiting[kind] for kind in of] or self._waiting:
             for unit in [unit for unit in queue if unit.until <= now or now == inf]:
                 queue.remove(unit)
-                self._waiting_pages -= len(unit.pages)
+                self._waiting_pages -= unit.moved
                 self._report(unit, bytes(unit.outcomes))
-        for unit in self._running if not only_waiting else ():
+        for unit in self._running if not of else ():
             if not unit.is_over and (unit.until <= now or now == inf):
                 unit.is_over = True
                 # The thread may go on judging; what counts is what it has said by now.

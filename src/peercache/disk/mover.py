@@ -103,7 +103,7 @@ class PageMover:
         ]
         blocks: list[int] = slot_blocks(records["length"]).tolist()
         chosen = np.flatnonzero(good).tolist()
-        self._await_wipes(unit, [places[index] for index in chosen])
+        self._await_wipes(unit, [(places[index], lengths[index]) for index in chosen])
         for run in _runs(chosen, places, lengths):
             if unit.is_over:
                 return
@@ -166,16 +166,25 @@ class PageMover:
                 del self._wiping[place]
                 self._wipes.notify_all()
 
-    def _await_wipes(self, unit: Unit, places: list[int]) -> None:
-        """Let a wipe end that has begun, and none begin: it must not end in our page's header.
+    def _await_wipes(self, unit: Unit, slots: list[tuple[int, int]]) -> None:
+        """Let a wipe end that has begun, and none begin: it must not end in a page of ours.
 
-        Only now, as a place that is not written to after all is to be wiped as before.
+        slots: place and length of what is written: a header of former days may have been anywhere
+        in it, where the slab had slots of another size. Only now, as a place that is not written to
+        after all is to be wiped as before.
         """
         with self._wipes:
-            while not unit.is_over and any(place in self._wiping for place in places):
+            if not self._to_wipe and not self._wiping:
+                return
+            blocks = [
+                block
+                for place, length in slots
+                for block in range(place, place + BLOCK_BYTES + _padded(length), BLOCK_BYTES)
+            ]
+            while not unit.is_over and any(block in self._wiping for block in blocks):
                 self._wipes.wait(WIPE_LOOK_S)
-            for place in places if not unit.is_over else ():
-                self._to_wipe.pop(place, None)
+            for block in blocks if not unit.is_over else ():
+                self._to_wipe.pop(block, None)
 
     def _overwrite(self, place: int) -> None:
         block = self._headers()[:BLOCK_BYTES]

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, Final, final
 
 import attrs
@@ -161,8 +162,10 @@ class DiskStore:
             opened, self._opened = self._opened, None
         if opened is None:
             return
-        ended = opened.workers.close(CLOSE_S)
-        ended = opened.index.close(CLOSE_S) and ended
+        # What was just written belongs into the index; what was forgotten there is wiped next.
+        opened.workers.move_no_more(CLOSE_S / 2)
+        ended = opened.index.close(CLOSE_S)
+        ended = opened.workers.close(CLOSE_S / 2) and ended
         # While a call may still reach the disk, the folder stays ours, till the process ends, and
         # so do the files: to close one may wait for the disk too.
         if ended:
@@ -204,7 +207,11 @@ class DiskStore:
         folder = claim(self._disk_path, self._size_bytes)
         try:
             files = SlabFiles(folder, free_floor=self._floor, log=self._log, read_only=False)
-            connection, entries = load_index(files, self._log)
+            try:
+                connection, entries = load_index(files, self._log)
+            except BaseException:
+                files.close()
+                raise
         except BaseException:
             folder.close()
             raise
@@ -263,12 +270,9 @@ class DiskStore:
                 opened.mover.wipe(places[page])
 
         def wipe_all() -> None:
-            job = Job.of(Errand(wipe, done), len(places))
-            until = self._clock() + WIPE_S
+            job = Job.of(Errand(wipe, done, WIPE_S), len(places))
             ranges = range(0, len(places), UNIT_PAGES)
-            units = [
-                Unit(job, range(at, min(at + UNIT_PAGES, len(places))), until) for at in ranges
-            ]
+            units = [Unit(job, range(at, min(at + UNIT_PAGES, len(places))), inf) for at in ranges]
             opened.workers.submit(job, units)
 
         # The rows first: with them gone, only a lost index could bring the pages back.
