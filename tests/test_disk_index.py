@@ -240,7 +240,7 @@ def test_pages_of_a_namespace_and_of_an_age_are_found() -> None:
     driven.add([1, 2])
     begun = driven.begin([3], [5000], namespace=9)
 
-    assert driven.index.of_namespace(9).tolist() == begun.entries.tolist()
+    assert driven.index.of_namespaces([9]).tolist() == begun.entries.tolist()
     assert len(driven.index.written_before(102)) == 2
     driven.index.finish(begun.entries)
     assert len(driven.index.written_before(103)) == 3

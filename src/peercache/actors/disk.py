@@ -9,8 +9,8 @@ Says    Promoted and Removed, to whoever asked; Reserve, Commit and Remove, to t
 Keeps   a page on disk has a record exactly while it is not in memory, and each change of it takes
         the next number of the node; what was removed is not told again; a slot that the store may
         still write to stays reserved.
-Limits  the bytes that wait to be written; those of `spills`, `promotes` and `askers` in
-        `disk_state`; REMOVALS_MAX, EARLY_BYTES_MAX.
+Limits  the bytes that wait to be written; those of `spills`, `promotes`, `askers` and `early` in
+        `disk_state`; REMOVALS_MAX.
 
 Without a disk, before it is open and after it has ended, every question is answered "lost".
 """
@@ -26,6 +26,7 @@ import numpy as np
 
 from peercache.disk_state.askers import Askers
 from peercache.disk_state.books import DiskBooks, DiskIndexed, split
+from peercache.disk_state.early import EarlyRemovals
 from peercache.disk_state.index import DiskIndex, Gone
 from peercache.disk_state.ports import (
     DiskEnded,
@@ -74,12 +75,6 @@ REMOVE_PATIENCE_S: Final = 0.1
 REMOVALS_MAX: Final = 1024
 """Removals that wait at once; beyond, they are answered at once."""
 
-EARLY_BYTES_MAX: Final = 4 * 2**20
-"""Removals from before the disk is open, of a quarter of a million keys; those beyond are lost."""
-
-REMOVAL_BYTES: Final = 128
-"""What one takes beside its keys."""
-
 
 @final
 @attrs.define(eq=False)
@@ -127,9 +122,7 @@ class DiskTier:
     _reopen_at: float = inf
     _removals: dict[int, _Removal] = attrs.field(factory=dict)
     _noted_clock: int = 0
-    _early: list[Remove | Clear] = attrs.field(factory=list)
-    """Removals from before the disk was open: what they name may lie there."""
-    _early_bytes_left: int = EARLY_BYTES_MAX
+    _early: EarlyRemovals = attrs.field(factory=EarlyRemovals)
 
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
@@ -250,9 +243,8 @@ class DiskTier:
         self._noted_clock = index.clock
         if self.coldest is not None:
             self._ahead_at = now
-        early, self._early = self._early, []
-        gone = [self._gone(index, message) for message in early]
-        return [effect for one in gone for effect in self.books.forgotten(one, wipe=True)]
+        # Of none of them anything was told yet, so there is nothing to withdraw.
+        return self.books.forgotten(Gone(b"", self._early.take(index).places), wipe=True)
 
     def _ended(self, now: float) -> list[Effect]:
         """Go on without a disk: what was on it only is found no more."""
@@ -261,6 +253,7 @@ class DiskTier:
             self._untold = index.entries(index.hottest_first())["key"].tobytes()
             self._tell_at = now
         self.spills.stop()
+        self._early.stop()
         self._show()
         effects = self.promotes.stop()
         for removal in self._removals.values():
@@ -361,10 +354,7 @@ class DiskTier:
         )
         if index is None:
             self.promotes.removed(removed.keys)
-            keys = message.keys if isinstance(message, Remove) else b""
-            self._early_bytes_left -= REMOVAL_BYTES + len(keys)
-            if self._early_bytes_left >= 0:
-                self._early.append(message)
+            self._early.add(message)
             return _removed(removal)
         gone = self._gone(index, message)
         self.promotes.removed(gone.keys if isinstance(message, Clear) else message.keys)
@@ -379,7 +369,7 @@ class DiskTier:
     def _gone(self, index: DiskIndex, message: Remove | Clear) -> Gone:
         """End the entries that a removal names, those that are being written included."""
         if isinstance(message, Clear):
-            return index.remove(index.of_namespace(message.namespace))
+            return index.remove(index.of_namespaces([message.namespace]))
         written = index.find(message.keys)
         gone = index.remove(np.unique(written[written >= 0]))
         writing = self.spills.removed(message.keys)

@@ -15,6 +15,7 @@ A batch's life: `begin` → Spill → `finish` (written) or `abandon` (not). A l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, final
 
 import attrs
@@ -141,11 +142,11 @@ class DiskIndex:
         recent = np.flatnonzero((rows["state"] == HELD) & (rows["touched"] > np.uint64(clock)))
         return recent[np.argsort(rows["touched"][recent], kind="stable")]
 
-    def of_namespace(self, namespace: int) -> I64:
-        """Return the entries of a namespace, those being written included."""
+    def of_namespaces(self, namespaces: Sequence[int]) -> I64:
+        """Return the entries of some namespaces, those being written included."""
         rows = self._entries.rows[: self._entries.end]
         live = (rows["state"] == HELD) | (rows["state"] == WRITING)
-        return np.flatnonzero(live & (rows["namespace"] == np.uint64(namespace)))
+        return np.flatnonzero(live & np.isin(rows["namespace"], np.array(namespaces, np.uint64)))
 
     def written_before(self, unix_s: int) -> I64:
         """Return the HELD entries that were written before a moment: for a time to live."""
