@@ -198,6 +198,27 @@ def test_place_of_a_late_write_is_not_given_out_until_it_has_ended() -> None:
     assert place not in world.image.slots
 
 
+def test_place_of_a_failed_write_is_wiped_before_it_is_used_again() -> None:
+    """The call may have written all of it, or left there what was removed: nobody may find that."""
+    world = DiskWorld()
+    world.set(1)
+    (job,) = world.working
+    place = int(world.working[job].effect.places[0])
+    for _ in range(3):
+        world.step(job)
+    assert place in world.image.slots
+
+    world.answer(job, DISK_FAILED)
+    wiped = place not in world.image.slots
+    world.set(2)
+    (job,) = world.working
+    world.finish()
+
+    assert wiped
+    assert world.image.slots[place].key == key(2)
+    assert world.tier.figures()["disk_pages"] == 1
+
+
 # --- promoting ------------------------------------------------------------------------------------
 
 

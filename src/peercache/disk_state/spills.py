@@ -158,8 +158,13 @@ class Spills:
         effects = self._finish(index, job, np.flatnonzero(states == DISK_DONE))
         # Nothing was ever told of what was not written, and the store has no rows of it.
         index.refuse(job.entries[states == DISK_FULL])
-        not_written = (states != DISK_DONE) & (states != DISK_FULL) & (states != DISK_LATE)
-        index.abandon(job.entries[not_written])
+        index.abandon(job.entries[(states == DISK_CHANGED) | (states == DISK_UNTRIED)])
+        has_failed = np.isin(states, [DISK_DONE, *DROPPED], invert=True)
+        failed = index.abandon(job.entries[has_failed])
+        if len(failed.places):
+            # A call that failed may have written nothing or all of it, and has called off the wipe
+            # of what was removed from there. Said before the place is written again.
+            effects.append(Forget(failed.places, wipe=True))
         keys = split(job.keys)
         for at in np.flatnonzero(states == DISK_LATE).tolist():
             self._late[number, at] = (keys[at], int(job.entries[at]))
