@@ -663,6 +663,24 @@ def test_coldest_pages_that_the_disk_has_no_room_for_are_written_once() -> None:
     assert not world.working
 
 
+def test_page_larger_than_a_slab_has_no_others_written_again() -> None:
+    """It is never written, so it is nothing to try again; pages that push each other out stay."""
+    world = DiskWorld(granules=100, slabs=1, on_evict=True)
+    world.tell("pool", _reserve(77), CLIENT)
+    for numbers, length in (([*range(4)], LENGTH), ([*range(4, 8)], LENGTH), ([8], 15 * GRANULE)):
+        world.set(*numbers, length=length)
+        world.wait(0.2)
+        world.finish()
+
+    for _ in range(3):
+        world.wait(REOPEN_S)
+        world.finish()
+
+    assert world.count("pages_spilled_total") == 8
+    assert world.tier.figures()["disk_pages"] == 7
+    assert world.count("spills_dropped_total", reason="too_large") == 1
+
+
 @pytest.mark.parametrize("outcome", [DISK_FULL, DISK_FAILED, DISK_UNTRIED])
 def test_coldest_pages_that_could_not_be_written_are_tried_again_after_a_pause(
     outcome: int,

@@ -90,6 +90,11 @@ class DiskIndex:
         blocks = self._slabs.slab_bytes // BLOCK_BYTES - 2
         return max(0, blocks * BLOCK_BYTES) if self._slabs.slabs else 0
 
+    def fits(self, lengths: U64) -> npt.NDArray[np.bool_]:
+        """Return which pages could lie here at all, if there were nothing else."""
+        fitting: npt.NDArray[np.bool_] = (lengths > 0) & self._slabs.fits(slot_blocks(lengths))
+        return fitting
+
     # --- looking ---------------------------------------------------------------------------------
 
     def find(self, keys: bytes) -> I64:
@@ -162,8 +167,7 @@ class DiskIndex:
         halves = halves_of(keys)
         entries = np.full(len(halves), NO_ROW, np.int64)
         blocks = slot_blocks(lengths)
-        wanted = (self._keys.find(halves) < 0) & (lengths > 0) & self._slabs.fits(blocks)
-        wanted &= _first_of_each(halves)
+        wanted = (self._keys.find(halves) < 0) & self.fits(lengths) & _first_of_each(halves)
         gone: list[Gone] = []
         places = np.zeros(len(halves), np.uint64)
         got_room = np.zeros(len(halves), np.bool_)

@@ -244,7 +244,9 @@ class Spills:
         effects = books.forgotten(begun.gone)
         self._count_lost("evicted", begun.gone.count)
         chosen = np.flatnonzero(begun.entries >= 0)
-        self._drop("no_room", len(records) - len(chosen))
+        fitting = int(books.index.fits(lengths).sum())
+        self._drop("too_large", len(records) - fitting)
+        self._drop("no_room", fitting - len(chosen))
         if not len(chosen):
             return effects
         # In order of their places: neighbours are written by one call.
