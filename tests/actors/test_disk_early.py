@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from disk_world import CLIENT, SLAB, DiskWorld, key, keys
 
 from peercache.disk_state.early import KEYS_MAX, NAMESPACES_MAX
-from peercache.disk_state.ports import DiskEnded, DiskOpened, Forget
+from peercache.disk_state.ports import DISK_ENTRY, DiskEnded, DiskOpened, Forget
 from peercache.messages import Clear, Remove
 from peercache.ports import Effect, PagesRemoved
 
@@ -98,3 +99,23 @@ def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
 
     kept = world.tier._early
     assert (len(kept._keys), len(kept._namespaces)) == (0, 0)
+
+
+def test_what_is_written_now_is_newer_than_a_slot_that_no_index_tells_of() -> None:
+    """A page that was evicted from disk lies there until its slot is written to again."""
+    before = DiskWorld()
+    before.set(*range(20))
+    before.finish()
+    world = DiskWorld(image=before.image, is_open=False)
+    highest = max(slot.sequence for slot in world.image.slots.values())
+    told = [entry for entry in world.image.entries() if int(entry["sequence"]) < highest]
+    fact = DiskOpened(world.slabs * SLAB, SLAB, np.array(told, DISK_ENTRY), 1_000_001)
+    world.perform(world.tier.on_message(CLIENT, fact, world.now))
+
+    world.set(100)
+    world.finish()
+
+    written = {
+        int.from_bytes(slot.key, "big"): slot.sequence for slot in world.image.slots.values()
+    }
+    assert written[100] > highest

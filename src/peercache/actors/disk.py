@@ -69,6 +69,10 @@ NOTE_USE_S: Final = 10.0
 REOPEN_S: Final = 10.0
 """How soon a file system that was full is tried again, and what could not be written."""
 
+SEQUENCES_A_SECOND_BITS: Final = 20
+"""What is written in this life is newer than all that was written before, to whoever makes an index
+from slots, unless more pages a second than 2**20 were written."""
+
 REMOVE_PATIENCE_S: Final = 0.1
 """How long a removal is not answered, so that a restart does not bring the pages back."""
 
@@ -234,7 +238,8 @@ class DiskTier:
         opened, index = indexed.opened, indexed.index
         self.books.open(index, unix_s=opened.unix_s, now=now)
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
-        self.spills.begin(newest)
+        # A slot that was evicted and never written again is in no index, and may have a higher one.
+        self.spills.begin(max(newest, opened.unix_s << SEQUENCES_A_SECOND_BITS))
         self._untold = np.ascontiguousarray(opened.entries["key"][::-1]).tobytes()
         self._tell_at = now
         self._looks_at = now

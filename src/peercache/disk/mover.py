@@ -193,10 +193,9 @@ class PageMover:
             self._files.write(place, [block])
         except FileNotFoundError:
             return  # Nothing is left to be wiped.
-        except NoRoomError:
+        except (NoRoomError, OSError):
+            # It tells nothing new of the disk: what could not be written is wiped, too.
             self._log.warning("disk.wipe_failed", file=self._files.name_of(place), place=place)
-        except OSError as error:
-            self._note_failure(error, place)
 
     def _unchanged(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return whose slots still are in the generation of their records."""
