@@ -274,9 +274,10 @@ def is_deterministic(seed: int, canary: str = "", hash_seeds: tuple[int, ...] = 
 def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]:
     """Return the digests of a small run, as other processes find them, all at once."""
     command = [sys.executable, "-m", "sims", "run", "--seed", str(seed), "--small", "--digest"]
+    command += ["--canary", canary] if canary else []
     running = [
         subprocess.Popen(
-            [*command, "--canary", canary],
+            command,
             cwd=Path(__file__).parent.parent,
             env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
             stdout=subprocess.PIPE,
@@ -284,7 +285,9 @@ def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]
         )
         for hash_seed in hash_seeds
     ]
-    return [process.communicate()[0].strip() for process in running]
+    said = [process.communicate()[0].strip() for process in running]
+    assert all(said), "a run that has no digest is like any other that has none"
+    return said
 
 
 def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:
