@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from peercache.client.client import RETURN_MARGIN_S
@@ -193,7 +194,7 @@ class Calls:
         call: str,
         started: float,
         timeout_s: float,
-        done: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        done: npt.NDArray[np.bool_],
         reasons: list[str],
     ) -> None:
         """Check that a call ended in time, with one word for each page that it did not do."""

@@ -111,7 +111,7 @@ class SlotAllocator:
         self.reclaims = 0
         self._classes: dict[int, SizeClass] = {}
         self._units: list[Extent | None] = []
-        self._freed = np.empty(0, np.int64)
+        self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it was given up, _BLOCKED while somebody has it."""
         self._unassigned = 0
         self._fresh = 0

@@ -94,7 +94,8 @@ class RecordTable:
     def hottest_first(self, rows: Rows) -> Rows:
         """Return rows with the newest commits first, and what is on disk only behind them all."""
         records = self.records[rows]
-        return rows[np.lexsort((records["generation"], records["flags"] & RESIDENT))[::-1]]
+        order: Rows = np.lexsort((records["generation"], records["flags"] & RESIDENT))[::-1]
+        return rows[order]
 
     def _grow(self) -> None:
         size = len(self.live)

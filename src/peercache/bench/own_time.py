@@ -10,6 +10,7 @@ import hashlib
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.keys import Namespace, page_keys
 from peercache.messages import ALIVE, Member
@@ -64,7 +65,7 @@ def own_time_us() -> dict[str, float]:
 class Batch:
     """Pages at some places of the owner's memory, and of ours."""
 
-    def __init__(self, fabric: RdmaFabric, target: np.ndarray, places: U64) -> None:
+    def __init__(self, fabric: RdmaFabric, target: npt.NDArray[np.uint8], places: U64) -> None:
         """Have every record in the cache, as after an exists."""
         offsets = places * np.uint64(PAGE_BYTES)
         lengths = np.full(BATCH, PAGE_BYTES, np.uint64)

@@ -169,7 +169,7 @@ class DiskIndex:
         blocks = slot_blocks(lengths)
         wanted = (self._keys.find(halves) < 0) & self.fits(lengths) & _first_of_each(halves)
         gone: list[Gone] = []
-        places = np.zeros(len(halves), np.uint64)
+        places: U64 = np.zeros(len(halves), np.uint64)
         got_room = np.zeros(len(halves), np.bool_)
         for size in np.unique(blocks[wanted]).tolist():
             pages = np.flatnonzero(wanted & (blocks == size))

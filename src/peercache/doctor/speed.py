@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.bench.limits import copy_gb_s, receive_stream, send_stream
 from peercache.config import Config
@@ -43,7 +44,7 @@ def measure(config: Config, chosen: Sequence[tuple[str, int]], *, is_quick: bool
     return Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name, read_gb_s=gb_s, read_us=one_us)
 
 
-def _tcp_gb_s(source: np.ndarray, target: np.ndarray) -> float:
+def _tcp_gb_s(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         sender = threading.Thread(target=send_stream, args=(port, source, PAGE_BYTES))

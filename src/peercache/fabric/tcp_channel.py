@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.errors import RemoteProtocolError
 from peercache.fabric import tcp_wire as wire
@@ -198,7 +199,7 @@ def dial(
 
 
 def _lay_out(
-    read: PeerRead, words: U64, span: tuple[int, int], status: np.ndarray
+    read: PeerRead, words: U64, span: tuple[int, int], status: npt.NDArray[np.uint8]
 ) -> tuple[Scatter, U64]:
     """Return where one response goes, and after how many of its bytes each page is complete."""
     first, last = span

@@ -291,7 +291,7 @@ def stripes(lengths: U64, rails: int, block_bytes: int) -> list[npt.NDArray[np.i
 def _stream_of(
     published: Published, offsets: U64, runs: PageRuns, local: KeyTable
 ) -> _Stream | Missing:
-    pages = np.arange(len(runs), dtype=np.int64)
+    pages: I64 = np.arange(len(runs), dtype=np.int64)
     remote = np.uint64(published.pages_address) + offsets
     counts = runs.starts[1:] - runs.starts[:-1]
     if not (counts == 1).all():

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.records import RECORD, RECORD_BYTES, RESIDENT, ROW, Records
 from peercache.records import from_bytes as records_from_bytes
@@ -126,7 +127,7 @@ class LocationCache:
 
 def unpack(
     found: Sequence[bytes | None],
-) -> tuple[Records, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+) -> tuple[Records, npt.NDArray[np.bool_]]:
     """Return (records, known): one record a key, zeros where it is not known."""
     packed = [record for record in found if record]
     if len(packed) == len(found):

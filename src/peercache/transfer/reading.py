@@ -73,7 +73,7 @@ class Touches:
 
     def add(self, holder: int, records: Records) -> None:
         """Remember that these records of a holder were read."""
-        drops = np.empty(len(records), DROP)
+        drops: Records = np.empty(len(records), DROP)
         drops["key"], drops["generation"] = records["key"], records["generation"]
         with self._lock:
             count = self._count.get(holder, 0)
