@@ -294,17 +294,21 @@ def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -
     assert process.returncode == 0
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
-async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepters() -> None:
-    """It was accepted in the turn of the loop that ended it: the C server is freed by then."""
-    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
-    pages = CompiledPages(
-        memory,
+def compiled_pages() -> CompiledPages:
+    """Return a server of its own, which nobody has started."""
+    return CompiledPages(
+        filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
         granule=GRANULE,
         incarnation=INCARNATION,
         metrics=Metrics(),
         between_bytes_and_words=None,
     )
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepters() -> None:
+    """It was accepted in the turn of the loop that ended it: the C server is freed by then."""
+    pages = compiled_pages()
     async with trio.open_nursery() as nursery:
         await nursery.start(pages.run)
         nursery.cancel_scope.cancel()
@@ -327,13 +331,7 @@ async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
     """At exit Python may call from a copy of its list, in which nothing is unregistered."""
     hooks: list[Callable[[], object]] = []
     monkeypatch.setattr(atexit, "register", hooks.append)
-    pages = CompiledPages(
-        filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
-        granule=GRANULE,
-        incarnation=INCARNATION,
-        metrics=Metrics(),
-        between_bytes_and_words=None,
-    )
+    pages = compiled_pages()
     async with trio.open_nursery() as nursery:
         await nursery.start(pages.run)
         nursery.cancel_scope.cancel()
