@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from peercache.bench.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
-from peercache.bench.rdma import perftest_gb_s
+from peercache.bench.rdma import RdmaPlan, perftest, perftest_gb_s
 from peercache.bench.report import rdma_table
 from peercache.rdma.instant import instant_fabric
 
@@ -89,3 +91,40 @@ def test_command_without_rdma_says_why_and_measures_the_rest() -> None:
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["cpu_us_page"] > 0
     assert done.stderr.strip()
+
+
+TOOL = """#!{python}
+import pathlib, socket, sys, time
+port = int(sys.argv[sys.argv.index("-p") + 1])
+if sys.argv[-1] == "127.0.0.1":
+    tries = pathlib.Path(__file__).with_name("tries")
+    tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+    socket.create_connection(("127.0.0.1", port)).close()
+    if len(tries.read_text()) < 2:
+        sys.exit("Can't produce a report")
+    print(" 1048576    500              80.00              78.91   0.000075")
+else:
+    time.sleep(1.5)
+    with socket.create_server(("", port)) as listener:
+        listener.accept()
+"""
+
+
+def test_perftest_that_is_slow_or_unsure_is_waited_for_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server takes its time to listen, answers one call only, and the first gives no figure."""
+    tool = tmp_path / "ib_read_bw"
+    tool.write_text(TOOL.replace("{python}", sys.executable))
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    plan = RdmaPlan(
+        near=("a",), far=("b",), gid_index=-1, page_bytes=(2**20,), total_bytes=2**20,
+        seconds=0.1, shm_dir=str(tmp_path),
+    )  # fmt: skip
+
+    rate, problem = perftest(plan, 2**20)
+
+    assert (rate, problem) == (pytest.approx(78.91 * 2**20 / 1e9), "")
+    assert (tmp_path / "tries").read_text() == "xx"
