@@ -77,6 +77,7 @@ def test_a_spill_waits_for_a_wipe_that_has_begun_within_its_page(tmp_path: Path)
         job = forget_unheard(rig, old)
         assert began.wait(PATIENCE_S)
         spill = rig.send_spill([1000], 300_000)
+        # Time enough for a spill that does not wait; for one that does, none is too short.
         time.sleep(0.1)
         go.set()
         rig.await_fact(ForgetDone, job)

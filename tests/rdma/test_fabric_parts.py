@@ -381,6 +381,13 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     assert [into.page(page) for page in range(8)] == contents
 
 
+def fallbacks(bench: FakeBench, reason: str) -> float | None:
+    """Return how many pages another fabric read for a reason."""
+    return bench.metrics.registry.get_sample_value(
+        "peercache_rdma_fallbacks_total", {"reason": reason}
+    )
+
+
 def test_what_rdma_cannot_read_is_read_by_the_other_fabric(
     make_bench: Callable[..., FakeBench], segment: PublishedSegment
 ) -> None:
@@ -397,10 +404,7 @@ def test_what_rdma_cannot_read_is_read_by_the_other_fabric(
     assert (got.failure, got.fabric) == ("", "fake")
     assert [into.page(page) for page in range(2)] == contents
     assert not bench.fabric.reaches(bench.member)
-    counted = bench.metrics.registry.get_sample_value(
-        "peercache_rdma_fallbacks_total", {"reason": REFUSED}
-    )
-    assert counted == 2
+    assert fallbacks(bench, REFUSED) == 2
 
 
 def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_its_deadline(
@@ -434,10 +438,7 @@ def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_it
     assert (late.failure, late.fabric) == ("", "fake")
     assert [into.page(page) for page in range(2)] == contents
     assert (again.failure, again.fabric) == ("", "rdma")
-    counted = bench.metrics.registry.get_sample_value(
-        "peercache_rdma_fallbacks_total", {"reason": NO_MEMORY}
-    )
-    assert counted == 2
+    assert fallbacks(bench, NO_MEMORY) == 2
 
 
 def test_client_that_finds_nobody_never_connects_and_reads_elsewhere(
