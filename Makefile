@@ -62,7 +62,7 @@ test-rdma: $(STAMP)
 
 # Pages of docs/reference that are made from the code.
 docs: $(STAMP)
-	$(BIN)/python tests/reference_pages.py
+	$(BIN)/python tests/house/reference_pages.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

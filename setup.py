@@ -5,15 +5,15 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "peercache.segment._scatter",
-            ["src/peercache/segment/_scatter.c"],
+            "peercache.memory._scatter",
+            ["src/peercache/memory/_scatter.c"],
             extra_compile_args=["-O3"],
             # Without a compiler everything works, and copies are slower.
             optional=True,
         ),
         Extension(
-            "peercache.fabric._tcp",
-            ["src/peercache/fabric/_receiving.c", "src/peercache/fabric/_serving.c"],
+            "peercache.fabric.tcp._tcp",
+            ["src/peercache/fabric/tcp/_receiving.c", "src/peercache/fabric/tcp/_serving.c"],
             extra_compile_args=["-O3", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

@@ -7,11 +7,11 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from sims import sweep, world
+from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.determinism import stream
+from sims.play import Outcome, play
 from sims.swarm import draw, smaller
-from sims.world import Outcome
 
 LINES_SHOWN = 40
 """Lines of the trace that are shown of a failure."""
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
         for line in (smaller(drawn) if args.small else drawn).lines():
             _say(line)
     with planted_canary(args.canary):
-        outcome = world.run(args.seed, show=show, change=smaller if args.small else None)
+        outcome = play(args.seed, show=show, change=smaller if args.small else None)
     if args.digest:
         _say(outcome.digest)
         return 0

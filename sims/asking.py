@@ -1,7 +1,7 @@
 """Questions of a simulated client: `net.asking.Asker` with simulated connections and waits.
 
 What is asked again, which answers count and who is to blame is production code
-(`transfer.exchange`); here is what stands for nng's sockets and for the poll.
+(`net.exchange`); here is what stands for nng's sockets and for the poll.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peercache.messages import Hello, Message, Refused
+from peercache.net.exchange import Connections, Exchange, Greeting
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
-from peercache.transfer.breaker import Breakers
-from peercache.transfer.exchange import Connections, Exchange, Greeting
+from peercache.paths.breaker import Breakers
+from peercache.wire.envelope import Message
+from peercache.wire.messages.session import Hello, Refused
 from sims.network import TO_LISTENER, Network, Pipe
 from sims.places import Place
 

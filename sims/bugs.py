@@ -12,19 +12,28 @@ import attrs
 import numpy as np
 import trio
 
-from peercache import records, reservations, streams
-from peercache.actors import directory, membership, pool, publisher
-from peercache.actors._actor import SELF, Mailbox
-from peercache.disk_state.books import DiskBooks
-from peercache.disk_state.promotes import Promotes
-from peercache.holdings import Holdings
-from peercache.messages import ALIVE, Commit, StreamSummary
+from peercache.actors.directory import actor as directory
+from peercache.actors.directory.holdings import Holdings
+from peercache.actors.disk.bookkeeping import DiskBooks
+from peercache.actors.disk.promotes import Promotes
+from peercache.actors.effects import Send, Tell
+from peercache.actors.facts import ClientGone, RecordsChanged
+from peercache.actors.membership import actor as membership
+from peercache.actors.pool import actor as pool
+from peercache.actors.pool import reservations
+from peercache.actors.pool.page_table import Page, PageTable
+from peercache.actors.publisher import actor as publisher
+from peercache.actors.publisher import streams
+from peercache.actors.runtime import SELF, Mailbox
+from peercache.model import records
+from peercache.model.member import ALIVE
+from peercache.model.reads import ODD
+from peercache.net.exchange import Exchange
+from peercache.net.outbox import Outbox
 from peercache.node import switchboard
-from peercache.outbox import Outbox
-from peercache.page_table import Page, PageTable
-from peercache.ports import ODD, ClientGone, RecordsChanged, Send, Tell
-from peercache.transfer import locating, reading, reserving
-from peercache.transfer.exchange import Exchange
+from peercache.paths import locating, reading, reserving
+from peercache.wire.messages.directory import StreamSummary
+from peercache.wire.messages.pool import Commit
 from sims.node import SimNode
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]

@@ -19,7 +19,8 @@ from typing import Any
 
 import attrs
 
-from sims import bugs, planted, world
+from sims import bugs, planted
+from sims.play import play
 from sims.swarm import smaller
 
 FIRST_SEED = 1_000_000
@@ -260,7 +261,7 @@ def hunt(name: str) -> Found:
             checker = "" if is_deterministic(seed, name) else "digest"
         else:
             with planted_canary(name):
-                checker = world.run(seed, change=smaller).checker
+                checker = play(seed, change=smaller).checker
         if checker:
             return Found(name, checker, number + 1, time.monotonic() - started)
     return Found(name, "", canary.seeds_max, time.monotonic() - started)

@@ -1,6 +1,6 @@
 """A client of a run: the production read and write paths, driven by simulated tasks.
 
-What `client.driver` and `client.home` do with threads and sockets is done here with tasks: each
+What `client.bridge` and `client.home` do with threads and sockets is done here with tasks: each
 step of the very same paths, with time between.
 """
 
@@ -14,28 +14,25 @@ import numpy as np
 import trio
 import xxhash
 
-from peercache.config import Config
+from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
-from peercache.ids import new_client_id
-from peercache.keys import Namespace
-from peercache.messages import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
-    Hello,
-    Refused,
-)
-from peercache.observe import PEER_UNREACHABLE
-from peercache.ports import ODD, Ask, Checksum, Fetch, Fetched, Greet, Hear, PeerRead, Post, Step
-from peercache.ports import Place as PlaceStep
-from peercache.runs import U64, PageRuns
-from peercache.segment.client_lock import lock_name
-from peercache.transfer.breaker import Breakers, data_port
-from peercache.transfer.cache import LocationCache
-from peercache.transfer.cluster import Cluster
-from peercache.transfer.locating import Locator
-from peercache.transfer.reading import Reader
-from peercache.transfer.tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.transfer.writing import Writer
+from peercache.memory.client_lock import lock_name
+from peercache.model.ids import new_client_id
+from peercache.model.keys import Namespace
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import U64, PageRuns
+from peercache.observability.reasons import PEER_UNREACHABLE
+from peercache.paths.breaker import Breakers, data_port
+from peercache.paths.cluster import Cluster
+from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.reading import Reader
+from peercache.paths.steps import Ask, Checksum, Fetch, Greet, Hear, Post, Step
+from peercache.paths.steps import Place as PlaceStep
+from peercache.paths.writing import Writer
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.messages.session import Hello, Refused
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
 from sims.memory import Buffers, NodeMemory
@@ -291,7 +288,7 @@ class SimClient:
 
 
 def checksums_of(runs: PageRuns, buffers: Buffers) -> U64:
-    """Return what `client.driver.checksums_of` does, of made-up addresses."""
+    """Return what `client.bridge.checksums_of` does, of made-up addresses."""
     digests = np.empty(len(runs), np.uint64)
     for page in range(len(runs)):
         digest = xxhash.xxh3_64()

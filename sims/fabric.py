@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 import trio
 
-from peercache.messages import Member
-from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
-from peercache.ports import ODD, Fetched, PeerRead
-from peercache.transfer.breaker import STALL_S
+from peercache.model.member import Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
+from peercache.paths.breaker import STALL_S
 from sims.content import Page
 from sims.memory import Buffers, NodeMemory
 from sims.network import Network

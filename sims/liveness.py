@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
 
-from peercache.keys import from_bytes
-from peercache.messages import ALIVE
-from peercache.records import ON_DISK, RECORD
+from peercache.model.keys import from_bytes
+from peercache.model.member import ALIVE
+from peercache.model.records import ON_DISK, RECORD
+from sims.client import SimClient
+from sims.node import SimNode
 from sims.trace import Violation
 from sims.watch import held_generation
-
-if TYPE_CHECKING:
-    from sims.client import SimClient
-    from sims.node import SimNode
-    from sims.world import World
+from sims.world import World
 
 LIVENESS_S = 30.0
 """Virtual seconds from the end of the faults until everything is whole again."""

@@ -13,8 +13,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.ports import StoreWords
-from peercache.records import RESIDENT, Records
+from peercache.actors.effects import StoreWords
+from peercache.model.records import RESIDENT, Records
 from sims.content import POISON, Page, version_of
 from sims.trace import Violation
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import trio
 
-if TYPE_CHECKING:
-    from sims.world import World
+from sims.world import World
 
 DOWN_MAX_S = 9.0
 """Longest that a crashed node is away: longer than it takes to be found dead."""

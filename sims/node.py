@@ -7,19 +7,21 @@ from typing import Any, cast
 
 import trio
 
-from peercache.actors._actor import SELF, Mailbox, run_actor
-from peercache.config import Config
-from peercache.ids import new_incarnation
-from peercache.messages import ALIVE, SUSPECT, Member, Message
+from peercache.actors.effects import Effect, StoreWords, Tell
+from peercache.actors.facts import ClientGone, PoolGrew, RecordsChanged
+from peercache.actors.runtime import SELF, Mailbox, run_actor
+from peercache.config.settings import Config
+from peercache.memory.client_lock import LockProbe
+from peercache.model.ids import new_incarnation
+from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.records import ON_DISK, Records, keys_of
 from peercache.net.link import Link
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission
-from peercache.node.crew import Crew
+from peercache.node.assembly import Crew
 from peercache.node.switchboard import Switchboard
-from peercache.observe import Metrics
-from peercache.ports import ClientGone, Effect, PoolGrew, RecordsChanged, StoreWords, Tell
-from peercache.records import ON_DISK, Records, keys_of
-from peercache.segment.client_lock import LockProbe
+from peercache.observability.metrics import Metrics
+from peercache.wire.envelope import Message
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks

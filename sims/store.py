@@ -14,7 +14,8 @@ import attrs
 import numpy as np
 import xxhash
 
-from peercache.disk_state.ports import (
+from peercache.actors.disk.slabs import slot_blocks
+from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,
@@ -24,8 +25,7 @@ from peercache.disk_state.ports import (
     Load,
     Spill,
 )
-from peercache.disk_state.slabs import slot_blocks
-from peercache.keys import KEY_BYTES
+from peercache.model.keys import KEY_BYTES
 from sims.content import Page
 from sims.planted import CHECKSUM_NOT_VERIFIED, planted
 

@@ -10,8 +10,8 @@ import random
 
 import attrs
 
-from peercache.actors._actor import MAILBOX_MESSAGES_MAX
-from peercache.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
+from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 
 GRANULE = 256
 """Bytes of a granule here: small, so that a run moves kilobytes and tears as many pages."""

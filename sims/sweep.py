@@ -13,8 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from sims import world
-from sims.world import Outcome
+from sims.play import Outcome, play
 
 KEPT_SEEDS = Path(__file__).parent / "seeds.txt"
 """Seeds that once failed, one a line, each with the reason why after it."""
@@ -121,7 +120,7 @@ def sweep(
     room = threading.Semaphore(2 * jobs)
     # A worker is replaced now and then: what a run leaves behind must not add up.
     with context.Pool(jobs, maxtasksperchild=50) as pool:
-        for outcome in pool.imap_unordered(world.run, _until(seeds, until, room)):
+        for outcome in pool.imap_unordered(play, _until(seeds, until, room)):
             room.release()
             tally.add(outcome)
             tell(outcome)

@@ -13,13 +13,14 @@ import attrs
 import numpy as np
 import trio
 
-from peercache import records
-from peercache.actors._actor import MAILBOX_MESSAGES_MAX, Mailbox
-from peercache.actors.directory import DirectoryShard
-from peercache.actors.publisher import Publisher
-from peercache.messages import ALIVE, SUSPECT, Delete, Disputed, Located, Put, Repair
-from peercache.ports import Effect, Origin, Send, StateActor
-from peercache.records import DROP
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.effects import Effect, Origin, Send, StateActor
+from peercache.actors.publisher.actor import Publisher
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, Mailbox
+from peercache.model import records
+from peercache.model.member import ALIVE, SUSPECT
+from peercache.model.records import DROP
+from peercache.wire.messages.directory import Delete, Disputed, Located, Put, Repair
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import trio
 
 from peercache.client.client import RETURN_MARGIN_S
-from peercache.keys import KEY, PageKeys, page_keys
-from peercache.messages import Clear, Message, Remove
-from peercache.observe import INTERNAL, MISS_REASONS, VERIFY_FAILED
-from peercache.runs import PageRuns
+from peercache.model.keys import KEY, PageKeys, page_keys
+from peercache.model.runs import PageRuns
+from peercache.observability.reasons import INTERNAL, MISS_REASONS, VERIFY_FAILED
+from peercache.wire.envelope import Message
+from peercache.wire.messages.pool import Clear, Remove
 from sims.client import SimClient
 from sims.content import POISON, content_of
 from sims.memory import Buffers, Region, Truth

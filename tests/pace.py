@@ -13,8 +13,8 @@ from typing import TypeVar
 import pytest
 
 from peercache.client import home
-from peercache.fabric.tcp import TcpFabric
-from peercache.transfer import breaker, locating
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.paths import breaker, locating
 
 T = TypeVar("T")
 

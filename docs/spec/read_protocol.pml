@@ -67,7 +67,7 @@ byte generation[PAGES];
 byte place[PAGES];           /* the slot: its first granule */
 byte holder[PAGES];          /* the incarnation */
 
-/* --- the owner's books: actors/pool.py, reservations.py, slots.py ------------------------------- */
+/* --- the owner's books: actors/pool/actor.py, actors/pool/reservations.py, actors/pool/slots.py ------------------------------- */
 
 mtype = { FREE, RESERVED, HELD };
 mtype slot[GRANULES] = FREE; /* by first granule; a large page leaves the second one FREE */
@@ -348,7 +348,7 @@ end_serving:
     run Owner(1)
 }
 
-/* --- a writer: transfer/writing.py. One call of set; a pause is a step that is not taken -------- */
+/* --- a writer: paths/writing.py. One call of set; a pause is a step that is not taken -------- */
 
 /* The books of a node that has died say nothing; its memory is nobody else's. */
 #define is_own(p, g)         (home[p] != live || reservation[p] == OPEN && granted[p] == (g) + 1 && \
@@ -411,7 +411,7 @@ end_network:
 }
 #endif
 
-/* --- the reader: transfer/reading.py and a fabric. It reads for ever -------------------------- */
+/* --- the reader: paths/reading.py and a fabric. It reads for ever -------------------------- */
 
 byte destination[GRANULES * CELLS];
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peercache.client.client import Client as Client
+    from peercache.client.client import Client
 
 __all__ = ["Client"]
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from peercache.cli import main
+from peercache.cli.main import main
 
 sys.exit(main())

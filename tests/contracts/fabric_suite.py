@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from contracts.fakes import Memory
-from pace import PATIENCE_S, PROMPT_S
-from peercache.ids import Incarnation
-from peercache.messages import ALIVE, Member
-from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
-from peercache.ports import ODD, Fabric, Fetched, PeerRead
-from peercache.runs import PageRuns
-from peercache.segment.published import PublishedSegment
+from peercache.fabric.port import Fabric
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.model.member import ALIVE, Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import PageRuns
+from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
+from tests.contracts.fakes import Memory
+from tests.pace import PATIENCE_S, PROMPT_S
 
 GRANULE = 4096
 PAGE_MEMORY_BYTES = 24 * 2**20

@@ -12,10 +12,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.messages import Member
-from peercache.observe import CLOSED, DEADLINE, PEER_UNREACHABLE, REFUSED
-from peercache.ports import ODD, Fetched, PeerRead
-from peercache.runs import U64
+from peercache.model.member import Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import U64
+from peercache.observability.reasons import CLOSED, DEADLINE, PEER_UNREACHABLE, REFUSED
 
 
 class Memory(Protocol):

@@ -10,7 +10,13 @@ from typing import Any
 import attrs
 import pytest
 
-from contracts.fabric_suite import (
+from peercache.fabric.shm import ShmFabric
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.fabric.tcp.native import HAS_COMPILED
+from peercache.memory.layout import boot_id
+from peercache.memory.published import PublishedSegment
+from peercache.model.member import Member
+from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
     PAGE_MEMORY_BYTES,
@@ -19,14 +25,8 @@ from contracts.fabric_suite import (
     member_of,
     published_segment,
 )
-from contracts.fakes import FakeFabric, PlainMemory
-from fabric.serving import WAYS, PageServer, fabric_for
-from peercache.fabric.native import HAS_COMPILED
-from peercache.fabric.shm import ShmFabric
-from peercache.fabric.tcp import TcpFabric
-from peercache.messages import Member
-from peercache.segment.layout import boot_id
-from peercache.segment.published import PublishedSegment
+from tests.contracts.fakes import FakeFabric, PlainMemory
+from tests.unit.fabric.serving import WAYS, PageServer, fabric_for
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peercache.disk_state.index import DiskIndex
-from peercache.disk_state.ports import (
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,
@@ -25,9 +25,9 @@ from peercache.disk_state.ports import (
     Spill,
     SpillDone,
 )
-from peercache.runs import U64
+from peercache.model.runs import U64
 from sims.store import Image, Store
-from tests.disk.rig import GRANULE, MIB, Log, Pool, Rig, key_of
+from tests.unit.storage.rig import GRANULE, MIB, Log, Pool, Rig, key_of
 
 SLAB_BYTES = 2 * MIB
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import attrs
 
-from peercache.codec import _BY_NAME, encode
-from peercache.fabric import tcp_wire
-from peercache.messages import MESSAGES, WIRE_VERSION, Envelope, Hello, Member, Message
+from peercache.fabric.tcp import wire as tcp_wire
+from peercache.model.member import Member
 from peercache.net.sockets import PAIR1_GREETING
+from peercache.wire.codec import _BY_NAME, encode
+from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
+from peercache.wire.messages.session import Hello
 
 EDGES = (0, 1, 2, 255, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1)
 UNITS = {"keys": 16, "records": 56, "drops": 24, "calls": 5, "regions": 24}

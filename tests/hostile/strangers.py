@@ -15,7 +15,8 @@ import attrs
 
 from peercache import Client
 from peercache.net.sockets import PAIR1_GREETING, local_path
-from tests.client.nodes import (
+from tests.pace import PATIENCE_S
+from tests.system.nodes import (
     CALL_S,
     LocalCluster,
     NodeProcess,
@@ -24,7 +25,6 @@ from tests.client.nodes import (
     read,
     wait_until,
 )
-from tests.pace import PATIENCE_S
 
 MIB = 2**20
 

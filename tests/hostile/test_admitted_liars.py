@@ -11,23 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peercache.codec import decode
-from peercache.fabric import tcp_wire
-from peercache.messages import (
-    Abort,
-    Clear,
-    Commit,
-    LiveReservations,
-    Remove,
-    Reserve,
-    Stats,
-    StatsAsked,
-)
-from peercache.segment.client_lock import ClientLock
-from tests.client.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from peercache.fabric.tcp import wire as tcp_wire
+from peercache.memory.client_lock import ClientLock
+from peercache.wire.codec import decode
+from peercache.wire.messages.pool import Abort, Clear, Commit, LiveReservations, Remove, Reserve
+from peercache.wire.messages.session import Stats, StatsAsked
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
 from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
 
 WRITING = (Reserve, Commit, Abort, LiveReservations, Remove, Clear)
 

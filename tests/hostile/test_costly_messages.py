@@ -12,16 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache import codec
-from peercache.actors._actor import MAILBOX_BYTES_MAX, SELF, Mailbox
-from peercache.actors.directory import DirectoryShard
-from peercache.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.effects import Origin
+from peercache.actors.runtime import MAILBOX_BYTES_MAX, SELF, Mailbox
 from peercache.errors import RemoteProtocolError
-from peercache.messages import Disputed, Located, Lookup, SayHello, ViewShared, Welcome
+from peercache.model.records import RECORD
+from peercache.model.view import MEMBERS_MAX
 from peercache.node.switchboard import STRANGER_BYTES_MAX
-from peercache.ports import Origin
-from peercache.records import RECORD
-from peercache.view import MEMBERS_MAX
+from peercache.wire import codec
+from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
+from peercache.wire.messages.directory import Disputed, Located, Lookup
+from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.session import SayHello, Welcome
 from tests.hostile.garbage import any_member, any_message, enveloped, hello
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
 

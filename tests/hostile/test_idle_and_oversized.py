@@ -15,14 +15,14 @@ import pytest
 import trio
 
 from peercache import Client
-from peercache.codec import MESSAGE_BYTES_MAX
 from peercache.errors import Rejected
-from peercache.fabric import tcp_wire
-from peercache.messages import ALIVE, Join, Member
+from peercache.fabric.tcp import wire as tcp_wire
+from peercache.model.member import ALIVE, Member
 from peercache.net import link
 from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
 from peercache.node.admission import STRANGER_S, Admission
-from tests.client.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
+from peercache.wire.codec import MESSAGE_BYTES_MAX
+from peercache.wire.messages.membership import Join
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,
@@ -36,6 +36,7 @@ from tests.hostile.strangers import (
     received,
 )
 from tests.hostile.test_live_node import DESCRIPTORS_SPARE, assert_well
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 
 IDLE = 1000
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import attrs
 import pytest
 
-from peercache.fabric import tcp_wire
-from peercache.messages import MESSAGES, Clear, Remove
-from tests.client.nodes import NodeProcess, wait_until
+from peercache.fabric.tcp import wire as tcp_wire
+from peercache.wire.envelope import MESSAGES
+from peercache.wire.messages.pool import Clear, Remove
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import (
     MIB,
@@ -26,6 +26,7 @@ from tests.hostile.strangers import (
     ports_of,
     received,
 )
+from tests.system.nodes import NodeProcess, wait_until
 
 PORTS = ("control", "home", "data", "http")
 DESCRIPTORS_SPARE = 8

@@ -65,8 +65,8 @@ if not HAVE_SGLANG:
 
 
 if HAVE_SGLANG:
-    from sglang_fakes import FakeCluster
-    from sglang_rig import FakeBackedStore, Rig, Shape
+    from tests.integration.sglang_fakes import FakeCluster
+    from tests.integration.sglang_rig import FakeBackedStore, Rig, Shape
 
     @pytest.fixture
     def cluster() -> FakeCluster:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parent.parent / "src"
+ROOT = HERE.parents[1]
 STOP_S = 60.0
 ANSWER_S = 300.0
 """No child that works takes so long, on no machine."""
@@ -24,7 +24,7 @@ ANSWER_S = 300.0
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a child: it finds our sources and the stand-ins for a CPU."""
-    ours = (HERE / "cpu_engine", HERE, HERE.parent, SOURCE)
+    ours = (HERE / "cpu_engine", ROOT, ROOT / "src")
     paths = [*map(str, ours), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-from peercache.keys import Namespace, page_keys
-from peercache.runs import PageRuns
+from peercache.model.keys import Namespace, page_keys
+from peercache.model.runs import PageRuns
 
 
 @attrs.define(eq=False)

@@ -30,9 +30,9 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
-from sglang_fakes import FakeCluster
 
 from peercache.sglang import PeerCacheStore
+from tests.integration.sglang_fakes import FakeCluster
 
 PAGE_TOKENS = 16
 LAYERS = 3

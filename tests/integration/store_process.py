@@ -20,10 +20,10 @@ import host_copies  # noqa: E402 - the warnings of what is imported here are of 
 host_copies.prepare()
 
 import pytest  # noqa: E402 - likewise
-from sglang_rig import Rig, Shape  # noqa: E402 - SGLang must find the stand-ins in place
 
-from pace import nobody_is_taken_for_hung  # noqa: E402 - likewise
 from peercache.sglang import PeerCacheStore  # noqa: E402 - likewise
+from tests.integration.sglang_rig import Rig, Shape  # noqa: E402 - SGLang must find the stand-ins in place
+from tests.pace import nobody_is_taken_for_hung  # noqa: E402 - likewise
 
 
 def main(replies: Any) -> None:

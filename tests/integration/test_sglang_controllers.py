@@ -17,8 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang_fakes import FakeCluster
-from sglang_rig import EVERY_POOL, PAGE_TOKENS, Rig, host_pool, page_hash, prompt
+
+from tests.integration.sglang_fakes import FakeCluster
+from tests.integration.sglang_rig import EVERY_POOL, PAGE_TOKENS, Rig, host_pool, page_hash, prompt
 
 PAGES = 9
 

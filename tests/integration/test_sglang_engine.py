@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import PAGE_TOKENS
-from processes import HERE, Child, StandaloneNode
-from sglang_rig import wait_until
-from tiny_llama import VOCABULARY, write_tiny_llama
 
-from pace import paced
+from tests.integration.engine_process import PAGE_TOKENS
+from tests.integration.processes import HERE, Child, StandaloneNode
+from tests.integration.sglang_rig import wait_until
+from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
+from tests.pace import paced
 
 START_S = 900.0
 PROMPT_TOKENS = 1000

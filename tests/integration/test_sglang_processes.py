@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import HERE, Child, StandaloneNode, free_port
-from sglang_rig import EVERY_POOL, Rig, Shape, prompt, wait_until
 
-from pace import PATIENCE_S, PROMPT_S, nobody_is_taken_for_hung
 from peercache.sglang import PeerCacheStore
+from tests.integration.processes import HERE, Child, StandaloneNode, free_port
+from tests.integration.sglang_rig import EVERY_POOL, Rig, Shape, prompt, wait_until
+from tests.pace import PATIENCE_S, PROMPT_S, nobody_is_taken_for_hung
 
 PAGES = 9
 

@@ -16,13 +16,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang_fakes import BrokenClient, FakeCluster
-from sglang_rig import EVERY_POOL, PAGE_TOKENS, FakeBackedStore, host_pool, page_hash
 
 from peercache.errors import ConfigError, Rejected
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.pages import HostPages
 from peercache.sglang.stats import PENDING_MAX, BatchTally
+from tests.integration.sglang_fakes import BrokenClient, FakeCluster
+from tests.integration.sglang_rig import (
+    EVERY_POOL,
+    PAGE_TOKENS,
+    FakeBackedStore,
+    host_pool,
+    page_hash,
+)
 
 KEYS = [page_hash(number) for number in range(3)]
 SLOTS = torch.arange(3 * PAGE_TOKENS)

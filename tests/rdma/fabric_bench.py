@@ -14,18 +14,20 @@ from typing import Any
 import attrs
 import numpy as np
 
-from contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
-from peercache.actors.rdma import NO_PATH
-from peercache.channel_exchange import ChannelOpened, OpenChannel
-from peercache.messages import Member, Message, Refused
-from peercache.observe import Metrics
-from peercache.ports import Fetched, PeerRead
+from peercache.actors.rdma.actor import NO_PATH
+from peercache.memory.published import PublishedSegment
+from peercache.model.member import Member
+from peercache.model.reads import Fetched, PeerRead
+from peercache.observability.metrics import Metrics
 from peercache.rdma import device
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings
 from peercache.rdma.serving import ChannelServer
 from peercache.rdma.verbs import Verbs, load
-from peercache.segment.published import PublishedSegment
+from peercache.wire.envelope import Message
+from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.session import Refused
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 
 CLIENT = 0xC
 SETTINGS = Settings()

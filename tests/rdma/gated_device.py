@@ -6,8 +6,8 @@ import threading
 
 import attrs
 
-from pace import PATIENCE_S
 from peercache.rdma.registrar import Registered, RegistrationFailed
+from tests.pace import PATIENCE_S
 
 CHUNK = 64 * 2**10
 

@@ -12,9 +12,9 @@ import tempfile
 
 import pytest
 
-from client.nodes import LocalCluster, empty, keys_of, page_of, pages_of, wait_until
 from peercache import Client
 from peercache.errors import ConfigError
+from tests.system.nodes import LocalCluster, empty, keys_of, page_of, pages_of, wait_until
 
 NOWHERE = "no-such-device0"
 

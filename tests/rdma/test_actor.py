@@ -9,26 +9,20 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from fake_device import FakeRail, VerbsError, World, rng
 
-from peercache.actors._actor import SELF, Mailbox
-from peercache.channel_exchange import ChannelOpened, OpenChannel
+from peercache.actors.effects import Origin
+from peercache.actors.facts import DropPair, PairOpened, PoolGrew, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.runtime import SELF, Mailbox
 from peercache.errors import ConfigError
-from peercache.ids import Incarnation
-from peercache.observe import Metrics, get_logger
-from peercache.ports import (
-    DropPair,
-    Origin,
-    PairOpened,
-    PoolGrew,
-    RdmaAbsent,
-    RdmaServes,
-    WantPair,
-)
-from peercache.rdma.actor import RdmaServing
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.rdma.devices import RdmaServing
 from peercache.rdma.rail import Settings
 from peercache.rdma.registrar import RegistrationFailed
-from peercache.segment.published import PublishedSegment
+from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from tests.rdma.fake_device import FakeRail, VerbsError, World, rng
 
 GRANULE, PAGE_BYTES = 4096, 2**20
 GID = bytes(10) + b"\xff\xff\x0a\0\0\2"
@@ -55,7 +49,7 @@ class Rig:
     ) -> None:  # fmt: skip
         """Have it find these rails."""
         monkeypatch.setattr(
-            "peercache.rdma.actor.open_rails", lambda settings: (rails, ("no more of them",))
+            "peercache.rdma.devices.open_rails", lambda settings: (rails, ("no more of them",))
         )
         self.mailbox = Mailbox()
         self.told: list[Any] = []

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import pytest
-from gated_device import CHUNK, Device
 
-from pace import PATIENCE_S, PROMPT_S
 from peercache.rdma import blocks
 from peercache.rdma.blocks import Blocks
 from peercache.rdma.memory import Regions
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.rdma.gated_device import CHUNK, Device
 
 LONG_S = 2 * PATIENCE_S
 

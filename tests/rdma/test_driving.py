@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from typing import Any, cast
 
-from peercache.observe import DEADLINE
+from peercache.observability.reasons import DEADLINE
 from peercache.rdma.reading import Transfer, drive
 
 

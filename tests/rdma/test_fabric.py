@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fabric_bench import RdmaBench
 
-from contracts.fabric_suite import (
+from peercache.memory.published import PublishedSegment
+from tests.contracts.fabric_suite import (
     FabricSuite,
     published_segment,
 )
-from peercache.segment.published import PublishedSegment
+from tests.rdma.fabric_bench import RdmaBench
 
 pytestmark = pytest.mark.rdma
 

@@ -13,9 +13,22 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from fake_device import ACCESS, FENCE, RETRY, SIGNALED, FakeRail, World, rng
 
-from contracts.fabric_suite import (
+from peercache.memory.published import PublishedSegment
+from peercache.model.member import Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import DEADLINE, INTERNAL, NO_MEMORY, PEER_UNREACHABLE, REFUSED
+from peercache.rdma import client_rail as sides
+from peercache.rdma import leasing
+from peercache.rdma.blocks import Block, Blocks
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.registrar import Registered
+from peercache.rdma.serving import ChannelServer
+from peercache.wire.envelope import Message
+from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import Refused
+from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
     PAGE_MEMORY_BYTES,
@@ -27,18 +40,9 @@ from contracts.fabric_suite import (
     published_segment,
     read,
 )
-from contracts.fakes import FakeFabric
-from pace import PATIENCE_S, PROMPT_S
-from peercache.channel_exchange import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.messages import Member, Message, Refused
-from peercache.observe import DEADLINE, INTERNAL, NO_MEMORY, PEER_UNREACHABLE, REFUSED, Metrics
-from peercache.ports import ODD, Fetched, PeerRead
-from peercache.rdma import leasing, sides
-from peercache.rdma.blocks import Block, Blocks
-from peercache.rdma.fabric import RdmaFabric
-from peercache.rdma.registrar import Registered
-from peercache.rdma.serving import ChannelServer
-from peercache.segment.published import PublishedSegment
+from tests.contracts.fakes import FakeFabric
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.rdma.fake_device import ACCESS, FENCE, RETRY, SIGNALED, FakeRail, World, rng
 
 CLIENT = 7
 

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fabric_bench import RdmaBench, forged
 
-from contracts.fabric_suite import (
+from peercache.memory.published import PublishedSegment
+from peercache.model.reads import ODD, Fetched
+from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
+from peercache.rdma import device
+from peercache.rdma.client_rail import Side
+from peercache.rdma.fabric import REFUSED_S
+from peercache.rdma.rail import Settings
+from peercache.wire.messages.rdma import ChannelOpened
+from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
     UNTOUCHED,
     Destination,
     published_segment,
 )
-from peercache.channel_exchange import ChannelOpened
-from peercache.observe import DEADLINE, PEER_UNREACHABLE, REFUSED
-from peercache.ports import ODD, Fetched
-from peercache.rdma import device
-from peercache.rdma.fabric import REFUSED_S
-from peercache.rdma.rail import Settings
-from peercache.rdma.sides import Side
-from peercache.segment.published import PublishedSegment
 from tests.pace import PROMPT_S
 from tests.rdma import links
+from tests.rdma.fabric_bench import RdmaBench, forged
 
 pytestmark = pytest.mark.rdma
 

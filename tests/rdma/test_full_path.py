@@ -16,7 +16,8 @@ import pytest
 
 from peercache import Client
 from peercache.errors import ConfigError
-from tests.client.nodes import (
+from tests.rdma import links
+from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
     NodeProcess,
@@ -26,7 +27,6 @@ from tests.client.nodes import (
     read,
     wait_until,
 )
-from tests.rdma import links
 
 pytestmark = pytest.mark.rdma
 

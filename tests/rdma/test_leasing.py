@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
-from pace import PATIENCE_S
-from peercache.actors.channels import ChannelPool
-from peercache.ports import PeerRead
+from peercache.actors.channels.actor import ChannelPool
+from peercache.model.reads import PeerRead
 from peercache.rdma.leasing import STRIPE_BYTES_MIN, Channels, Reserved
 from peercache.rdma.progress import Progress
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
+from tests.pace import PATIENCE_S
 
 
 def channels(rails: int) -> Channels:

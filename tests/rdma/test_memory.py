@@ -12,17 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_device import CHUNK, Device
 
-from pace import PATIENCE_S
+from peercache.memory.kernel import populate_range
 from peercache.rdma import memory
 from peercache.rdma.memory import Region, Regions
-from peercache.rdma.registrar import (
-    ACCESS_LOCAL_WRITE,
-    ACCESS_REMOTE_READ,
-    explanation,
-)
-from peercache.segment.kernel import populate_range
+from peercache.rdma.registrar import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_READ, explanation
+from tests.pace import PATIENCE_S
+from tests.rdma.gated_device import CHUNK, Device
 
 
 class Memory:

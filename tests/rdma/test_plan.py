@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peercache.model.runs import PageRuns
 from peercache.rdma.key_table import KeyTable, Piece
 from peercache.rdma.plan import (
     PORTION_WORK_MAX,
@@ -26,7 +27,6 @@ from peercache.rdma.plan import (
     plan,
     stripes,
 )
-from peercache.runs import PageRuns
 
 GRANULE = 4096
 PAGES_ADDRESS = 2**40

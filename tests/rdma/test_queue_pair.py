@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_device import FakeRail, World
 
-from pace import PATIENCE_S
 from peercache.rdma import neighbours, verbs
 from peercache.rdma.device import Gid
 from peercache.rdma.queue_pair import RETRIES_MAX, TRANSITIONS, End, QueuePair, Sizes, State
+from tests.pace import PATIENCE_S
+from tests.rdma.fake_device import FakeRail, World
 
 OTHER = End(7, 8, 0, bytes(16))
 

@@ -16,9 +16,18 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from fake_device import FakeRail, Pair, World, rng
 
-from contracts.fabric_suite import (
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.model.reads import Fetched, PeerRead
+from peercache.observability.metrics import Metrics
+from peercache.rdma.client_rail import BACKOFF_S, Side
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.leasing import STRIPE_BYTES_MIN
+from peercache.rdma.reading import RAIL_STALL_S
+from peercache.rdma.serving import ChannelServer
+from peercache.wire.envelope import Message
+from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
     PAGE_MEMORY_BYTES,
@@ -26,16 +35,7 @@ from contracts.fabric_suite import (
     content_of,
     member_of,
 )
-from peercache.ids import Incarnation
-from peercache.messages import Message
-from peercache.observe import Metrics
-from peercache.ports import Fetched, PeerRead
-from peercache.rdma.fabric import RdmaFabric
-from peercache.rdma.leasing import STRIPE_BYTES_MIN
-from peercache.rdma.reading import RAIL_STALL_S
-from peercache.rdma.serving import ChannelServer
-from peercache.rdma.sides import BACKOFF_S, Side
-from peercache.segment.published import PublishedSegment
+from tests.rdma.fake_device import FakeRail, Pair, World, rng
 
 CLIENT = 7
 LEFT_OUT_S = 0.05

@@ -36,12 +36,11 @@ def engine() -> Iterator[Any]:
     """The rig of SGLang's parts, and the store, imported with the stand-ins for a CPU in place."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for folder in (INTEGRATION, INTEGRATION / "cpu_engine"):
-            patch.syspath_prepend(folder)
+        patch.syspath_prepend(INTEGRATION / "cpu_engine")
         import host_copies
 
         host_copies.prepare()
-        import sglang_rig
+        from tests.integration import sglang_rig
 
         yield sglang_rig
 
@@ -49,7 +48,7 @@ def engine() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
     """The name of a cluster, and the homes of its two nodes, one on each end of the cable."""
-    from tests.client.nodes import LocalCluster
+    from tests.system.nodes import LocalCluster
 
     with LocalCluster() as cluster:
         nodes = [

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from fabric_bench import RdmaBench
 
-from contracts.fabric_suite import GRANULE, INCARNATION, Destination
-from peercache.ids import Incarnation
-from peercache.segment.published import PublishedSegment
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination
+from tests.rdma.fabric_bench import RdmaBench
 
 if TYPE_CHECKING:
     from tests.rdma.verbs_ends import Cable

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.actors._actor import SELF, Mailbox
-from peercache.ports import StoreWords
-from peercache.records import RECORD, RESIDENT, Records
+from peercache.actors.effects import StoreWords
+from peercache.actors.runtime import SELF, Mailbox
+from peercache.model.records import RECORD, RESIDENT, Records
 from sims.canaries import planted_canary
 from sims.clock import VirtualClock
 from sims.content import content_of, version_of

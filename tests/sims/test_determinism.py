@@ -7,9 +7,10 @@ import random
 import pytest
 import trio
 
-from sims import determinism, world
+from sims import determinism
 from sims.canaries import SET_ORDER, digests_of
 from sims.clock import VirtualClock
+from sims.play import play
 from sims.swarm import smaller
 
 SEED = 5
@@ -85,7 +86,7 @@ def test_a_seed_has_one_digest_whatever_the_hashes_are(seed: int) -> None:
     """Three processes with different PYTHONHASHSEED, and this one, see the very same run."""
     digests = set(digests_of(seed, "", HASH_SEEDS))
 
-    assert digests == {world.run(seed, change=smaller).digest}
+    assert digests == {play(seed, change=smaller).digest}
 
 
 def test_the_order_of_a_set_is_noticed() -> None:

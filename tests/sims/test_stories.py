@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sims import world
+from sims.play import play
 from sims.swarm import smaller
 
 
@@ -14,6 +14,6 @@ def test_a_page_set_anew_with_another_length_is_found_by_everybody() -> None:
     3. c4 reads it: its own record says another length, so it was a miss, without a question to
        anybody. The record was neither dropped nor tried again: a miss for as long as c4 lived.
     """
-    outcome = world.run(21, change=smaller)
+    outcome = play(21, change=smaller)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from sims import world
 from sims.__main__ import main
 from sims.canaries import planted_canary
+from sims.play import play
 from sims.swarm import Options, smaller
 from sims.sweep import kept_seeds, reproduce_line
 
@@ -17,7 +17,7 @@ SEEDS = range(100, 108)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cluster_under_faults_keeps_its_promises_and_heals(seed: int) -> None:
     """No checker finds anything, and everything is whole again in time."""
-    outcome = world.run(seed, change=smaller)
+    outcome = play(seed, change=smaller)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}; {reproduce_line(seed)}"
     assert outcome.messages > 100
@@ -26,7 +26,7 @@ def test_a_cluster_under_faults_keeps_its_promises_and_heals(seed: int) -> None:
 @pytest.mark.parametrize("seed", kept_seeds())
 def test_what_failed_once_fails_no_more(seed: int) -> None:
     """Seeds that found something."""
-    outcome = world.run(seed, change=smaller)
+    outcome = play(seed, change=smaller)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}; {reproduce_line(seed)}"
 
@@ -43,7 +43,7 @@ def test_what_failed_once_fails_no_more(seed: int) -> None:
 def test_a_planted_bug_is_found(canary: str, checkers: set[str]) -> None:
     """Some of the canaries that sing at once; CI hunts all of them."""
     with planted_canary(canary):
-        found = (world.run(seed, change=smaller).checker for seed in SEEDS)
+        found = (play(seed, change=smaller).checker for seed in SEEDS)
         first = next(checker for checker in found if checker)
 
     assert first in checkers
@@ -59,8 +59,8 @@ def test_a_client_with_a_clock_of_its_own_finds_who_waits_by_another() -> None:
         return attrs.evolve(skewed(options), skew=0.0)
 
     with planted_canary("waits-by-another-clock"):
-        found = world.run(SEEDS[0], change=skewed)
-        missed = world.run(SEEDS[0], change=agreeing)
+        found = play(SEEDS[0], change=skewed)
+        missed = play(SEEDS[0], change=agreeing)
 
     assert found.checker == "deadline", found.detail
     assert missed.ok, f"{missed.checker}: {missed.detail}"
@@ -74,7 +74,7 @@ def test_the_largest_cluster_runs() -> None:
             options, nodes=50, hosts=25, safety_s=3.0, virtual_nodes=4, clients=2, think_s=0.5
         )
 
-    outcome = world.run(1, change=fifty)
+    outcome = play(1, change=fifty)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
 

@@ -1,1 +1,1 @@
-"""The actors of a node: one state machine a file, none of which awaits."""
+"""The actors of a node, one folder each, and the loop that runs them."""

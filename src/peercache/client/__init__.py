@@ -1,1 +1,1 @@
-"""The blocking client: what lives in the engine's process."""
+"""The blocking client of an engine: the client, its bridge, and its tie to the home node."""

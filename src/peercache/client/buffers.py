@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from peercache.runs import PageRuns
+from peercache.model.runs import PageRuns
 
 
 class UnusableBuffers(Exception):

@@ -20,21 +20,16 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from peercache import observe
+from peercache.client.assembly import Wiring
 from peercache.client.buffers import UnusableBuffers, runs_of_buffers
-from peercache.client.wiring import Wiring
-from peercache.config import Config
-from peercache.ids import name_of
-from peercache.keys import Key, Namespace, PageKeys, page_keys
-from peercache.messages import (
-    Clear,
-    Message,
-    Remove,
-    Removed,
-    Stats,
-    StatsAsked,
-)
-from peercache.runs import PageRuns
+from peercache.config.settings import Config
+from peercache.model.ids import name_of
+from peercache.model.keys import Key, Namespace, PageKeys, page_keys
+from peercache.model.runs import PageRuns
+from peercache.observability import reasons
+from peercache.wire.envelope import Message
+from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.session import Stats, StatsAsked
 
 RETURN_MARGIN_S = 0.01
 """Kept back from every deadline, for what happens between the last wait and the return."""
@@ -233,7 +228,7 @@ class Client:
         names, runs = self._batch(keys, segments)
         attached = self._home.attached
         if attached is None:
-            self._count_refused(observe.NO_HOME, len(keys))
+            self._count_refused(reasons.NO_HOME, len(keys))
             return [False] * len(keys)
         outcome = self._wiring.driver.run(
             self._wiring.writer.set(
@@ -253,7 +248,7 @@ class Client:
         for reason in outcome.reasons:
             if reason:
                 self._count_refused(reason, 1)
-        if observe.NO_HOME in outcome.reasons:
+        if reasons.NO_HOME in outcome.reasons:
             self._home.look_now()
         stored: list[bool] = outcome.stored.tolist()
         return stored
@@ -267,9 +262,9 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
         self._count_missed(outcome.reasons)
-        if observe.VERIFY_FAILED in outcome.reasons:
+        if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a driver or we have changed bytes under a right word.
-            wrong = [i for i, why in enumerate(outcome.reasons) if why == observe.VERIFY_FAILED]
+            wrong = [i for i, why in enumerate(outcome.reasons) if why == reasons.VERIFY_FAILED]
             self._log.error("page.corrupt", keys=[names[i].tobytes().hex() for i in wrong[:8]])
         hits: list[bool] = outcome.hits.tolist()
         return hits
@@ -343,7 +338,7 @@ class Client:
         timeout_s = self.config.op_timeout_s if timeout_s is None else timeout_s
         with self._calls:
             if self._is_closed:
-                self._count(operation, observe.CLOSED, pages)
+                self._count(operation, reasons.CLOSED, pages)
                 return miss
             self._calls_in_flight += 1
         try:
@@ -353,7 +348,7 @@ class Client:
         except Exception:
             # A bug of ours must not become the engine's: a miss is always a right answer.
             self._log.error("call.failed", operation=operation, pages=pages, exc_info=True)
-            self._count(operation, observe.INTERNAL, pages)
+            self._count(operation, reasons.INTERNAL, pages)
             return miss
         finally:
             with self._calls:
@@ -366,7 +361,7 @@ class Client:
 
     def _unusable(self, operation: str, miss: Result, error: UnusableBuffers) -> Result:
         self._log.warning("call.unusable", operation=operation, problem=str(error))
-        self._count(operation, observe.WRONG_SIZE, len(miss) if isinstance(miss, list) else 0)
+        self._count(operation, reasons.WRONG_SIZE, len(miss) if isinstance(miss, list) else 0)
         return miss
 
     def _count(self, operation: str, reason: str, pages: int) -> None:

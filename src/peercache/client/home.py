@@ -1,4 +1,4 @@
-"""The home node, as its client sees it: a thread that looks after the tie to it (`transfer.tie`).
+"""The home node, as its client sees it: a thread that looks after the tie to it (`paths.home_tie`).
 
 One thread a client does this: once a second it asks for the view, lists the live reservations and
 tells holders what was read. When the home node has restarted it attaches to the new incarnation.
@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
-from peercache.client.driver import Driver
-from peercache.config import Config
+from peercache.client.bridge import Driver
+from peercache.config.settings import Config
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
-from peercache.ids import Incarnation, name_of
-from peercache.messages import Member
-from peercache.observe import Metrics
-from peercache.reporting import Report
-from peercache.segment.attached import AttachedSegment
-from peercache.segment.layout import boot_id
-from peercache.transfer import tie
-from peercache.transfer.breaker import Breakers
-from peercache.transfer.cluster import Cluster
-from peercache.transfer.reading import Touches
-from peercache.transfer.tie import BEAT_S, LOST_BEAT_S, Tie
+from peercache.memory.attached import AttachedSegment
+from peercache.memory.layout import boot_id
+from peercache.model.ids import Incarnation, name_of
+from peercache.model.member import Member
+from peercache.observability.metrics import Metrics
+from peercache.observability.reports import Report
+from peercache.paths import home_tie as tie
+from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
+from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
+from peercache.paths.reading import Touches
 
 ATTACH_S = 5.0
 """How long `Client.open` waits for the home node."""

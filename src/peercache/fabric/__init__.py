@@ -1,1 +1,1 @@
-"""See the modules."""
+"""The fabrics that move bytes: their port, shared memory, and tcp."""

@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.errors import PeerCacheError, PeerUnreachable
-from peercache.ids import Incarnation, name_of
-from peercache.messages import Member
-from peercache.observe import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED, get_logger
-from peercache.ports import ODD, Fetched, PeerRead
-from peercache.runs import U64
-from peercache.segment.attached import AttachedSegment
-from peercache.segment.copying import copy_pages
+from peercache.memory.attached import AttachedSegment
+from peercache.memory.copying import copy_pages
+from peercache.model.ids import Incarnation, name_of
+from peercache.model.member import Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import U64
+from peercache.observability.log import get_logger
+from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 
 SEGMENTS_MAX = 64
 """A host runs a handful of nodes; each mapping may cost 2 MiB of page tables a GiB of pool."""
@@ -49,7 +50,7 @@ ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
 
 class ShmFabric:
-    """Reads published memory of nodes on this host. Implements `ports.Fabric`."""
+    """Reads published memory of nodes on this host. Implements `Fabric`."""
 
     name = "shm"
 

@@ -1,1 +1,1 @@
-"""What a node shows to people and their tools: /metrics and /healthz."""
+"""The HTTP server of a node: /metrics, /healthz and the overview."""

@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
 
-from peercache.ids import name_of
-from peercache.messages import Member
-from peercache.quantities import written_size
-from peercache.view import STATE_NAMES, is_live
+from peercache.config.quantities import written_size
+from peercache.model.ids import name_of
+from peercache.model.member import Member
+from peercache.model.view import STATE_NAMES, is_live
 
 MEMBERS_SHOWN_MAX = 200
 """Rows of members; a page that refreshes itself must stay small in a large cluster."""

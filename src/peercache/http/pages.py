@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from peercache.http.overview import overview
-from peercache.messages import Member
-from peercache.observe import get_logger
+from peercache.model.member import Member
+from peercache.observability.log import get_logger
 
 PAGE_FAILED = "page.failed"
 """Log event: a page could not be made, which is a bug of ours."""

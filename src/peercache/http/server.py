@@ -19,10 +19,10 @@ import h11
 import trio
 from prometheus_client import CollectorRegistry
 
-from peercache.config import DEFAULT_METRICS_PORT, format_address
+from peercache.config.settings import DEFAULT_METRICS_PORT, format_address
 from peercache.errors import AddressTaken
 from peercache.http.pages import Answer, Health, Pages
-from peercache.messages import Member
+from peercache.model.member import Member
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; the rest of the descriptors is for pages.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.

@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Control messages over nng: sockets, links, outboxes, questions and answers."""

@@ -2,7 +2,7 @@
 
 Each peer has a few connections, leased for one question at a time; a question to several peers
 waits for all of them in one poll. Nothing here needs a loop, so an engine's thread never waits for
-another thread to be scheduled. What is asked and which answer counts: `transfer.exchange`.
+another thread to be scheduled. What is asked and which answer counts: `net.exchange`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import select
 from collections.abc import Callable, Sequence
 from typing import final
 
-from peercache.messages import Hello, Message, Refused
+from peercache.net.exchange import SLICE_S, Connections, Exchange, Greeting
 from peercache.net.sockets import Dialer, UnusableAddress, reached
-from peercache.transfer.breaker import Breakers
-from peercache.transfer.exchange import SLICE_S, Connections, Exchange, Greeting
+from peercache.paths.breaker import Breakers
+from peercache.wire.envelope import Message
+from peercache.wire.messages.session import Hello, Refused
 
 CONNECT_TIMEOUT_S = 0.25
 

@@ -11,8 +11,8 @@ from typing import final
 
 import trio
 
+from peercache.net.outbox import Outbox
 from peercache.net.sockets import Dialer, OutOfDescriptors, UnusableAddress
-from peercache.outbox import Outbox
 
 BURST_MESSAGES = 64
 """Messages taken from the peer before other tasks get a turn."""

@@ -17,10 +17,10 @@ from typing import Any
 import pynng
 import trio
 
-from peercache.codec import MESSAGE_BYTES_MAX
-from peercache.config import format_address, parse_address
+from peercache.config.settings import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
-from peercache.net import held
+from peercache.net import nonblocking as held
+from peercache.wire.codec import MESSAGE_BYTES_MAX
 
 # nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
 # and in a parent that never closed it may wait for a peer; the end of a process ends them anyway.

@@ -1,1 +1,1 @@
-"""A node: the wiring of actors, sockets, memory and fabrics; `python -m peercache.node`."""
+"""A node: actors, sockets, memory and fabrics put together; `python -m peercache.node`."""

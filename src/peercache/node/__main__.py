@@ -14,11 +14,11 @@ from pathlib import Path
 
 import trio
 
-from peercache.config import Config
+from peercache.config.flags import add_config_flags, config_from_flags
+from peercache.config.settings import Config
 from peercache.errors import ConfigError, PeerCacheError
-from peercache.flags import add_config_flags, config_from_flags
 from peercache.node.node import Node, Ready, describe
-from peercache.observe import configure_logging
+from peercache.observability.log import configure_logging
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup

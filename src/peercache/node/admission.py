@@ -13,40 +13,34 @@ from typing import final
 
 import attrs
 
-from peercache.channel_exchange import ChannelsHeld, OpenChannel
 from peercache.errors import Rejected
-from peercache.ids import name_of
-from peercache.messages import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
-    Abort,
+from peercache.memory.client_lock import LockProbe, lock_name
+from peercache.model.ids import name_of
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
+from peercache.wire.messages.directory import (
     Acknowledged,
-    Clear,
-    Commit,
-    Counted,
     Delete,
     Disputed,
-    Heartbeat,
-    HeartbeatSeen,
-    Hello,
-    Join,
-    LiveReservations,
     Lookup,
-    Message,
     Put,
-    Remove,
     Repair,
-    Reserve,
-    StatsAsked,
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
-    Touched,
-    ViewAsked,
-    ViewShared,
 )
-from peercache.promotion import Promote
-from peercache.segment.client_lock import LockProbe, lock_name
+from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.pool import (
+    Abort,
+    Clear,
+    Commit,
+    LiveReservations,
+    Remove,
+    Reserve,
+    Touched,
+)
+from peercache.wire.messages.promote import Promote
+from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import Counted, Hello, StatsAsked
 
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""

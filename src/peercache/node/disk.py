@@ -8,11 +8,11 @@ from typing import Any, final
 
 import trio
 
-from peercache.config import Config
-from peercache.disk.store import DiskStore, PoolMemory
-from peercache.disk_state.books import DiskIndexed
-from peercache.disk_state.ports import DiskEffect, DiskEnded, DiskFact, DiskOpened
-from peercache.segment.published import PublishedSegment
+from peercache.actors.disk.bookkeeping import DiskIndexed
+from peercache.actors.storage_port import DiskEffect, DiskEnded, DiskFact, DiskOpened
+from peercache.config.settings import Config
+from peercache.memory.published import PublishedSegment
+from peercache.storage.store import DiskStore, PoolMemory
 
 
 @final

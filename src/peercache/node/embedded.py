@@ -8,10 +8,10 @@ from typing import final
 
 import trio
 
-from peercache.config import Config
+from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
 from peercache.node.node import Node, Ready, describe
-from peercache.observe import Metrics
+from peercache.observability.metrics import Metrics
 
 START_S = 30.0
 """How long a start may take: the first 256 MiB of the pool, and the sockets."""

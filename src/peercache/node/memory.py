@@ -7,13 +7,13 @@ from typing import Any
 
 import trio
 
-from peercache.config import Config
+from peercache.config.settings import Config
 from peercache.errors import ConfigError, PoolTooLarge
-from peercache.ids import Incarnation
-from peercache.segment import huge_pages
-from peercache.segment.layout import Layout
-from peercache.segment.leftovers import remove_leftovers
-from peercache.segment.published import PublishedSegment
+from peercache.memory import huge_pages
+from peercache.memory.layout import Layout
+from peercache.memory.published import PublishedSegment
+from peercache.memory.stale_segments import remove_leftovers
+from peercache.model.ids import Incarnation
 
 POPULATE_STEP_BYTES = 256 * 2**20
 """Memory populated between two looks at cancellation: about a tenth of a second."""

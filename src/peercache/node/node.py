@@ -1,7 +1,8 @@
 """The node: actors, memory, sockets and servers, put together and taken apart.
 
-Where to look: a page's bytes lie in `segment.published`, its record in `actors.directory` of its
-owners; `actors.pool` decides about slots, `switchboard` carries the messages.
+Where to look: a page's bytes lie in `memory.published`, its record in the directory shards
+(`actors.directory`) of its owners; `actors.pool` decides about slots, `switchboard` carries the
+messages.
 """
 
 from __future__ import annotations
@@ -18,41 +19,36 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors._actor import SELF
-from peercache.actors.rdma import VERBS
-from peercache.config import Config, format_address
-from peercache.disk_state.ports import DiskEffect
-from peercache.fabric.tcp_server import Admission as DataAdmission
-from peercache.fabric.tcp_server import serve_pages
-from peercache.fabric.tcp_sockets import open_listeners
+from peercache.actors.facts import ClientGone, PoolGrew, RdmaAbsent
+from peercache.actors.rdma.actor import VERBS
+from peercache.actors.runtime import SELF
+from peercache.actors.storage_port import DiskEffect
+from peercache.config.settings import Config, format_address
+from peercache.fabric.tcp.server import Admission as DataAdmission
+from peercache.fabric.tcp.server import serve_pages
+from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
-from peercache.ids import name_of, new_incarnation
-from peercache.messages import (
-    ALIVE,
-    SUSPECT,
-    Counted,
-    Member,
-    Message,
-    Stats,
-    StatsAsked,
-)
+from peercache.memory.client_lock import remove_dead_locks
+from peercache.memory.layout import boot_id
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import name_of, new_incarnation
+from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.view import STATE_NAMES
 from peercache.net.sockets import Listener
 from peercache.node import addresses
 from peercache.node.admission import Admission
-from peercache.node.crew import Crew
+from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
 from peercache.node.memory import Source, populate, publish
 from peercache.node.switchboard import Switchboard
-from peercache.observe import Metrics, get_logger
-from peercache.ports import ClientGone, PoolGrew, RdmaAbsent
-from peercache.rdma.actor import RdmaServing
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.observability.reports import absorb
+from peercache.rdma.devices import RdmaServing
 from peercache.rdma.rail import Settings
-from peercache.reporting import absorb
-from peercache.segment.client_lock import remove_dead_locks
-from peercache.segment.layout import boot_id
-from peercache.segment.published import PublishedSegment
-from peercache.view import STATE_NAMES
+from peercache.wire.envelope import Message
+from peercache.wire.messages.session import Counted, Stats, StatsAsked
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup

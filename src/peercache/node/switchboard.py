@@ -12,26 +12,18 @@ from typing import Any, final
 
 import trio
 
-from peercache.actors._actor import SELF, TURN_MESSAGES, Mailbox
-from peercache.codec import WrongCluster, WrongVersion, decode, encode
-from peercache.disk_state.ports import DiskEffect, Forget, Load, NoteUse, Spill
+from peercache.actors.effects import Effect, Origin, SendTo, StoreWords, Tell
+from peercache.actors.runtime import SELF, TURN_MESSAGES, Mailbox
+from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import Rejected, RemoteProtocolError
-from peercache.messages import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
-    Envelope,
-    Hello,
-    Member,
-    Message,
-    Refused,
-    SayHello,
-    Welcome,
-)
+from peercache.model.member import Member
 from peercache.net.link import Link
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission, Session
-from peercache.observe import Metrics
-from peercache.ports import Effect, Origin, SendTo, StoreWords, Tell
+from peercache.observability.metrics import Metrics
+from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
+from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
 BURST_MESSAGES = 16
 """Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""

@@ -19,8 +19,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.memory.kernel import address_of
 from peercache.rdma.memory import Region, Regions
-from peercache.segment.kernel import address_of
 
 REGISTER_S = 0.25
 """Patience with a new block where another fabric could read instead: it takes 30 ms, or as long as

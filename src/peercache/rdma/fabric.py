@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
-from peercache.actors.rdma import NO_PATH, NO_RDMA
-from peercache.channel_exchange import ChannelOpened, ChannelsHeld
+from peercache.actors.rdma.actor import NO_PATH, NO_RDMA
 from peercache.errors import LocalProtocolError
-from peercache.ids import name_of
-from peercache.messages import Member, Message, Refused
-from peercache.observe import (
+from peercache.fabric.port import Fabric
+from peercache.model.ids import name_of
+from peercache.model.member import Member
+from peercache.model.reads import Fetched, PeerRead
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import (
     DEADLINE,
     INTERNAL,
     LINK_DOWN,
@@ -28,19 +31,19 @@ from peercache.observe import (
     PEER_UNREACHABLE,
     REFUSED,
     UNREGISTERED,
-    Metrics,
-    get_logger,
 )
-from peercache.ports import Fabric, Fetched, PeerRead
-from peercache.rdma.absences import ALL_RAILS, Absences
 from peercache.rdma.channel import Channel
+from peercache.rdma.client_rail import Side, end_of, published_by
 from peercache.rdma.leasing import Channels, Reserved
-from peercache.rdma.news import News
+from peercache.rdma.peer_warnings import News
 from peercache.rdma.progress import Progress
 from peercache.rdma.rail import Rail
 from peercache.rdma.reading import Poller, Transfer, drive
-from peercache.rdma.sharing import Leased, Share, Unprepared, shares_of
-from peercache.rdma.sides import Side, end_of, published_by
+from peercache.rdma.striping import Leased, Share, Unprepared, shares_of
+from peercache.rdma.unreachable import ALL_RAILS, Absences
+from peercache.wire.envelope import Message
+from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
+from peercache.wire.messages.session import Refused
 
 EXCHANGE_S = 0.2
 """Patience for a node's end of a channel: less than what makes a breaker open on silence."""
@@ -117,7 +120,7 @@ class RdmaFabric:
         self._lock = threading.Lock()
         self._is_released = False
 
-    # --- ports.Fabric -----------------------------------------------------------------------------
+    # --- the port `Fabric` ------------------------------------------------------------------------
 
     def reaches(self, member: Member) -> bool:
         """Return whether a link is up, and nothing says that this member serves no rdma."""
@@ -130,7 +133,7 @@ class RdmaFabric:
         )
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
-        """Fill the destinations in page order by `deadline`; see ports.Fabric."""
+        """Fill the destinations in page order by `deadline`; see `Fabric`."""
         progress = Progress(read, deadline - SET_ASIDE_S)
         if not len(read.offsets):
             return Fetched(progress.seen, "", self.name)

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.runs import I64, U64
+from peercache.model.runs import I64, U64
 
 Piece: TypeAlias = tuple[int, int, int]
 """(begin, length, key) of memory that one key opens."""

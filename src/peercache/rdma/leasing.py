@@ -14,12 +14,12 @@ from typing import final
 
 import attrs
 
-from peercache.actors.channels import Lease
-from peercache.channel_exchange import ChannelsHeld
-from peercache.observe import CLOSED, DEADLINE
+from peercache.actors.channels.actor import Lease
+from peercache.observability.reasons import CLOSED, DEADLINE
 from peercache.rdma.channel import Channel
+from peercache.rdma.client_rail import Side
 from peercache.rdma.progress import Progress
-from peercache.rdma.sides import Side
+from peercache.wire.messages.rdma import ChannelsHeld
 
 CLOSE_MARGIN_S = 1.0
 """What `close` waits beyond the last deadline it knows."""

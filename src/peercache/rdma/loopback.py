@@ -12,20 +12,21 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from peercache.channel_exchange import ChannelOpened, OpenChannel
 from peercache.errors import PeerCacheError
-from peercache.ids import Incarnation
-from peercache.messages import ALIVE, Member, Message
-from peercache.observe import Metrics
-from peercache.ports import Fetched, PeerRead
+from peercache.memory.published import NEVER_COMMITTED, PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.model.member import ALIVE, Member
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.runs import PageRuns
+from peercache.observability.metrics import Metrics
+from peercache.rdma.client_rail import published_by
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.key_table import KeyTable
 from peercache.rdma.plan import Published
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.serving import ChannelServer
-from peercache.rdma.sides import published_by
-from peercache.runs import PageRuns
-from peercache.segment.published import NEVER_COMMITTED, PublishedSegment
+from peercache.wire.envelope import Message
+from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 
 READ_S = 30.0
 """Patience for one batch: only a link that lost packets takes so long."""

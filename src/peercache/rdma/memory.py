@@ -21,7 +21,8 @@ from typing import Any, TypeAlias, final
 import attrs
 import numpy as np
 
-from peercache.observe import get_logger
+from peercache.memory.kernel import populate_range
+from peercache.observability.log import get_logger
 from peercache.rdma.key_table import KeyTable, Piece
 from peercache.rdma.registrar import (
     ACCESS_LOCAL_WRITE,
@@ -32,7 +33,6 @@ from peercache.rdma.registrar import (
     protect_from_fork,
     registrar_for,
 )
-from peercache.segment.kernel import populate_range
 
 __all__ = ["KeyTable", "Piece", "Region", "Regions", "RegistrationFailed"]
 

@@ -16,8 +16,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.model.runs import I64, U64, PageRuns
 from peercache.rdma.key_table import KeyTable
-from peercache.runs import I64, U64, PageRuns
 
 READ_BYTES_MAX = 2**20
 """Most bytes of one READ, but for its last piece: sixteen of them outstanding fill any link, and a

@@ -7,9 +7,9 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from peercache.ports import ODD, PeerRead
+from peercache.model.reads import ODD, PeerRead
+from peercache.model.runs import U64
 from peercache.rdma.plan import Published, inside
-from peercache.runs import U64
 
 Pages: TypeAlias = npt.NDArray[np.intp]
 """Places of pages in a read."""

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.config import Config
+from peercache.config.settings import Config
 from peercache.rdma import device, neighbours
 from peercache.rdma.device import Chosen
 from peercache.rdma.memory import Regions

@@ -15,14 +15,14 @@ from typing import Protocol, final
 
 import numpy as np
 
-from peercache.observe import DEADLINE, INTERNAL, LINK_DOWN, PEER_UNREACHABLE, REFUSED
-from peercache.ports import ODD
+from peercache.memory.copying import copy_pages
+from peercache.model.reads import ODD
+from peercache.model.runs import U64, PageRuns
+from peercache.observability.reasons import DEADLINE, INTERNAL, LINK_DOWN, PEER_UNREACHABLE, REFUSED
 from peercache.rdma.blocks import Block
 from peercache.rdma.channel import PORTIONS_AT_ONCE, Channel
 from peercache.rdma.completions import REMOTE_ACCESS_ERROR, SUCCESS, Completion
 from peercache.rdma.plan import WORD_BYTES, Plan, Portion, clipped
-from peercache.runs import U64, PageRuns
-from peercache.segment.copying import copy_pages
 
 SLICE_S = 0.01
 """How often the links are looked at, and how long a wait may be: an event may be lost, too."""

@@ -17,18 +17,18 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from peercache.actors.rdma import NO_PATH, NO_RDMA
-from peercache.channel_exchange import ChannelOpened, OpenChannel
-from peercache.ids import name_of
-from peercache.messages import Refused
-from peercache.observe import get_logger
+from peercache.actors.rdma.actor import NO_PATH, NO_RDMA
+from peercache.memory.kernel import address_of
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import name_of
+from peercache.observability.log import get_logger
 from peercache.rdma.memory import Region
 from peercache.rdma.plan import WORD_BYTES
 from peercache.rdma.queue_pair import PSN_MAX, End, QueuePair, Sizes
 from peercache.rdma.rail import Rail
 from peercache.rdma.verbs import outlives_fork
-from peercache.segment.kernel import address_of
-from peercache.segment.published import PublishedSegment
+from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.session import Refused
 
 WORDS_S = 10.0
 """Patience for the registration of the words: five thousandths of the pool's size at most."""

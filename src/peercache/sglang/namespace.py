@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from peercache.keys import Namespace
+from peercache.model.keys import Namespace
 
 UNNAMED_MODEL = "default"
 

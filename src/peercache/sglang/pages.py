@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peercache import observe
-from peercache.runs import I64, U64, PageRuns
+from peercache.model.runs import I64, U64, PageRuns
+from peercache.observability import reasons
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
@@ -118,7 +118,7 @@ class HostPages:
         slots = host_indices.numpy()
         if slots.shape != (page_count * self.page_tokens,):
             raise UnusableBatch(
-                observe.WRONG_SIZE,
+                reasons.WRONG_SIZE,
                 f"{page_count} keys want {page_count * self.page_tokens} host indices, "
                 f"there are {slots.shape}",
             )
@@ -130,7 +130,7 @@ class HostPages:
             or (page_count and (pages.min() < 0 or pages.max() >= self.page_count))
         ):
             raise UnusableBatch(
-                observe.REFUSED, "host indices that are not whole pages of the pool"
+                reasons.REFUSED, "host indices that are not whole pages of the pool"
             )
         if self.affine:
             addresses = self.bases + pages.astype(np.uint64)[:, None] * self.strides
@@ -151,12 +151,12 @@ def flat_runs(tensors: list[torch.Tensor], page_count: int, page_bytes: int) -> 
     and an object of another size would keep the right one out.
     """
     if len(tensors) != page_count:
-        raise UnusableBatch(observe.WRONG_SIZE, f"{page_count} keys and {len(tensors)} pages")
+        raise UnusableBatch(reasons.WRONG_SIZE, f"{page_count} keys and {len(tensors)} pages")
     if not all(_in_place(tensor) for tensor in tensors):
-        raise UnusableBatch(observe.REFUSED, "a page that is not a contiguous tensor on the CPU")
+        raise UnusableBatch(reasons.REFUSED, "a page that is not a contiguous tensor on the CPU")
     sizes = np.array([t.nbytes for t in tensors], np.uint64)
     if (sizes != page_bytes).any():
-        raise UnusableBatch(observe.WRONG_SIZE, f"a page of another size than {page_bytes} bytes")
+        raise UnusableBatch(reasons.WRONG_SIZE, f"a page of another size than {page_bytes} bytes")
     return PageRuns.regular([t.data_ptr() for t in tensors], sizes, page_count)
 
 

@@ -20,11 +20,12 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from peercache import observe
 from peercache.client.client import Client
-from peercache.config import Config
-from peercache.keys import Namespace
-from peercache.runs import PageRuns
+from peercache.config.settings import Config
+from peercache.model.keys import Namespace
+from peercache.model.runs import PageRuns
+from peercache.observability import log, reasons
+from peercache.observability.metrics import Metrics
 from peercache.sglang.namespace import namespace_of
 from peercache.sglang.pages import HostPages, UnservedPool, UnusableBatch, flat_runs
 from peercache.sglang.stats import BatchTally, storage_metrics_class
@@ -65,12 +66,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._config = Config.from_sglang(extra, os.environ)
         self._storage_config = storage_config
         self._client_factory = client_factory
-        self._log = observe.get_logger(component="sglang")
+        self._log = log.get_logger(component="sglang")
         wants_metrics = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._tally = BatchTally(storage_metrics_class() if wants_metrics else None)
         self._change = threading.Lock()
         self._attached: _Attached | None = None
-        self._idle_reason = observe.NO_HOME
+        self._idle_reason = reasons.NO_HOME
         self._told: set[tuple[str, ...]] = set()
         if isinstance(extra.get("interface_v1"), str):
             self._log.warning(
@@ -91,7 +92,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         try:
             pages = HostPages.of(mem_pool_host)
         except UnservedPool as unserved:
-            self._detach(observe.UNSUPPORTED)
+            self._detach(reasons.UNSUPPORTED)
             self._log.warning("pool.unserved", pool=type(mem_pool_host).__name__, why=str(unserved))
             return
         namespace = namespace_of(self._storage_config, mem_pool_host, pages.page_bytes)
@@ -104,7 +105,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             # The new memory first: a pool that is named again stays registered all the time.
             before.end_registration()
             return
-        self._detach(observe.NO_HOME)
+        self._detach(reasons.NO_HOME)
         client = self._client_factory(self._config, namespace=namespace)
         registered = _registered(client, pages)
         with self._change:
@@ -256,7 +257,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def close(self) -> None:
         """Close the client. Later calls are misses; closing twice is fine."""
-        self._detach(observe.CLOSED)
+        self._detach(reasons.CLOSED)
 
     # --- one place where everything becomes an answer ----------------------------------------
 
@@ -279,7 +280,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             if self._is_new("batch.refused", operation, unusable.reason):
                 self._log.warning("batch.refused", operation=operation, why=str(unusable))
         except Exception:
-            self._refuse(operation, observe.INTERNAL, len(keys))
+            self._refuse(operation, reasons.INTERNAL, len(keys))
             self._log.exception("store.failed", operation=operation, pages=len(keys))
         return miss
 
@@ -304,7 +305,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return answer
 
     def _refuse_v2(self, operation: str, pages: int) -> None:
-        self._refuse(f"{operation}_v2", observe.UNSUPPORTED, pages)
+        self._refuse(f"{operation}_v2", reasons.UNSUPPORTED, pages)
         self._tell_hybrid()
 
     def _refuse(self, operation: str, reason: str, pages: int) -> None:
@@ -312,7 +313,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._tally.refused(operation, reason, pages)
         attached = self._attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
-        if isinstance(metrics, observe.Metrics):
+        if isinstance(metrics, Metrics):
             if operation.startswith("get"):
                 metrics.pages_missed.labels(reason).inc(pages)
             elif operation.startswith("set"):

@@ -1,0 +1,1 @@
+"""Channel pool: which connections to which peers exist, and which are in use."""

@@ -1,0 +1,1 @@
+"""Directory shard: which nodes hold which pages."""

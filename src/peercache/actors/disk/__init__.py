@@ -1,0 +1,1 @@
+"""Disk: which pages of this node are on its disk."""

@@ -1,0 +1,142 @@
+"""Who goes from a full disk: the coldest of the same slot size, or a slab of a colder size.
+
+Looking for the coldest costs time that grows with the entries, so many are looked for at once and
+kept in a queue, coldest first. Whoever is touched meanwhile is skipped when met: everybody outside
+the queue is younger than everybody in it, so the order is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.disk.entries import EntryRows
+from peercache.actors.disk.slabs import UNBOUND, Slab, SlabAllocator
+from peercache.model.runs import I64, U64
+
+QUEUE_PART: Final = 16
+QUEUE_MIN: Final = 256
+"""A queue has a sixteenth of a slot size's entries: each victim costs the same few steps."""
+
+COLDER_FACTOR: Final = 2
+"""A slot size takes a slab of another where that slab's entries are, on average, more than so many
+times older than its own oldest. Sizes in equal use settle, as those of the pool do."""
+
+DONOR_CHECK_EVERY: Final = 16
+"""Evicting batches of a slot size between two looks at the slabs of all others."""
+
+DONORS_MAX: Final = 64
+"""Slabs looked at closely then."""
+
+
+@attrs.define(eq=False)
+class _Queue:
+    """The coldest entries of a slot size as they were, coldest first."""
+
+    entries: I64 = attrs.field(factory=lambda: np.empty(0, np.int64))
+    touched: U64 = attrs.field(factory=lambda: np.empty(0, np.uint64))
+    at: int = 0
+    batches: int = 0
+
+
+@final
+class Victims:
+    """Chooses; it changes neither entries nor slabs."""
+
+    def __init__(self, entries: EntryRows, slabs: SlabAllocator) -> None:
+        """Choose among these."""
+        self._entries = entries
+        self._slabs = slabs
+        self._slab_touched = np.zeros(len(slabs.slabs), np.uint64)
+        """The newest touch of each slab."""
+        self._queues: dict[int, _Queue] = {}
+
+    def note_touch(self, entries: I64, stamps: U64) -> None:
+        """Note touches, whose stamps ascend."""
+        # The last of equal indices is the one that stays, and the newest.
+        self._slab_touched[self._entries.slabs_of(entries)] = stamps
+
+    def choose(self, blocks: int, count: int, clock: int) -> I64:
+        """Return who goes for `count` slots of a size; none if nobody can.
+
+        They are up to `count` entries of that size, or all of one slab of another.
+        """
+        self._forget_sizes_without_slabs(blocks)
+        queue = self._queues.setdefault(blocks, _Queue())
+        own = self._coldest_of(blocks, queue, count)
+        if not len(own):
+            # Nothing of its own can go, so somebody's must: else one size could fail for ever.
+            donors = self._donors(blocks)
+            return donors[0].live_rows() if donors else own
+        queue.batches += 1
+        if queue.batches % DONOR_CHECK_EVERY == 1:
+            oldest = int(self._entries.rows["touched"][own[0]])
+            colder = self._colder_slab(blocks, clock - COLDER_FACTOR * (clock - oldest))
+            if colder is not None:
+                queue.at = 0  # those just found stay in line
+                return colder.live_rows()
+        return own
+
+    def _coldest_of(self, blocks: int, queue: _Queue, count: int) -> I64:
+        for _ in range(2):
+            while queue.at < len(queue.entries):
+                upto = queue.at + count
+                entries, touched = queue.entries[queue.at : upto], queue.touched[queue.at : upto]
+                queue.at = upto
+                # A touch since then, or another page in this entry, has another stamp.
+                same = self._entries.rows["touched"][entries] == touched
+                can_go = same & self._entries.can_go(entries) & self._frees_room(entries)
+                if can_go.any():
+                    found: I64 = entries[can_go]
+                    return found
+            self._refill(blocks, queue)
+        return np.empty(0, np.int64)
+
+    def _refill(self, blocks: int, queue: _Queue) -> None:
+        size = self._slabs.sizes.get(blocks)
+        slabs = size.slabs.values() if size is not None else ()
+        rows = [slab.live_rows() for slab in slabs if not slab.closed]
+        every = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        every = every[self._entries.can_go(every)]
+        length = max(QUEUE_MIN, len(every) // QUEUE_PART)
+        queue.entries = self._entries.coldest(every, length)
+        queue.touched = self._entries.rows["touched"][queue.entries]
+        queue.at = 0
+
+    def _frees_room(self, entries: I64) -> npt.NDArray[np.bool_]:
+        """Return which entries lie in slabs that take new pages."""
+        slabs = self._slabs.slabs
+        numbers = self._entries.slabs_of(entries).tolist()
+        return np.array([not slabs[number].closed for number in numbers], np.bool_)
+
+    def _donors(self, blocks: int) -> list[Slab]:
+        """Return slabs of other slot sizes that could be taken whole, the coldest first."""
+        others = [
+            slab
+            for slab in self._slabs.slabs
+            if slab.blocks not in (UNBOUND, blocks) and not slab.closed
+        ]
+        others.sort(key=lambda slab: int(self._slab_touched[slab.number]))
+        return [slab for slab in others[:DONORS_MAX] if self._can_go(slab)]
+
+    def _can_go(self, slab: Slab) -> bool:
+        rows = slab.live_rows()
+        # A slot that was promised a moment ago, in this very batch, has no row yet.
+        return len(rows) == slab.taken and bool(self._entries.can_go(rows).all())
+
+    def _colder_slab(self, blocks: int, limit: int) -> Slab | None:
+        """Return a slab of another size whose entries were touched before `limit`, on average."""
+        if limit <= 0:
+            return None
+        for slab in self._donors(blocks):
+            if self._entries.rows["touched"][slab.live_rows()].mean() < limit:
+                return slab
+        return None
+
+    def _forget_sizes_without_slabs(self, wanted: int) -> None:
+        for size in [size for size in self._queues if size not in self._slabs.sizes]:
+            if size != wanted:
+                del self._queues[size]

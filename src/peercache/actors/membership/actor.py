@@ -1,0 +1,380 @@
+"""Membership: who is in the cluster, by what they say of themselves and by their silence.
+
+Owns    this node's view, its own entry in it, and the clocks of those it judges.
+Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; a tick four times a heartbeat.
+Says    Join to discovery addresses and to the lost, Heartbeat to the masters, HeartbeatSeen and
+        ViewShared in answer; ViewChanged to ring, directory and publisher, Republish to the last.
+Keeps   its own entry is in its view, and alive until `leave`; whatever is said against it is
+        refuted by a higher counter. Masters judge everybody, others only the masters, each by its
+        own clock. Whoever spoke to us lately is not dead, whatever others say: they are told, so
+        that they can refute. A dead incarnation comes back only by a counter of its own making.
+Limits  MEMBERS_MAX entries (view), those that ended as in graves, calls as in redial;
+        SHARES_PER_BEAT views per peer and heartbeat, LEAVE_MAX goodbyes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TypeAlias, final
+
+import attrs
+
+from peercache.actors.effects import Effect, Origin, Send, SendTo, Tell
+from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.membership.failure_detector import Silence
+from peercache.actors.membership.reconnect import Redial
+from peercache.actors.membership.tombstones import Graves
+from peercache.actors.membership.view_merge import introduced, speaks_for_itself, weigh
+from peercache.errors import LocalProtocolError
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
+from peercache.model.view import COUNTER_MAX, MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+
+Hears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
+
+TICKS_PER_BEAT = 4
+"""Turns in one heartbeat: how finely silence is judged, and how soon a new master hears of us."""
+
+DIAL_MAX_S = 5.0
+"""Longest backoff, or three heartbeats if that is less: partitions heal in ten seconds."""
+
+SHARES_PER_BEAT = 4
+"""Views sent to one peer in one heartbeat: an exchange takes two, a heal three."""
+
+LEAVE_MAX = 256
+"""Goodbyes said when leaving, masters first; whoever gets none hears it from a master."""
+
+REPUBLISH_GAP_S = 30.0
+"""Least time between two Republish: a peer that loses us again and again must not drown all."""
+
+LISTENERS = ("ring", "directory", "publisher")
+"""Actors that follow the view, in the order in which they must learn of a change."""
+
+
+@final
+class Membership:
+    """One node's part in keeping the view. Never awaits; time and randomness are handed in."""
+
+    def __init__(
+        self,
+        *,
+        me: Member,
+        discovery_addr: tuple[str, ...],
+        max_masters: int,
+        heartbeat_s: float,
+        suspect_s: float,
+        dead_s: float,
+        rng: random.Random,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Begin alone. `me` is alive; its head_rank is its own place in `discovery_addr`."""
+        assert me.state == ALIVE, "a node starts alive"
+        assert heartbeat_s * 2 < suspect_s < dead_s, "two lost heartbeats are no silence"
+        self._me = me
+        self._max_masters = max_masters
+        self._heartbeat_s = heartbeat_s
+        self._suspect_s = suspect_s
+        self._dead_s = dead_s
+        self._turn_s = heartbeat_s / TICKS_PER_BEAT
+        self._metrics = metrics
+        self._redial = Redial(
+            {
+                address: rank
+                for rank, address in enumerate(discovery_addr)
+                if address != me.control and rank != me.head_rank
+            },
+            first_s=heartbeat_s / 2,
+            longest_s=min(DIAL_MAX_S, 3 * heartbeat_s),
+            rng=rng,
+        )
+        self._view = View.of([me])
+        self._masters: tuple[Member, ...] = (me,)
+        self._silence = Silence()
+        self._graves = Graves()
+        self._shares: dict[int, int] = {}
+        # Control addresses and head ranks of the others that are alive.
+        self._reached: frozenset[str] = frozenset()
+        self._ranks: frozenset[int] = frozenset()
+        self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
+        self._republish_owed = False
+        self._republish_from = -math.inf
+
+    @property
+    def view(self) -> View:
+        """The view as it is now."""
+        return self._view
+
+    @property
+    def me(self) -> Member:
+        """Our own entry, with the counter that it has reached."""
+        return self._me
+
+    def member(self, incarnation: int) -> Member | None:
+        """Return the entry of an incarnation, in whatever state, or None."""
+        return self._view.get(incarnation)
+
+    def masters(self) -> tuple[Member, ...]:
+        """Return the active masters, in their order."""
+        return self._masters
+
+    def start(self, now: float) -> list[Effect]:
+        """Tell our own actors that we are alone, and call every discovery address."""
+        self._ran_at = now
+        self._turn_at = now + self._turn_s
+        self._beat_at = self._shares_until = now + self._heartbeat_s
+        return [*self._announce(), *self._dial(now)]
+
+    def leave(self, now: float) -> list[Effect]:
+        """Say goodbye. Final for this incarnation: afterwards nothing is heard or said."""
+        if self._me.state == LEFT:
+            return []
+        self._me = attrs.evolve(self._me, state=LEFT, counter=self._me.counter + 1)
+        masters = [m.incarnation for m in self._masters if m.incarnation != self._me.incarnation]
+        others = [m.incarnation for m in self._view.live() if m.incarnation not in masters]
+        goodbye = ViewShared(0, (self._me,))
+        told = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
+        return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        """Take what a node, or for ViewAsked also a client, says."""
+        if self._me.state == LEFT or sender.identity == self._me.incarnation:
+            return []
+        self._notice_pause(now)
+        match message:
+            case Join(member):
+                return self._on_join(sender, member, now)
+            case Heartbeat(member, digest):
+                return self._on_heartbeat(sender, member, digest, now)
+            case HeartbeatSeen(digest):
+                return self._on_seen(sender, digest, now)
+            case ViewShared(_, members):
+                return self._on_view(sender, members, now)
+            case ViewAsked(request, digest):
+                same = digest == self._view.digest()
+                answer = ViewShared(request, () if same else self._view.members())
+                return [Send(_way_back(sender), answer)]
+        raise LocalProtocolError(f"membership does not hear {type(message).__name__}")
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Judge silence, forget the long ended, send heartbeats, call the lost."""
+        if self._me.state == LEFT:
+            return []
+        self._notice_pause(now)
+        self._turn_at = now + self._turn_s
+        effects = [*self._judge(now), *self._forget(now)]
+        if now >= self._shares_until:
+            self._shares.clear()
+            self._shares_until = now + self._heartbeat_s
+        if now >= self._beat_at:
+            effects += self._beat(now)
+        return [*effects, *self._dial(now), *self._republish(now)]
+
+    def deadline(self) -> float:
+        """Return when the next turn is due."""
+        if self._me.state == LEFT:
+            return math.inf
+        return min(self._turn_at, self._beat_at)
+
+    def check(self) -> None:
+        """Assert what must hold after every step."""
+        assert self._view.get(self._me.incarnation) is self._me, "our own entry is not in our view"
+        assert self._masters or self._me.state == LEFT, "a living node knows at least itself"
+        assert len(self._view) <= MEMBERS_MAX, f"a view of {len(self._view)}"
+        assert len(self._silence) < len(self._view), "clocks of those who are gone"
+        assert len(self._shares) <= MEMBERS_MAX, f"{len(self._shares)} peers in one heartbeat"
+
+    # --- what others say ------------------------------------------------------------------------
+
+    def _on_join(self, sender: Origin, member: Member, now: float) -> list[Effect]:
+        if not speaks_for_itself(sender.identity, member):
+            return []
+        effects = self._meet(member, now)
+        return [*effects, *self._share(sender)]
+
+    def _on_heartbeat(
+        self, sender: Origin, member: Member, digest: bytes, now: float
+    ) -> list[Effect]:
+        if not speaks_for_itself(sender.identity, member):
+            return []
+        effects = self._meet(member, now)
+        ours = self._view.digest()
+        if digest != ours:
+            # Before the answer: what the sender still misses in us is then judged by that digest.
+            effects += self._share(sender)
+        return [*effects, Send(_way_back(sender), HeartbeatSeen(ours))]
+
+    def _meet(self, member: Member, now: float) -> list[Effect]:
+        own = self._me.incarnation
+        news = introduced(member, me=own, view=self._view, graves=self._graves)
+        effects = self._merge(news, now)
+        self._hear(member.incarnation, now)
+        return effects
+
+    def _on_seen(self, sender: Origin, digest: bytes, now: float) -> list[Effect]:
+        if sender.identity not in self._view:
+            return []
+        self._hear(sender.identity, now)
+        # Their view came before this, so what differs still is something that they lack.
+        return [] if digest == self._view.digest() else self._share(sender)
+
+    def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
+        theirs = {member.incarnation: member for member in members}
+        before = self._view.get(sender.identity)
+        if before is None and sender.identity not in theirs:
+            return []
+        masters = {master.incarnation for master in self._masters}
+        weighed = weigh(
+            theirs,
+            sender=sender.identity,
+            me=self._me.incarnation,
+            view=self._view,
+            graves=self._graves,
+            heard_lately=lambda who: self._silence.heard_within(who, now, self._suspect_s),
+            may_end=sender.identity in masters or self._me.incarnation in masters,
+        )
+        refuted = self._refute(theirs.get(self._me.incarnation))
+        effects = self._merge([*weighed.news, self._me], now)
+        self._hear(sender.identity, now)
+        for claim in weighed.doubted:
+            # The accused refutes, and then the accuser takes it back. Our word would not do.
+            effects += self._share(Origin(claim.incarnation), (self._me, claim))
+        if refuted:
+            effects += [*self._beat(now), *self._republish(now)]
+            if sender.identity not in masters:
+                effects += self._share(sender, (self._me,))
+        # Two sides meet, each with what the other lacks. Members that know each other need no
+        # answer here: they learn the rest from the masters.
+        met = before is None or before.state in (DEAD, LEFT)
+        if met and self._view.adds_to(theirs):
+            effects += self._share(sender)
+        return effects
+
+    def _refute(self, claim: Member | None) -> bool:
+        """Raise our counter above a claim about us that would win against our entry."""
+        if claim is None or not is_newer(claim, self._me) or claim.counter + 1 >= COUNTER_MAX:
+            return False
+        self._me = attrs.evolve(self._me, counter=claim.counter + 1)
+        # Whoever held us dead dropped our records.
+        self._republish_owed = self._republish_owed or not is_live(claim)
+        return True
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _notice_pause(self, now: float) -> None:
+        """Start every silence anew if we were stopped: we did not listen either."""
+        if now - self._ran_at > self._turn_s + self._heartbeat_s:
+            self._silence.pardon_all(now)
+        self._ran_at = now
+
+    def _judge(self, now: float) -> list[Effect]:
+        found: list[Member] = []
+        for incarnation, silent_s in self._silence.longer_than(self._suspect_s, now):
+            member = self._view.get(incarnation)
+            assert member is not None, "only those in the view are judged"
+            if silent_s >= self._dead_s:
+                found.append(attrs.evolve(member, state=DEAD))
+            elif member.state == ALIVE:
+                found.append(attrs.evolve(member, state=SUSPECT))
+                # Perhaps a successor answers there.
+                self._redial.lost(member.control, now)
+        return self._merge(found, now)
+
+    def _forget(self, now: float) -> list[Effect]:
+        gone = self._graves.due(now)
+        for incarnation in gone:
+            entry = self._view.get(incarnation)
+            assert entry is not None, "what has ended is in the view until it is buried"
+            self._graves.bury(entry)
+        return self._adopt(self._view.without(gone), now) if gone else []
+
+    def _beat(self, now: float) -> list[Effect]:
+        self._beat_at = now + self._heartbeat_s
+        beat = Heartbeat(self._me, self._view.digest())
+        own = self._me.incarnation
+        return [Send(m.incarnation, beat) for m in self._masters if m.incarnation != own]
+
+    def _dial(self, now: float) -> list[Effect]:
+        due = self._redial.due(now, reached=self._reached, ranks=self._ranks)
+        return [SendTo(address, Join(self._me)) for address in due]
+
+    def _republish(self, now: float) -> list[Effect]:
+        if not self._republish_owed or now < self._republish_from:
+            return []
+        self._republish_owed = False
+        self._republish_from = now + REPUBLISH_GAP_S
+        return [Tell("publisher", Republish())]
+
+    # --- the view -------------------------------------------------------------------------------
+
+    def _merge(self, news: list[Member], now: float) -> list[Effect]:
+        view, changed = self._view.merge(news)
+        return self._adopt(view, now) if changed else []
+
+    def _adopt(self, view: View, now: float) -> list[Effect]:
+        """Take another view in place of ours, and bring everything that follows it up to date."""
+        old, self._view = self._view, view
+        members = view.members()
+        others = [member for member in members if member is not self._me]
+        alive = [member for member in others if member.state == ALIVE]
+        self._reached = frozenset(member.control for member in alive)
+        self._ranks = frozenset(member.head_rank for member in alive)
+        for member in others:
+            before = old.get(member.incarnation)
+            if before is not member:
+                self._follow(member, before, now)
+        masters = view.masters(self._max_masters)
+        if [m.incarnation for m in masters] != [m.incarnation for m in self._masters]:
+            # A new master must hear of us before it begins to count our silence.
+            self._beat_at = min(self._beat_at, self._turn_at)
+        self._masters = masters
+        judged = others if any(m is self._me for m in masters) else masters
+        self._silence.judge(
+            [m.incarnation for m in judged if is_live(m) and m is not self._me], now
+        )
+        return self._announce()
+
+    def _follow(self, member: Member, before: Member | None, now: float) -> None:
+        """Note what the change of one entry means for clocks, graves and redialling."""
+        incarnation = member.incarnation
+        if is_live(member):
+            self._graves.lives(incarnation)
+            if member.state == ALIVE:
+                self._redial.found(member.control)
+            if before is None or member.counter > before.counter:
+                # Only itself raises its counter: it lived lately, though we did not hear it.
+                self._silence.pardon(incarnation)
+            return
+        self._silence.ended(incarnation)
+        self._graves.ended(incarnation, now)
+        if member.state == LEFT:
+            self._redial.found(member.control)
+        elif member.control not in self._reached and member.control != self._me.control:
+            self._redial.lost(member.control, now)
+
+    def _hear(self, incarnation: int, now: float) -> None:
+        member = self._view.get(incarnation)
+        if member is not None and is_live(member):
+            self._silence.heard(incarnation, now)
+
+    def _share(self, to: Origin, members: tuple[Member, ...] = ()) -> list[Effect]:
+        """Send these entries, or all, unless this peer got enough of them in this heartbeat."""
+        sent = self._shares.get(to.identity, 0)
+        if sent >= SHARES_PER_BEAT or len(self._shares) >= MEMBERS_MAX:
+            return []
+        self._shares[to.identity] = sent + 1
+        return [Send(_way_back(to), ViewShared(0, members or self._view.members()))]
+
+    def _announce(self) -> list[Effect]:
+        members = self._view.members()
+        if self._metrics is not None:
+            for state, name in enumerate(STATE_NAMES):
+                count = sum(member.state == state for member in members)
+                self._metrics.members.labels(state=name).set(count)
+        changed = ViewChanged(members)
+        return [Tell(listener, changed) for listener in LISTENERS]
+
+
+def _way_back(sender: Origin) -> int | Origin:
+    return sender if sender.pipe else sender.identity

@@ -1,0 +1,227 @@
+"""The page table: which page is in which slot, under which generation.
+
+Keeps a copy of the generation words as they have been stored, because everything that makes a read
+safe is a rule about them: a record's word never moves (it is that of the slot's first granule,
+whatever size class the granule belongs to), it is odd before a byte below it may change, and it
+never again holds an even value it had. An even word is 2 × sequence, from one counter for all slots
+that starts at random: it repeats neither here nor, but for a chance of about 2**-61, in the table
+of another incarnation. Zero, which the table starts with, is no page's generation.
+
+That counter numbers the changes of records too that no word stands for: of pages on disk only. So
+whatever is told later of a page, by the pool or by the disk tier, has the greater number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, final
+
+import attrs
+import numpy as np
+
+from peercache.actors.effects import StoreWords
+from peercache.actors.pool.slots import Slot
+from peercache.model.ids import Incarnation
+from peercache.model.keys import KEY, KEY_BYTES
+from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
+from peercache.model.runs import U64
+from peercache.wire.messages.pool import HERE, REFUSED_SIZE, REFUSED_TOO_LARGE, REPEATED, RESERVED
+
+_ONE: Final = np.uint64(1)
+
+
+@final
+@attrs.define(eq=False)
+class Page:
+    """One committed page."""
+
+    key: bytes
+    slot: Slot
+    length: int
+    generation: int
+    namespace: int
+    checksum: int
+
+
+@final
+class PageTable:
+    """The committed pages of one node, and the words of all its granules."""
+
+    def __init__(
+        self, *, incarnation: Incarnation, granule: int, granules: int, sequence: int
+    ) -> None:
+        """Start empty; `sequence` (1 … 2**61 - 1, random) is the last number not to be used."""
+        assert 0 < sequence < 2**61, sequence
+        self._incarnation = incarnation
+        self._granule = granule
+        self._sequence = sequence
+        self._words: U64 = np.zeros(granules, np.uint64)
+        self._by_key: dict[bytes, Page] = {}
+        self._by_slot: dict[int, Page] = {}
+        self.find = self._by_key.get
+        """The page of a key, or None."""
+        self.stored_bytes = 0
+        """Sum of the lengths of all pages."""
+
+    def __len__(self) -> int:
+        """Return the number of pages."""
+        return len(self._by_key)
+
+    def in_slots(self, slots: Iterable[Slot]) -> list[Page]:
+        """Return the pages in these slots."""
+        return [self._by_slot[slot.first] for slot in slots]
+
+    def of_keys(self, keys: Iterable[bytes]) -> list[Page]:
+        """Return those of these pages that are here, in the order of the keys."""
+        found = [self._by_key.get(key) for key in keys]
+        return [page for page in found if page is not None]
+
+    def of_namespace(self, namespace: int) -> list[Page]:
+        """Return every page of a namespace: a pass over all, for a call that is rare."""
+        return [page for page in self._by_key.values() if page.namespace == namespace]
+
+    def judge(
+        self, keys: Sequence[bytes], lengths: Sequence[int], bytes_max: int
+    ) -> tuple[bytearray, list[Page]]:
+        """Return the state of each page of a Reserve, and the pages that are here already.
+
+        RESERVED stands where a slot is wanted; whether there is one remains to be found out.
+        """
+        states = bytearray((RESERVED,)) * len(keys)
+        first: dict[bytes, int] = {}
+        here: list[Page] = []
+        for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            earlier = first.setdefault(key, index)
+            page = self.find(key)
+            if earlier != index:
+                states[index] = REPEATED if lengths[earlier] == length else REFUSED_SIZE
+            elif page is not None:
+                states[index] = HERE if page.length == length else REFUSED_SIZE
+                if page.length == length:
+                    here.append(page)
+            elif length > bytes_max:
+                states[index] = REFUSED_TOO_LARGE
+            elif length == 0:
+                states[index] = REFUSED_SIZE
+        return states, here
+
+    def are_new(self, keys: Sequence[bytes]) -> bool:
+        """Return whether none of these keys is here, nor twice among them."""
+        return len(set(keys)) == len(keys) and self._by_key.keys().isdisjoint(keys)
+
+    def add(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[Slot],
+        lengths: Sequence[int],
+        namespace: int,
+        checksums: Sequence[int],
+    ) -> list[Page]:
+        """Enter pages that are new under rising generations; `publish` then stores their words."""
+        assert self.are_new(keys), "a page entered twice"
+        generation = 2 * self._sequence
+        self._sequence += len(keys)
+        added: list[Page] = []
+        for key, slot, length, checksum in zip(keys, slots, lengths, checksums, strict=True):
+            generation += 2
+            page = Page(key, slot, length, generation, namespace, checksum)
+            self._by_key[key] = self._by_slot[slot.first] = page
+            added.append(page)
+        self.stored_bytes += sum(lengths)
+        return added
+
+    def publish(self, pages: Sequence[Page]) -> tuple[Records, StoreWords]:
+        """Return the records of pages just added, and the words that make them readable."""
+        records = self.records(pages)
+        indices = np.array([page.slot.first for page in pages], np.int64)
+        assert (self._words[indices] & _ONE).all(), "a slot was written to under an even word"
+        words = records["generation"].astype(np.uint64)
+        self._words[indices] = words
+        return records, StoreWords(indices, words)
+
+    def protect(self, slots: Sequence[int]) -> StoreWords | None:
+        """Make the words of slots (by first granule) odd, so that their bytes may change."""
+        indices = np.array(slots, np.int64)
+        words = self._words[indices]
+        even = (words & _ONE) == 0
+        if not even.any():
+            return None
+        indices, words = indices[even], words[even] | _ONE
+        self._words[indices] = words
+        return StoreWords(indices, words)
+
+    def end(self, pages: Sequence[Page]) -> Records:
+        """Take pages out of the table and return their drops; `protect` their slots with it."""
+        for page in pages:
+            del self._by_key[page.key], self._by_slot[page.slot.first]
+            self.stored_bytes -= page.length
+        drops = np.empty(len(pages), DROP)
+        drops["key"] = np.frombuffer(b"".join([page.key for page in pages]), KEY)
+        drops["generation"] = np.array([page.generation for page in pages], np.uint64)
+        indices = np.array([page.slot.first for page in pages], np.int64)
+        assert (self._words[indices] == drops["generation"]).all(), "a page's word had moved on"
+        return drops
+
+    def records(self, pages: Sequence[Page]) -> Records:
+        """Return the records of pages, (n,) RECORD."""
+        records = np.zeros(len(pages), RECORD)
+        if not pages:
+            return records
+        records["key"] = np.frombuffer(b"".join([page.key for page in pages]), KEY)
+        records["holder"] = self._incarnation
+        firsts = np.array([page.slot.first for page in pages], np.uint64)
+        records["offset"] = firsts * np.uint64(self._granule)
+        records["generation"] = np.array([page.generation for page in pages], np.uint64)
+        records["length"] = np.array([page.length for page in pages], np.uint32)
+        checksums = np.array([page.checksum for page in pages], np.uint64)
+        records["checksum"] = checksums
+        records["flags"] = np.where(checksums != 0, RESIDENT | HAS_CHECKSUM, RESIDENT)
+        return records
+
+    def on_disk_records(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Records:
+        """Return new records of pages that are on disk and not here, under new generations."""
+        records = np.zeros(len(keys), RECORD)
+        if len(keys):
+            records["key"] = np.frombuffer(b"".join(keys), KEY)
+            records["holder"] = self._incarnation
+            records["generation"] = self._numbers(len(keys))
+            records["length"] = np.array(lengths, np.uint32)
+            records["flags"] = ON_DISK
+        return records
+
+    def drops_of(self, keys: Sequence[bytes]) -> Records:
+        """Return drops that end whatever was told of these pages, none of which is here."""
+        drops = np.zeros(len(keys), DROP)
+        if len(keys):
+            drops["key"] = np.frombuffer(b"".join(keys), KEY)
+            drops["generation"] = self._numbers(len(keys))
+        return drops
+
+    def records_in_state(
+        self, keys: bytes, states: Sequence[int], wanted: tuple[int, ...]
+    ) -> Records:
+        """Return the records of those pages whose state is wanted and which are still here."""
+        if not any(state in states for state in wanted):
+            return self.records([])
+        pairs = zip(split_keys(keys), states, strict=True)
+        return self.records(self.of_keys(key for key, state in pairs if state in wanted))
+
+    def _numbers(self, count: int) -> U64:
+        """Take the next numbers, rising."""
+        first = self._sequence + 1
+        self._sequence += count
+        numbers: U64 = np.uint64(2) * np.arange(first, first + count, dtype=np.uint64)
+        return numbers
+
+    def check(self) -> None:
+        """Assert that the two indexes agree in size, in constant time."""
+        by_key, by_slot = len(self._by_key), len(self._by_slot)
+        assert by_key == by_slot, f"{by_key} pages, {by_slot} slots with one"
+        assert self.stored_bytes >= by_key, f"{by_key} pages of {self.stored_bytes} bytes"
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """Return the keys of a packed batch."""
+    assert len(keys) % KEY_BYTES == 0, f"{len(keys)} bytes of keys"
+    split: list[bytes] = np.frombuffer(keys, KEY).tolist()
+    return split

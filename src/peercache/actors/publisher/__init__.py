@@ -1,0 +1,1 @@
+"""Publisher: tells directory owners what this node holds."""

@@ -1,0 +1,410 @@
+"""Publisher: tells directory owners what this node holds, until they know.
+
+Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
+Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish and
+        ViewChanged, from membership; Acknowledged, SummaryMatches and SummaryDiffers, from owners.
+Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to whoever waits for a commit.
+Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
+        former owner keeps a record until each new one has acknowledged it; a commit is answered
+        exactly once.
+Limits  HAND_OVER_ROWS_MAX, RECORDS_A_MESSAGE_MAX, and those of `waiting` and `streams`.
+
+Nothing is sent to this node itself: its shard hears the pool directly, and so counts as an owner
+that has acknowledged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TypeAlias, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.effects import Effect, Origin, Send
+from peercache.actors.facts import (
+    PagesCommitted,
+    RecordsChanged,
+    Republish,
+    RingChanged,
+    ViewChanged,
+)
+from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
+from peercache.actors.publisher.streams import (
+    ABSENT,
+    CONFIRMED,
+    NO_ROWS,
+    OutgoingStream,
+    RecordTable,
+    Rows,
+    Sent,
+)
+from peercache.errors import LocalProtocolError
+from peercache.model.hash_ring import HashRing
+from peercache.model.records import BUCKETS, RECORD_BYTES, RECORDS_A_MESSAGE_MAX, Records, keys_of
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    Put,
+    Repair,
+    SummaryDiffers,
+    SummaryMatches,
+)
+
+Answer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
+Hears: TypeAlias = PagesCommitted | RecordsChanged | RingChanged | Republish | ViewChanged | Answer
+
+SLICE_S = 0.05
+"""Pause between two slices of re-publishing: the rate is kept over this time."""
+
+ASK_AGAIN_S = 0.25
+"""How long an acknowledgement may be missing before a summary asks: hides a lost page briefly."""
+
+HAND_OVER_ROWS_MAX = 4096
+"""Rows looked at in one step of a hand-over."""
+
+
+@final
+@attrs.define(kw_only=True, eq=False)
+class Publisher:
+    """Keeps every directory owner's picture of this node's records true."""
+
+    incarnation: int
+    republish_rate: float
+    summary_s: float
+    rng: random.Random
+    metrics: Metrics | None = None
+    _table: RecordTable = attrs.field(factory=RecordTable, init=False)
+    _streams: dict[int, OutgoingStream] = attrs.field(factory=dict, init=False)
+    """By owner, in the ring's order."""
+    _ring: HashRing = attrs.field(init=False)
+    _number_floor: int = attrs.field(default=0, init=False)
+    """No less than the number of any stream that ended: the same owner may come back, and numbers
+    that it has seen would be late to it."""
+    _queue: Rows = attrs.field(default=NO_ROWS, init=False)
+    """Rows whose owners have changed and were not told yet, hottest first."""
+    _allowance: float = attrs.field(init=False)
+    """Records that may be re-published now; below zero after a large bucket."""
+    _allowed_at: float = attrs.field(default=-math.inf, init=False)
+    _waiting: WaitingCommits = attrs.field(factory=WaitingCommits, init=False)
+    _due: float = attrs.field(default=math.inf, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Start without owners, with a full allowance."""
+        self._ring = HashRing([], virtual_nodes=1, replicas=1)
+        self._allowance = self._burst()
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        """Take a change of the pool or the ring, or an owner's answer."""
+        match message:
+            case PagesCommitted():
+                return self._commit(message, now)
+            case RecordsChanged(records, drops):
+                # Records before drops: a drop ends only what is not newer than it.
+                published = self._publish(_newest(records), now)
+                return [*published, *self._drop(_newest(drops), now)]
+            case Acknowledged() | SummaryMatches() | SummaryDiffers():
+                return self._hear_owner(sender.identity, message, now)
+            case RingChanged(HashRing() as ring):
+                return self._turn(ring, now)
+            case Republish():
+                for stream in self._streams.values():
+                    stream.unsure = True
+                self._due = now
+                return []
+            case ViewChanged():
+                return []  # Who lives, the ring says: two sources could contradict each other.
+        raise LocalProtocolError(f"the publisher does not hear {type(message).__name__}")
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Answer who has waited long enough, go on re-publishing, and ask for what is overdue."""
+        effects = [*self._waiting.expire(now), *self._republish(now)]
+        for owner, stream in self._streams.items():
+            # An owner that is known to differ is not asked until it has been repaired.
+            if _ask_at(stream) <= now and not stream.repairing:
+                next_at = now + self.summary_s * (0.9 + 0.2 * self.rng.random())
+                effects.append(Send(owner, stream.summary(now, next_at)))
+        self._due = self._next_due(now)
+        return effects
+
+    def deadline(self) -> float:
+        """Return when somebody's patience ends, a slice may go, or a summary is due."""
+        return self._due
+
+    def check(self) -> None:
+        """Assert the invariants that cost nothing to look at."""
+        table = self._table
+        assert len(table.rows) + len(table.free) == len(table.live), "a row lost or used twice"
+        assert len(self._waiting) <= WAITERS_MAX, "too many waiters"
+        assert self.incarnation not in self._streams, "a stream to this node itself"
+
+    # --- the pool ---------------------------------------------------------------------------------
+
+    def _commit(self, committed: PagesCommitted, now: float) -> list[Effect]:
+        """Publish what was committed; answer when each record has an owner's acknowledgement."""
+        waiter = self._waiting.admit(committed, now)
+        effects = self._publish(committed.records, now, waiter)
+        self._due = min(self._due, self._waiting.deadline())
+        return [*effects, *self._waiting.answer_if_done(waiter)]
+
+    def _publish(self, records: Records, now: float, waiter: int = 0) -> list[Effect]:
+        """Take new records, and put them to their owners and to whoever holds an older one."""
+        if not len(records):
+            return []
+        table, keys = self._table, keys_of(records)
+        assert len(set(keys)) == len(keys), "the pool names a key twice in one batch"
+        rows = table.find(keys)
+        updated = np.flatnonzero(rows >= 0)
+        elsewhere: dict[int, npt.NDArray[np.intp]] = {}
+        if len(updated):
+            # The pool's numbers only rise; a record told twice is put again, and awaited again.
+            old = table.records["generation"][rows[updated]]
+            assert (old <= records["generation"][updated]).all(), "an older record after a newer"
+            elsewhere = self._retract_everywhere(rows, updated)
+        rows = table.store(keys, rows, records)
+        owners = self._ring.owners(records["key"])
+        if waiter:
+            own = np.flatnonzero((owners == np.uint64(self.incarnation)).any(axis=1))
+            self._waiting.acknowledge(waiter, own)
+        effects: list[Effect] = []
+        for owner, owned in self._by_owner(owners):
+            effects += self._put(self._streams[owner], rows, owned, now, waiter)
+            if (told := elsewhere.pop(owner, None)) is not None:
+                also = told[(owners[told] != np.uint64(owner)).all(axis=1)]
+                effects += self._put(self._streams[owner], rows, also, now)
+        for owner, positions in elsewhere.items():
+            effects += self._put(self._streams[owner], rows, positions, now)
+        return effects
+
+    def _retract_everywhere(
+        self, rows: Rows, updated: npt.NDArray[np.intp]
+    ) -> dict[int, npt.NDArray[np.intp]]:
+        """Take rows that change out of every stream; return, by owner, which it must be told of."""
+        told: dict[int, npt.NDArray[np.intp]] = {}
+        for owner, stream in self._streams.items():
+            held = updated[stream.state(rows[updated]) != ABSENT]
+            if len(held):
+                stream.retract(rows[held])
+                told[owner] = held
+        return told
+
+    def _drop(self, drops: Records, now: float) -> list[Effect]:
+        """Withdraw records everywhere, unless they are newer than their drop."""
+        if not len(drops):
+            return []
+        table, keys = self._table, keys_of(drops)
+        rows = table.find(keys)
+        ends = (rows >= 0) & (table.records["generation"][rows] <= drops["generation"])
+        chosen = np.flatnonzero(ends)
+        rows, generations = rows[chosen], drops["generation"][chosen]
+        effects: list[Effect] = []
+        for stream in self._streams.values():
+            held = stream.state(rows) != ABSENT
+            effects += self._delete(stream, rows[held], generations[held], now)
+        table.release([keys[at] for at in chosen.tolist()], rows)
+        return effects
+
+    # --- the ring ---------------------------------------------------------------------------------
+
+    def _turn(self, ring: HashRing, now: float) -> list[Effect]:
+        """Follow the ring: queue exactly the rows whose set of owners is another one now."""
+        before, self._ring = self._ring, ring
+        streams: dict[int, OutgoingStream] = {}
+        for owner in ring.members:
+            if owner != self.incarnation:
+                # Also to an owner of nothing: it may still hold what it once owned.
+                streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
+        self._number_floor = max([self._number_floor, *(s.number for s in self._streams.values())])
+        self._streams = streams
+        rows = self._table.live_rows()
+        keys = self._table.records["key"][rows]
+        old, new = before.owners(keys), ring.owners(keys)
+        if old.shape == new.shape:
+            # Most keys keep their owners in order; only of the others the sets must be compared.
+            other = np.flatnonzero((old != new).any(axis=1))
+            sets_differ = (np.sort(old[other], axis=1) != np.sort(new[other], axis=1)).any(axis=1)
+            rows = rows[other[sets_differ]]
+        self._table.moving[rows] = True
+        return self._enqueue(rows, now)
+
+    def _new_stream(self, owner: int, now: float) -> OutgoingStream:
+        return OutgoingStream(
+            owner=owner,
+            table=self._table,
+            number=self._number_floor,
+            summary_at=now + self.summary_s * (0.5 + self.rng.random()),
+        )
+
+    def _enqueue(self, rows: Rows, now: float) -> list[Effect]:
+        """Queue rows among those that wait already; send the first slice at once."""
+        self._queue = self._table.hottest_first(np.union1d(self._queue, rows))
+        effects = self._republish(now)
+        self._due = self._next_due(now)
+        return effects
+
+    def _republish(self, now: float) -> list[Effect]:
+        """Send what the rate allows: repairs and hand-overs, taking turns."""
+        earned = self.republish_rate * (now - self._allowed_at)
+        self._allowance = min(self._burst(), self._allowance + earned)
+        self._allowed_at = now
+        effects: list[Effect] = []
+        repairing = [s for s in self._streams.values() if s.repairing]
+        while self._allowance > 0 and (repairing or len(self._queue)):
+            for stream in repairing:
+                repair = stream.repair(self._slice(RECORDS_A_MESSAGE_MAX), now)
+                effects.append(self._send(stream, repair, now))
+                self._allowance -= 1 + len(repair.records) // RECORD_BYTES
+            repairing = [s for s in repairing if s.repairing]
+            size = self._slice(HAND_OVER_ROWS_MAX)
+            rows, self._queue = self._queue[:size], self._queue[size:]
+            effects += self._hand_over(rows[self._table.live[rows]], now)
+        return effects
+
+    def _hand_over(self, rows: Rows, now: float) -> list[Effect]:
+        """Put rows to those of their owners, as of now, that were never told."""
+        effects: list[Effect] = []
+        for owner, owned in self._by_owner(self._ring.owners(self._table.records["key"][rows])):
+            stream = self._streams[owner]
+            missing = owned[stream.state(rows[owned]) == ABSENT]
+            effects += self._put(stream, rows, missing, now)
+            self._allowance -= len(missing)
+        self._allowance -= len(rows) / 16  # Looking costs something too, where all is told already.
+        return [*effects, *self._settle(rows, now)]
+
+    def _settle(self, rows: Rows, now: float) -> list[Effect]:
+        """Withdraw rows from former owners, where all that own them now have acknowledged."""
+        rows = rows[self._table.live[rows] & self._table.moving[rows]]
+        if not len(rows):
+            return []
+        owners = self._ring.owners(self._table.records["key"][rows])
+        arrived = np.ones(len(rows), np.bool_)
+        for owner, owned in self._by_owner(owners):
+            arrived[owned] &= self._streams[owner].state(rows[owned]) == CONFIRMED
+        rows, owners = rows[arrived], owners[arrived]
+        self._table.moving[rows] = False
+        effects: list[Effect] = []
+        for owner, stream in self._streams.items():
+            former = (stream.state(rows) != ABSENT) & ~(owners == np.uint64(owner)).any(axis=1)
+            left = rows[former]
+            generations = self._table.records["generation"][left]
+            effects += self._delete(stream, left, generations, now)
+        return effects
+
+    def _by_owner(
+        self, owners: npt.NDArray[np.uint64]
+    ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        """Yield each owner other than this node, and the positions that it owns, ascending."""
+        flat = owners.ravel()
+        order = np.argsort(flat, kind="stable")
+        grouped = flat[order]
+        cuts = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(flat)]
+        for start, end in pairwise(cuts):
+            if start < end and (owner := int(grouped[start])) != self.incarnation:
+                yield owner, order[start:end] // owners.shape[1]
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def _hear_owner(self, owner: int, answer: Answer, now: float) -> list[Effect]:
+        stream = self._streams.get(owner)
+        if stream is None:
+            return []  # It left the ring while it answered.
+        match answer:
+            case Acknowledged(number):
+                return self._settled(stream.confirm(number), now)
+            case SummaryMatches(number):
+                return self._settled(stream.confirm_all(number), now)
+            case SummaryDiffers(number, buckets):
+                if len(buckets) == 8 * BUCKETS:
+                    return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
+                if self.metrics is not None:
+                    self.metrics.messages_dropped.labels("malformed").inc()
+                return []
+
+    def _settled(self, messages: list[Sent], now: float) -> list[Effect]:
+        """Tell those who wait for these messages, and withdraw what they have handed over."""
+        effects: list[Effect] = []
+        for sent in messages:
+            self._waiting.acknowledge(sent.waiter, sent.positions)
+            effects += self._waiting.answer_if_done(sent.waiter)
+            effects += self._settle(sent.rows, now)
+        return effects
+
+    def _repair(
+        self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float
+    ) -> list[Effect]:
+        """Send anew what an owner holds otherwise than it should."""
+        unchanged = number == stream.number
+        if not stream.differ(number, theirs):
+            return []
+        if self.metrics is not None:
+            self.metrics.repairs.inc()
+        if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
+            # It has let go of everything: publish anew, hottest first, instead of by bucket.
+            return self._enqueue(stream.restart(), now)
+        return self._enqueue(NO_ROWS, now)
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def _put(
+        self,
+        stream: OutgoingStream,
+        rows: Rows,
+        positions: npt.NDArray[np.intp],
+        now: float,
+        waiter: int = 0,
+    ) -> list[Effect]:
+        """Put the rows at these positions, cut into messages."""
+        return [
+            self._send(stream, stream.put(rows[part], now, waiter, part), now)
+            for part in _parts(positions)
+        ]
+
+    def _delete(
+        self, stream: OutgoingStream, rows: Rows, generations: npt.NDArray[np.uint64], now: float
+    ) -> list[Effect]:
+        """Withdraw rows, cut into messages."""
+        return [
+            self._send(stream, stream.delete(rows[part], generations[part], now), now)
+            for part in _parts(np.arange(len(rows)))
+        ]
+
+    def _send(self, stream: OutgoingStream, message: Put | Delete | Repair, now: float) -> Effect:
+        self._due = min(self._due, now + ASK_AGAIN_S)
+        return Send(stream.owner, message)
+
+    def _burst(self) -> float:
+        return max(1.0, self.republish_rate * SLICE_S)
+
+    def _slice(self, most: int) -> int:
+        return max(1, min(most, int(self._allowance)))
+
+    def _next_due(self, now: float) -> float:
+        due = self._waiting.deadline()
+        for stream in self._streams.values():
+            due = min(due, now + SLICE_S if stream.repairing else _ask_at(stream))
+        return min(due, now + SLICE_S) if len(self._queue) else due
+
+
+def _ask_at(stream: OutgoingStream) -> float:
+    """Return when a summary is due: soon after an acknowledgement should have come."""
+    return min(stream.summary_at, stream.waits_since() + ASK_AGAIN_S)
+
+
+def _parts(positions: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
+    """Cut a batch into what one message may carry; nothing makes no message."""
+    size = RECORDS_A_MESSAGE_MAX
+    return [positions[at : at + size] for at in range(0, len(positions), size)]
+
+
+def _newest(batch: Records) -> Records:
+    """Return the newest record or drop of each key: a page may change twice within a batch."""
+    keys = keys_of(batch)
+    if len(set(keys)) == len(keys):
+        return batch
+    order = np.argsort(batch["generation"], kind="stable").tolist()
+    return batch[list({keys[at]: at for at in order}.values())]

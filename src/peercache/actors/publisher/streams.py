@@ -1,0 +1,315 @@
+"""Outgoing record streams: what each directory owner should hold of us, and what it confirmed.
+
+A holder keeps its records in one table of numbered rows. Each owner has a stream: numbered
+messages, a state for each row, and the digest of the rows that the owner should hold, which is
+exactly what was sent to it and not withdrawn. Nothing here sends: a stream makes the messages and
+keeps the books.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.records import (
+    BUCKETS,
+    DROP,
+    RECORD,
+    RESIDENT,
+    Content,
+    Records,
+    buckets_of,
+    digest_of,
+)
+from peercache.wire.messages.directory import Delete, Put, Repair, StreamSummary
+
+Rows = npt.NDArray[np.intp]
+"""Numbers of rows in a RecordTable."""
+
+ABSENT = 0
+SENT = 1
+CONFIRMED = 2
+"""States of a row in a stream: not at this owner, sent to it, acknowledged by it."""
+
+PENDING_MAX = 1024
+"""Messages of one stream whose acknowledgement is awaited: at 128 records, 131,072 records."""
+
+_ROWS_AT_FIRST = 1024
+NO_ROWS: Rows = np.empty(0, np.intp)
+
+
+@attrs.define(eq=False)
+class RecordTable:
+    """Our own records, in rows that numpy can work on. A row is reused after its record went."""
+
+    records: Records = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, RECORD))
+    digests: npt.NDArray[np.uint64] = attrs.field(
+        factory=lambda: np.zeros(_ROWS_AT_FIRST, np.uint64)
+    )
+    buckets: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.intp))
+    live: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
+    moving: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
+    """Rows whose owners changed, and which former owners may still hold."""
+    rows: dict[bytes, int] = attrs.field(factory=dict)
+    free: list[int] = attrs.field(factory=lambda: list(range(_ROWS_AT_FIRST - 1, -1, -1)))
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.rows)
+
+    def find(self, keys: list[bytes]) -> Rows:
+        """Return the row of each key, (n,); -1 where there is none."""
+        return np.array([self.rows.get(key, -1) for key in keys], np.intp)
+
+    def store(self, keys: list[bytes], rows: Rows, records: Records) -> Rows:
+        """Put records into their rows, or into new ones where the row is -1; return all rows."""
+        placed = rows.tolist()
+        for at, (key, row) in enumerate(zip(keys, placed, strict=True)):
+            if row < 0:
+                if not self.free:
+                    self._grow()
+                placed[at] = self.rows[key] = self.free.pop()
+        rows = np.array(placed, np.intp)
+        self.records[rows] = records
+        self.digests[rows] = digest_of(records)
+        self.buckets[rows] = buckets_of(records)
+        self.live[rows] = True
+        return rows
+
+    def release(self, keys: list[bytes], rows: Rows) -> None:
+        """Free the rows of these keys; no stream may hold them any more."""
+        for key in keys:
+            del self.rows[key]
+        self.live[rows] = False
+        self.moving[rows] = False
+        self.free.extend(rows.tolist())
+
+    def live_rows(self) -> Rows:
+        """Return the rows of all records."""
+        return np.flatnonzero(self.live)
+
+    def hottest_first(self, rows: Rows) -> Rows:
+        """Return rows with the newest commits first, and what is on disk only behind them all."""
+        records = self.records[rows]
+        order: Rows = np.lexsort((records["generation"], records["flags"] & RESIDENT))[::-1]
+        return rows[order]
+
+    def _grow(self) -> None:
+        size = len(self.live)
+        self.free.extend(range(2 * size - 1, size - 1, -1))
+        self.records = _doubled(self.records)
+        self.digests = _doubled(self.digests)
+        self.buckets = _doubled(self.buckets)
+        self.live = _doubled(self.live)
+        self.moving = _doubled(self.moving)
+
+
+@attrs.define(eq=False)
+class Sent:
+    """A message whose acknowledgement is awaited.
+
+    rows, generations: the records it put into force.
+    waiter, positions: who waits for which of its records; waiter 0 is nobody.
+    repairs: it puts whole buckets into force, and with them what earlier messages said of those.
+    """
+
+    at: float
+    rows: Rows
+    generations: npt.NDArray[np.uint64]
+    waiter: int = 0
+    positions: npt.NDArray[np.intp] = NO_ROWS
+    repairs: bool = False
+
+
+@attrs.define(eq=False, kw_only=True)
+class OutgoingStream:
+    """Our stream to one owner.
+
+    number:    of the last message sent.
+    content:   what the owner should hold of us once it has applied that message.
+    pending:   the messages not acknowledged, in order of their numbers.
+    repairing: buckets that the owner holds otherwise wait for their repair.
+    unsure:      the owner may have let go of our records: ask until it answers.
+    """
+
+    owner: int
+    table: RecordTable
+    number: int
+    summary_at: float
+    asked_at: float = -np.inf
+    unsure: bool = False
+    content: Content = attrs.field(factory=Content)
+    pending: dict[int, Sent] = attrs.field(factory=dict)
+    repairing: bool = False
+    _differing: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.bool_))
+    _state: npt.NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
+    _asked_number: int = -1
+    _asked_buckets: npt.NDArray[np.uint64] = attrs.field(
+        factory=lambda: np.zeros(BUCKETS, np.uint64)
+    )
+    _forgotten: int = 0
+    """The last message whose acknowledgement is no longer awaited, until a summary settles it."""
+
+    def state(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """Return the state of each row at this owner."""
+        return self._states()[rows]
+
+    def put(
+        self, rows: Rows, now: float, waiter: int = 0, positions: npt.NDArray[np.intp] = NO_ROWS
+    ) -> Put:
+        """Send these rows' records, new to the owner or not."""
+        self._add(rows[self.state(rows) == ABSENT])
+        records = self.table.records[rows]
+        self._await(Sent(now, rows, records["generation"], waiter, positions))
+        return Put(self.number, records.tobytes())
+
+    def delete(self, rows: Rows, generations: npt.NDArray[np.uint64], now: float) -> Delete:
+        """Withdraw these rows, all of which the owner should hold."""
+        drops = np.empty(len(rows), DROP)
+        drops["key"] = self.table.records["key"][rows]
+        drops["generation"] = generations
+        self.retract(rows)
+        self._await(Sent(now, NO_ROWS, np.empty(0, np.uint64)))
+        return Delete(self.number, drops.tobytes())
+
+    def retract(self, rows: Rows) -> None:
+        """Take rows out of the books before their records change; a message must follow."""
+        self.content.flip(self.table.buckets[rows], self.table.digests[rows])
+        self.content.count -= len(rows)
+        self._states()[rows] = ABSENT
+
+    def confirm(self, number: int) -> list[Sent]:
+        """Take the acknowledgement of one message; return what it settled, oldest first.
+
+        A repair may cover the records of earlier messages: they are settled with it.
+        """
+        sent = self.pending.pop(number, None)
+        if sent is None:
+            return []
+        self._confirm_rows(sent)
+        if not sent.repairs:
+            return [sent]
+        earlier = [n for n, older in self.pending.items() if n < number and self._covers(older)]
+        return [*(self.pending.pop(n) for n in earlier), sent]
+
+    def confirm_all(self, number: int) -> list[Sent]:
+        """Take a matching summary: every message up to `number` is in force. Return them."""
+        if number > self.number:
+            return []  # Said of nothing that we sent.
+        settled = [self.pending.pop(n) for n in list(self.pending) if n <= number]
+        for sent in settled:
+            self._confirm_rows(sent)
+        self.unsure = False
+        if 0 < self._forgotten <= number:
+            settled.append(self._confirm_forgotten())
+        return settled
+
+    def summary(self, now: float, next_at: float) -> StreamSummary:
+        """State what the owner should hold; remember it, to compare with the answer."""
+        self.summary_at = next_at
+        self.asked_at = now
+        self._asked_number = self.number
+        self._asked_buckets = self.content.buckets.copy()
+        return StreamSummary(self.number, self.content.count, self.content.digest())
+
+    def differ(self, number: int, theirs: npt.NDArray[np.uint64]) -> bool:
+        """Take the digests that an owner holds instead; return whether there is now a repair due.
+
+        Only the answer to the last summary counts, and only once: the buckets have changed since,
+        but what differed when it was asked is what must be repaired.
+        """
+        if number != self._asked_number:
+            return False
+        self._asked_number = -1
+        differing = theirs != self._asked_buckets
+        self._differing |= differing
+        self.repairing = bool(self._differing.any())
+        return bool(differing.any())
+
+    def repair(self, records_max: int, now: float) -> Repair:
+        """Send anew the first of the differing buckets: at least one, and about `records_max`."""
+        held = np.flatnonzero(self._states())
+        counts = np.bincount(self.table.buckets[held], minlength=BUCKETS)
+        due = np.flatnonzero(self._differing)
+        fitting = int((np.cumsum(counts[due]) <= records_max).sum())
+        due = due[: max(1, fitting)]
+        self._differing[due] = False
+        self.repairing = bool(self._differing.any())
+        named = np.zeros(BUCKETS, np.bool_)
+        named[due] = True
+        rows = held[named[self.table.buckets[held]]]
+        self._state[rows] = SENT
+        records = self.table.records[rows]
+        self._await(Sent(now, rows, records["generation"], repairs=True))
+        return Repair(self.number, due.astype(np.uint8).tobytes(), records.tobytes())
+
+    def restart(self) -> Rows:
+        """Begin anew at an owner that holds nothing of us; return the rows to be put again."""
+        held = np.flatnonzero(self._states())
+        self.retract(held)
+        self.pending.clear()
+        self._differing[:] = False
+        self.repairing = False
+        return held
+
+    def waits_since(self) -> float:
+        """Return since when an answer of this owner is overdue; inf if none is."""
+        if self.unsure:
+            return self.asked_at
+        oldest = next(iter(self.pending.values()), None)
+        return np.inf if oldest is None else max(oldest.at, self.asked_at)
+
+    def _add(self, rows: Rows) -> None:
+        self.content.flip(self.table.buckets[rows], self.table.digests[rows])
+        self.content.count += len(rows)
+        self._states()[rows] = SENT
+
+    def _await(self, sent: Sent) -> None:
+        self.number += 1
+        self.pending[self.number] = sent
+        if len(self.pending) > PENDING_MAX:
+            # Its waiter still has other owners, and its patience; its rows are confirmed by the
+            # next summary that matches.
+            self._forgotten = next(iter(self.pending))
+            del self.pending[self._forgotten]
+
+    def _confirm_rows(self, sent: Sent) -> None:
+        same = self.table.records["generation"][sent.rows] == sent.generations
+        rows = sent.rows[same]
+        state = self._states()
+        state[rows[state[rows] == SENT]] = CONFIRMED
+
+    def _confirm_forgotten(self) -> Sent:
+        """Confirm what was sent and is in no message that is still awaited."""
+        self._forgotten = 0
+        state = self._states()
+        settled = state == SENT
+        for later in self.pending.values():
+            settled[later.rows] = False
+        rows = np.flatnonzero(settled)
+        state[rows] = CONFIRMED
+        return Sent(self.asked_at, rows, self.table.records["generation"][rows])
+
+    def _covers(self, sent: Sent) -> bool:
+        """Return whether all that a message put into force is confirmed by now."""
+        if not len(sent.rows):
+            return False
+        same = self.table.records["generation"][sent.rows] == sent.generations
+        return bool(same.all() and (self.state(sent.rows) == CONFIRMED).all())
+
+    def _states(self) -> npt.NDArray[np.uint8]:
+        size = len(self.table.live)
+        if len(self._state) < size:
+            state = np.zeros(size, np.uint8)
+            state[: len(self._state)] = self._state
+            self._state = state
+        return self._state
+
+
+def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    larger = np.zeros(2 * len(array), array.dtype)
+    larger[: len(array)] = array
+    return larger

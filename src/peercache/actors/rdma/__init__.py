@@ -1,0 +1,1 @@
+"""rdma: which queue pairs clients have to this node."""

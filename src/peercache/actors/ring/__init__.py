@@ -1,0 +1,1 @@
+"""Ring: which nodes own which records."""

@@ -1,0 +1,190 @@
+"""The seam between the disk actor and the page store: effects, and the facts that answer them.
+
+The actor decides which page lies where; the store moves bytes on threads of its own and answers
+each job exactly once. Places are byte offsets in the store, as if its slabs were one long file.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.runs import U64
+
+DISK_DONE = 0
+"""Outcome of one page of a job: written, or read, in full."""
+DISK_CHANGED = 1
+"""The pool rewrote or evicted the page while it was being written: the place holds nothing."""
+DISK_DAMAGED = 2
+"""What lies at the place is not that page, or its checksum is wrong: the place holds nothing."""
+DISK_FAILED = 3
+"""An I/O error: the place holds nothing that may be believed."""
+DISK_FULL = 4
+"""No space on the file system, or less than its floor: the place cannot be written for now."""
+DISK_LATE = 5
+"""The call was under way at the deadline, *and may still write*: into the pool (Load) or into the
+place (Spill). Slot and place stay taken, until `LateEnded` names the page."""
+DISK_UNTRIED = 6
+"""The deadline passed, or the tier ended, before the page's turn: nothing was touched."""
+
+DISK_ENTRY = np.dtype(
+    [
+        ("key", "V16"),
+        ("namespace", "<u8"),
+        ("place", "<u8"),
+        ("sequence", "<u8"),
+        ("length", "<u4"),
+        ("written", "<u4"),  # unix seconds: for a time to live that outlasts a restart
+        ("used", "<u4"),  # unix seconds, coarse
+        ("slot", "<u4"),  # blocks of 4 KiB that the slot takes, its header included
+    ]
+)
+"""One page on disk, as the index tells it at start. 56 bytes."""
+
+
+# --- effects of the disk actor --------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Spill:
+    """disk → store: write pages of the pool to places. Answered by one SpillDone.
+
+    The store compares each page's generation word with its record's generation before and after;
+    a page that changed meanwhile is DISK_CHANGED. Places next to each other, in order, are written
+    by one call. A place is not handed to a second job before the first has answered for it.
+
+    job:        a number that no other job of this store had.
+    records:    RESIDENT records: key, offset, length, generation (and checksum, with its flag).
+    namespaces: (n,) uint64.
+    places:     (n,) uint64, byte offsets in the store, where the slots' headers lie.
+    sequences:  (n,) uint64, write sequences: the highest wins where two slots name one key.
+    until:      deadline, in the actor's time.
+    """
+
+    job: int
+    records: npt.NDArray[np.void]
+    namespaces: U64
+    places: U64
+    sequences: U64
+    until: float
+
+
+@attrs.frozen(eq=False)
+class Load:
+    """disk → store: read pages into reserved slots of the pool. Answered by one LoadDone.
+
+    The slots' generation words are odd while that happens; a page's slot takes its length rounded
+    up to 4 KiB, which a granule always has. Loads go before spills.
+
+    keys:    n packed keys, 16 bytes each.
+    lengths: (n,) uint64. What is found must have this key, namespace and length.
+    places:  (n,) uint64, as given to Spill or told by DiskOpened.
+    offsets: (n,) uint64, of the slots in page memory.
+    until:   deadline, in the actor's time.
+    """
+
+    job: int
+    keys: bytes
+    namespaces: U64
+    lengths: U64
+    places: U64
+    offsets: U64
+    until: float
+
+
+@attrs.frozen(eq=False)
+class Forget:
+    """disk → store: these places hold nothing any more; their index rows go, in order with Spill.
+
+    A Spill to a forgotten place may follow at once: the row goes first.
+
+    places: (n,) uint64.
+    wipe:   True for pages that somebody removed or cleared: their headers are overwritten too, so
+            that not even an index rebuilt from the slots brings them back. False for evictions.
+    job:    with a number, ForgetDone tells when a restart can no longer bring them back.
+    """
+
+    places: U64
+    wipe: bool = False
+    job: int = 0
+
+
+@attrs.frozen(eq=False)
+class NoteUse:
+    """disk → store: these places were used, coldest first. Coarse; lost in a crash."""
+
+    places: U64
+
+
+DiskEffect: TypeAlias = Spill | Load | Forget | NoteUse
+
+
+# --- facts from the page store (Tell, mailbox "disk") ---------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class DiskOpened:
+    """store → disk: the folder is ours. The first fact; before it the store takes no jobs.
+
+    usable_bytes: whole slabs below the cap; a multiple of slab_bytes.
+    slab_bytes:   bytes of a slab; slab i holds the places from i x slab_bytes on.
+    entries:      dtype DISK_ENTRY, coldest first; places fit their slabs and do not overlap, and a
+                  key occurs once. Nothing has been verified: a Load does that.
+    unix_s:       the wall clock now, to compare with `written` and `used`.
+    """
+
+    usable_bytes: int
+    slab_bytes: int
+    entries: npt.NDArray[np.void]
+    unix_s: int
+
+
+@attrs.frozen
+class SpillDone:
+    """store → disk: the outcome of each page of a Spill, one byte each."""
+
+    job: int
+    outcomes: bytes
+
+
+@attrs.frozen(eq=False)
+class LoadDone:
+    """store → disk: the outcome of each page of a Load; checksums: (n,) xxh3_64 of what is DONE."""
+
+    job: int
+    outcomes: bytes
+    checksums: U64
+
+
+@attrs.frozen
+class LateEnded:
+    """store → disk: a call that was DISK_LATE has returned; slot and place of its pages are free.
+
+    indices: which pages of the job. Whatever was read or written is not to be believed.
+    """
+
+    job: int
+    indices: tuple[int, ...]
+
+
+@attrs.frozen
+class ForgetDone:
+    """store → disk: what this Forget named stays forgotten over restarts."""
+
+    job: int
+
+
+@attrs.frozen
+class DiskEnded:
+    """store → disk: the tier is off from now on (stuck, vanished, read-only); the node goes on.
+
+    Jobs without an answer are answered before; LateEnded may still follow.
+    """
+
+    reason: str
+
+
+DiskFact: TypeAlias = DiskOpened | SpillDone | LoadDone | LateEnded | ForgetDone | DiskEnded

@@ -1,0 +1,1 @@
+"""The `peercache` command and its subcommands."""

@@ -1,0 +1,316 @@
+"""`peercache bench disk`: the page store beside the raw device, and the index at a million pages.
+
+The raw rate is measured in the same folder, in turn with the store, by as many threads, with calls
+of the same size past the page cache: what is left between the two is what the store costs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX, slot_blocks, slots_in
+from peercache.actors.storage_port import (
+    DISK_ENTRY,
+    DiskEnded,
+    DiskFact,
+    DiskOpened,
+    Load,
+    LoadDone,
+    Spill,
+    SpillDone,
+)
+from peercache.cli.bench.disk_cluster import measure_cluster
+from peercache.cli.bench.limits import percentile
+from peercache.errors import ConfigError
+from peercache.model.records import RECORD, RESIDENT
+from peercache.storage.folder import open_folder
+from peercache.storage.index_file import load_entries, open_index, store_entries
+from peercache.storage.mover import UNIT_BYTES
+from peercache.storage.scan import consistent
+from peercache.storage.slab_files import SlabFiles
+from peercache.storage.store import DiskStore, PoolMemory
+
+ROUNDS: Final = 3
+"""After one that nobody counts: a disk is slower where it was never written."""
+
+JOBS_AT_ONCE: Final = 4
+"""What keeps every thread busy while the last job of a batch ends."""
+
+SINGLE_LOADS: Final = 200
+
+GRANULE: Final = 16 * 2**10
+
+PATIENCE_S: Final = 120.0
+
+
+@attrs.frozen
+class DiskPlan:
+    """What is measured. pages x page_bytes is what is written and read in a round."""
+
+    folder: str
+    page_bytes: int
+    batch: int
+    pages: int
+    threads: int
+    entries: int
+
+
+class Bench:
+    """A store with a pool of its own, and a plain file of the same size beside it."""
+
+    def __init__(self, plan: DiskPlan, folder: Path) -> None:
+        """Open both and fill the pool."""
+        self.plan = plan
+        slot = -(-plan.page_bytes // GRANULE) * GRANULE
+        self.pages = np.frombuffer(mmap.mmap(-1, plan.pages * slot), np.uint8)
+        self.pages[:] = np.random.default_rng(1).integers(0, 256, len(self.pages), np.uint8)
+        words = np.full(plan.pages * slot // GRANULE, 2, np.uint64)
+        self.offsets = np.arange(plan.pages, dtype=np.uint64) * np.uint64(slot)
+        self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
+        self.jobs = 0
+        wanted = 2 * plan.pages * (plan.page_bytes + 2 * BLOCK_BYTES) + 4 * SLAB_BYTES_MAX
+        self.store = DiskStore(
+            str(folder / "store"),
+            size_bytes=wanted,
+            pool=PoolMemory(self.pages, words, GRANULE),
+            tell=self.facts.put,
+            free_floor=0.0,
+            threads=plan.threads,
+        )
+        self.store.start()
+        opened = self._take()
+        if not isinstance(opened, DiskOpened):
+            raise ConfigError("folder", f"{plan.folder} cannot be used: {opened}")
+        self.index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
+        if plan.page_bytes > self.index.page_bytes_max:
+            raise ConfigError("page-bytes", f"{self.index.page_bytes_max} at most here")
+        self.keys = [os.urandom(16) for _ in range(plan.pages)]
+        self.records = np.zeros(plan.pages, RECORD)
+        self.records["key"] = np.frombuffer(b"".join(self.keys), "V16")
+        self.records["offset"], self.records["length"] = self.offsets, plan.page_bytes
+        self.records["generation"], self.records["flags"] = 2, RESIDENT
+        ones = np.ones(plan.pages, np.uint64)
+        self.lengths = ones * np.uint64(plan.page_bytes)
+        self.ones = ones
+        begun = self.index.begin(b"".join(self.keys), ones, self.lengths, ones, 0)
+        self.places = begun.places
+        self.calls = self._raw_calls(folder / "raw")
+
+    def store_gb_s(self, *, write: bool) -> float:
+        """Return the rate of the whole working set through the store."""
+        wrong = 0
+        started = time.perf_counter()
+        under_way = 0
+        for begin in range(0, self.plan.pages, self.plan.batch):
+            self._submit(slice(begin, begin + self.plan.batch), write=write)
+            under_way += 1
+            if under_way == JOBS_AT_ONCE:
+                wrong += self._await_done()
+                under_way -= 1
+        for _ in range(under_way):
+            wrong += self._await_done()
+        if wrong:
+            raise ConfigError("folder", f"{wrong} pages were not written or read as they should")
+        return self.plan.pages * self.plan.page_bytes / (time.perf_counter() - started) / 1e9
+
+    def one_page_ms(self) -> list[float]:
+        """Return how long loads of single pages take, one after the other."""
+        chosen = np.random.default_rng(2).integers(0, self.plan.pages, SINGLE_LOADS).tolist()
+        times = []
+        for page in chosen:
+            started = time.perf_counter()
+            self._submit(slice(page, page + 1), write=False)
+            self._await_done()
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+
+    def raw_gb_s(self, *, write: bool) -> float:
+        """Return the device's own rate, with as many threads and calls of the same size."""
+        waiting = queue.SimpleQueue[tuple[int, memoryview]]()
+        for call in self.calls:
+            waiting.put(call)
+        move = os.pwritev if write else os.preadv
+
+        def work() -> None:
+            while True:
+                try:
+                    offset, memory = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                move(self._raw, [memory], offset)
+
+        threads = [threading.Thread(target=work) for _ in range(self.plan.threads)]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        moved = sum(len(memory) for _, memory in self.calls)
+        return moved / (time.perf_counter() - started) / 1e9
+
+    def close(self) -> None:
+        """Close both."""
+        self.store.close()
+        os.close(self._raw)
+
+    def _raw_calls(self, path: Path) -> list[tuple[int, memoryview]]:
+        direct = os.O_DIRECT if self.is_direct else 0
+        self._raw = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct, 0o600)
+        total = len(self.pages)
+        os.posix_fallocate(self._raw, 0, total)
+        pages = max(1, UNIT_BYTES // self.plan.page_bytes)
+        size = min(total, pages * self.plan.page_bytes // BLOCK_BYTES * BLOCK_BYTES or BLOCK_BYTES)
+        memory = self.pages.data
+        return [(at, memory[at : at + size]) for at in range(0, total - size + 1, size)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether the store goes past the page cache."""
+        return self.store.is_direct
+
+    def _submit(self, pages: slice, *, write: bool) -> None:
+        self.jobs += 1
+        until = time.monotonic() + PATIENCE_S
+        effect: Spill | Load = (
+            Spill(
+                self.jobs, self.records[pages], self.ones[pages], self.places[pages],
+                self.ones[pages], until,
+            )
+            if write
+            else Load(
+                self.jobs, b"".join(self.keys[pages]), self.ones[pages], self.lengths[pages],
+                self.places[pages], self.offsets[pages], until,
+            )
+        )  # fmt: skip
+        self.store.perform(effect)
+
+    def _await_done(self) -> int:
+        fact = self._take()
+        if not isinstance(fact, (SpillDone, LoadDone)):
+            raise ConfigError("folder", f"the store ended: {fact}")
+        return sum(outcome != 0 for outcome in fact.outcomes)
+
+    def _take(self) -> DiskFact:
+        try:
+            return self.facts.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            return DiskEnded(f"no answer within {PATIENCE_S:.0f} s")
+
+
+def run_disk(plan: DiskPlan, progress: Callable[[str], None]) -> dict[str, float]:
+    """Measure everything in a folder of our own below `plan.folder`; return figures by name."""
+    folder = Path(tempfile.mkdtemp(prefix="peercache-bench-", dir=plan.folder))
+    try:
+        figures = _measure_store(plan, folder, progress)
+        figures |= measure_cluster(plan.page_bytes, folder / "nodes", progress)
+        progress(f"an index of {plan.entries} pages")
+        return figures | measure_index(plan.entries, folder / "index")
+    finally:
+        shutil.rmtree(folder)
+
+
+def _measure_store(
+    plan: DiskPlan, folder: Path, progress: Callable[[str], None]
+) -> dict[str, float]:
+    bench = Bench(plan, folder)
+    samples: dict[str, list[float]] = {}
+    try:
+        for number in range(ROUNDS + 1):
+            progress(f"round {number} of {ROUNDS}")
+            measured = {
+                "raw_write_gb_s": bench.raw_gb_s(write=True),
+                "spill_gb_s": bench.store_gb_s(write=True),
+                "raw_read_gb_s": bench.raw_gb_s(write=False),
+                "load_gb_s": bench.store_gb_s(write=False),
+            }
+            for name, figure in measured.items() if number else ():
+                samples.setdefault(name, []).append(figure)
+        times = bench.one_page_ms()
+        direct = float(bench.is_direct)
+    finally:
+        bench.close()
+    figures = {name: statistics.median(values) for name, values in samples.items()}
+    spill, load = (
+        [a / b for a, b in zip(samples[ours], samples[raw], strict=True)]
+        for ours, raw in (("spill_gb_s", "raw_write_gb_s"), ("load_gb_s", "raw_read_gb_s"))
+    )
+    # Of each round by itself: a shared disk changes its mind between rounds.
+    figures["spill_ratio"], figures["load_ratio"] = (
+        statistics.median(spill),
+        statistics.median(load),
+    )
+    figures["load_one_ms"] = statistics.median(times)
+    figures["load_one_p99_ms"] = percentile(times, 0.99)
+    figures["direct"] = direct
+    return figures
+
+
+def measure_index(entries: int, folder: Path) -> dict[str, float]:
+    """Return how long an index of so many pages takes to load, and what it takes in memory."""
+    folder.mkdir()
+    slab_bytes, length = SLAB_BYTES_MAX, 2**20
+    blocks = int(slot_blocks(np.array([length]))[0])
+    a_slab = slots_in(slab_bytes, blocks)
+    slab_count = entries // a_slab + 1
+    rows = np.zeros(entries, DISK_ENTRY)
+    number = np.arange(entries)
+    rows["key"] = np.frombuffer(np.random.default_rng(3).bytes(16 * entries), "V16")
+    rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
+    rows["length"], rows["sequence"] = length, number
+    # Well above what it takes: the index of a real store has its part of the cap.
+    connection = open_index(folder, bytes_max=2**40)
+    store_entries(connection, rows)
+    connection.close()
+    opened = open_folder(folder, None)
+    try:
+        files = SlabFiles(opened, free_floor=0.0, log=_Silent(), read_only=True)
+        files.blocks_of = dict.fromkeys(range(slab_count), blocks)
+        opened.slab_bytes = slab_bytes
+        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
+        started = time.perf_counter()
+        connection = open_index(folder, bytes_max=2**40)
+        told = consistent(load_entries(connection), files, slab_count)
+        index.load(told)
+        load_s = time.perf_counter() - started
+        connection.close()
+    finally:
+        opened.close()
+    if len(index) != entries:
+        raise ConfigError("entries", f"{len(index)} of {entries} came back")
+    return {
+        "index_entries": float(entries),
+        "index_load_s": load_s,
+        "index_bytes_a_page": _bytes_a_page(told, slab_count, slab_bytes),
+    }
+
+
+def _bytes_a_page(entries: Any, slab_count: int, slab_bytes: int) -> float:
+    tracemalloc.start()
+    try:
+        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
+        index.load(entries)
+        return tracemalloc.get_traced_memory()[0] / len(index)
+    finally:
+        tracemalloc.stop()
+
+
+class _Silent:
+    """A log for files that are not there on purpose."""
+
+    def warning(self, event: str, **facts: object) -> None:
+        """Say nothing."""

@@ -1,0 +1,126 @@
+"""What a get costs the processor in our own code: the whole path over a device that takes no time.
+
+Keys are hashed, records are looked up in the location cache, READs are planned and posted, words
+are judged: everything that a client does for a batch whose records it knows, but for moving bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.keys import Namespace, page_keys
+from peercache.model.member import ALIVE, Member
+from peercache.model.reads import PeerRead
+from peercache.model.records import RECORD, RESIDENT
+from peercache.model.runs import U64, PageRuns
+from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.reading import Reader, ReadOutcome
+from peercache.paths.steps import Fetch
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.null_device import WORD, instant_fabric
+
+BATCH = 128
+PAGE_BYTES = 64 * 2**10
+GRANULE = 16 * 2**10
+READS = 200
+TURNS = 4
+PATIENCE_S = 10.0
+
+OWNER = Member(
+    incarnation=1, counter=1, state=ALIVE, head_rank=0, host_name="instant",
+    control="127.0.0.1:1", data="127.0.0.1:1", boot_id="", segment="",
+)  # fmt: skip
+
+
+def own_time_us() -> dict[str, float]:
+    """Return the processor's time a page of a batch of BATCH: of a get, and of its fabric alone.
+
+    Pages that follow each other on both sides become few READs; of scattered ones each is its own.
+    """
+    total = BATCH * PAGE_BYTES
+    target = np.zeros(2 * total, np.uint8)
+    fabric = instant_fabric(page_bytes=2 * total, granule=GRANULE)
+    try:
+        fabric.register("bench", int(target.ctypes.data), target.nbytes, target)
+        in_order = np.arange(BATCH, dtype=np.uint64)
+        together, apart = (
+            Batch(fabric, target, places) for places in (in_order, in_order * np.uint64(2))
+        )
+        return {
+            "cpu_us_page": together.get_us(),
+            "cpu_us_page_scattered": apart.get_us(),
+            "cpu_us_page_fabric": together.read_us(),
+            "cpu_us_page_fabric_scattered": apart.read_us(),
+        }
+    finally:
+        fabric.close()
+
+
+class Batch:
+    """Pages at some places of the owner's memory, and of ours."""
+
+    def __init__(self, fabric: RdmaFabric, target: npt.NDArray[np.uint8], places: U64) -> None:
+        """Have every record in the cache, as after an exists."""
+        offsets = places * np.uint64(PAGE_BYTES)
+        lengths = np.full(BATCH, PAGE_BYTES, np.uint64)
+        self._fabric = fabric
+        self._runs = PageRuns.regular(offsets + np.uint64(target.ctypes.data), lengths, BATCH)
+        self._wanted = PeerRead(OWNER, offsets, lengths, self._runs)
+        self._keys = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(BATCH)]
+        self._digest = Namespace().digest()
+        self._cluster = Cluster.of(
+            {OWNER.incarnation: OWNER}, home=0, boot_id="", replicas=1, virtual_nodes=8,
+            handover_until=0.0,
+        )  # fmt: skip
+        cache, clock = LocationCache(entries_max=BATCH), time.monotonic
+        locator = Locator(cache=cache, breakers=Breakers(), clock=clock)
+        self._reader = Reader(locator=locator, cache=cache, verify="generation", clock=clock)
+        records = np.zeros(BATCH, RECORD)
+        records["key"] = page_keys(self._keys, self._digest)
+        records["holder"], records["generation"] = OWNER.incarnation, WORD
+        records["offset"], records["length"] = offsets, lengths
+        records["flags"] = RESIDENT
+        cache.store(records, clock())
+
+    def get(self) -> ReadOutcome:
+        """Get the batch, as a client does."""
+        until = time.monotonic() + PATIENCE_S
+        names = page_keys(self._keys, self._digest)
+        steps = self._reader.get(names, self._runs, self._cluster, until)
+        try:
+            step = next(steps)
+            while True:
+                assert isinstance(step, Fetch), step
+                step = steps.send([self._fabric.read(read, until) for read in step.reads])
+        except StopIteration as ended:
+            outcome: ReadOutcome = ended.value
+            return outcome
+
+    def get_us(self) -> float:
+        """Return the processor's µs a page of a get; asserts that all pages were hits."""
+        assert self.get().hits.all()
+        best = float("inf")
+        for _ in range(TURNS):
+            # Many at a time: some kernels count a thread's time in steps of 10 ms.
+            started = time.thread_time()
+            for _ in range(READS):
+                self.get()
+            best = min(best, time.thread_time() - started)
+        return best / READS / BATCH * 1e6
+
+    def read_us(self) -> float:
+        """Return the processor's µs a page of the fabric's part alone."""
+        best = float("inf")
+        for _ in range(TURNS):
+            started = time.thread_time()
+            for _ in range(READS):
+                self._fabric.read(self._wanted, time.monotonic() + PATIENCE_S)
+            best = min(best, time.thread_time() - started)
+        return best / READS / BATCH * 1e6

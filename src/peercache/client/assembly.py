@@ -1,0 +1,249 @@
+"""The wiring of a client: which parts it has, how they know each other, how they end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import final
+
+from peercache.client.bridge import Driver
+from peercache.client.home import Home
+from peercache.config.settings import Config
+from peercache.errors import ConfigError
+from peercache.fabric.port import Fabric, RegistersMemory
+from peercache.fabric.shm import ShmFabric
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.memory.client_lock import ClientLock
+from peercache.memory.layout import boot_id
+from peercache.model.ids import name_of, new_client_id
+from peercache.model.keys import Namespace
+from peercache.net.asking import Asker
+from peercache.node.embedded import EmbeddedNode
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.observability.reports import Report
+from peercache.paths.breaker import Breakers
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.reading import Reader
+from peercache.paths.writing import Writer
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
+from peercache.wire.messages.session import Hello, Refused
+
+REFUSALS_LOGGED_MAX = 1024
+"""Refusals are logged once a peer and reason; so many are remembered."""
+
+
+@final
+class Wiring:
+    """The parts of one client, from the home node to the fabrics."""
+
+    def __init__(self, config: Config, namespace: Namespace) -> None:
+        """Make every part; embed a node where `config.home` is empty."""
+        self._config = config
+        self._namespace = namespace
+        self.metrics = Metrics()
+        self.clock = time.monotonic
+        self.identity = new_client_id(random.SystemRandom())
+        self.log = get_logger(client=name_of(self.identity))
+        self._refusals_logged: set[tuple[int, str]] = set()
+        self._alive: set[int] = set()
+        # First of all, because it may find that there can be no such client here.
+        rails = self._open_rails()
+        self._node: EmbeddedNode | None = None
+        self._lock: ClientLock | None = None
+        if config.home:
+            url = config.home
+            self._lock = ClientLock(url, self.identity)
+            self._lock_name = self._lock.name
+        else:
+            self._node = EmbeddedNode(config, metrics=self.metrics)
+            url = self._node.ready.home
+            self._lock_name = self._node.ready.local_token
+        self.breakers = Breakers()
+        self.cache = LocationCache(entries_max=config.location_cache_entries)
+        locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
+        self.reader = Reader(
+            locator=locator, cache=self.cache, verify=config.verify, clock=self.clock
+        )
+        self.writer = Writer(
+            cache=self.cache,
+            breakers=self.breakers,
+            verify=config.verify,
+            namespace_tag=namespace.tag(),
+            clock=self.clock,
+        )
+        self.asker = Asker(
+            identity=self.identity,
+            cluster=config.cluster,
+            hello_for=self._hello,
+            url_of=self._url_of,
+            breakers=self.breakers,
+            clock=self.clock,
+            on_refused=self._refused,
+            on_late=self._heard_late,
+        )
+        self._shm = ShmFabric(boot_id=boot_id())
+        self._tcp = TcpFabric(
+            cluster=config.cluster,
+            credentials=config.credentials,
+            granule=config.granule,
+            max_channels_per_peer=config.max_channels_per_peer,
+        )
+        self._rdma = self._rdma_over(rails) if rails else None
+        self.driver = Driver(
+            asker=self.asker,
+            fabrics=self._fabrics(),
+            breakers=self.breakers,
+            clock=self.clock,
+            log=self.log,
+        )
+        self.report = Report(self.metrics)
+        self.home = self._home_at(url)
+
+    def close(self, *, is_quiet: bool) -> None:
+        """End every part. is_quiet: no call is in flight any more."""
+        self.home.stop()
+        self.home.detach()
+        self.driver.close()
+        self.asker.close()
+        self._shm.close()
+        if self._rdma is not None:
+            self._rdma.close()
+        self._tcp.close()
+        if self._lock is not None and is_quiet:
+            # With a copy still under way the lock must stay: it is what keeps the slots ours.
+            self._lock.release()
+        if self._node is not None:
+            self._node.close()
+        self.log.info("client.closed")
+
+    def control_address(self) -> str:
+        """Return HOST:PORT of the embedded node's control port, "" where there is none."""
+        return self._node.ready.control if self._node is not None else ""
+
+    def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
+        """Tell the fabrics that care; return what ends it."""
+        ends = [
+            fabric.register("engine", address, length, owner)
+            for fabric in self._fabrics()
+            if isinstance(fabric, RegistersMemory)
+        ]
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
+    def _home_at(self, url: str) -> Home:
+        return Home(
+            url=url,
+            config=self._config,
+            driver=self.driver,
+            breakers=self.breakers,
+            touches=self.reader.touches,
+            # An embedded node has the very same metrics.
+            report=self.report if self._node is None else None,
+            on_view=self._view_changed,
+            renew_lock=self._renew_lock,
+            on_beat=self._list_channels,
+            metrics=self.metrics,
+            log=self.log,
+        )
+
+    def _fabrics(self) -> tuple[Fabric, ...]:
+        """Return the fabrics that may be used, the best one first."""
+        rdma = (self._rdma,) if self._rdma is not None else ()
+        by_choice: dict[str, tuple[Fabric, ...]] = {
+            "shm": (self._shm,),
+            "tcp": (self._tcp,),
+            "rdma": rdma,
+            "auto": (self._shm, *rdma, self._tcp),
+        }
+        return by_choice[self._config.fabric]
+
+    def _open_rails(self) -> tuple[Rail, ...]:
+        """Open what there is for rdma; raise ConfigError where it is asked for and absent."""
+        if self._config.fabric not in ("auto", "rdma"):
+            return ()
+        rails, problems = open_rails(Settings.of(self._config))
+        if not rails and self._config.fabric == "rdma":
+            what = "; ".join(problems)
+            raise ConfigError("fabric", f"rdma is asked for, and there is none: {what}")
+        self.log.info("rdma.rails", rails=[rail.name for rail in rails], problems=list(problems))
+        return rails
+
+    def _rdma_over(self, rails: tuple[Rail, ...]) -> RdmaFabric:
+        return RdmaFabric(
+            rails=rails,
+            exchange=self._exchange,
+            max_channels_per_peer=self._config.max_channels_per_peer,
+            rng=random.SystemRandom(),
+            metrics=self.metrics,
+            fallback=self._tcp if self._config.fabric == "auto" else None,
+        )
+
+    # --- what the parts ask each other ------------------------------------------------------------
+
+    def _exchange(self, peer: int, message: Message, until: float) -> Message | None:
+        return self.asker.ask(((peer, message),), until)[0]
+
+    def _list_channels(self) -> None:
+        if self._rdma is not None:
+            self.asker.post(self._rdma.held())
+
+    def _renew_lock(self) -> None:
+        """Lock a new file; raise ConfigError where that cannot be, and try again when asked to."""
+        if not self._config.home:
+            return
+        # Forgotten before anything can fail: a lock that is released twice would close a
+        # descriptor that is somebody else's by then.
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+        self._lock = ClientLock(self._config.home, self.identity)
+
+    def _url_of(self, peer: int) -> str | None:
+        return self.home.url_of(peer)
+
+    def _hello(self, peer: int) -> Hello:
+        # 0 is whoever listens at the home address: only there do we write.
+        is_home = peer == 0 or self.home.is_home(peer)
+        return Hello(
+            request=0,
+            wire_oldest=WIRE_VERSION_OLDEST,
+            wire_newest=WIRE_VERSION,
+            cluster=self._config.cluster,
+            is_node=False,
+            granule=self._config.granule,
+            credentials=self._config.credentials,
+            namespace=self._namespace.name,
+            geometry=self._namespace.geometry,
+            lock=self._lock_name if is_home else "",
+        )
+
+    def _heard_late(self, peer: int, message: Message) -> None:
+        self.home.heard_late(peer, message)
+
+    def _refused(self, peer: int, refusal: Refused) -> None:
+        key = (peer, refusal.reason)
+        if key not in self._refusals_logged and len(self._refusals_logged) < REFUSALS_LOGGED_MAX:
+            self._refusals_logged.add(key)
+            self.log.warning(
+                "client.refused", peer=name_of(peer), reason=refusal.reason, detail=refusal.detail
+            )
+
+    def _view_changed(self, alive: set[int]) -> None:
+        self.breakers.forget(alive)
+        self.asker.forget(alive)
+        self.driver.forget(alive)
+        for gone in sorted(self._alive - alive):
+            self._shm.forget(gone)
+            self._tcp.forget(gone)
+            if self._rdma is not None:
+                self._rdma.forget(gone)
+        self._alive = alive

@@ -1,0 +1,222 @@
+"""The driver: does what the read and write paths ask for, in the caller's thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from threading import Lock
+from typing import Any, TypeVar, final
+
+import attrs
+import numpy as np
+import xxhash
+
+from peercache.errors import PeerUnreachable
+from peercache.fabric.port import Fabric
+from peercache.memory.attached import AttachedSegment
+from peercache.memory.copying import copy_pages
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import U64, PageRuns
+from peercache.net.asking import Asker
+from peercache.observability import reasons
+from peercache.paths.breaker import Breakers, data_port
+from peercache.paths.steps import Ask, Fetch, Greet, Hear, Place, Post, Step
+
+FETCH_THREADS_MAX = 16
+"""Holders read from at once over a network: their streams overlap, one thread each."""
+
+Result = TypeVar("Result")
+
+
+@final
+class Driver:
+    """Runs the steps of sans-IO paths with blocking calls. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        asker: Asker,
+        fabrics: tuple[Fabric, ...],
+        breakers: Breakers,
+        clock: Callable[[], float],
+        log: Any,
+    ) -> None:
+        """Read through the first of `fabrics` that reaches a holder."""
+        self._asker = asker
+        self._fabrics = fabrics
+        self._breakers = breakers
+        self._clock = clock
+        self._log = log
+        self._chosen: dict[int, str] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._is_closed = False
+        self._lock = Lock()
+
+    def run(
+        self, path: Generator[Step, Any, Result], home_segment: AttachedSegment | None = None
+    ) -> Result:
+        """Drive a path to its end; `home_segment` is where its pages are placed."""
+        answer: Any = None
+        try:
+            while True:
+                try:
+                    step = path.send(answer)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+                answer = self._do(step, home_segment)
+        finally:
+            # Whatever was raised, the path lets go of what it holds now, not when it is collected.
+            path.close()
+
+    def close(self) -> None:
+        """End the threads; reads in flight are bounded by their deadlines."""
+        with self._lock:
+            self._is_closed = True
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, alive: set[int]) -> None:
+        """Forget peers that are not alive any more."""
+        for peer in [peer for peer in list(self._chosen) if peer not in alive]:
+            self._chosen.pop(peer, None)
+
+    def fabric_of_peers(self) -> dict[int, str]:
+        """Return the fabric last used for each peer."""
+        return dict(self._chosen)
+
+    def _do(self, step: Step, home_segment: AttachedSegment | None) -> Any:
+        if isinstance(step, Ask):
+            return self._asker.ask(step.questions, step.until, step.enough)
+        if isinstance(step, Post):
+            return self._asker.post(step.messages)
+        if isinstance(step, Hear):
+            return self._asker.hear(step.peer)
+        if isinstance(step, Fetch):
+            return self._fetch(step)
+        if isinstance(step, Place):
+            return _place(step, home_segment)
+        if isinstance(step, Greet):
+            return self._asker.greet(step.url, step.until)
+        return checksums_of(step.runs)
+
+    def _fetch(self, step: Fetch) -> list[Fetched]:
+        chosen = [self._fabric_for(read) for read in step.reads]
+        elsewhere: dict[int, Future[Fetched]] = {}
+        try:
+            for place, fabric in enumerate(chosen[1:], start=1):
+                # Memory copies gain nothing from threads; streams of a network do.
+                if fabric is not None and fabric.name != "shm":
+                    future = self._submit(step.reads[place], fabric, step.until)
+                    if future is not None:
+                        elsewhere[place] = future
+            here = {
+                place: self._read(read, chosen[place], step.until)
+                for place, read in enumerate(step.reads)
+                if place not in elsewhere
+            }
+            return [
+                here[place] if place in here else self._result(elsewhere[place], read, step.until)
+                for place, read in enumerate(step.reads)
+            ]
+        finally:
+            # Also when something was raised: nothing may write to a destination after the return.
+            wait([future for future in elsewhere.values() if not future.cancel()])
+
+    def _read(self, read: PeerRead, fabric: Fabric | None, until: float) -> Fetched:
+        pages, holder = len(read.offsets), read.member.incarnation
+        breaker = data_port(holder)
+        if fabric is None or not self._breakers.available(breaker, self._clock()):
+            return _nothing(pages, reasons.PEER_UNREACHABLE)
+        fetched = fabric.read(read, until)
+        if fetched.failure == reasons.PEER_UNREACHABLE:
+            self._breakers.failed(breaker, self._clock())
+        elif not fetched.failure:
+            self._breakers.answered(breaker)
+        # Which one it was, where a fabric has left the read to another.
+        return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
+
+    def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
+        """Read in another thread; None if there is none to be had."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
+            # Ours, not the executor's: where no thread can be started its `submit` raises, and has
+            # queued the read all the same. It must not begin when nobody waits for it any more.
+            done: Future[Fetched] = Future()
+            try:
+                queued = self._threads.submit(self._fulfil, done, read, fabric, until)
+            except RuntimeError:
+                return None if done.cancel() else done
+            # What `close` drops from the queue is dropped here, too.
+            queued.add_done_callback(lambda dropped: dropped.cancelled() and done.cancel())
+            return done
+
+    def _fulfil(self, done: Future[Fetched], read: PeerRead, fabric: Fabric, until: float) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(self._read(read, fabric, until))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _result(self, future: Future[Fetched], read: PeerRead, until: float) -> Fetched:
+        try:
+            return future.result(max(0.0, until - self._clock()))
+        except FutureTimeoutError:
+            # It may wait behind reads of other calls, with later deadlines: then it never begins.
+            if future.cancel():
+                return _nothing(len(read.offsets), reasons.DEADLINE)
+            return future.result()
+        except CancelledError:
+            return _nothing(len(read.offsets), reasons.CLOSED)
+
+    def _fabric_for(self, read: PeerRead) -> Fabric | None:
+        holder = read.member.incarnation
+        for fabric in self._fabrics:
+            if fabric.reaches(read.member):
+                if self._chosen.get(holder) != fabric.name:
+                    self._chosen[holder] = fabric.name
+                    self._log.info("fabric.chosen", peer=f"{holder:016x}", fabric=fabric.name)
+                return fabric
+        return None
+
+
+def _nothing(pages: int, failure: str) -> Fetched:
+    return Fetched(np.full(pages, ODD), failure)
+
+
+def _place(step: Place, segment: AttachedSegment | None) -> int:
+    if segment is None:
+        return 0
+    lengths, page_bytes = step.runs.lengths(), np.uint64(segment.page_bytes)
+    # The home node is trusted with our pages, not with our memory. A sum could wrap around.
+    inside = (lengths <= page_bytes) & (
+        step.offsets <= page_bytes - np.minimum(lengths, page_bytes)
+    )
+    if not inside.all():
+        return 0
+    try:
+        with segment.in_use():
+            addresses = step.offsets + np.uint64(segment.pages_address)
+            return copy_pages(step.runs, addresses, to_slots=True, deadline=step.until)
+    except PeerUnreachable:
+        # The home node has restarted since, and its old segment is being unmapped.
+        return 0
+
+
+def checksums_of(runs: PageRuns) -> U64:
+    """Return the xxh3_64 of each page's bytes, (n,) uint64; 0, which means none, becomes 1."""
+    digests = np.empty(len(runs), np.uint64)
+    for page in range(len(runs)):
+        digest = xxhash.xxh3_64()
+        for run in range(int(runs.starts[page]), int(runs.starts[page + 1])):
+            size = int(runs.sizes[run])
+            digest.update((ctypes.c_char * size).from_address(int(runs.addresses[run])))
+        digests[page] = digest.intdigest() or 1
+    return digests

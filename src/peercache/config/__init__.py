@@ -1,0 +1,1 @@
+"""The settings: one table, read from defaults, a file, the environment and flags."""

@@ -1,1 +1,0 @@
-"""The page store: slab files, their index, and the threads that move pages. See `store`."""

@@ -1,0 +1,1 @@
+"""The tcp fabric: client, channel, wire format, server, and the compiled loops."""

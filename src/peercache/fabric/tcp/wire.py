@@ -1,0 +1,233 @@
+"""The bytes of the tcp fabric: pure functions, shared by the client and the server side.
+
+All numbers are little-endian. A connection opens with one greeting and one answer:
+
+    greeting   magic "PCtg" · version u16 · bytes that follow u16 ·
+               granule u64 · incarnation meant u64 · cluster digest 16 · proof 32
+    answer     magic "PCta" · code u32                      0 is accepted, else an index of REASONS
+
+Then any number of requests, which may be sent ahead, each answered in its turn:
+
+    request    magic "PCtr" · count u32 · incarnation meant u64 · total bytes u64 ·
+               count × (offset u64 · length u64)
+    response   magic "PCts" · code u32; after code 0, for each *portion* of the pages:
+               the portion's bytes · one generation word u64 a page
+
+A portion is a run of consecutive pages. Both sides cut the pages by the same function of the
+lengths, so nothing on the wire says where a portion ends. After a refusal the server closes.
+
+Wire version history:
+    1  the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import attrs
+import numpy as np
+
+from peercache.errors import RemoteProtocolError
+from peercache.model.runs import U64
+
+TCP_WIRE_VERSION = 1
+
+COUNT_MAX = 4096
+"""Pages of one request: 64 KiB of entries, all that a request may make the server buffer."""
+REQUEST_BYTES_MAX = 2**33
+"""Page bytes of one request. They are never buffered; it bounds how long one request can last, and
+is twice the largest page, so that every page fits into some request."""
+PORTION_BYTES_MAX = 4 * 2**20
+"""Bytes after which a portion ends, so that at a deadline at most this much arrived in vain."""
+PORTION_PAGES_MAX = 256
+"""Pages after which a portion ends: with its words it is one `sendmsg` (1024 pieces at most)."""
+
+REASONS = (
+    "",
+    "malformed",
+    "version",
+    "cluster",
+    "credentials",
+    "granule",
+    "incarnation",
+    "bounds",
+    "busy",
+)
+"""Why the server refuses; the index is the code on the wire, so: append only."""
+MALFORMED, VERSION, CLUSTER, CREDENTIALS, GRANULE, INCARNATION, BOUNDS, BUSY = REASONS[1:]
+
+_OPENING = struct.Struct("<4sHH")
+_REST = struct.Struct("<QQ16s32s")
+_ANSWER = struct.Struct("<4sI")
+_REQUEST = struct.Struct("<4sIQQ")
+_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8")])
+
+_GREETING_MAGIC = b"PCtg"
+_ANSWER_MAGIC = b"PCta"
+_REQUEST_MAGIC = b"PCtr"
+_RESPONSE_MAGIC = b"PCts"
+
+OPENING_BYTES = _OPENING.size
+GREETING_REST_BYTES = _REST.size
+ANSWER_BYTES = _ANSWER.size
+REQUEST_BYTES = _REQUEST.size
+ENTRY_BYTES = _ENTRY.itemsize
+WORD_BYTES = 8
+NO_PROOF = bytes(32)
+
+
+@attrs.define(eq=False)
+class Refusal(RemoteProtocolError):
+    """What came is not served. what: one of REASONS."""
+
+
+@attrs.frozen
+class Greeting:
+    """Who asks to read, and from which incarnation.
+
+    cluster: digest of the cluster's name, 16 bytes.
+    proof:   32 bytes that only who knows the shared secret can make; zeros without a secret.
+    """
+
+    granule: int
+    incarnation: int
+    cluster: bytes
+    proof: bytes
+
+
+@attrs.frozen
+class Request:
+    """The head of a request: `count` entries follow, for `total` page bytes."""
+
+    count: int
+    incarnation: int
+    total: int
+
+
+def greet(*, cluster: str, credentials: str, granule: int, incarnation: int) -> Greeting:
+    """Return the greeting of an honest client for the server of that incarnation."""
+    digest = hashlib.blake2b(cluster.encode(), digest_size=16).digest()
+    proof = NO_PROOF
+    if credentials:
+        # The proof covers what is asked for: one seen on the wire opens no other node. (It can be
+        # replayed to this one; keeping it off the wire is the business of TLS.)
+        secret = hashlib.blake2b(credentials.encode()).digest()
+        said = _REST.pack(granule, incarnation, digest, NO_PROOF)
+        proof = hashlib.blake2b(said, key=secret, digest_size=32).digest()
+    return Greeting(granule, incarnation, digest, proof)
+
+
+def encode_greeting(greeting: Greeting) -> bytes:
+    """Return the first bytes of a connection."""
+    opening = _OPENING.pack(_GREETING_MAGIC, TCP_WIRE_VERSION, GREETING_REST_BYTES)
+    rest = _REST.pack(greeting.granule, greeting.incarnation, greeting.cluster, greeting.proof)
+    return opening + rest
+
+
+def check_opening(raw: bytes | bytearray) -> None:
+    """Check the OPENING_BYTES that every version begins with; raise Refusal."""
+    magic, version, follows = _OPENING.unpack(raw)
+    if magic != _GREETING_MAGIC:
+        raise Refusal(MALFORMED)
+    if version != TCP_WIRE_VERSION:
+        raise Refusal(VERSION)
+    if follows != GREETING_REST_BYTES:
+        raise Refusal(MALFORMED)
+
+
+def decode_greeting(raw: bytes | bytearray) -> Greeting:
+    """Return the greeting from the GREETING_REST_BYTES after its opening."""
+    return Greeting(*_REST.unpack(raw))
+
+
+def encode_answer(reason: str) -> bytes:
+    """Return the answer to a greeting; reason "" accepts."""
+    return _ANSWER.pack(_ANSWER_MAGIC, REASONS.index(reason))
+
+
+def decode_answer(raw: bytes | bytearray) -> str:
+    """Return "" or the reason of a refusal; raise RemoteProtocolError for anything else."""
+    return _reason(raw, _ANSWER_MAGIC)
+
+
+def encode_status(reason: str) -> bytes:
+    """Return how a response begins; reason "" serves."""
+    return _ANSWER.pack(_RESPONSE_MAGIC, REASONS.index(reason))
+
+
+def decode_status(raw: bytes | bytearray) -> str:
+    """Return "" or the reason of a refusal; raise RemoteProtocolError for anything else."""
+    return _reason(raw, _RESPONSE_MAGIC)
+
+
+def encode_request(offsets: U64, lengths: U64, incarnation: int) -> bytes:
+    """Return one request for at most COUNT_MAX pages and REQUEST_BYTES_MAX bytes."""
+    assert 0 < len(offsets) <= COUNT_MAX, len(offsets)
+    entries = np.empty(len(offsets), _ENTRY)
+    entries["offset"] = offsets
+    entries["length"] = lengths
+    total = int(lengths.sum(dtype=np.uint64))
+    return _REQUEST.pack(_REQUEST_MAGIC, len(offsets), incarnation, total) + entries.tobytes()
+
+
+def decode_request(raw: bytes | bytearray, *, incarnation: int) -> Request:
+    """Check the REQUEST_BYTES before its entries, and before those are buffered; raise Refusal."""
+    magic, count, meant, total = _REQUEST.unpack(raw)
+    if magic != _REQUEST_MAGIC or not 0 < count <= COUNT_MAX:
+        raise Refusal(MALFORMED)
+    if meant != incarnation:
+        raise Refusal(INCARNATION)
+    if total > REQUEST_BYTES_MAX:
+        raise Refusal(BOUNDS)
+    return Request(count, meant, total)
+
+
+def decode_entries(
+    raw: bytes | bytearray, request: Request, *, page_bytes: int, granule: int
+) -> tuple[U64, U64]:
+    """Return offsets and lengths, each (count,) uint64, that lie inside the page memory.
+
+    raw: request.count × ENTRY_BYTES. Raises Refusal for a slot that cannot be one.
+    """
+    assert page_bytes < 2**52, "COUNT_MAX lengths of this size would not sum up in 64 bits"
+    entries = np.frombuffer(raw, _ENTRY, request.count)
+    offsets = entries["offset"].astype(np.uint64)
+    lengths = entries["length"].astype(np.uint64)
+    limit = np.uint64(page_bytes)
+    # Lengths first: with every length at most `limit`, nothing below can wrap around.
+    if (lengths == 0).any() or (lengths > limit).any() or (offsets > limit - lengths).any():
+        raise Refusal(BOUNDS)
+    # A slot begins at a granule: anything else would be paired with another slot's word.
+    if (offsets % np.uint64(granule)).any():
+        raise Refusal(BOUNDS)
+    if int(lengths.sum()) != request.total:
+        raise Refusal(MALFORMED)
+    return offsets, lengths
+
+
+def cuts(lengths: U64, *, bytes_max: int, pages_max: int) -> list[int]:
+    """Return where consecutive groups of pages begin, and len(lengths) at the end.
+
+    A group holds as many pages as fit into both limits, and at least one.
+    """
+    ends = np.cumsum(lengths, dtype=np.uint64)
+    found = [0]
+    while found[-1] < len(lengths):
+        first = found[-1]
+        before = int(ends[first - 1]) if first else 0
+        fitting = int(np.searchsorted(ends, np.uint64(before + bytes_max), side="right"))
+        found.append(min(max(fitting, first + 1), first + pages_max, len(lengths)))
+    return found
+
+
+def portions(lengths: U64) -> list[int]:
+    """Return where the portions of one response begin, and len(lengths) at the end."""
+    return cuts(lengths, bytes_max=PORTION_BYTES_MAX, pages_max=PORTION_PAGES_MAX)
+
+
+def _reason(raw: bytes | bytearray, expected: bytes) -> str:
+    magic, code = _ANSWER.unpack(raw)
+    if magic != expected or code >= len(REASONS):
+        raise RemoteProtocolError("an answer that is none of the tcp fabric")
+    return REASONS[code]

@@ -1,0 +1,205 @@
+"""A segment of another process, mapped here: to read pages of it, or to write into reserved slots.
+
+Owns    two mappings: header and words, read-only always; page memory, writable for a writer.
+Keeps   nothing is unmapped under a copy: uses are counted, and the last one unmaps after `close`.
+        Nothing found in a file is believed before its size and its incarnation fit.
+        No memory of the owner is touched that it has not populated: it would count as ours.
+Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for a prefaulting thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from peercache.errors import PeerUnreachable, Rejected
+from peercache.memory.kernel import Bytes, address_of, prefault, unfault
+from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
+from peercache.model.ids import Incarnation, name_of
+from peercache.model.reads import ODD
+from peercache.model.runs import U64
+
+POPULATE_CHUNK_BYTES = 16 * 2**20
+"""A few milliseconds of page tables."""
+
+
+class AttachedSegment:
+    """A mapped segment of another process. Every method may be called from any thread.
+
+    incarnation:   whose it is.
+    granule:       bytes a generation word stands for.
+    page_bytes:    size of the page memory.
+    pages_address: where the page memory begins in our address space; only within `in_use`.
+    """
+
+    def __init__(self, file: int, layout: Layout, header: Header, *, writable: bool) -> None:
+        """Map a file whose header was checked; use `open`."""
+        self.incarnation = header.incarnation
+        self.granule = layout.granule
+        self.page_bytes = layout.page_bytes
+        self._layout = layout
+        self._file = file
+        self._writable = writable
+        # Huge pages are few, and a hugetlbfs does not tell which of them the owner has populated.
+        self._populated_bytes = layout.page_bytes if layout.huge_page_bytes else 0
+        self._uses = 0
+        self._closing = False
+        self._unmapped = False
+        self._changed = threading.Condition()
+        read_only = mmap.PROT_READ
+        self._head = mmap.mmap(file, layout.pages_offset, mmap.MAP_SHARED, read_only)
+        self._body = mmap.mmap(
+            file,
+            layout.page_bytes,
+            mmap.MAP_SHARED,
+            read_only | mmap.PROT_WRITE if writable else read_only,
+            offset=layout.pages_offset,
+        )
+        self._words: U64 = np.frombuffer(
+            self._head, np.uint64, layout.words_count, layout.words_offset
+        )
+        self._pages: Bytes = np.frombuffer(self._body, np.uint8)
+        self.pages_address = address_of(self._pages)
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, incarnation: Incarnation, writable: bool
+    ) -> AttachedSegment:
+        """Map the segment of a node.
+
+        Raises PeerUnreachable if there is no such file here, Rejected if it is anything but the
+        segment of this incarnation, whole, and open to us.
+        """
+        if Path(path).name != segment_name(incarnation):
+            raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
+        # O_NONBLOCK: the path came from a peer, and opening a pipe would wait for its other end.
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        flags |= os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags)
+        except FileNotFoundError as error:
+            raise PeerUnreachable(f"{path}, which is not there") from error
+        except (OSError, ValueError) as error:
+            raise Rejected("segment", f"cannot open {path}: {error}") from error
+        try:
+            header, layout = _checked(file, incarnation)
+            return cls(file, layout, header, writable=writable)
+        except (OSError, ValueError) as error:
+            os.close(file)
+            raise Rejected("segment", f"cannot map {path}: {error}") from error
+        except BaseException:
+            os.close(file)
+            raise
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the mapping while the block runs; raises PeerUnreachable after `close` began."""
+        with self._changed:
+            if self._closing:
+                raise PeerUnreachable(f"node {name_of(self.incarnation)}, whose segment is closed")
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._uses -= 1
+                last = self._closing and self._uses == 0
+            if last:
+                self._unmap()
+
+    def words(self, offsets: U64) -> U64:
+        """Load the generation word of each slot now, one aligned 8-byte load each; within `in_use`.
+
+        offsets: (n,) uint64, within the page memory. Returns (n,) uint64; ODD for all if the file
+        was cut short under us, where a load would be a bus error.
+        """
+        if os.fstat(self._file).st_size < self._layout.pages_offset:
+            return np.full(len(offsets), ODD)
+        index = (offsets // np.uint64(self.granule)).astype(np.int64)
+        loaded: U64 = self._words[index]
+        return loaded
+
+    def populate(self) -> int:
+        """Fill our page tables for what the owner has populated; return how many bytes, in all.
+
+        Blocks without the GIL: for a worker thread, again until it returns `page_bytes`. Returns
+        early once `close` began. One thread at a time.
+        """
+        with suppress(PeerUnreachable):
+            while self._populate_chunk():
+                pass
+        return self._populated_bytes
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new uses, wait for those that run, unmap; return whether it is unmapped.
+
+        When the time is up first, the last user unmaps instead.
+        """
+        with self._changed:
+            first = not self._closing
+            self._closing = True
+            idle = self._uses == 0
+        if first and idle:
+            self._unmap()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unmapped, timeout_s)
+
+    def _populate_chunk(self) -> bool:
+        with self.in_use():
+            begin = self._populated_bytes
+            end = min(begin + POPULATE_CHUNK_BYTES, self._owner_populated_bytes())
+            if begin >= end:
+                return False
+            try:
+                prefault(self._pages[begin:end], write=self._writable)
+            except OSError:
+                return False  # Only speed is lost; the copies fault their pages in.
+            self._populated_bytes = end
+            return True
+
+    def _owner_populated_bytes(self) -> int:
+        # To touch a hole of the file would allocate it, and charge our container for it.
+        try:
+            end = os.lseek(self._file, self._layout.pages_offset, os.SEEK_HOLE)
+        except OSError:
+            return self._populated_bytes
+        return min(end - self._layout.pages_offset, self.page_bytes)
+
+    def _unmap(self) -> None:
+        # Exactly one caller gets here: the first `close`, or the last user after it.
+        unfault(self._pages)
+        self.pages_address = 0
+        self._words = np.empty(0, np.uint64)
+        self._pages = np.empty(0, np.uint8)
+        # Whoever took a word outside `in_use` may hold a view for an instant: then the views'
+        # own references end the mapping, and this is no error.
+        for mapping in (self._body, self._head):
+            with suppress(BufferError):
+                mapping.close()
+        os.close(self._file)
+        with self._changed:
+            self._unmapped = True
+            self._changed.notify_all()
+
+
+def _checked(file: int, incarnation: Incarnation) -> tuple[Header, Layout]:
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise Rejected("segment", "no regular file")
+    header = parse_header(os.pread(file, HEADER_BYTES, 0))
+    if header.incarnation != incarnation:
+        raise Rejected(
+            "segment",
+            f"it is of node {name_of(header.incarnation)}, not of {name_of(incarnation)}",
+        )
+    layout = Layout.of(header.page_bytes, header.granule, header.huge_page_bytes)
+    if found.st_size != layout.total_bytes:
+        raise Rejected("segment", f"{found.st_size} bytes, its header wants {layout.total_bytes}")
+    return header, layout

@@ -1,0 +1,162 @@
+"""What lies where in a published segment: header | generation words | page memory.
+
+One aligned 64-bit word a granule; a slot's word is that of its first granule, `offset // granule`,
+whatever the slot's size, so a record's word never moves. Nothing here is ever resized.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from pathlib import Path
+
+import attrs
+
+from peercache.errors import Rejected
+from peercache.model.ids import Incarnation, name_of
+
+LAYOUT_VERSION = 1
+HEADER_BYTES = 4096
+WORD_BYTES = 8
+GRANULE_BYTES_MIN = 4096
+PAGE_MEMORY_BYTES_MAX = 2**50
+"""A petabyte: no host has it, and sums of sizes below it cannot overflow."""
+
+HUGE_PAGE_BYTES = 2 * 2**20
+GIB_PAGE_BYTES = 2**30
+SMALL_PAGE_BYTES = 4096
+
+_MAGIC = b"peercach"
+_HEADER = struct.Struct("<8sIIQQQ36s")
+_BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+_BOOT_ID_CHARS = 36
+_NAME = re.compile(r"peercache-[0-9a-f]{16}", re.ASCII)
+
+assert _HEADER.size <= HEADER_BYTES, _HEADER.size
+
+
+@attrs.frozen
+class Layout:
+    """Offsets and sizes of one segment, in bytes.
+
+    granule:      bytes a generation word stands for.
+    page_bytes:   page memory, whole granules.
+    words_offset: where the generation words begin in the file.
+    pages_offset: where the page memory begins; on a huge page unless the pool is smaller than one.
+    total_bytes:  size of the file.
+    huge_page_bytes: size of the pages that the file is made of, 0 for normal ones.
+    """
+
+    granule: int
+    page_bytes: int
+    words_offset: int
+    pages_offset: int
+    total_bytes: int
+    huge_page_bytes: int = 0
+
+    @classmethod
+    def of(cls, page_bytes: int, granule: int, huge_page_bytes: int = 0) -> Layout:
+        """Lay out `page_bytes` of page memory, rounded down to whole granules.
+
+        In huge pages, which a file has whole, it is rounded down to whole ones of them.
+        """
+        assert granule >= GRANULE_BYTES_MIN, granule
+        assert granule & (granule - 1) == 0, granule
+        assert granule <= page_bytes <= PAGE_MEMORY_BYTES_MAX, page_bytes
+        assert page_bytes >= huge_page_bytes, page_bytes
+        unit = max(granule, huge_page_bytes)
+        whole = page_bytes // unit * unit
+        alignment = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
+        alignment = huge_page_bytes or alignment
+        words_end = HEADER_BYTES + whole // granule * WORD_BYTES
+        pages_offset = -(-words_end // alignment) * alignment
+        total = pages_offset + whole
+        return cls(granule, whole, HEADER_BYTES, pages_offset, total, huge_page_bytes)
+
+    @property
+    def words_count(self) -> int:
+        """Return the number of generation words: one a granule."""
+        return self.page_bytes // self.granule
+
+    @property
+    def words_end(self) -> int:
+        """Return where the generation words end in the file."""
+        return self.words_offset + self.words_count * WORD_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory that the file takes: a gap before aligned normal pages takes none."""
+        if self.huge_page_bytes:
+            return self.total_bytes
+        return self.words_end + self.page_bytes
+
+
+@attrs.frozen
+class Header:
+    """What the first bytes of a segment say."""
+
+    incarnation: Incarnation
+    granule: int
+    page_bytes: int
+    boot_id: str
+    huge_page_bytes: int = 0
+
+
+def pack_header(header: Header) -> bytes:
+    """Return the bytes that a segment begins with."""
+    return _HEADER.pack(
+        _MAGIC,
+        LAYOUT_VERSION,
+        header.huge_page_bytes,
+        header.incarnation,
+        header.granule,
+        header.page_bytes,
+        header.boot_id.encode("ascii").ljust(_BOOT_ID_CHARS),
+    )
+
+
+def parse_header(raw: bytes) -> Header:
+    """Return what a header says; raise Rejected, with what is wrong, for anything but a header."""
+    if len(raw) < _HEADER.size:
+        raise Rejected("segment", f"{len(raw)} bytes, a header has {_HEADER.size}")
+    magic, version, huge, incarnation, granule, page_bytes, boot = _HEADER.unpack_from(raw)
+    if magic != _MAGIC:
+        raise Rejected("segment", "not a published segment")
+    if version != LAYOUT_VERSION:
+        raise Rejected("segment", f"layout version {version}, ours is {LAYOUT_VERSION}")
+    if incarnation == 0:
+        raise Rejected("segment", "no node has the incarnation 0")
+    if granule < GRANULE_BYTES_MIN or granule & (granule - 1):
+        raise Rejected("segment", f"a granule of {granule} bytes")
+    if not granule <= page_bytes <= PAGE_MEMORY_BYTES_MAX or page_bytes % granule:
+        raise Rejected("segment", f"page memory of {page_bytes} bytes, granule {granule}")
+    if huge not in (0, HUGE_PAGE_BYTES, GIB_PAGE_BYTES) or huge > page_bytes:
+        raise Rejected("segment", f"huge pages of {huge} bytes")
+    if not boot.isascii():
+        raise Rejected("segment", "a boot id that is no ASCII")
+    host = boot.decode("ascii").rstrip()
+    return Header(Incarnation(incarnation), granule, page_bytes, host, huge)
+
+
+def boot_id() -> str:
+    """Return what tells this host, since it started, from every other: up to 36 ASCII characters.
+
+    Where the kernel does not say, the host's name has to do: two hosts of one name are then told
+    apart by the segment, which does not open on the wrong one.
+    """
+    try:
+        found = Path(_BOOT_ID_PATH).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        found = "host-" + socket.gethostname().encode("ascii", "replace").decode("ascii")
+    return found[:_BOOT_ID_CHARS]
+
+
+def segment_name(incarnation: int) -> str:
+    """Return the file name of a node's segment."""
+    return f"peercache-{name_of(incarnation)}"
+
+
+def is_segment_name(name: str) -> bool:
+    """Return whether a file of this name is a segment of some node."""
+    return _NAME.fullmatch(name) is not None

@@ -1,0 +1,211 @@
+"""The published segment, as its owner holds it.
+
+Owns    one file in shm_dir, mode 0600, under a lock that lives and dies with this process: whoever
+        can take the lock knows that the owner is dead.
+Keeps   only `store_words` changes a generation word, each by one aligned 8-byte store.
+        No memory is touched before the file system has promised it: a full one is an error at
+        start or while populating, never a bus error later.
+        The words of slots that were never committed are odd.
+Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for the populating thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.errors import AddressTaken, PoolTooLarge
+from peercache.memory.kernel import Bytes, prefault, unfault
+from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
+from peercache.model.ids import Incarnation
+from peercache.model.runs import I64, U64
+
+POPULATE_CHUNK_BYTES = 16 * 2**20
+"""About 10 ms of zeroing, in which the kernel lets no thread of the process map memory."""
+
+CREATE_ATTEMPTS_MAX = 100
+"""Each failed attempt means that another node's start took our new file for a leftover in the
+microseconds before we locked it; a hundred in a row do not happen."""
+
+NEVER_COMMITTED = np.uint64(1)
+"""A word that no record can carry, for slots that hold nothing yet."""
+
+
+class PublishedSegment:
+    """A node's own segment. `populate` may run in a thread beside everything else.
+
+    path:        the file.
+    layout:      where things lie in it.
+    incarnation: the node's.
+    words:       (words_count,) uint64, the generation words; change them with `store_words` only.
+    pages:       (page_bytes,) uint8, the page memory; touch none of it beyond `usable_bytes`.
+    """
+
+    def __init__(self, path: Path, file: int, layout: Layout, incarnation: Incarnation) -> None:
+        """Map a locked file of the full size; use `create`."""
+        self.path = path
+        self.layout = layout
+        self.incarnation = incarnation
+        self.usable_bytes = 0
+        self._file = file
+        self._process = os.getpid()
+        self._populating = threading.Lock()
+        self._closed = False
+        mapping = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED)
+        self._whole: Bytes = np.frombuffer(mapping, np.uint8)
+        self.words: U64 = np.frombuffer(mapping, np.uint64, layout.words_count, layout.words_offset)
+        self.pages: Bytes = self._whole[layout.pages_offset :]
+
+    @classmethod
+    def create(
+        cls, shm_dir: str | os.PathLike[str], *, incarnation: Incarnation, page_bytes: int,
+        granule: int, huge_page_bytes: int = 0,
+    ) -> PublishedSegment:  # fmt: skip
+        """Make the file, its header and its words; the page memory comes with `populate`.
+
+        Raises PoolTooLarge where shm_dir has no room, AddressTaken where the file is there already,
+        OSError where shm_dir cannot be used at all. With `huge_page_bytes` shm_dir is on a
+        hugetlbfs of such pages.
+        """
+        layout = Layout.of(page_bytes, granule, huge_page_bytes)
+        path = Path(shm_dir) / segment_name(incarnation)
+        free_bytes = _free_bytes(shm_dir)
+        # A hugetlbfs without a limit of its own says that it has none free.
+        if not huge_page_bytes and free_bytes < layout.memory_bytes:
+            raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
+        file = _create_locked(path)
+        try:
+            os.ftruncate(file, layout.total_bytes)
+            _reserve(file, 0, layout.words_end, path, layout)
+            segment = cls(path, file, layout, incarnation)
+            # Odd before the header is there: nobody can read a slot that was never committed.
+            segment.words.fill(NEVER_COMMITTED)
+            raw = pack_header(
+                Header(incarnation, layout.granule, layout.page_bytes, boot_id(), huge_page_bytes)
+            )
+            # Through the mapping: a hugetlbfs takes no writes.
+            segment._whole[: len(raw)] = np.frombuffer(raw, np.uint8)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        return segment
+
+    def populate(self, upto_bytes: int) -> int:
+        """Make page memory usable up to `upto_bytes`; return how much is, which never shrinks.
+
+        Blocks without the GIL, 0.5 s a GiB or so: for a worker thread. Returns early when the
+        segment closes. Raises PoolTooLarge when the file system is full: what was usable stays so.
+        """
+        goal = min(upto_bytes, self.layout.page_bytes)
+        # A huge page is populated whole.
+        chunk_bytes = max(POPULATE_CHUNK_BYTES, self.layout.huge_page_bytes)
+        while self.usable_bytes < goal:
+            with self._populating:
+                if self._closed:
+                    break
+                begin = self.usable_bytes
+                end = min(begin + chunk_bytes, goal)
+                if begin >= end:
+                    break  # Another thread populated it meanwhile.
+                offset = self.layout.pages_offset + begin
+                _reserve(self._file, offset, end - begin, self.path, self.layout)
+                self._prefault(begin, end)
+                self.usable_bytes = end
+        return self.usable_bytes
+
+    def store_words(self, indices: I64, values: U64) -> None:
+        """Store `values[i]` at word `indices[i]`, in order, each as one aligned 8-byte store.
+
+        indices: (n,) int64, granules of the page memory. values: (n,) uint64.
+        """
+        assert indices.dtype == np.int64, indices.dtype
+        assert values.dtype == np.uint64, values.dtype
+        assert indices.shape == values.shape, (indices.shape, values.shape)
+        if len(indices) == 0:
+            return
+        # A negative index would count from the end, and change another slot's word.
+        assert int(indices.min()) >= 0, indices
+        # Equal, aligned types: numpy moves each item as one machine word.
+        self.words[indices] = values
+
+    def close(self) -> None:
+        """Unlink the file and let go of the memory, after a step of `populate` in progress.
+
+        Whoever still holds `words` or `pages` keeps the memory mapped until they let go of it.
+        """
+        with self._populating:
+            if self._closed:
+                return
+            self._closed = True
+        if os.getpid() == self._process:
+            # A forked child has the lock and the descriptor too, but the file is its parent's.
+            self.path.unlink(missing_ok=True)
+        unfault(self._whole)
+        empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._whole = self.pages = empty
+        self.words = np.empty(0, np.uint64)
+        os.close(self._file)
+
+    def _prefault(self, begin: int, end: int) -> None:
+        try:
+            prefault(self.pages[begin:end], write=True)
+        except OSError as error:
+            # The reserve above promised the memory; only a limit of our own container is left.
+            if error.errno not in (errno.EFAULT, errno.ENOMEM, errno.ENOSPC):
+                raise
+            raise _too_large(self.path, self.layout) from error
+
+
+def _create_locked(path: Path) -> int:
+    """Return a descriptor of a new file at `path` that we hold the lock of."""
+    for _ in range(CREATE_ATTEMPTS_MAX):
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(path, flags, 0o600)
+        except FileExistsError as error:
+            raise AddressTaken("shm_dir", os.fspath(path)) from error
+        try:
+            # Waits for another node's start that looks whether we are alive: microseconds.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_still(path, file):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        # It looked before we had the lock, took the file for a leftover, and removed its name.
+        os.close(file)
+    raise AddressTaken("shm_dir", os.fspath(path))
+
+
+def _is_still(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _reserve(file: int, offset: int, size: int, path: Path, layout: Layout) -> None:
+    """Have the file system set memory aside for a part of the file."""
+    try:
+        os.posix_fallocate(file, offset, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        raise _too_large(path, layout) from error
+
+
+def _too_large(path: Path, layout: Layout) -> PoolTooLarge:
+    return PoolTooLarge(os.fspath(path.parent), layout.memory_bytes, _free_bytes(path.parent))
+
+
+def _free_bytes(folder: str | os.PathLike[str]) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

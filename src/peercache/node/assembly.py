@@ -1,0 +1,115 @@
+"""The actors of one node and their mailboxes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import final
+
+import trio
+
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.disk.actor import DiskTier
+from peercache.actors.effects import Effect, StateActor
+from peercache.actors.membership.actor import Membership
+from peercache.actors.pool.actor import Pool
+from peercache.actors.pool.page_table import Page
+from peercache.actors.publisher.actor import Publisher
+from peercache.actors.rdma.actor import VERBS, ServedChannels
+from peercache.actors.ring.actor import RingActor
+from peercache.actors.runtime import Mailbox, run_actor
+from peercache.config.settings import Config
+from peercache.model.ids import Incarnation
+from peercache.model.member import Member
+from peercache.observability.metrics import Metrics
+
+SPILL_DELAY_S = 0.02
+"""A commit is published and answered in a few milliseconds; then its pages may go to disk."""
+
+CHANNELS_FACTOR = 16
+"""Channels a client may have to this node, in max_channels_per_peer: so many rails, or fewer and
+channels that were given up and not yet listed as such."""
+
+
+@final
+class Crew:
+    """Every state actor of a node, made from its configuration."""
+
+    def __init__(
+        self,
+        config: Config,
+        me: Member,
+        *,
+        page_bytes: int,
+        rng: random.Random,
+        metrics: Metrics,
+    ) -> None:
+        """Make them; the pool has no memory yet: it hears of it as it is populated."""
+        self.membership = Membership(
+            me=me,
+            discovery_addr=config.discovery_addr,
+            max_masters=config.max_masters,
+            heartbeat_s=config.heartbeat_s,
+            suspect_s=config.suspect_s,
+            dead_s=config.dead_s,
+            rng=rng,
+            metrics=metrics,
+        )
+        self.ring = RingActor(
+            virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
+        )
+        self.directory = DirectoryShard(incarnation=me.incarnation, metrics=metrics)
+        self.publisher = Publisher(
+            incarnation=me.incarnation,
+            republish_rate=config.republish_rate,
+            summary_s=config.summary_s,
+            rng=rng,
+            metrics=metrics,
+        )
+        self.pool = Pool(
+            incarnation=Incarnation(me.incarnation),
+            granule=config.granule,
+            page_bytes=page_bytes,
+            usable_bytes=0,
+            client_uncommitted_max=config.client_uncommitted_max,
+            rng=rng,
+            metrics=metrics,
+            # Asked within one step, so that no page is on disk only and has no record.
+            on_disk=self._on_disk if config.disk_enabled else None,
+        )
+        self.disk = DiskTier(
+            pages=self.pool.pages,
+            pool_bytes=self.pool.usable_bytes,
+            coldest=self.pool.coldest if config.write_policy == "on_evict" else None,
+            queue_bytes_max=config.disk_queue,
+            wish_rate=config.disk_promote_rate,
+            tell_rate=config.republish_rate,
+            ttl_s=config.disk_ttl,
+            spill_delay_s=SPILL_DELAY_S,
+            metrics=metrics,
+        )
+        self.rdma = ServedChannels(
+            channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer
+        )
+        self.actors: dict[str, StateActor] = {
+            "membership": self.membership,
+            "ring": self.ring,
+            # Before the directory: it answers whoever commits, and what it tells others takes time.
+            "publisher": self.publisher,
+            "directory": self.directory,
+            "pool": self.pool,
+            "disk": self.disk,
+            "rdma": self.rdma,
+        }
+        # Who keeps the devices is no state actor, and not on every host.
+        self.mailboxes = {name: Mailbox() for name in (*self.actors, VERBS)}
+
+    def _on_disk(self, pages: Sequence[Page]) -> list[int]:
+        return self.disk.on_disk(pages)
+
+    def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
+        """Run each actor in a task of its own, and let membership begin."""
+        for name, actor in self.actors.items():
+            nursery.start_soon(run_actor, actor, self.mailboxes[name], perform)
+        for effect in self.membership.start(trio.current_time()):
+            perform(effect)

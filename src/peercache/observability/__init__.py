@@ -1,0 +1,1 @@
+"""What PeerCache tells: the log, metrics, reasons, and reports to the home node."""

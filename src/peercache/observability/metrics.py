@@ -1,0 +1,117 @@
+"""The metrics of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_LATENCY_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
+)  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        """Make every metric; docs/reference/metrics.md lists them from here."""
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"peercache_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"peercache_{name}", text, labels, registry=registry)
+
+        # --- client
+        self.pages_hit = counter("pages_hit", "Pages returned by get, verified.", "fabric")
+        self.pages_missed = counter("pages_missed", "Pages a get did not return.", "reason")
+        self.pages_set = counter("pages_set", "Pages committed, or found held already.", "outcome")
+        self.sets_refused = counter("sets_refused", "Pages a set did not store.", "reason")
+        self.pages_unpublished = counter(
+            "pages_unpublished", "Pages committed that no directory owner acknowledged in time."
+        )
+        self.exists_asked = counter("exists_asked", "Keys asked of exists.")
+        self.exists_found = counter("exists_found", "Keys exists found in the leading run.")
+        self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
+        self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
+        self.latency_s = Histogram(
+            "peercache_latency_seconds",
+            "Time of one batch call.",
+            ("operation",),
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.deadlines_overrun = counter(
+            "deadlines_overrun", "Calls that ended after their deadline."
+        )
+        self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
+        self.home_attached = counter("home_attached", "Times a client attached to its home node.")
+        self.rdma_fallbacks = counter(
+            "rdma_fallbacks", "Pages another fabric read because rdma could not.", "reason"
+        )
+        self.rdma_channels_opened = counter(
+            "rdma_channels_opened", "Channels that this client has connected."
+        )
+        self.rdma_channels_failed = counter(
+            "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
+        )
+        # --- node
+        self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
+        self.pool_pages = gauge("pool_pages", "Pages in the pool.")
+        self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
+        self.reservations = gauge("reservations", "Reservations that have not ended.")
+        self.directory_records = gauge("directory_records", "Records this shard holds.")
+        self.members = gauge("members", "Members of the view.", "state")
+        self.messages_received = counter("messages_received", "Control messages taken.", "kind")
+        self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
+        self.connections = gauge("connections", "Open connections.", "port")
+        self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
+        self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
+        self.rdma_channels = gauge("rdma_channels", "Queue pairs that clients have to this node.")
+        self.rdma_registered_bytes = gauge(
+            "rdma_registered_bytes", "Bytes of page memory that every rail serves."
+        )
+        self.records_refused = counter(
+            "records_refused", "Records a directory shard did not take.", "reason"
+        )
+        self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        self._make_disk(registry, counter, gauge)
+
+    def _make_disk(
+        self,
+        registry: CollectorRegistry,
+        counter: Callable[..., Counter],
+        gauge: Callable[..., Gauge],
+    ) -> None:
+        """Make those of the disk tier."""
+        self.disk_open = gauge("disk_open", "1 while this node has a disk tier that works.")
+        self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
+        self.disk_pages = gauge("disk_pages", "Pages on disk.")
+        self.pages_spilled = counter("pages_spilled", "Pages written to disk.")
+        self.bytes_spilled = counter("bytes_spilled", "Bytes of pages written to disk.")
+        self.spills_dropped = counter(
+            "spills_dropped", "Pages that were to be written to disk and were not.", "reason"
+        )
+        self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
+        self.bytes_promoted = counter(
+            "bytes_promoted", "Bytes of pages loaded from disk into the pool."
+        )
+        self.disk_pages_lost = counter("disk_pages_lost", "Pages deleted from disk.", "reason")
+        self.promote_s = Histogram(
+            "peercache_promote_seconds",
+            "Time from a question for pages on disk to its answer.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+
+
+def totals_of(counter: Counter) -> dict[str, float]:
+    """Return what a counter has come to, by the value of its label, "" where it has none."""
+    return {
+        "".join(sample.labels.values()): sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }

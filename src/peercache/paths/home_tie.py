@@ -1,0 +1,190 @@
+"""A client's tie to its home node: attached, lost, attached again; and the view that it tells.
+
+Sans-IO, as the read and write paths are: what is asked, in which order, and what an answer changes
+stands here; threads and sockets are `client.home`'s, simulated tasks `sims.client`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import attrs
+
+from peercache.config.settings import Config
+from peercache.errors import PeerCacheError, Rejected
+from peercache.model.member import Member
+from peercache.model.view import View
+from peercache.observability.reports import Report
+from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
+from peercache.paths.reading import Touches
+from peercache.paths.reserving import Reservations
+from peercache.paths.steps import Ask, Greet, Post, Step
+from peercache.wire.envelope import Message
+from peercache.wire.messages.membership import ViewAsked, ViewShared
+from peercache.wire.messages.pool import Granted, Touched
+from peercache.wire.messages.session import Refused, Welcome
+
+BEAT_S = 1.0
+"""Between two looks at the home node: how old a client's view may be."""
+
+LOST_BEAT_S = 0.25
+"""The same while it is lost: hits come back well within 5 s of its restart."""
+
+Memory = TypeVar("Memory")
+Result = TypeVar("Result")
+Path: TypeAlias = Generator[Step, Any, Result]
+
+
+@attrs.frozen(eq=False)
+class Attached(Generic[Memory]):
+    """One home incarnation that we write to. memory: what it publishes, mapped here."""
+
+    incarnation: int
+    memory: Memory
+    reservations: Reservations
+
+
+class Tie(Generic[Memory]):
+    """What a client knows of its home node, and of the cluster from it.
+
+    attached and cluster are replaced, never changed: any thread may look.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        config: Config,
+        boot_id: str,
+        breakers: Breakers,
+        touches: Touches,
+        report: Report | None,
+        clock: Callable[[], float],
+        open_memory: Callable[[Member], Memory | None],
+        on_attached: Callable[[Attached[Memory], Attached[Memory] | None], None],
+        on_rejected: Callable[[PeerCacheError], None],
+        on_view: Callable[[Cluster, Cluster], None],
+    ) -> None:
+        """Know nobody yet.
+
+        open_memory: map what a home node publishes; None if it cannot be, which may change.
+        on_attached: hears of the new one, and of the one that it replaces.
+        on_rejected: hears why a home node that was lost does not want us back.
+        on_view: hears what was known of the cluster, and what is now.
+        """
+        self._url = url
+        self._config = config
+        self._boot_id = boot_id
+        self._breakers = breakers
+        self._touches = touches
+        self._report = report
+        self._clock = clock
+        self._open_memory = open_memory
+        self._on_attached = on_attached
+        self._on_rejected = on_rejected
+        self._on_view = on_view
+        self._view = View.of()
+        self.attached: Attached[Memory] | None = None
+        self.cluster = self._cluster(0, 0.0)
+
+    def is_home(self, peer: int) -> bool:
+        """Return whether this is the incarnation that we write to."""
+        attached = self.attached
+        return attached is not None and attached.incarnation == peer
+
+    def heard_late(self, peer: int, message: Message) -> None:
+        """Take what answers no question that waits: slots ahead, of the node we write to."""
+        attached = self.attached
+        # Another incarnation means another reservation by this number.
+        if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
+            attached.reservations.granted(message)
+
+    def beat(self) -> Path[bool]:
+        """Look after the home node once; return whether it is well."""
+        is_well = yield from self.ask_view()
+        if not is_well:
+            try:
+                yield from self.attach(self._clock() + BEAT_S)
+            except PeerCacheError as error:
+                self._on_rejected(error)
+            is_well = yield from self.ask_view()
+        attached = self.attached
+        if attached is not None and is_well:
+            yield from self.tell(attached, self._clock())
+        for holder, drops in self._touches.take().items():
+            if holder in self.cluster.members and not self._breakers.is_open(holder):
+                yield Post(((holder, Touched(drops)),))
+        return is_well
+
+    def tell(self, attached: Attached[Memory], now: float) -> Path[None]:
+        """List the live reservations, and what was counted since the last time."""
+        yield Post(((attached.incarnation, attached.reservations.report(now)),))
+        counted = self._report.take() if self._report is not None else None
+        if counted is not None:
+            yield Post(((attached.incarnation, counted),))
+
+    def attach(self, until: float) -> Path[bool]:
+        """Say Hello at the home address, map what is published there; False if nobody answers."""
+        answer = yield Greet(self._url, until)
+        if isinstance(answer, Refused):
+            raise Rejected(answer.reason, answer.detail)
+        if not isinstance(answer, Welcome):
+            return False
+        member, old = answer.member, self.attached
+        self._breakers.answered(member.incarnation)
+        if old is not None and old.incarnation == member.incarnation:
+            return True
+        memory = self._open_memory(member)
+        if memory is None:
+            return False
+        self.attached = attached = Attached(member.incarnation, memory, Reservations())
+        self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
+        self._on_attached(attached, old)
+        return True
+
+    def ask_view(self) -> Path[bool]:
+        """Fetch the view from the home node, or from anybody while that is lost."""
+        attached = self.attached
+        now = self._clock()
+        asked = ViewAsked(0, self._view.digest())
+        if attached is not None and (yield from self._view_from(attached.incarnation, asked, now)):
+            return True
+        for peer in self.cluster.members:
+            if attached is not None and peer == attached.incarnation:
+                continue
+            if self._breakers.available(peer, now) and (
+                yield from self._view_from(peer, asked, now)
+            ):
+                break
+        return False
+
+    def _view_from(self, peer: int, asked: ViewAsked, now: float) -> Path[bool]:
+        answer = (yield Ask(((peer, asked),), now + LOST_BEAT_S))[0]
+        if not isinstance(answer, ViewShared):
+            return False
+        if answer.view:
+            self._take(View.of(answer.view))
+        return True
+
+    def _take(self, view: View) -> None:
+        self._view = view
+        before, attached = self.cluster, self.attached
+        home = attached.incarnation if attached is not None else 0
+        cluster = self._cluster(home, before.handover_until)
+        if cluster.ring.version != before.ring.version:
+            until = self._clock() + self._config.handover_s
+            cluster = attrs.evolve(cluster, handover_until=until)
+        self.cluster = cluster
+        self._on_view(before, cluster)
+
+    def _cluster(self, home: int, handover_until: float) -> Cluster:
+        return Cluster.of(
+            {member.incarnation: member for member in self._view.members()},
+            home=home,
+            boot_id=self._boot_id,
+            replicas=self._config.directory_replicas,
+            virtual_nodes=self._config.virtual_nodes,
+            handover_until=handover_until,
+        )

@@ -1,0 +1,327 @@
+"""The read path: locate, read all the bytes, read the word, verify. There is no other.
+
+Generators without I/O: they yield `Step`s and are driven by the caller's thread, or by a
+simulated task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from threading import Lock
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.keys import PageKeys
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.records import DROP, RESIDENT, Records
+from peercache.model.runs import PageRuns
+from peercache.observability import reasons
+from peercache.paths.breaker import STALL_S
+from peercache.paths.cluster import Cluster
+from peercache.paths.locating import Locator, Mask
+from peercache.paths.location_cache import EXISTS_TRUSTS_S, LocationCache
+from peercache.paths.promoting import Awaited, wishes
+from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
+from peercache.paths.verify import checksum_portions, checksums_agree, verified, wants_checksum
+from peercache.wire.envelope import Message
+from peercache.wire.messages.directory import Disputed
+
+ATTEMPTS_MAX = 3
+"""A stale cached record, then a stale directory record, then the truth."""
+
+PROMOTE_PATIENCE_S = 0.1
+"""How long a holder may take to answer with what has come from its disk: it is asked again as long
+as there is time."""
+
+PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
+"""Silence after which the holder is asked again; only a second silence opens its breaker."""
+
+TOUCHES_MAX = 8192
+"""Most touches kept for one holder between two reports: 192 KiB; more are not told (LRU only)."""
+
+Places = npt.NDArray[np.intp]
+
+
+@attrs.define(eq=False)
+class ReadOutcome:
+    """What a get came to.
+
+    hits: (n,) bool; reasons: a miss reason each, "" for a hit; bytes_by_fabric: verified bytes.
+    """
+
+    hits: Mask
+    reasons: list[str]
+    pages_by_fabric: dict[str, int]
+    bytes_by_fabric: dict[str, int]
+
+
+@final
+class Touches:
+    """Which pages were read from whom, since the holders were last told. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Start with nothing to tell."""
+        self._lock = Lock()
+        self._by_holder: dict[int, list[bytes]] = {}
+        self._count: dict[int, int] = {}
+
+    def add(self, holder: int, records: Records) -> None:
+        """Remember that these records of a holder were read."""
+        drops: Records = np.empty(len(records), DROP)
+        drops["key"], drops["generation"] = records["key"], records["generation"]
+        with self._lock:
+            count = self._count.get(holder, 0)
+            drops = drops[: TOUCHES_MAX - count]
+            if len(drops):
+                self._by_holder.setdefault(holder, []).append(drops.tobytes())
+                self._count[holder] = count + len(drops)
+
+    def take(self) -> dict[int, bytes]:
+        """Return what to tell each holder, and start anew."""
+        with self._lock:
+            told = {holder: b"".join(parts) for holder, parts in self._by_holder.items()}
+            self._by_holder, self._count = {}, {}
+        return told
+
+
+@final
+class Reader:
+    """Reads batches of pages out of their holders' memory."""
+
+    def __init__(
+        self,
+        *,
+        locator: Locator,
+        cache: LocationCache,
+        verify: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """Read with `verify` = generation, sampled or full checksums."""
+        self._locator = locator
+        self._cache = cache
+        self._verify = verify
+        self._clock = clock
+        self.touches = Touches()
+
+    def exists(
+        self, keys: PageKeys, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, tuple[Mask, list[str]]]:
+        """Find which pages somebody holds, (n,) bool; a hint, as everything before a read."""
+        since = self._clock() - EXISTS_TRUSTS_S
+        if self._locator.believes(keys, cluster, since):
+            return np.ones(len(keys), np.bool_), [""] * len(keys)
+        where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
+        wished = wishes(keys, where)
+        if wished:
+            # Whoever asks whether pages are there will read them soon.
+            yield Post(wished)
+        return where.known, where.reasons
+
+    def get(
+        self, keys: PageKeys, runs: PageRuns, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, ReadOutcome]:
+        """Fill the runs of every page that verifies by `until`."""
+        batch = _Batch(keys, runs)
+        cached_since = -np.inf
+        for _ in range(ATTEMPTS_MAX):
+            yield from self._attempt(batch, cluster, until, cached_since)
+            if not len(batch.open) or self._clock() >= until:
+                break
+            # What is left failed with what we believed: ask again, not the cache.
+            cached_since = np.inf
+        return ReadOutcome(batch.hits, batch.reasons, batch.pages_by_fabric, batch.bytes_by_fabric)
+
+    def _attempt(
+        self, batch: _Batch, cluster: Cluster, until: float, cached_since: float
+    ) -> Generator[Step, Any, None]:
+        places = batch.open
+        where = yield from self._locator.locate(
+            batch.keys[places],
+            cluster,
+            until,
+            cached_since=cached_since,
+            avoid=frozenset(batch.avoid),
+        )
+        batch.open = np.empty(0, np.intp)
+        in_memory = (where.records["flags"] & RESIDENT) != 0
+        fits = where.known & (where.records["length"] == batch.lengths[places])
+        if len(places) and (fits & in_memory).all():
+            # Mostly so: nothing to tell apart.
+            yield from self._fetch(batch, cluster, until, places, where.records, where.fresh)
+            return
+        for i in np.flatnonzero(~where.known).tolist():
+            # An earlier attempt knows better why: its holder was evicted under us, or unreachable.
+            batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
+        misfits = np.flatnonzero(where.known & ~fits)
+        batch.reasons_at(places[misfits], reasons.WRONG_SIZE)
+        # A remembered record may be of a page that was set anew since, with another size.
+        stale = misfits[~where.fresh[misfits]]
+        self._cache.drop(where.records[stale])
+        batch.open = places[stale]
+        chosen = np.flatnonzero(fits & in_memory)
+        if len(chosen):
+            yield from self._fetch(
+                batch, cluster, until, places[chosen], where.records[chosen], where.fresh[chosen]
+            )
+        chosen = np.flatnonzero(fits & ~in_memory)
+        if len(chosen):
+            awaited = Awaited(places[chosen], where.records[chosen], where.fresh[chosen])
+            yield from self._promote(batch, cluster, until, awaited)
+
+    def _promote(
+        self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited
+    ) -> Generator[Step, Any, None]:
+        """Have pages loaded by their holders, and read each portion before the next is loaded."""
+        while (now := self._clock()) < until:
+            for holder in awaited.holders():
+                if not self._locator.may_ask(holder):
+                    batch.fail(awaited.give_up(holder), reasons.PEER_UNREACHABLE)
+                    batch.avoid.add(holder)
+            asked = awaited.questions(min(PROMOTE_PATIENCE_S, until - now))
+            if not asked:
+                break
+            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + PROMOTE_S))
+            arrived, lost = awaited.take(answers)
+            if len(lost.places):
+                batch.fail(lost.places, reasons.EVICTED)
+                self._cache.drop(lost.records)
+                yield Post(_disputes(lost.records[lost.fresh], cluster))
+            if len(arrived.places):
+                self._cache.store(arrived.records, self._clock())
+                yield from self._fetch(
+                    batch, cluster, until, arrived.places, arrived.records, arrived.fresh
+                )
+        batch.reasons_at(awaited.places, reasons.NOT_PROMOTED)
+
+    def _fetch(
+        self,
+        batch: _Batch,
+        cluster: Cluster,
+        until: float,
+        places: Places,
+        records: Records,
+        fresh: Mask,
+    ) -> Generator[Step, Any, None]:
+        groups = _by_holder(places, records, fresh)
+        reads = tuple(
+            PeerRead(
+                member=cluster.members[int(theirs["holder"][0])],
+                offsets=np.ascontiguousarray(theirs["offset"]),
+                lengths=theirs["length"].astype(np.uint64),
+                runs=batch.runs.take(at),
+            )
+            for at, theirs, _ in groups
+        )
+        answers: Sequence[Fetched] = yield Fetch(reads, until)
+        disputed: list[Records] = []
+        for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
+            changed = yield from self._judge(batch, until, at, theirs, fetched)
+            if len(changed):
+                disputed.append(theirs[changed[is_fresh[changed]]])
+        told = np.concatenate(disputed) if disputed else records[:0]
+        if len(told):
+            yield Post(_disputes(told, cluster))
+
+    def _judge(
+        self, batch: _Batch, until: float, places: Places, records: Records, fetched: Fetched
+    ) -> Generator[Step, Any, Places]:
+        """Decide which pages of one holder are hits, the only place that does.
+
+        Returns which records were found to be wrong.
+        """
+        hits = verified(records, fetched.words)
+        corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
+        hits[corrupt] = False
+        hits[unchecked] = False
+        holder = int(records["holder"][0])
+        batch.hit(places[hits], records[hits], fetched.fabric)
+        if hits.any():
+            self.touches.add(holder, records[hits])
+        if hits.all():
+            return places[:0]
+        is_wrong = ~hits & (fetched.words != ODD)
+        is_wrong[unchecked] = False
+        changed = np.flatnonzero(is_wrong)
+        self._cache.drop(records[changed])
+        batch.reasons_at(places[changed], reasons.EVICTED)
+        batch.reasons_at(places[corrupt], reasons.VERIFY_FAILED)
+        batch.reasons_at(places[unchecked], reasons.DEADLINE)
+        missing = np.flatnonzero(fetched.words == ODD)
+        batch.reasons_at(places[missing], fetched.failure or reasons.PEER_UNREACHABLE)
+        if len(missing) and fetched.failure != reasons.DEADLINE:
+            batch.avoid.add(holder)
+            self._cache.drop(records[missing])
+            batch.open = np.union1d(batch.open, places[missing])
+        batch.open = np.union1d(batch.open, places[changed])
+        return changed
+
+    def _checked(
+        self, batch: _Batch, until: float, places: Places, records: Records, hits: Mask
+    ) -> Generator[Step, Any, tuple[Places, Places]]:
+        """Return which verified pages have another checksum than their record's, and which were
+        left unchecked, for lack of time.
+        """
+        wanted = wants_checksum(batch.keys[places], self._verify)
+        sampled = wanted[hits[wanted]]
+        wrong, checked = [sampled[:0]], 0
+        for part in checksum_portions(sampled, batch.lengths[places]):
+            # The first portion is always made: it takes less than what is kept for the return.
+            if checked and self._clock() >= until:
+                break
+            digests = yield Checksum(batch.runs.take(places[part]))
+            wrong.append(part[~checksums_agree(records[part], digests)])
+            checked += len(part)
+        return np.concatenate(wrong), sampled[checked:]
+
+
+class _Batch:
+    """The state of one get."""
+
+    def __init__(self, keys: PageKeys, runs: PageRuns) -> None:
+        self.keys = keys
+        self.runs = runs
+        self.lengths = runs.lengths()
+        self.hits: Mask = np.zeros(len(keys), np.bool_)
+        self.reasons = [""] * len(keys)
+        self.open: Places = np.arange(len(keys))
+        self.avoid: set[int] = set()
+        self.pages_by_fabric: dict[str, int] = {}
+        self.bytes_by_fabric: dict[str, int] = {}
+
+    def hit(self, places: Places, records: Records, fabric: str) -> None:
+        self.hits[places] = True
+        self.reasons_at(places, "")
+        count, size = len(places), int(records["length"].sum())
+        self.pages_by_fabric[fabric] = self.pages_by_fabric.get(fabric, 0) + count
+        self.bytes_by_fabric[fabric] = self.bytes_by_fabric.get(fabric, 0) + size
+
+    def fail(self, places: Places, reason: str) -> None:
+        """Note why pages could not be had as it was believed; another attempt may find them."""
+        self.reasons_at(places, reason)
+        self.open = np.union1d(self.open, places)
+
+    def reasons_at(self, places: Places, reason: str) -> None:
+        if not reason and not any(self.reasons):
+            return
+        for place in places.tolist():
+            self.reasons[place] = reason
+
+
+def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Places, Records, Mask]]:
+    """Return the same apart for each holder."""
+    holders = dict.fromkeys(records["holder"].tolist())
+    if len(holders) == 1:
+        return [(places, records, fresh)]
+    groups = [np.flatnonzero(records["holder"] == holder) for holder in holders]
+    return [(places[group], records[group], fresh[group]) for group in groups]
+
+
+def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:
+    owners = cluster.ring.owners(np.ascontiguousarray(records["key"]))[:, : cluster.replicas]
+    return tuple(
+        (peer, Disputed(records[(owners == peer).any(axis=1)].tobytes()))
+        for peer in np.unique(owners).tolist()
+    )

@@ -1,0 +1,78 @@
+"""The steps of the sans-IO paths: what a read or write asks the world to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from peercache.model.reads import PeerRead
+from peercache.model.runs import U64, PageRuns
+from peercache.wire.envelope import Message
+
+
+@attrs.frozen(eq=False)
+class Ask:
+    """Ask several peers at once; the answer is one message or None (unreachable, no answer) each.
+
+    until:  when to stop waiting.
+    enough: given one answer, whether it makes the others unnecessary.
+    """
+
+    questions: tuple[tuple[int, Message], ...]
+    until: float
+    enough: Callable[[Message], bool] | None = None
+
+
+@attrs.frozen
+class Post:
+    """Send a message to each peer and expect nothing; may be lost."""
+
+    messages: tuple[tuple[int, Message], ...]
+
+
+@attrs.frozen
+class Greet:
+    """Say Hello at an address, whoever listens there; the answer is Welcome, Refused or None."""
+
+    url: str
+    until: float
+
+
+@attrs.frozen
+class Hear:
+    """Take what has come from a peer and answers nothing that anybody waits for."""
+
+    peer: int
+
+
+@attrs.frozen(eq=False)
+class Fetch:
+    """Read from several holders at once; the answer is one Fetched each."""
+
+    reads: tuple[PeerRead, ...]
+    until: float
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Copy pages from the caller's runs into reserved slots of the home segment.
+
+    The answer is the number of leading pages whose every byte is in place.
+    """
+
+    offsets: U64
+    runs: PageRuns
+    until: float
+
+
+@attrs.frozen(eq=False)
+class Checksum:
+    """Compute the xxh3_64 of pages in the caller's memory; the answer is (n,) uint64."""
+
+    runs: PageRuns
+
+
+Step: TypeAlias = Ask | Post | Greet | Hear | Fetch | Place | Checksum
+Answers: TypeAlias = Sequence[Message | None]

@@ -1,0 +1,65 @@
+"""The one verification: whether bytes that were read are the page that was asked for.
+
+A record names a slot and the generation under which its bytes were committed. The holder makes the
+slot's generation word odd before it changes any of those bytes, and never uses an even value twice.
+So bytes read *before* a word that still equals the record's generation are the committed bytes.
+Every fabric reads the word after the bytes; nobody else compares generations, and only `reading`
+calls this.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.keys import PageKeys
+from peercache.model.records import HAS_CHECKSUM, Records
+from peercache.model.runs import U64
+
+CHECKSUM_PORTION_BYTES = 64 * 2**20
+"""Bytes whose checksums are made between two looks at the clock: 3 ms."""
+
+SAMPLE_ONE_IN = 64
+"""With `verify = sampled`: keys whose checksum is made and checked. Writer and reader must choose
+the same ones, so the choice is by key."""
+
+
+def verified(records: Records, words: U64) -> npt.NDArray[np.bool_]:
+    """Return which pages are hits, (n,) bool.
+
+    records: (n,) RECORD, what was believed; words: (n,) uint64, read after all of a page's bytes.
+    """
+    generations = records["generation"]
+    # One word too few would be compared with every record.
+    assert words.shape == generations.shape, f"{words.shape} words, {generations.shape} records"
+    committed = (generations & np.uint64(1) == 0) & (generations != 0)
+    same: npt.NDArray[np.bool_] = committed & (generations == words)
+    return same
+
+
+def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
+    """Return the positions of the keys whose checksum is made or checked under `mode`."""
+    if mode == "full":
+        return np.arange(len(keys))
+    if mode == "generation":
+        return np.empty(0, np.intp)
+    last_bytes = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, 15]
+    return np.flatnonzero(last_bytes % SAMPLE_ONE_IN == 0)
+
+
+def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.NDArray[np.intp]]:
+    """Return the places in their order, cut so that the pages of a part are a portion of bytes.
+
+    lengths: bytes of each page of the batch. One page may be more than a portion.
+    """
+    sizes = lengths[places]
+    begins = np.cumsum(sizes, dtype=np.uint64) - sizes
+    portion = begins // np.uint64(CHECKSUM_PORTION_BYTES)
+    return np.split(places, np.flatnonzero(np.diff(portion)) + 1) if len(places) else []
+
+
+def checksums_agree(records: Records, digests: U64) -> npt.NDArray[np.bool_]:
+    """Return which pages have the checksum of their record, or a record without one, (n,) bool."""
+    without = (records["flags"] & HAS_CHECKSUM) == 0
+    agree: npt.NDArray[np.bool_] = without | (records["checksum"] == digests)
+    return agree

@@ -1,0 +1,215 @@
+"""A device that completes at once and moves generation words only: what is left of a read's time is
+our own.
+
+It has the names of pyverbs that the fabric uses, so that the fabric runs unchanged over it, on a
+machine without RDMA too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from types import SimpleNamespace
+from typing import Any, final
+
+import attrs
+import numpy as np
+
+from peercache.model.runs import U64
+from peercache.observability.metrics import Metrics
+from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
+from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.memory import Regions
+from peercache.rdma.queue_pair import End, Path, QueuePair, Sizes
+from peercache.rdma.rail import Abilities
+from peercache.rdma.registrar import DIRECT_CHUNK_BYTES, Registered
+from peercache.rdma.verbs import Verbs
+from peercache.wire.envelope import Message
+from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+
+READS_AT_ONCE = 16
+WORD = 2
+"""Every generation word of every peer."""
+
+WORDS_ADDRESS = 2**50
+"""Where a peer's words lie; below it lie its pages."""
+
+_PORT = Port(
+    "instant", 1, "ACTIVE", ETHERNET, "CA", 0, 100.0, (Gid(0, bytes(10) + b"\xff" * 6, ROCE_V2),)
+)
+
+
+def instant_fabric(*, page_bytes: int, granule: int) -> RdmaFabric:
+    """Return a fabric whose every peer publishes `page_bytes` of pages, and answers at once."""
+    words_bytes = page_bytes // granule * 8
+    rail: Any = InstantRail(words_bytes)
+
+    def exchange(peer: int, message: Message, until: float) -> Message | None:
+        assert isinstance(message, OpenChannel)
+        regions = np.array([(0, page_bytes, 7), (WORDS_ADDRESS, words_bytes, 8)], "<u8")
+        return ChannelOpened(
+            request=message.request, channel=message.channel, qp_num=1, psn=0, lid=0,
+            gid=message.gid, mtu=5, reads_at_once=READS_AT_ONCE, pages_address=0,
+            page_bytes=page_bytes, words_address=WORDS_ADDRESS, granule=granule,
+            regions=regions.tobytes(),
+        )  # fmt: skip
+
+    return RdmaFabric(
+        rails=(rail,), exchange=exchange, max_channels_per_peer=1,
+        rng=random.Random(1), metrics=Metrics(),  # noqa: S311 - a number of a packet
+    )  # fmt: skip
+
+
+@final
+class InstantRail:
+    """A rail without a device."""
+
+    def __init__(self, words_bytes: int) -> None:
+        """Open nothing; a READ of words is of at most so many bytes."""
+        self.verbs = _verbs(np.full(words_bytes // 8, WORD, np.uint64))
+        self.chosen = Chosen(_PORT, _PORT.gids[0])
+        self.name = _PORT.name
+        self.context = None
+        self.link_layer = ETHERNET
+        self.abilities = Abilities(
+            work=32768, pieces=32, completions=32768, reads_started=READS_AT_ONCE,
+            reads_served=READS_AT_ONCE, mtu=5,
+        )  # fmt: skip
+        self.reads_started = READS_AT_ONCE
+        self.regions = Regions(device=self.name, registrar=_Registrar())
+
+    def is_ours(self) -> bool:
+        """Return True: there is nothing to protect."""
+        return True
+
+    def is_up(self) -> bool:
+        """Return True."""
+        return True
+
+    def finds(self, gid: bytes, until: float) -> bool:
+        """Return True."""
+        return True
+
+    def queue_pair(self, cq: Any, sizes: Sizes) -> QueuePair:
+        """Return a queue pair that completes what it is given."""
+        return QueuePair(self.verbs, context=None, pd=None, cq=cq, port=1, sizes=sizes)
+
+    def end(self, pair: QueuePair, psn: int) -> End:
+        """Return an end."""
+        return End(pair.number, psn, 0, self.chosen.gid.raw)
+
+    def path(self, *, mtu: int, reads_at_once: int) -> Path:
+        """Return a way."""
+        return Path(
+            port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once, timeout=14,
+            retries=6, hop_limit=64, traffic_class=0, service_level=0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the registrations."""
+        self.regions.close()
+
+
+class _Registrar:
+    """Registers without locking anything."""
+
+    chunk_bytes = DIRECT_CHUNK_BYTES
+
+    def register(self, address: int, length: int, access: int) -> Registered:
+        """Return some keys."""
+        return Registered(lkey=5, rkey=6, handle=None)
+
+    def deregister(self, piece: Registered) -> str:
+        """Return that it ended."""
+        return ""
+
+
+class _Queue:
+    """A completion queue."""
+
+    def __init__(self, context: Any, entries: int, *unused: Any) -> None:
+        self.done: list[Any] = []
+
+    def poll(self, count: int) -> tuple[int, list[Any]]:
+        done, self.done = self.done, []
+        return len(done), done
+
+    def req_notify(self) -> None:
+        """Tell nobody: what is posted is complete before anybody waits."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class _Channel:
+    """A completion channel with a descriptor that never becomes readable."""
+
+    def __init__(self, context: Any) -> None:
+        self.fd = os.eventfd(0)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Pair:
+    """An extended queue pair. words: what a READ of words brings, whichever they are."""
+
+    words: U64
+
+    def __init__(self, context: Any, wanted: Any, first: Any) -> None:
+        self.qp_num = 1
+        self.wr_id = 0
+        self.wr_flags = 0
+        self._queue = wanted.scq
+        self._remote = 0
+
+    def wr_start(self) -> None: ...
+
+    def wr_rdma_read(self, key: int, address: int) -> None:
+        self._remote = address
+
+    def wr_set_sge(self, entry: Any) -> None:
+        if self._remote >= WORDS_ADDRESS:
+            ctypes.memmove(entry.addr, self.words.ctypes.data, entry.length)
+
+    def wr_set_sge_list(self, count: int, entries: Any) -> None: ...
+
+    def wr_complete(self) -> None:
+        self._queue.done.append(SimpleNamespace(wr_id=self.wr_id, status=0))
+
+    def to_rtr(self, attributes: Any) -> None: ...
+
+    def to_rts(self, attributes: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@attrs.define
+class _Entry:
+    addr: int
+    length: int
+    lkey: int
+
+    def close(self) -> None: ...
+
+
+class _Enums:
+    """The constants of verbs, all of which are 1 here."""
+
+    def __getattr__(self, name: str) -> int:
+        return 1
+
+
+def _verbs(brought: U64) -> Verbs:
+    class Pair(_Pair):
+        words = brought
+
+    def plain(*unused: Any, **attributes: Any) -> SimpleNamespace:
+        return SimpleNamespace(**attributes)
+
+    return Verbs(
+        enums=_Enums(), Context=plain, PD=plain, CompChannel=_Channel, CQ=_Queue, QPEx=Pair,
+        QPCap=plain, QPInitAttrEx=plain, QPAttr=plain, AHAttr=plain, GlobalRoute=plain, GID=plain,
+        SGE=_Entry, Error=RuntimeError, device_list=list,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""The published memory of a node: one shared file, its generation words, and copies of batches."""

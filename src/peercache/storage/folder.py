@@ -1,0 +1,213 @@
+"""A node's folder on disk: which one it is, whose it is, and what lies in it.
+
+`disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that nobody
+has locked and that is ours or new. So a node that restarts finds its own again; two nodes that
+restart at once may swap theirs, and each then announces what it finds. The lock ends with the
+process. Nothing is ever removed that does not carry one of our file names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for
+from peercache.errors import ConfigError
+from peercache.storage.layout import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    LOCK_NAME,
+    SUPERBLOCK_NAME,
+    parse_slab,
+    slab_number,
+)
+
+FOLDERS_MAX: Final = 64
+"""More nodes than this do not share one disk."""
+
+LOCK_ATTEMPTS: Final = 3
+LOCK_RETRY_S: Final = 0.02
+"""Somebody who asks whether a folder is in use has it for a moment; a node has it for good."""
+
+INDEX_PART: Final = 64
+"""A 64th of the cap is the index's: 128 bytes for 8 KiB, the smallest slot there is."""
+
+INDEX_BYTES_MIN: Final = 256 * 2**10
+
+
+_held_locks: dict[int, None] = {}
+
+
+def _let_go_in_child() -> None:
+    """Keep no lock in a forked child: it would outlive the node, and keep its folder from it."""
+    for lock in _held_locks:
+        os.close(lock)
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class FolderBusyError(ConfigError):
+    """Another process has this folder."""
+
+
+@attrs.define(eq=False)
+class Folder:
+    """A locked folder. slab_count slabs of slab_bytes, and index_bytes of index, are the cap."""
+
+    path: Path
+    lock: int
+    slab_bytes: int
+    slab_count: int
+    index_bytes: int
+    fresh: bool
+    """Nothing that can be read lies here yet."""
+
+    def is_there(self) -> bool:
+        """Return whether the folder still is the one that we locked."""
+        try:
+            found = (self.path / LOCK_NAME).stat()
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self.lock))
+
+    def free_bytes(self) -> tuple[int, int]:
+        """Return the free bytes and the size of the file system."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        _held_locks.pop(self.lock, None)
+        os.close(self.lock)
+
+
+def claim(disk_path: str | os.PathLike[str], size_bytes: int) -> Folder:
+    """Lock the first folder that can be ours; raise ConfigError, or OSError of the file system."""
+    root = Path(disk_path)
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(FOLDERS_MAX):
+        path = root / str(number)
+        path.mkdir(mode=0o700, exist_ok=True)
+        if not _may_be_ours(path):
+            continue
+        try:
+            return open_folder(path, size_bytes)
+        except FolderBusyError:
+            continue
+    raise ConfigError("disk_path", f"all {FOLDERS_MAX} folders in {root} are in use")
+
+
+def open_folder(path: Path, size_bytes: int | None) -> Folder:
+    """Lock one node's folder. size_bytes: the cap; None keeps what lies there, as it is."""
+    lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(lock, path)
+        folder = _opened(path, lock, size_bytes)
+    except BaseException:
+        os.close(lock)
+        raise
+    _held_locks[lock] = None
+    return folder
+
+
+def slab_files(path: Path) -> dict[int, Path]:
+    """Return the slab files in a folder by their numbers, ascending."""
+    found = {slab_number(entry.name): entry for entry in path.iterdir()}
+    return {number: found[number] for number in sorted(n for n in found if n is not None)}
+
+
+def _lock(file: int, path: Path) -> None:
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if attempt + 1 == LOCK_ATTEMPTS:
+                raise FolderBusyError("disk_path", f"a running node has {path}") from error
+        time.sleep(LOCK_RETRY_S)
+
+
+def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
+    known = _slab_bytes_of(path)
+    slabs = slab_files(path)
+    if size_bytes is None:
+        slab_bytes = known or 2**20
+        count = max(slabs, default=-1) + 1
+        return Folder(path, lock, slab_bytes, count, INDEX_BYTES_MIN, known is None)
+    index_bytes = max(INDEX_BYTES_MIN, size_bytes // INDEX_PART)
+    room = size_bytes - index_bytes
+    slab_bytes = known or slab_bytes_for(room)
+    if known is not None and known > max(room, 0):
+        # The cap was lowered below one slab: what lies here cannot stay.
+        slab_bytes, known = slab_bytes_for(room), None
+    count = max(0, room // slab_bytes)
+    if count == 0:
+        raise ConfigError("disk_size", f"{size_bytes} bytes are too few for one slab")
+    if known is None:
+        _remove(path, [INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"])
+    for number, file in slabs.items():
+        # Beyond the cap, or of another slab size: ours by its name, and in the way.
+        if number >= count or known is None:
+            file.unlink(missing_ok=True)
+    _write_superblock(path, slab_bytes)
+    return Folder(path, lock, slab_bytes, count, index_bytes, known is None)
+
+
+def _may_be_ours(path: Path) -> bool:
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    return not names or LOCK_NAME in names or SUPERBLOCK_NAME in names
+
+
+def _slab_bytes_of(path: Path) -> int | None:
+    """Return the slab size of what lies in a folder; None if nothing of this format does."""
+    try:
+        told = json.loads((path / SUPERBLOCK_NAME).read_text())
+        if told["format"] != FORMAT_VERSION:
+            return None
+        slab_bytes = int(told["slab_bytes"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        # Lost or damaged: every slab knows its own size too.
+        slab_bytes = _slab_bytes_of_slabs(path)
+    is_whole = slab_bytes >= 2 * BLOCK_BYTES and slab_bytes % BLOCK_BYTES == 0
+    return slab_bytes if is_whole else None
+
+
+def _slab_bytes_of_slabs(path: Path) -> int:
+    for file in slab_files(path).values():
+        try:
+            with file.open("rb") as opened:
+                header = parse_slab(opened.read(BLOCK_BYTES))
+        except OSError:
+            continue
+        if header is not None:
+            return header.slab_bytes
+    return 0
+
+
+def _write_superblock(path: Path, slab_bytes: int) -> None:
+    """Replace the superblock as a whole, so that a crash leaves the old one or the new one."""
+    said = json.dumps({"format": FORMAT_VERSION, "slab_bytes": slab_bytes})
+    # One that says so already is left alone: a full disk has no room for another.
+    with suppress(FileNotFoundError, ValueError):
+        if (path / SUPERBLOCK_NAME).read_text() == said:
+            return
+    fresh = path / f"{SUPERBLOCK_NAME}.new"
+    with fresh.open("w") as file:
+        file.write(said)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path / SUPERBLOCK_NAME)
+
+
+def _remove(path: Path, names: list[str]) -> None:
+    for name in names:
+        (path / name).unlink(missing_ok=True)

@@ -1,0 +1,274 @@
+"""The index on disk: which place holds which page, in SQLite, written in batches by one thread.
+
+Slot headers are the truth; the index saves reading them all at start. So it may be lost, and may be
+behind by COMMIT_S after a crash: a page too many in it is found out when it is loaded, one too few
+is a page less. It is never ahead of the bytes: a row is put after its page was written, and goes
+before its place is written again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.storage_port import DISK_ENTRY
+from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME
+
+COMMIT_S: Final = 0.5
+"""What a crash may cost: pages written in the last half second."""
+
+OPERATIONS_A_COMMIT_MAX: Final = 8192
+"""Rows changed by one transaction: keeps the write-ahead log at a few megabytes."""
+
+BACKLOG_ROWS_MAX: Final = 262_144
+"""60 MB of rows. Beyond it no pages are written, so that only drops follow: 90 bytes for each page
+that lies there, at most."""
+
+SQLITE_PAGE_BYTES: Final = 4096
+
+Entries: TypeAlias = npt.NDArray[np.void]
+Operation: TypeAlias = tuple[str, list[tuple[Any, ...]], Callable[[], None] | None]
+
+PUT: Final = "INSERT OR REPLACE INTO slots (place, entry, used) VALUES (?, ?, ?)"
+DROP: Final = "DELETE FROM slots WHERE place = ?"
+USE: Final = "UPDATE slots SET used = ? WHERE place = ?"
+
+
+def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
+    """Open or make the index; raise sqlite3.Error for one that is damaged or not ours."""
+    connection = sqlite3.connect(folder / INDEX_NAME, check_same_thread=False, isolation_level=None)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and version != FORMAT_VERSION:
+            raise sqlite3.DatabaseError(f"format {version}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # The log is synced when it is folded in: a crash of the host costs rows, not the file.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA journal_size_limit = 4194304")
+        connection.execute(f"PRAGMA max_page_count = {bytes_max // SQLITE_PAGE_BYTES}")
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS slots"
+            " (place INTEGER PRIMARY KEY, entry BLOB NOT NULL, used INTEGER NOT NULL)"
+        )
+        if version != FORMAT_VERSION:
+            connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
+    """Open an index to read it only; raise sqlite3.Error for one that is damaged or not ours.
+
+    locked: the folder is ours, and nobody writes. Otherwise its node may.
+    """
+    # Without a log nobody writes, and nothing need be made to read it: a full disk has no room.
+    is_still = not (has_log(folder) if locked else (folder / f"{INDEX_NAME}-wal").exists())
+    immutable = "&immutable=1" if is_still else ""
+    path = quote(str(folder / INDEX_NAME))
+    connection = sqlite3.connect(f"file:{path}?mode=ro{immutable}", uri=True)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version != FORMAT_VERSION:
+            raise sqlite3.DatabaseError(f"format {version}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def has_log(folder: Path) -> bool:
+    """Return whether rows lie in the log that were not folded in: its node was killed, or lives."""
+    log = folder / f"{INDEX_NAME}-wal"
+    return log.exists() and log.stat().st_size > 0
+
+
+def remove_index(folder: Path) -> None:
+    """Remove an index and its log: the next start reads the slots."""
+    for suffix in ("", "-wal", "-shm"):
+        (folder / f"{INDEX_NAME}{suffix}").unlink(missing_ok=True)
+
+
+def load_entries(connection: sqlite3.Connection) -> Entries:
+    """Return every row; raise sqlite3.Error if the file is damaged."""
+    blobs: list[bytes] = []
+    used: list[int] = []
+    cursor = connection.execute("SELECT entry, used FROM slots")
+    while rows := cursor.fetchmany(65_536):
+        some, times = zip(*rows, strict=True)
+        blobs += some
+        used += times
+    size = DISK_ENTRY.itemsize
+    try:
+        if any(len(blob) != size for blob in blobs):
+            raise ValueError("an entry of another size")
+        entries: Entries = np.frombuffer(b"".join(blobs), DISK_ENTRY).copy()
+        entries["used"] = np.array(used, np.int64).clip(0, 2**32 - 1)
+    except (TypeError, ValueError, OverflowError) as error:
+        # SQLite takes any value in any column, and what is damaged may still be a table.
+        raise sqlite3.DatabaseError(f"rows that are not ours: {error}") from error
+    return entries
+
+
+def store_entries(connection: sqlite3.Connection, entries: Entries) -> None:
+    """Replace the whole table."""
+    connection.execute("BEGIN")
+    connection.execute("DELETE FROM slots")
+    connection.executemany(PUT, _rows_of(entries))
+    connection.execute("COMMIT")
+
+
+def _rows_of(entries: Entries) -> list[tuple[int, bytes, int]]:
+    packed, size = entries.tobytes(), DISK_ENTRY.itemsize
+    blobs = [packed[at : at + size] for at in range(0, len(packed), size)]
+    return list(zip(entries["place"].tolist(), blobs, entries["used"].tolist(), strict=True))
+
+
+class IndexWriter:
+    """Writes the index on a thread of its own; no call of it waits for the disk, but `close`."""
+
+    def __init__(
+        self, connection: sqlite3.Connection | None, *, failed: Callable[[str], None], log: Any
+    ) -> None:
+        """Write to `connection`; `failed` hears of the first error, after which nothing is.
+
+        None: there is no index, and nothing is written.
+        """
+        self._failed = failed
+        self._log = log
+        self._changed = threading.Condition()
+        self._waiting: deque[Operation] = deque()
+        self._backlog = 0
+        self._is_behind = False
+        self._urgent = 0
+        self._closing = False
+        self._broken = connection is None
+        self._thread = threading.Thread(
+            target=self._run, args=(connection,), name="peercache-index", daemon=True
+        )
+        if connection is not None:
+            self._thread.start()
+
+    def has_room(self) -> bool:
+        """Return whether more pages may be written; if not, their rows would wait without bound."""
+        if self._backlog < BACKLOG_ROWS_MAX:
+            return True
+        if not self._is_behind:
+            self._is_behind = True
+            self._log.warning("disk.index_behind", rows=self._backlog)
+        return False
+
+    def put(self, entries: Entries) -> None:
+        """Keep rows of pages that were written: if they are many, not without `has_room`."""
+        self._add(PUT, _rows_of(entries), None)
+
+    def drop(self, places: npt.NDArray[np.uint64], then: Callable[[], None] | None = None) -> None:
+        """Let rows go; `then` is called, on the index's thread, once that is on disk."""
+        self._add(DROP, [(place,) for place in places.tolist()], then)
+
+    def use(self, places: npt.NDArray[np.uint64], unix_s: int) -> None:
+        """Note when places were used; the first thing that is left out when there is much to do."""
+        if self._backlog + len(places) <= BACKLOG_ROWS_MAX // 4:
+            self._add(USE, [(unix_s, place) for place in places.tolist()], None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is waiting and close; False if that did not end in time."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _add(
+        self, statement: str, rows: list[tuple[Any, ...]], then: Callable[[], None] | None
+    ) -> None:
+        with self._changed:
+            # Once broken, nobody keeps rows any more, and none can come back.
+            keeps = not self._broken
+            if keeps:
+                self._waiting.append((statement, rows, then))
+                self._backlog += len(rows)
+                self._urgent += then is not None
+                self._changed.notify()
+        if then is not None and not keeps:
+            then()
+
+    def _run(self, connection: sqlite3.Connection) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._gather()
+                taken = self._take()
+                closing = self._closing and not self._waiting
+            try:
+                self._write(connection, taken)
+            except sqlite3.Error as error:
+                self._break(connection, taken, str(error))
+                return
+            for _, _, then in taken:
+                if then is not None:
+                    then()
+            if closing:
+                connection.close()
+                return
+
+    def _gather(self) -> None:
+        """Wait a little for company, unless somebody waits for us."""
+        until = time.monotonic() + COMMIT_S
+
+        def is_enough() -> bool:
+            return bool(self._urgent) or self._closing or self._backlog >= OPERATIONS_A_COMMIT_MAX
+
+        while not is_enough() and (left_s := until - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+
+    def _take(self) -> list[Operation]:
+        taken: list[Operation] = []
+        rows = 0
+        while self._waiting and rows < OPERATIONS_A_COMMIT_MAX:
+            taken.append(self._waiting.popleft())
+            rows += len(taken[-1][1])
+            self._urgent -= taken[-1][2] is not None
+        self._backlog -= rows
+        return taken
+
+    def _write(self, connection: sqlite3.Connection, taken: list[Operation]) -> None:
+        if not taken:
+            return
+        connection.execute("BEGIN")
+        for statement, rows, _ in taken:
+            connection.executemany(statement, rows)
+        connection.execute("COMMIT")
+        if any(then is not None for _, _, then in taken):
+            # Somebody was told that these rows are gone: not even a crash of the host undoes it.
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        if not self._backlog:
+            self._is_behind = False
+
+    def _break(self, connection: sqlite3.Connection, taken: list[Operation], problem: str) -> None:
+        """Give up: the file is removed by whoever hears `failed`, and rebuilt at a next start."""
+        try:
+            connection.close()
+        except sqlite3.Error as error:
+            problem += f"; closing: {error}"
+        with self._changed:
+            self._broken = True
+            left = taken + list(self._waiting)
+            self._waiting.clear()
+            self._backlog = 0
+        self._failed(problem)
+        for _, _, then in left:
+            if then is not None:
+                then()

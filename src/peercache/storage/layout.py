@@ -1,0 +1,126 @@
+"""What the files of a page store look like, byte by byte.
+
+A slab file begins with one block that names its slot size. A slot is one header block and the page,
+padded to whole blocks. Every header carries its own place and a checksum of itself, so whatever is
+found at a place is either what was written there, or is seen not to be.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Final
+
+import attrs
+import xxhash
+
+from peercache.actors.disk.slabs import BLOCK_BYTES
+
+FORMAT_VERSION: Final = 1
+"""Of superblock, slabs, slots and index. What has another one is not read, and is overwritten."""
+
+SUPERBLOCK_NAME: Final = "store.json"
+LOCK_NAME: Final = "lock"
+INDEX_NAME: Final = "index.sqlite"
+
+_SLOT = struct.Struct("<8sII16sQQQQII")
+_SLAB = struct.Struct("<8sIIQQ")
+_CHECK = struct.Struct("<Q")
+_SLOT_MAGIC = b"PCSLOT\r\n"
+_SLAB_MAGIC = b"PCSLAB\r\n"
+_SLAB_NAME = re.compile(r"slab-(\d{6})\.pcs", re.ASCII)
+
+assert _SLOT.size + _CHECK.size <= BLOCK_BYTES
+assert _SLAB.size + _CHECK.size <= BLOCK_BYTES
+
+
+@attrs.frozen
+class SlotHeader:
+    """What a slot says of itself. written: unix seconds."""
+
+    key: bytes
+    namespace: int
+    length: int
+    place: int
+    sequence: int
+    checksum: int
+    written: int
+
+
+@attrs.frozen
+class SlabHeader:
+    """What a slab says of itself. blocks: its slot size."""
+
+    number: int
+    blocks: int
+    slab_bytes: int
+
+
+def checksum_of(view: memoryview | bytes) -> int:
+    """Return the xxh3_64; memory of any size is read without the GIL."""
+    return int(xxhash.xxh3_64_intdigest(view))
+
+
+def pack_slot(header: SlotHeader) -> bytes:
+    """Return the beginning of a header block; the rest of it is ignored."""
+    packed = _SLOT.pack(
+        _SLOT_MAGIC,
+        FORMAT_VERSION,
+        header.length,
+        header.key,
+        header.namespace,
+        header.place,
+        header.sequence,
+        header.checksum,
+        header.written,
+        0,
+    )
+    return packed + _CHECK.pack(checksum_of(packed))
+
+
+def parse_slot(block: memoryview | bytes, place: int) -> SlotHeader | None:
+    """Return what the slot at `place` says, or None if its header is not one, or of elsewhere."""
+    if not _is_whole(block, _SLOT):
+        return None
+    magic, version, length, key, namespace, at, sequence, checksum, written, _ = _SLOT.unpack_from(
+        block
+    )
+    if magic != _SLOT_MAGIC or version != FORMAT_VERSION or at != place or not length:
+        return None
+    return SlotHeader(key, namespace, length, place, sequence, checksum, written)
+
+
+def pack_slab(header: SlabHeader) -> bytes:
+    """Return the first block of a slab."""
+    packed = _SLAB.pack(
+        _SLAB_MAGIC, FORMAT_VERSION, header.blocks, header.number, header.slab_bytes
+    )
+    return (packed + _CHECK.pack(checksum_of(packed))).ljust(BLOCK_BYTES, b"\0")
+
+
+def parse_slab(block: memoryview | bytes) -> SlabHeader | None:
+    """Return what a slab says of itself, or None if that is not a slab of this format."""
+    if not _is_whole(block, _SLAB):
+        return None
+    magic, version, blocks, number, slab_bytes = _SLAB.unpack_from(block)
+    if magic != _SLAB_MAGIC or version != FORMAT_VERSION or not blocks:
+        return None
+    return SlabHeader(number, blocks, slab_bytes)
+
+
+def slab_name(number: int) -> str:
+    """Return the file name of a slab."""
+    return f"slab-{number:06d}.pcs"
+
+
+def slab_number(name: str) -> int | None:
+    """Return the number of a slab file, None for a file that is no slab of ours."""
+    found = _SLAB_NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def _is_whole(block: memoryview | bytes, form: struct.Struct) -> bool:
+    if len(block) < form.size + _CHECK.size:
+        return False
+    (check,) = _CHECK.unpack_from(block, form.size)
+    return bool(check == checksum_of(bytes(block[: form.size])))

@@ -1,0 +1,370 @@
+"""Moves pages between the pool's memory and slots, and judges each: the only code that does.
+
+Keeps   a slot is written from bytes that were one page before and after: the generation word of the
+        page is compared with its record on both sides of the write, and the checksum in the header
+        is of the bytes before it. Whatever happened in between, the slot holds that page, or a
+        checksum that does not fit.
+        A page that is read is DONE only if its header names its place, key, namespace and length,
+        and the bytes in the pool have the header's checksum.
+        The pool's memory is written to by a Load only, and only within its slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks
+from peercache.actors.storage_port import (
+    DISK_CHANGED,
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_FAILED,
+    DISK_FULL,
+    Load,
+    Spill,
+)
+from peercache.model.keys import KEY_BYTES
+from peercache.model.records import HAS_CHECKSUM
+from peercache.model.runs import U64
+from peercache.storage.jobs import Job, Unit
+from peercache.storage.layout import SlotHeader, checksum_of, pack_slot, parse_slot
+from peercache.storage.slab_files import NoRoomError, SlabFiles
+
+UNIT_BYTES: Final = 4 * 2**20
+"""What one thread takes at a time: enough for a disk's full rate, little enough to share."""
+
+UNIT_PAGES: Final = 64
+"""Pages of a unit: two buffers each, far below the kernel's 1,024 a call."""
+
+WIPE_LOOK_S: Final = 0.05
+"""Between two looks whether a spill that waits for a wipe is over itself."""
+
+FAILURES_MAX: Final = 64
+"""So many calls in a row fail only where the disk has gone for good; a bad spot is smaller."""
+
+
+class PageMover:
+    """Performs units of Load and Spill. Any thread may; each has headers of its own."""
+
+    def __init__(
+        self,
+        files: SlabFiles,
+        *,
+        pages: npt.NDArray[np.uint8],
+        words: U64,
+        granule: int,
+        ended: Callable[[str], None],
+        log: Any,
+    ) -> None:
+        """Move between `files` and the page memory `pages`. ended: hears why there is no use."""
+        self._files = files
+        self._memory = pages.data
+        self._words = words
+        self._granule = np.uint64(granule)
+        self._ended = ended
+        self._log = log
+        self._own = threading.local()
+        self._failures = 0
+        self._wipes = threading.Condition()
+        self._to_wipe: dict[int, None] = {}
+        self._wiping: dict[int, None] = {}
+
+    def perform(self, unit: Unit) -> None:
+        """Do a unit and judge each of its pages."""
+        effect = unit.job.effect
+        if isinstance(effect, Spill):
+            self._spill(unit, effect)
+        elif isinstance(effect, Load):
+            self._load(unit, effect)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _spill(self, unit: Unit, effect: Spill) -> None:
+        records = effect.records[unit.pages.start : unit.pages.stop]
+        places: list[int] = effect.places[unit.pages.start : unit.pages.stop].tolist()
+        lengths: list[int] = records["length"].tolist()
+        offsets: list[int] = records["offset"].tolist()
+        views = [self._memory[at : at + _padded(n)] for at, n in zip(offsets, lengths, strict=True)]
+        sums = [checksum_of(view[:n]) for view, n in zip(views, lengths, strict=True)]
+        good = self._unchanged(records) & _fits_checksums(records, sums)
+        for index in np.flatnonzero(~good).tolist():
+            unit.outcomes[index] = DISK_CHANGED
+        headers = [
+            _header(effect, page, places[i], sums[i], int(time.time()))
+            for i, page in enumerate(unit.pages)
+        ]
+        blocks: list[int] = slot_blocks(records["length"]).tolist()
+        chosen = np.flatnonzero(good).tolist()
+        self._await_wipes(unit, [(places[index], lengths[index]) for index in chosen])
+        for run in _runs(chosen, places, lengths):
+            if unit.is_over:
+                return
+
+            def write(some: list[int]) -> None:
+                self._write(some, headers, views, blocks)
+
+            verdicts = self._attempt(unit, run, places, write)
+            self._judge_written(verdicts, records, places)
+            _say(unit, verdicts)
+
+    def _write(
+        self, run: list[int], headers: list[SlotHeader], views: list[memoryview], blocks: list[int]
+    ) -> None:
+        memory = self._headers()
+        buffers: list[memoryview] = []
+        for number, index in enumerate(run):
+            block = memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            packed = pack_slot(headers[index])
+            block[: len(packed)] = packed
+            buffers += (block, views[index])
+        place = headers[run[0]].place
+        slab = place // self._files.folder.slab_bytes
+        self._files.prepare(slab, blocks[run[0]])
+        try:
+            self._files.write(place, buffers)
+        except FileNotFoundError:
+            # Somebody removed the slab under us: once more, with a new one.
+            self._files.forget(slab)
+            self._files.prepare(slab, blocks[run[0]])
+            self._files.write(place, buffers)
+
+    def _judge_written(
+        self, verdicts: dict[int, int], records: npt.NDArray[np.void], places: list[int]
+    ) -> None:
+        """Look at the words once more: a page that changed while it was written is not there."""
+        same = self._unchanged(records)
+        for index, verdict in list(verdicts.items()):
+            if verdict == DISK_DONE and not same[index]:
+                # It may have been removed for good: not even a rebuilt index may find it.
+                self._overwrite(places[index])
+                verdicts[index] = DISK_CHANGED
+
+    def expect_wipes(self, places: list[int]) -> None:
+        """Note that `wipe` will be called for these, unless they are written to before."""
+        with self._wipes:
+            self._to_wipe.update(dict.fromkeys(places))
+
+    def wipe(self, place: int) -> None:
+        """Overwrite a slot's header, if that is still expected."""
+        with self._wipes:
+            if place not in self._to_wipe:
+                return
+            del self._to_wipe[place]
+            self._wiping[place] = None
+        try:
+            self._overwrite(place)
+        finally:
+            with self._wipes:
+                del self._wiping[place]
+                self._wipes.notify_all()
+
+    def _await_wipes(self, unit: Unit, slots: list[tuple[int, int]]) -> None:
+        """Let a wipe end that has begun, and none begin: it must not end in a page of ours.
+
+        slots: place and length of what is written: a header of former days may have been anywhere
+        in it, where the slab had slots of another size. Only now, as a place that is not written to
+        after all is to be wiped as before.
+        """
+        with self._wipes:
+            if not self._to_wipe and not self._wiping:
+                return
+            blocks = [
+                block
+                for place, length in slots
+                for block in range(place, place + BLOCK_BYTES + _padded(length), BLOCK_BYTES)
+            ]
+            while not unit.is_over and any(block in self._wiping for block in blocks):
+                self._wipes.wait(WIPE_LOOK_S)
+            for block in blocks if not unit.is_over else ():
+                self._to_wipe.pop(block, None)
+
+    def _overwrite(self, place: int) -> None:
+        block = self._headers()[:BLOCK_BYTES]
+        block[:] = bytes(BLOCK_BYTES)
+        try:
+            self._files.write(place, [block])
+        except FileNotFoundError:
+            return  # Nothing is left to be wiped.
+        except (NoRoomError, OSError):
+            # It tells nothing new of the disk: what could not be written is wiped, too.
+            self._log.warning("disk.wipe_failed", file=self._files.name_of(place), place=place)
+
+    def _unchanged(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Return whose slots still are in the generation of their records."""
+        generations = records["generation"]
+        words = self._words[(records["offset"] // self._granule).astype(np.int64)]
+        same: npt.NDArray[np.bool_] = (words == generations) & (generations & np.uint64(1) == 0)
+        return same
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _load(self, unit: Unit, effect: Load) -> None:
+        begin, end = unit.pages.start, unit.pages.stop
+        places: list[int] = effect.places[begin:end].tolist()
+        lengths: list[int] = effect.lengths[begin:end].tolist()
+        offsets: list[int] = effect.offsets[begin:end].tolist()
+        views = [self._memory[at : at + _padded(n)] for at, n in zip(offsets, lengths, strict=True)]
+        for run in _runs(list(range(len(places))), places, lengths):
+            if unit.is_over:
+                return
+            found: dict[int, int] = {}
+
+            def read(some: list[int], found: dict[int, int] = found) -> None:
+                memory = self._headers()
+                buffers: list[memoryview] = []
+                for number, index in enumerate(some):
+                    buffers += (memory[number * BLOCK_BYTES :][:BLOCK_BYTES], views[index])
+                count = self._files.read(places[some[0]], buffers)
+                for number, index in enumerate(some):
+                    header = parse_slot(buffers[2 * number], places[index])
+                    page = begin + index
+                    problem = _problem(header, effect, page, count, views[index][: lengths[index]])
+                    count -= BLOCK_BYTES + len(views[index])
+                    found[index] = header.checksum if header is not None and not problem else -1
+                    if problem:
+                        self._note_damage(places[index], problem)
+
+            verdicts = self._attempt(unit, run, places, read)
+            for index, checksum in found.items():
+                if checksum < 0:
+                    verdicts[index] = DISK_DAMAGED
+                elif verdicts[index] == DISK_DONE:
+                    unit.job.checksums[begin + index] = checksum
+            _say(unit, verdicts)
+
+    def _note_damage(self, place: int, problem: str) -> None:
+        file = self._files.name_of(place)
+        self._log.warning("disk.page_damaged", file=file, place=place, problem=problem)
+
+    # --- what the world does ----------------------------------------------------------------------
+
+    def _attempt(
+        self, unit: Unit, run: list[int], places: list[int], move: Callable[[list[int]], None]
+    ) -> dict[int, int]:
+        """Move a run, or, where one bad block fails it, its pages one by one; return the outcomes.
+
+        They are not the unit's before they are judged: its deadline may come at any moment.
+        """
+        try:
+            move(run)
+            outcome = DISK_DONE
+            self._failures = 0
+        except NoRoomError:
+            outcome = DISK_FULL
+        except FileNotFoundError as error:
+            outcome = self._missing(unit, error, places[run[0]])
+        except OSError as error:
+            if len(run) > 1 and error.errno == errno.EIO and not unit.is_over:
+                singly = [self._attempt(unit, [index], places, move) for index in run]
+                return {index: outcome for one in singly for index, outcome in one.items()}
+            self._note_failure(error, places[run[0]])
+            outcome = DISK_FAILED
+        return dict.fromkeys(run, outcome)
+
+    def _missing(self, unit: Unit, error: OSError, place: int) -> int:
+        slab = place // self._files.folder.slab_bytes
+        self._files.forget(slab)
+        if not self._files.folder.is_there():
+            self._ended(f"{self._files.folder.path} has gone")
+        if isinstance(unit.job.effect, Load):
+            self._note_damage(place, "the file is missing")
+            return DISK_DAMAGED
+        self._note_failure(error, place)
+        return DISK_FAILED
+
+    def _note_failure(self, error: OSError, place: int) -> None:
+        file = self._files.name_of(place)
+        self._log.warning("disk.call_failed", file=file, place=place, error=str(error))
+        self._failures += 1
+        if error.errno == errno.EROFS:
+            self._ended(f"{self._files.folder.path} is read-only")
+        elif self._failures >= FAILURES_MAX:
+            self._ended(f"{self._failures} calls in a row failed, the last with: {error}")
+
+    def _headers(self) -> memoryview:
+        """Return this thread's memory for header blocks."""
+        memory: memoryview | None = getattr(self._own, "headers", None)
+        if memory is None:
+            memory = self._own.headers = memoryview(mmap.mmap(-1, UNIT_PAGES * BLOCK_BYTES))
+        return memory
+
+
+def _say(unit: Unit, verdicts: dict[int, int]) -> None:
+    """Make final verdicts the unit's: whatever has none when its deadline comes, is late."""
+    for index, verdict in verdicts.items():
+        unit.outcomes[index] = verdict
+
+
+def units_of(job: Job, lengths: list[int], until: float) -> list[Unit]:
+    """Cut a job into what one thread does at a time."""
+    units: list[Unit] = []
+    begin, size = 0, 0
+    for page, length in enumerate(lengths):
+        if page > begin and (size + length > UNIT_BYTES or page - begin >= UNIT_PAGES):
+            units.append(Unit(job, range(begin, page), until))
+            begin, size = page, 0
+        size += length
+    if begin < len(lengths):
+        units.append(Unit(job, range(begin, len(lengths)), until))
+    return units
+
+
+def _runs(chosen: list[int], places: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Yield pages whose slots follow each other without a gap: one call each."""
+    run: list[int] = []
+    end = -1
+    for index in chosen:
+        if run and places[index] != end:
+            yield run
+            run = []
+        run.append(index)
+        end = places[index] + BLOCK_BYTES + _padded(lengths[index])
+    if run:
+        yield run
+
+
+def _padded(length: int) -> int:
+    return -(-length // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _header(effect: Spill, page: int, place: int, checksum: int, unix_s: int) -> SlotHeader:
+    record = effect.records[page]
+    return SlotHeader(
+        key=record["key"].tobytes(),
+        namespace=int(effect.namespaces[page]),
+        length=int(record["length"]),
+        place=place,
+        sequence=int(effect.sequences[page]),
+        checksum=checksum,
+        written=unix_s,
+    )
+
+
+def _fits_checksums(records: npt.NDArray[np.void], sums: list[int]) -> npt.NDArray[np.bool_]:
+    """Return which pages have the checksum that their records tell, if they tell one."""
+    told = records["flags"] & np.uint32(HAS_CHECKSUM) != 0
+    fits: npt.NDArray[np.bool_] = ~told | (records["checksum"] == np.array(sums, np.uint64))
+    return fits
+
+
+def _problem(
+    header: SlotHeader | None, effect: Load, page: int, count: int, view: memoryview
+) -> str:
+    """Return what is wrong with a page that was read, "" if nothing is. count: bytes there were."""
+    if count < BLOCK_BYTES + len(view):
+        return "the file ends before it"
+    if header is None:
+        return "no header of ours"
+    wanted = effect.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
+    found = (header.key, header.namespace, header.length)
+    if found != (wanted, int(effect.namespaces[page]), int(effect.lengths[page])):
+        return "another page"
+    return "" if checksum_of(view) == header.checksum else "its checksum is wrong"

@@ -1,0 +1,230 @@
+"""Slab files: made when first needed, opened when used, read and written past the page cache.
+
+Owns    the descriptors of the slabs, FILES_OPEN_MAX of them, and what slot size each slab has.
+Keeps   a slab file is allocated in full before a slot is written, or not made at all; the floor of
+        free space is looked at before. A slab says its slot size before a slot of that size is
+        written. No descriptor is closed under a call.
+Limits  FILES_OPEN_MAX descriptors.
+
+Direct I/O wants aligned offsets, lengths and memory: all are blocks of 4 KiB here. Where the file
+system refuses it, or is full at the start, the same calls go through the page cache, and the log
+says so once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import attrs
+
+from peercache.actors.disk.slabs import BLOCK_BYTES
+from peercache.storage.folder import Folder, slab_files
+from peercache.storage.layout import SlabHeader, pack_slab, parse_slab, slab_name
+
+FILES_OPEN_MAX: Final = 64
+"""A process has 1,024 descriptors by default, most of which are for connections."""
+
+PROBE_NAME: Final = "probe.tmp"
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoRoomError(Exception):
+    """The file system is full, or would have less free than its floor."""
+
+
+@attrs.define(eq=False)
+class _Opened:
+    file: int
+    uses: int = 0
+
+
+class SlabFiles:
+    """The slabs of one folder. Every method may be called from any thread."""
+
+    def __init__(self, folder: Folder, *, free_floor: float, log: Any, read_only: bool) -> None:
+        """Look at the slabs that are there. free_floor: part of the file system to leave free."""
+        self.folder = folder
+        self._floor = free_floor
+        self._log = log
+        self._read_only = read_only
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        self.is_direct = self._probe()
+        self.blocks_of: dict[int, int] = {}
+        """The slot size of each slab that has one."""
+        for number in slab_files(folder.path):
+            header = self._header_of(number)
+            if header is not None:
+                self.blocks_of[number] = header.blocks
+
+    def name_of(self, place: int) -> str:
+        """Return the file that a place lies in, as the log names it."""
+        return str(self.folder.path / slab_name(place // self.folder.slab_bytes))
+
+    def prepare(self, number: int, blocks: int) -> None:
+        """Have a slab of this slot size; raise NoRoomError, or OSError of the file system."""
+        if self.blocks_of.get(number) == blocks:
+            return
+        with self._making:
+            if self.blocks_of.get(number) == blocks:
+                return
+            self.blocks_of.pop(number, None)
+            if self._size_of(number) < self.folder.slab_bytes:
+                # New, cut short by somebody, or by a crash while it was made.
+                self._make(number)
+            header = SlabHeader(number, blocks, self.folder.slab_bytes)
+            with aligned(1) as memory:
+                memory[:] = pack_slab(header)
+                self.write(number * self.folder.slab_bytes, [memory])
+            self.blocks_of[number] = blocks
+
+    def forget(self, number: int) -> None:
+        """Have the slab prepared anew before it is written again: its file has gone."""
+        self.blocks_of.pop(number, None)
+        with self._lock:
+            opened = self._opened.get(number)
+            if opened is not None and not opened.uses:
+                os.close(self._opened.pop(number).file)
+
+    def write(self, place: int, buffers: Sequence[memoryview]) -> None:
+        """Write aligned memory at a place; raise NoRoomError or OSError unless all is written."""
+        number, offset = divmod(place, self.folder.slab_bytes)
+        wanted = sum(len(buffer) for buffer in buffers)
+        with self._use(number) as file:
+            try:
+                written = os.pwritev(file, buffers, offset)
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    raise NoRoomError from error
+                raise
+        if written != wanted:
+            # What a full or failing disk does in the middle; the rest would say why.
+            raise OSError(errno.EIO, f"wrote {written} of {wanted} bytes")
+
+    def read(self, place: int, buffers: Sequence[memoryview]) -> int:
+        """Read into aligned memory; return how much there was. Raises OSError."""
+        number, offset = divmod(place, self.folder.slab_bytes)
+        with self._use(number) as file:
+            return os.preadv(file, buffers, offset)
+
+    def close(self) -> None:
+        """Close every file that nobody uses."""
+        with self._lock:
+            for number in [n for n, opened in self._opened.items() if not opened.uses]:
+                os.close(self._opened.pop(number).file)
+
+    @contextmanager
+    def _use(self, number: int) -> Iterator[int]:
+        with self._lock:
+            opened = self._opened.get(number)
+            if opened is None:
+                flags = os.O_RDONLY if self._read_only else os.O_RDWR
+                direct = os.O_DIRECT if self.is_direct else 0
+                path = self.folder.path / slab_name(number)
+                opened = self._opened[number] = _Opened(
+                    os.open(path, flags | direct | os.O_CLOEXEC)
+                )
+            opened.uses += 1
+            self._opened.move_to_end(number)
+            self._close_idle()
+        try:
+            yield opened.file
+        finally:
+            with self._lock:
+                opened.uses -= 1
+
+    def _close_idle(self) -> None:
+        excess = len(self._opened) - FILES_OPEN_MAX
+        if excess > 0:
+            idle = [number for number, opened in self._opened.items() if not opened.uses]
+            for number in idle[:excess]:
+                os.close(self._opened.pop(number).file)
+
+    def _size_of(self, number: int) -> int:
+        try:
+            return (self.folder.path / slab_name(number)).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _make(self, number: int) -> None:
+        """Allocate a slab file in full, or leave none."""
+        slab_bytes = self.folder.slab_bytes
+        free, total = self.folder.free_bytes()
+        if free - slab_bytes < self._floor * total:
+            raise NoRoomError
+        path = self.folder.path / slab_name(number)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, slab_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            # One that was open before is of a file that has no name any more.
+            self.forget(number)
+            if error.errno in NO_ROOM:
+                raise NoRoomError from error
+            raise
+        finally:
+            os.close(file)
+
+    def _header_of(self, number: int) -> SlabHeader | None:
+        """Return what a slab says of itself, if that is believable."""
+        with aligned(1) as memory:
+            try:
+                count = self.read(number * self.folder.slab_bytes, [memory])
+            except OSError as error:
+                self._log.warning("disk.slab_unreadable", file=slab_name(number), error=str(error))
+                return None
+            header = parse_slab(memory[:count])
+        if header is None or (header.number, header.slab_bytes) != (number, self.folder.slab_bytes):
+            return None
+        return header
+
+    def _probe(self) -> bool:
+        """Return whether direct I/O works here: some file systems refuse it only when used.
+
+        On a full one that cannot be told, and what goes through the page cache works everywhere.
+        """
+        if self._read_only:
+            return False
+        path = self.folder.path / PROBE_NAME
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            file = os.open(path, flags | os.O_DIRECT, 0o600)
+            try:
+                with aligned(2) as memory:
+                    memory[:BLOCK_BYTES] = bytes(range(256)) * (BLOCK_BYTES // 256)
+                    os.pwritev(file, [memory[:BLOCK_BYTES]], 0)
+                    os.preadv(file, [memory[BLOCK_BYTES:]], 0)
+                    works = memory[:BLOCK_BYTES] == memory[BLOCK_BYTES:]
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, *NO_ROOM):
+                raise
+            works = False
+        finally:
+            path.unlink(missing_ok=True)
+        if not works:
+            self._log.warning("disk.buffered", folder=str(self.folder.path))
+        return works
+
+
+@contextmanager
+def aligned(blocks: int) -> Iterator[memoryview]:
+    """Lend memory for whole blocks, aligned as direct I/O wants it."""
+    memory = mmap.mmap(-1, blocks * BLOCK_BYTES)
+    view = memoryview(memory)
+    try:
+        yield view
+    finally:
+        view.release()
+        memory.close()

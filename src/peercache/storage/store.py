@@ -1,0 +1,341 @@
+"""The page store: performs the disk actor's effects, and tells it what became of them.
+
+Owns    one node's folder and its lock, the slab files, the index, and the threads of all of them.
+Hears   Spill, Load, Forget, NoteUse; `perform` never blocks.
+Says    DiskOpened once, then an answer to every job; DiskEnded when there is no disk any more.
+Keeps   a page is DONE only with its bytes right: on disk as they were in the pool, in the pool as
+        they were on disk. An index row is put after its page is written, and goes before its place
+        is written again.
+Limits  threads, pages that wait (jobs), rows that wait (index_file), open files (files).
+
+Nothing that the file system does reaches the caller as an exception, or as time: not at start,
+which is a thread's business too, and not at `close`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any, Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.storage_port import (
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_ENTRY,
+    DISK_UNTRIED,
+    DiskEffect,
+    DiskEnded,
+    DiskFact,
+    DiskOpened,
+    Forget,
+    ForgetDone,
+    Load,
+    LoadDone,
+    NoteUse,
+    Spill,
+    SpillDone,
+)
+from peercache.errors import ConfigError
+from peercache.model.runs import U64
+from peercache.observability.log import get_logger
+from peercache.storage.folder import Folder, claim
+from peercache.storage.index_file import IndexWriter, remove_index
+from peercache.storage.index_load import load_index
+from peercache.storage.jobs import Errand, Job, Unit, Workers
+from peercache.storage.mover import UNIT_PAGES, PageMover, units_of
+from peercache.storage.slab_files import NO_ROOM, SlabFiles
+
+STUCK_S: Final = 10.0
+"""How long after a deadline a call may still be under way before the disk is given up."""
+
+ROOM_S: Final = 10.0
+"""How soon a file system without room for our folder is tried again."""
+
+CLOSE_S: Final = 2.0
+"""How long `close` waits for calls that are under way."""
+
+WIPE_S: Final = 30.0
+"""A wipe is nobody's wait; after this time its slot is left to the index."""
+
+
+@attrs.frozen(eq=False)
+class PoolMemory:
+    """The pool as the store sees it: page memory, its generation words, and their granule."""
+
+    pages: npt.NDArray[np.uint8]
+    words: U64
+    granule: int
+
+
+@attrs.define(eq=False)
+class _Opened:
+    """What is there once the folder is ours."""
+
+    folder: Folder
+    files: SlabFiles
+    index: IndexWriter
+    mover: PageMover
+    workers: Workers
+
+
+@final
+class DiskStore:
+    """The disk of one node. `start`, then `perform` what the actor says, then `close`."""
+
+    def __init__(
+        self,
+        disk_path: str,
+        *,
+        size_bytes: int,
+        pool: PoolMemory,
+        tell: Callable[[DiskFact], None],
+        free_floor: float = 0.05,
+        threads: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+        stuck_s: float = STUCK_S,
+        log: Any = None,
+    ) -> None:
+        """Prepare; nothing is touched yet.
+
+        tell:  takes the facts, from any thread, one at a time and in order; must not block.
+        clock: the time of the deadlines in Spill and Load; callable from any thread.
+        """
+        self._disk_path = disk_path
+        self._size_bytes = size_bytes
+        self._pool = pool
+        self._told = tell
+        self._telling = threading.RLock()
+        self._floor = free_floor
+        self._threads = threads
+        self._clock = clock
+        self._stuck_s = stuck_s
+        self._log = log if log is not None else get_logger()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._opened: _Opened | None = None
+        self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
+
+    def start(self) -> None:
+        """Begin to open; DiskOpened or DiskEnded tells how it went."""
+        self._opening.start()
+
+    def perform(self, effect: DiskEffect) -> None:
+        """Take an effect of the disk actor; never blocks, and never raises for the world."""
+        opened = self._opened
+        if opened is None:
+            self._refuse(effect)
+            return
+        match effect:
+            case Spill() if not opened.index.has_room():
+                # A disk that does not keep up: these are dropped, and no byte was touched.
+                self._refuse(effect)
+            case Spill():
+                lengths = effect.records["length"].tolist()
+                job = Job.of(effect, len(lengths))
+                opened.workers.submit(job, units_of(job, lengths, effect.until))
+            case Load():
+                lengths = effect.lengths.tolist()
+                job = Job.of(effect, len(lengths))
+                opened.workers.submit(job, units_of(job, lengths, effect.until))
+            case Forget():
+                self._forget(opened, effect)
+            case NoteUse(places):
+                opened.index.use(places, int(time.time()))
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether an open store goes past the page cache."""
+        return self._opened is not None and self._opened.files.is_direct
+
+    def close(self) -> None:
+        """Let go of the folder, within CLOSE_S or so whatever the disk does."""
+        with self._lock:
+            self._closed.set()
+            opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        # What was just written belongs into the index; what was forgotten there is wiped next.
+        opened.workers.move_no_more(CLOSE_S / 2)
+        ended = opened.index.close(CLOSE_S)
+        ended = opened.workers.close(CLOSE_S / 2) and ended
+        # While a call may still reach the disk, the folder stays ours, till the process ends, and
+        # so do the files: to close one may wait for the disk too.
+        if ended:
+            opened.files.close()
+            opened.folder.close()
+
+    def _tell(self, fact: DiskFact) -> None:
+        with self._telling:
+            self._told(fact)
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            self._open_when_there_is_room()
+        except (OSError, ConfigError, sqlite3.Error) as error:
+            self._log.warning("disk.unusable", path=self._disk_path, error=str(error))
+            self._tell(DiskEnded(str(error)))
+        except Exception as error:
+            self._log.error("disk.bug", error=repr(error), exc_info=True)
+            self._tell(DiskEnded(f"a bug: {error!r}"))
+
+    def _open_when_there_is_room(self) -> None:
+        """Open the folder; a full file system may have no room for the few files of a new one."""
+        is_said = False
+        while not self._closed.is_set():
+            try:
+                self._open_folder(time.monotonic())
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                if not is_said:
+                    self._log.warning("disk.no_room", path=self._disk_path, error=str(error))
+                    is_said = True
+            self._closed.wait(ROOM_S)
+
+    def _open_folder(self, started: float) -> None:
+        folder = claim(self._disk_path, self._size_bytes)
+        try:
+            files = SlabFiles(folder, free_floor=self._floor, log=self._log, read_only=False)
+            try:
+                connection, entries = load_index(files, self._log)
+            except BaseException:
+                files.close()
+                raise
+        except BaseException:
+            folder.close()
+            raise
+        failed = partial(self._index_failed, folder)
+        index = IndexWriter(connection, failed=failed, log=self._log)
+        mover = PageMover(
+            files,
+            pages=self._pool.pages,
+            words=self._pool.words,
+            granule=self._pool.granule,
+            ended=self._end,
+            log=self._log,
+        )
+        workers = Workers(
+            mover.perform,
+            threads=self._threads,
+            stuck_s=self._stuck_s,
+            clock=self._clock,
+            judged=partial(_keep_rows, index),
+            tell=self._tell,
+            look=partial(self._look_after, folder),
+            log=self._log,
+        )
+        self._log.info(
+            "disk.opened",
+            folder=str(folder.path),
+            pages=len(entries),
+            bytes_max=folder.slab_count * folder.slab_bytes,
+            direct=files.is_direct,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        opened = _Opened(folder, files, index, mover, workers)
+        with self._lock:
+            self._opened = opened
+            closed = self._closed.is_set()
+        if closed:
+            self.close()
+            return
+        usable = folder.slab_count * folder.slab_bytes
+        self._tell(DiskOpened(usable, folder.slab_bytes, entries, int(time.time())))
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    def _forget(self, opened: _Opened, effect: Forget) -> None:
+        done = ForgetDone(effect.job) if effect.job else None
+        if not effect.wipe:
+            opened.index.drop(effect.places, partial(self._tell, done) if done else None)
+            return
+        places = effect.places.tolist()
+        opened.mover.expect_wipes(places)
+
+        def wipe(unit: Unit) -> None:
+            for page in unit.pages:
+                if unit.is_over:
+                    return
+                opened.mover.wipe(places[page])
+
+        def wipe_all() -> None:
+            job = Job.of(Errand(wipe, done, WIPE_S), len(places))
+            ranges = range(0, len(places), UNIT_PAGES)
+            units = [Unit(job, range(at, min(at + UNIT_PAGES, len(places))), inf) for at in ranges]
+            opened.workers.submit(job, units)
+
+        # The rows first: with them gone, only a lost index could bring the pages back.
+        opened.index.drop(effect.places, wipe_all)
+
+    def _refuse(self, effect: DiskEffect) -> None:
+        """Answer that nothing was tried: the store is not open, or takes no more."""
+        match effect:
+            case Spill():
+                self._tell(SpillDone(effect.job, bytes((DISK_UNTRIED,)) * len(effect.places)))
+            case Load():
+                untried = bytes((DISK_UNTRIED,)) * len(effect.places)
+                checksums = np.zeros(len(effect.places), np.uint64)
+                self._tell(LoadDone(effect.job, untried, checksums))
+            case Forget():
+                if effect.job:
+                    self._tell(ForgetDone(effect.job))
+            case NoteUse():
+                pass
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        opened = self._opened
+        if opened is not None:
+            opened.workers.end_soon(reason)
+
+    def _look_after(self, folder: Folder, unit: Unit) -> None:  # noqa: ARG002 - an Errand's
+        if not folder.is_there():
+            self._end(f"{folder.path} has gone")
+
+    def _index_failed(self, folder: Folder, problem: str) -> None:
+        """Go on without an index; one that is behind for good must not be believed later."""
+        self._log.warning("disk.index_failed", error=problem)
+        try:
+            remove_index(folder.path)
+        except OSError as error:
+            opened = self._opened
+            if opened is not None:
+                opened.workers.end(f"the index cannot be written ({problem}) or removed ({error})")
+
+
+def _keep_rows(index: IndexWriter, unit: Unit, said: bytes) -> None:
+    """Put index rows of what was written, drop those of what is damaged."""
+    effect = unit.job.effect
+    outcomes = np.frombuffer(said, np.uint8)
+    begin, end = unit.pages.start, unit.pages.stop
+    if isinstance(effect, Load):
+        damaged = effect.places[begin:end][outcomes == DISK_DAMAGED]
+        if len(damaged):
+            index.drop(damaged)
+    elif isinstance(effect, Spill):
+        done = np.flatnonzero(outcomes == DISK_DONE) + begin
+        if len(done):
+            index.put(_entries_of(effect, done))
+
+
+def _entries_of(effect: Spill, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.void]:
+    entries = np.zeros(len(pages), DISK_ENTRY)
+    for name in ("key", "length"):
+        entries[name] = effect.records[name][pages]
+    entries["namespace"] = effect.namespaces[pages]
+    entries["place"] = effect.places[pages]
+    entries["sequence"] = effect.sequences[pages]
+    entries["written"] = entries["used"] = int(time.time())
+    return entries

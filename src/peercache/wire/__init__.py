@@ -1,0 +1,1 @@
+"""The bytes of the control plane: envelopes, their codec, and the messages."""

@@ -1,0 +1,244 @@
+"""Envelopes to bytes and back.
+
+An envelope is one CBOR array: [wire version, cluster, sender, target, tag, field, field, …]. The
+decoder accepts integers, floats, booleans, strings, byte strings, arrays and one flat map, each
+where a message declares it, and nothing else of CBOR: no tags, no indefinite lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any, NoReturn
+
+import attrs
+import cbor2
+
+from peercache.errors import RemoteProtocolError
+from peercache.model.member import Member
+from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
+
+MESSAGE_BYTES_MAX = 8 * 2**20
+"""Largest control message: a Put of a hundred thousand records is 5.6 MB; senders cut at 16,384."""
+
+TEXT_MAX = 4096
+"""Longest string: a path."""
+
+LIST_MAX = 65_536
+"""Longest array: a view of the largest cluster we mean to serve."""
+
+ITEMS_MAX = 200_000
+"""Most CBOR items of one message: a view of 16,384 members has 164,000. Eight million, which fit
+into a message of the largest size, would take five seconds and 600 MB to decode."""
+
+_U64_MAX = 2**64 - 1
+
+
+@attrs.define(eq=False)
+class WrongVersion(RemoteProtocolError):
+    """The envelope is of a wire version that we do not speak."""
+
+    version: int = 0
+
+
+@attrs.define(eq=False)
+class WrongCluster(RemoteProtocolError):
+    """The envelope is of another cluster."""
+
+    cluster: str = ""
+
+
+def encode(envelope: Envelope, *, cluster: str) -> bytes:
+    """Return the bytes of an envelope."""
+    message = envelope.message
+    head: list[Any] = [WIRE_VERSION, cluster, envelope.sender, envelope.target]
+    head.append(_TAGS[type(message)])
+    head.extend(_plain(getattr(message, name)) for name in _FIELDS[type(message)])
+    return cbor2.dumps(head)
+
+
+def decode(raw: bytes, *, cluster: str) -> Envelope:
+    """Return the envelope, or raise RemoteProtocolError with what is wrong."""
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise RemoteProtocolError(f"a message of {len(raw)} bytes")
+    if len(raw) > ITEMS_MAX:  # An item takes a byte at least, so shorter ones need no look.
+        _count_items(raw)
+    try:
+        decoder = cbor2.CBORDecoder(
+            BytesIO(raw),
+            tag_hook=_no_tags,
+            semantic_decoders=_NO_SEMANTICS,
+            max_depth=5,
+            allow_indefinite=False,
+            allow_duplicate_keys=False,
+            strict_hashable_types=True,
+        )
+        parts = decoder.decode()
+        # `loads` would pass over what follows the envelope.
+        end = decoder.fp.tell()
+    except RemoteProtocolError:
+        raise
+    except Exception as error:  # every way in which CBOR can be broken is the peer's fault
+        raise RemoteProtocolError(f"not CBOR: {error}") from error
+    if end != len(raw) or not isinstance(parts, list) or len(parts) < 5:
+        raise RemoteProtocolError("not an envelope")
+    version, theirs, sender, target, tag = parts[:5]
+    if version != WIRE_VERSION or isinstance(version, bool):
+        number = version if isinstance(version, int) else 0
+        raise WrongVersion(f"wire version {version!r}, ours is {WIRE_VERSION}", version=number)
+    if theirs != cluster:
+        name = theirs[:TEXT_MAX] if isinstance(theirs, str) else ""
+        raise WrongCluster(f"cluster {name!r}, ours is {cluster!r}", cluster=name)
+    if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < len(MESSAGES):
+        raise RemoteProtocolError(f"no message has the tag {tag!r}")
+    return Envelope(_u64(sender), _u64(target), _build(MESSAGES[tag], parts[5:]))
+
+
+def _count_items(raw: bytes) -> None:
+    """Walk over the heads of all items, without making any; raise if there are too many.
+
+    What is broken otherwise is for the decoder to find: the walk always ends.
+    """
+    at = count = 0
+    while at < len(raw):
+        count += 1
+        if count > ITEMS_MAX:
+            raise RemoteProtocolError(f"more than {ITEMS_MAX} items")
+        kind, length = raw[at] >> 5, raw[at] & 31
+        at += 1
+        if length >= 24:
+            size = 1 << (length & 3)
+            length = int.from_bytes(raw[at : at + size], "big")
+            at += size
+        if kind in (2, 3):  # Strings: their bytes are no items.
+            at += length
+
+
+def _build(kind: type[Any], values: list[Any]) -> Any:
+    checks = _CHECKS[kind]
+    if len(values) != len(checks):
+        raise RemoteProtocolError(f"{kind.__name__} with {len(values)} fields, not {len(checks)}")
+    return kind(*[check(value) for check, value in zip(checks, values, strict=True)])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Member):
+        return list(attrs.astuple(value))
+    return value
+
+
+def _no_tags(*_: object) -> NoReturn:
+    raise RemoteProtocolError("a CBOR tag")
+
+
+_NO_SEMANTICS = dict.fromkeys(
+    [*range(6), *range(21, 40), 43000, 100, 256, 258, 260, 261, 1004, 55799], _no_tags
+)
+
+
+def _u64(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _U64_MAX:
+        raise RemoteProtocolError(f"not an unsigned 64-bit number: {str(value)[:40]}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise RemoteProtocolError("not a boolean")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise RemoteProtocolError("not a finite number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > TEXT_MAX:
+        raise RemoteProtocolError("not a string, or too long")
+    return value
+
+
+def _blob(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise RemoteProtocolError("not a byte string")
+    return value
+
+
+def _blob_of(unit: int) -> Callable[[Any], bytes]:
+    def check(value: Any) -> bytes:
+        if type(value) is not bytes or len(value) % unit:
+            raise RemoteProtocolError(f"not a byte string of whole {unit}-byte items")
+        return value
+
+    return check
+
+
+def _tuple_of(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def check_all(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) > LIST_MAX:
+            raise RemoteProtocolError("not an array, or too long")
+        return tuple([check(item) for item in value])
+
+    return check_all
+
+
+def _member(value: Any) -> Member:
+    if type(value) is not list:
+        raise RemoteProtocolError("not a member")
+    member: Member = _build(Member, value)
+    if member.incarnation == 0 or member.state > 3:
+        raise RemoteProtocolError("a member without incarnation, or in no known state")
+    return member
+
+
+def _figures(value: Any) -> dict[str, int | float | str]:
+    if type(value) is not dict or len(value) > LIST_MAX:
+        raise RemoteProtocolError("not a map of figures")
+    if not all(type(item) in (int, float, str) for item in value.values()):
+        raise RemoteProtocolError("a figure that is no number and no string")
+    return {_text(name): item for name, item in value.items()}
+
+
+_BY_ANNOTATION: dict[str, Callable[[Any], Any]] = {
+    "int": _u64,
+    "bool": _flag,
+    "float": _number,
+    "str": _text,
+    "bytes": _blob,
+    "Member": _member,
+    "tuple[int, ...]": _tuple_of(_u64),
+    "tuple[Member, ...]": _tuple_of(_member),
+    "dict[str, int | float | str]": _figures,
+}
+
+# A byte string of packed items is checked for whole ones here, so that no actor has to.
+_BY_NAME: dict[str, Callable[[Any], bytes]] = {
+    "keys": _blob_of(16),
+    "records": _blob_of(56),
+    "drops": _blob_of(24),
+    "lengths": _blob_of(8),
+    "offsets": _blob_of(8),
+    "checksums": _blob_of(8),
+    "calls": _blob_of(5),
+    "regions": _blob_of(24),
+}
+
+
+def _check_for(field: attrs.Attribute[Any]) -> Callable[[Any], Any]:
+    if field.name in _BY_NAME and str(field.type) == "bytes":
+        return _BY_NAME[field.name]
+    return _BY_ANNOTATION[str(field.type)]
+
+
+_TAGS: dict[type[Message], int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
+_FIELDS: dict[type[Any], tuple[str, ...]] = {
+    kind: tuple(field.name for field in attrs.fields(kind)) for kind in MESSAGES
+}
+_CHECKS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
+    kind: tuple(_check_for(field) for field in attrs.fields(kind)) for kind in (*MESSAGES, Member)
+}

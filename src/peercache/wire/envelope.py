@@ -1,0 +1,79 @@
+"""Every message of the control plane.
+
+A command is an imperative (`Reserve`), its answer a participle or noun (`Granted`), a fact a past
+participle (`Touched`). Batches travel packed: `keys` is n × 16 bytes, `records` n × 56
+(`model.records.RECORD`), `drops` n × 24 (`model.records.DROP`), lengths and offsets n × 8
+little-endian.
+A class's place in `Message` is its tag on the wire: append only, never reorder.
+
+Nothing may depend on a message having arrived, or on its arriving once: every request carries a
+correlation number that its answer repeats, and whatever must not be lost is repaired by a summary.
+Wire version 1 is the first.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, get_args
+
+import attrs
+
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    Disputed,
+    Located,
+    Lookup,
+    Put,
+    Repair,
+    StreamSummary,
+    SummaryDiffers,
+    SummaryMatches,
+)
+from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.pool import (
+    Abort,
+    Clear,
+    Commit,
+    Committed,
+    Granted,
+    LiveReservations,
+    Remove,
+    Removed,
+    Reserve,
+    Touched,
+)
+from peercache.wire.messages.promote import Promote, Promoted
+from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import (
+    Counted,
+    Hello,
+    Refused,
+    SayHello,
+    Stats,
+    StatsAsked,
+    Welcome,
+)
+
+WIRE_VERSION = WIRE_VERSION_OLDEST = 1
+
+
+Message: TypeAlias = (
+    Hello | Welcome | Refused | SayHello
+    | Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
+    | Lookup | Located | Disputed | Put | Delete | Acknowledged
+    | StreamSummary | SummaryDiffers | Repair
+    | Reserve | Granted | Commit | Committed | Abort | LiveReservations
+    | Touched | Remove | Clear | Removed | StatsAsked | Stats
+    | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
+)  # fmt: skip
+
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
+
+
+@attrs.frozen
+class Envelope:
+    """A message on its way: who sent it, and which incarnation it is meant for (0: whoever)."""
+
+    sender: int
+    target: int
+    message: Message

@@ -1,0 +1,1 @@
+"""Every control message, one file a conversation."""

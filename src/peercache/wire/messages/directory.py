@@ -1,0 +1,87 @@
+"""Messages about location records: between holders and owners, and from readers."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Lookup:
+    """Ask a node which holders of these pages it knows."""
+
+    request: int
+    keys: bytes
+
+
+@attrs.frozen
+class Located:
+    """Answer a Lookup: the records known, in key order; absent keys have none, some several."""
+
+    request: int
+    records: bytes
+
+
+@attrs.frozen
+class Disputed:
+    """Tell a directory owner that these very records failed verification."""
+
+    records: bytes
+
+
+@attrs.frozen
+class Put:
+    """Publish records, as message `number` of the stream from this holder to this owner."""
+
+    number: int
+    records: bytes
+
+
+@attrs.frozen
+class Delete:
+    """Withdraw records, as message `number` of the same stream."""
+
+    number: int
+    drops: bytes
+
+
+@attrs.frozen
+class Acknowledged:
+    """Tell the holder that message `number` of its stream has been applied."""
+
+    number: int
+
+
+@attrs.frozen
+class StreamSummary:
+    """State what the owner should hold of us after message `number`: count and xor digest."""
+
+    number: int
+    count: int
+    digest: int
+
+
+@attrs.frozen
+class SummaryDiffers:
+    """Answer a summary that does not match: our digests by bucket (256 × u64), key byte 0."""
+
+    number: int
+    buckets: bytes
+
+
+@attrs.frozen
+class Repair:
+    """Send anew all that the owner should hold of us in these buckets (one byte a bucket).
+
+    Applied as message `number` of the stream: what it does not name in those buckets goes.
+    """
+
+    number: int
+    buckets: bytes
+    records: bytes
+
+
+@attrs.frozen
+class SummaryMatches:
+    """Answer a summary that matches: unlike an Acknowledged, all before it is in force too."""
+
+    number: int

@@ -1,0 +1,132 @@
+"""Messages to a pool: writing pages, touching and removing them."""
+
+from __future__ import annotations
+
+import attrs
+
+# What a page of a Reserve or Commit came to; one byte each in `states`.
+RESERVED = 0
+"""Granted: write to the offset given."""
+HERE = 1
+"""The page is in the pool already, with this very length; nothing to copy."""
+COMMITTED = 2
+"""Committed by this request."""
+REPEATED = 3
+"""The same key stood earlier in this batch; its outcome is that one's."""
+REFUSED_SIZE = 4
+"""The key is held with another length; the first stays."""
+REFUSED_TOO_LARGE = 5
+"""The page is larger than the pool."""
+REFUSED_FULL = 6
+"""No room now: everything is reserved, or this client has too much uncommitted."""
+ABORTED = 7
+"""The reservation ended without this page: aborted, unknown, or of another incarnation."""
+
+
+@attrs.frozen
+class Reserve:
+    """Ask for slots. sequence: this client's number of the reservation, rising from 1.
+
+    keys: empty for slots ahead, whose pages the Commit will name.
+    """
+
+    request: int
+    sequence: int
+    namespace: int
+    keys: bytes
+    lengths: bytes
+
+
+@attrs.frozen
+class Granted:
+    """Answer a Reserve: a state a page, and an offset where the state is RESERVED."""
+
+    request: int
+    sequence: int
+    states: bytes
+    offsets: bytes
+
+
+@attrs.frozen
+class Commit:
+    """Make the written pages of a reservation readable; the unwritten ones are aborted.
+
+    written:   one byte a page of the Reserve, 1 = its slot holds all its bytes.
+    checksums: n × u64, 0 where there is none.
+    patience_s: how long the answer may wait for a directory owner to acknowledge.
+    keys:      of the first pages of a reservation made ahead, as many as `written`; else empty.
+    ahead:     reserve as many slots under each of these sequences, for pages to be named.
+    """
+
+    request: int
+    sequence: int
+    written: bytes
+    checksums: bytes
+    patience_s: float
+    keys: bytes = b""
+    ahead: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class Committed:
+    """Answer a Commit: a state a page, the records now valid, and how many are published.
+
+    ahead, offsets: a reservation made ahead that the client was not told of; 0 and empty: none.
+    """
+
+    request: int
+    sequence: int
+    states: bytes
+    records: bytes
+    published: int
+    ahead: int = 0
+    offsets: bytes = b""
+
+
+@attrs.frozen
+class Abort:
+    """End a reservation without committing anything; its slots may be reused at once."""
+
+    sequence: int
+
+
+@attrs.frozen
+class LiveReservations:
+    """List, each second, the reservations this client may still write to.
+
+    newest: the highest sequence it has used; what is not newer and not listed is freed.
+    """
+
+    newest: int
+    sequences: tuple[int, ...]
+
+
+@attrs.frozen
+class Touched:
+    """Tell a holder which of its pages were read (drops: key and generation), for its LRU."""
+
+    drops: bytes
+
+
+@attrs.frozen
+class Remove:
+    """Ask a holder to drop these pages."""
+
+    request: int
+    keys: bytes
+
+
+@attrs.frozen
+class Clear:
+    """Ask a holder to drop every page of a namespace."""
+
+    request: int
+    namespace: int
+
+
+@attrs.frozen
+class Removed:
+    """Answer a Remove or Clear: how many pages went."""
+
+    request: int
+    count: int

@@ -1,0 +1,66 @@
+"""The messages with which the two ends of a queue pair come to know each other.
+
+They are messages like all others (`wire.envelope.MESSAGES`); only there is no room for them there.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class OpenChannel:
+    """Ask a node for the other end of a queue pair, or, for one that is open, what it opens now.
+
+    channel:       the client's number of it, rising; the same again is the same channel.
+    rail:          which of the client's ports it is of, from 0.
+    link_layer:    "Ethernet" or "InfiniBand".
+    lid, gid:      its port's addresses (lid 0 on Ethernet, gid 16 bytes).
+    mtu:           1 to 5: 256 bytes to 4096.
+    reads_at_once: READs that the client would like to have outstanding.
+    """
+
+    request: int
+    channel: int
+    rail: int
+    link_layer: str
+    qp_num: int
+    psn: int
+    lid: int
+    gid: bytes
+    mtu: int
+    reads_at_once: int
+
+
+@attrs.frozen
+class ChannelOpened:
+    """Answer an OpenChannel: the node's end, and its published memory as this port may read it.
+
+    pages_address, words_address: where page memory and generation words begin, in the node.
+    regions: n × (address, length, rkey), 8 bytes each: what is registered by now.
+    """
+
+    request: int
+    channel: int
+    qp_num: int
+    psn: int
+    lid: int
+    gid: bytes
+    mtu: int
+    reads_at_once: int
+    pages_address: int
+    page_bytes: int
+    words_address: int
+    granule: int
+    regions: bytes
+
+
+@attrs.frozen
+class ChannelsHeld:
+    """List the channels to a node that the client still uses: at every change, and each 20 s.
+
+    newest: the highest number it has used; what is not newer and not listed ends.
+    """
+
+    newest: int
+    channels: tuple[int, ...]

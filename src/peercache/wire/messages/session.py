@@ -1,0 +1,80 @@
+"""Messages of a connection: who is talking, how a node is, what a client counted."""
+
+from __future__ import annotations
+
+import attrs
+
+from peercache.model.member import Member
+
+
+@attrs.frozen
+class Hello:
+    """Say who is talking, before anything else on a connection.
+
+    lock: basename of the client's lock file in the home folder; "" from a node, from a client in
+          the node's own process, and from a client that only reads.
+    """
+
+    request: int
+    wire_oldest: int
+    wire_newest: int
+    cluster: str
+    is_node: bool
+    granule: int
+    credentials: str
+    namespace: str
+    geometry: str
+    lock: str
+
+
+@attrs.frozen
+class Welcome:
+    """Answer a Hello that fits: the node as a member, and the facts of its segment."""
+
+    request: int
+    wire: int
+    member: Member
+    segment_bytes: int
+
+
+@attrs.frozen
+class Refused:
+    """Answer what will not be served. reason: a word; detail: a sentence for a person."""
+
+    request: int
+    reason: str
+    detail: str
+
+
+@attrs.frozen
+class SayHello:
+    """Tell a stranger, or one who means a dead incarnation, to introduce itself again."""
+
+    incarnation: int
+
+
+@attrs.frozen
+class StatsAsked:
+    """Ask a node how it is."""
+
+    request: int
+
+
+@attrs.frozen
+class Stats:
+    """Answer: named figures."""
+
+    request: int
+    figures: dict[str, int | float | str]
+
+
+@attrs.frozen
+class Counted:
+    """Tell the home node what a client has counted since it last told, so that one scrape sees all.
+
+    counts:  increases by "metric" or "metric/label value".
+    calls:   how long batch calls took, n × 5 bytes (`observability.reports.CALL`).
+    """
+
+    counts: dict[str, int | float | str]
+    calls: bytes

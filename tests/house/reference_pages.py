@@ -1,0 +1,192 @@
+"""The parts of docs/reference that are made from the code: `make docs` writes them.
+
+Each page has a part of its own between two markers; what people wrote around it stays.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from peercache import errors
+from peercache.cli.main import written
+from peercache.config.flags import environment_name_of, flag_of
+from peercache.config.settings import FIELDS
+from peercache.model.member import Member
+from peercache.observability import reasons as miss_reasons
+from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import MISS_REASONS
+from peercache.wire.envelope import MESSAGES
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "reference"
+BEGIN = "<!-- made by `make docs`: begin -->"
+END = "<!-- made by `make docs`: end -->"
+
+LEVELS = ("debug", "info", "warning", "error", "exception")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def configuration() -> str:
+    """Return the table of settings."""
+    rows = []
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        meaning = field.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+        default = written(field)
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{flag_of(name)}`",
+                f"`{environment_name_of(name)}`",
+                f"`{default}`" if default else "",
+                meaning,
+            ]
+        )
+    return table(["setting", "flag", "environment", "default", "meaning"], rows)
+
+
+def metrics() -> str:
+    """Return the table of metrics, as /metrics names them."""
+    rows = []
+    for family in Metrics().registry.collect():
+        metric: Any = _metric(family.name)
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        rows.append([f"`{name}`", family.type, labels, family.documentation])
+    reasons = [[f"`{reason}`", _comment_of(reason)] for reason in MISS_REASONS]
+    return (
+        table(["metric", "type", "labels", "meaning"], rows)
+        + "\n\n"
+        + table(["reason", "why a page was a miss, or was not stored"], reasons)
+    )
+
+
+def _metric(family: str) -> Any:
+    ours = [value for value in vars(Metrics()).values() if hasattr(value, "_labelnames")]
+    return next(metric for metric in ours if metric._name == family)
+
+
+def _comment_of(reason: str) -> str:
+    """Return the comment beside a reason's constant, as a sentence."""
+    for line in inspect.getsource(miss_reasons).splitlines():
+        if f' = "{reason}"' in line:
+            text = line.partition("#")[2].strip()
+            return text[0].upper() + text[1:] + "."
+    raise LookupError(reason)
+
+
+def messages() -> str:
+    """Return the table of messages with their tags."""
+    rows = []
+    for tag, kind in enumerate(MESSAGES):
+        rows.append([str(tag), f"`{kind.__name__}`", _fields(kind), _first_sentence(kind)])
+    return table(["tag", "message", "fields, in their order", "what it says"], rows) + (
+        f"\n\nA member, wherever one stands: {_fields(Member)}."
+    )
+
+
+def _fields(kind: type[Any]) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in attrs.fields(kind))
+
+
+def _first_sentence(kind: type[Any]) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+
+
+def exceptions() -> str:
+    """Return the tree of exceptions, and what each means."""
+    tree = (errors.__doc__ or "").split("\n\n")[1]
+    rows = []
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.PeerCacheError):
+            facts = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else []
+            rows.append(
+                [f"`{name}`", ", ".join(f"`{fact}`" for fact in facts), _first_sentence(kind)]
+            )
+    lines = "\n".join(line[4:] for line in tree.splitlines())
+    return f"```text\n{lines}\n```\n\n" + table(["exception", "facts", "meaning"], rows)
+
+
+def log_events() -> str:
+    """Return the table of log events, found in the sources."""
+    rows = sorted({tuple(row) for row in _logged()})
+    return table(["event", "level", "facts", "module"], [list(row) for row in rows])
+
+
+def _logged() -> Iterator[list[str]]:
+    for path in sorted((ROOT / "src" / "peercache").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        module = str(path.relative_to(ROOT / "src" / "peercache").with_suffix(""))
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            teller = ast.unparse(node.func.value)
+            is_log = node.func.attr in LEVELS and "log" in teller
+            # What `rdma.peer_warnings` tells once a peer and reason.
+            is_news = node.func.attr == "tell" and teller.endswith("_news")
+            # What a switchboard warns of once a peer and reason.
+            is_once = node.func.attr == "_log_once"
+            if not (is_log or is_news or is_once) or not node.args:
+                continue
+            for event in _events(node.args[0], constants):
+                level = node.func.attr.replace("exception", "error")
+                level = "warning" if is_news or is_once else level
+                words = [word.arg for word in node.keywords if word.arg not in (None, "exc_info")]
+                words = [*(["peer", "reason"] if is_news else []), *words]
+                words = ["peer", "reason", "detail"] if is_once else words
+                facts = ", ".join(f"`{word}`" for word in words)
+                yield [f"`{event}`", level, facts, f"`{module}`"]
+
+
+def _events(node: ast.expr, constants: dict[str, Any]) -> Iterator[str]:
+    """Yield the events that an expression may name: a string, a constant, a choice of them."""
+    for part in ast.walk(node):
+        value = part.value if isinstance(part, ast.Constant) else None
+        if isinstance(part, ast.Name):
+            value = constants.get(part.id)
+        if isinstance(value, str) and "." in value:
+            yield value
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "wire-protocol.md": messages,
+    "errors.md": exceptions,
+    "log-events.md": log_events,
+}
+
+
+def with_made_part(page: str, text: str) -> str:
+    """Return the text of a page with its made part as the code has it now."""
+    before, found, rest = text.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise ValueError(f"{page} has no place for its made part")
+    return f"{before}{BEGIN}\n\n{MADE[page]()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    for name in MADE:
+        path = PAGES / name
+        path.write_text(with_made_part(name, path.read_text()))

@@ -1,0 +1,507 @@
+"""The house rules that a machine can check; each rule is shown to fail on a small offender.
+
+A rule takes one parsed module and returns what is wrong with it, a sentence each.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "peercache"
+
+FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+
+# Every folder of the package, from the bottom up, with the folders that it may import. A folder
+# imports only what stands above its own line in this table, so folders form no circle. `errors`
+# is free to all, and so are files of the same folder; among files, circles are looked for apart.
+LAYERS: dict[str, str] = {
+    # Plain values, settings, the wire, and what is told.
+    "model": "",
+    "config": "",
+    "wire.messages": "model",
+    "wire": "model wire.messages",
+    "observability": "wire.messages",
+    # The actors of a node: state machines without I/O, and the loop that runs them.
+    "actors": "model wire wire.messages",
+    "actors.membership": "model observability wire.messages actors",
+    "actors.ring": "model actors",
+    "actors.directory": "model observability wire.messages actors",
+    "actors.publisher": "model observability wire.messages actors",
+    "actors.pool": "model observability wire.messages actors",
+    "actors.disk": "model observability wire.messages actors actors.pool",
+    "actors.channels": "",
+    "actors.rdma": "wire.messages actors",
+    # The read and write paths, without I/O.
+    "paths": "model config observability wire wire.messages",
+    # One foreign library or kernel facility each.
+    "memory": "model observability",
+    "storage": "model observability actors actors.disk",
+    "net": "model config wire wire.messages paths",
+    "fabric": "model observability memory",
+    "fabric.tcp": "model config observability actors.channels",
+    "rdma": "model config observability wire wire.messages actors actors.channels actors.rdma "
+    "memory fabric",
+    "http": "model config observability",
+    # A node is put together from all of them, then the blocking client.
+    "node": "model config wire wire.messages observability actors actors.membership actors.ring "
+    "actors.directory actors.publisher actors.pool actors.disk actors.rdma memory storage net "
+    "fabric.tcp rdma http",
+    "client": "model config wire wire.messages observability paths memory net fabric fabric.tcp "
+    "rdma node",
+    "": "client",
+    # What people and engines start.
+    "sglang": "model config observability client",
+    "cli.demo": "config observability ''",
+    "cli.bench": "model config observability wire wire.messages actors actors.disk paths storage "
+    "net rdma client cli.demo",
+    "cli.doctor": "config observability memory rdma cli.bench",
+    "cli": "config observability wire storage node cli.demo cli.bench cli.doctor",
+}
+
+# A foreign library is known to few places, so that a change of it has few places to be made.
+# docs/explanation/dependencies.md says why each is there; attrs and numpy are free to all.
+HOMES: dict[str, frozenset[str]] = {
+    "pynng": frozenset({"net"}),
+    "pyverbs": frozenset({"rdma"}),
+    "sglang": frozenset({"sglang"}),
+    "torch": frozenset({"sglang"}),
+    "cbor2": frozenset({"wire"}),
+    "h11": frozenset({"http"}),
+    "rich": frozenset({"cli"}),
+    "structlog": frozenset({"observability"}),
+    "prometheus_client": frozenset({"observability", "http"}),
+    "trio": frozenset({"actors", "fabric", "http", "net", "node", "rdma"}),
+    "xxhash": frozenset({"client", "storage"}),
+    "tomli": frozenset({"config"}),
+    "typing_extensions": frozenset({"actors"}),
+    "matplotlib": frozenset({"cli"}),
+    "sqlite3": frozenset({"storage"}),
+    "asyncio": frozenset(),
+}
+
+PURE = frozenset({"model", "config", "wire", "paths"})
+"""Rooms of which a simulation replays every file; of the actors it is every file but the loop."""
+
+CHARTER = ("Owns", "Hears", "Says", "Keeps", "Limits")
+
+
+@attrs.frozen
+class Module:
+    """One source file. name: dotted, below `peercache`; "" is the package itself."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Module:
+        """Parse a source."""
+        return cls(name, text, ast.parse(text))
+
+    @property
+    def top(self) -> str:
+        """The package or module directly below `peercache`."""
+        return self.name.partition(".")[0]
+
+    @property
+    def folder(self) -> str:
+        """The folder below `peercache` that the file lies in, dotted; "" is the top."""
+        return folder_of(self.name)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a simulation replays it: time and randomness must be handed in."""
+        if self.top == "actors":
+            return self.name != "actors.runtime"
+        return self.top in PURE and self.name != "config.settings"
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a module below `peercache`; a folder's `__init__` lies in it."""
+    while name and name not in LAYERS:
+        name = name.rpartition(".")[0]
+    return name
+
+
+Rule: TypeAlias = Callable[[Module], Iterator[str]]
+
+
+def modules() -> list[Module]:
+    """Read the whole package."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Module.of(name, path.read_text()))
+    return found
+
+
+def imports_of(module: Module) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, imported module, imported name or ""), wherever in the file it stands."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # ruff bans relative imports, so a module is always named in full.
+            yield from ((node.lineno, node.module or "", alias.name) for alias in node.names)
+
+
+def own_imports_of(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, module): `from peercache.model import keys` is `model.keys`."""
+    for line, source, name in imports_of(module):
+        if source != "peercache" and not source.startswith("peercache."):
+            continue
+        below = source.removeprefix("peercache").removeprefix(".")
+        whole = f"{below}.{name}".strip(".")
+        path = SOURCE / whole.replace(".", "/")
+        is_module = whole in LAYERS or path.is_dir() or path.with_suffix(".py").exists()
+        yield line, whole if is_module else below
+
+
+def every_module_lies_in_a_known_folder(module: Module) -> Iterator[str]:
+    """A new folder is given its place, so that the layering covers it; the top stays empty."""
+    allowed_at_top = ("", "__main__", "errors")
+    if module.folder == "" and module.name not in allowed_at_top:
+        yield f"1: {module.name} lies in no folder of the table"
+
+
+def imports_point_down(module: Module) -> Iterator[str]:
+    """A folder knows only the folders that its line of the table names."""
+    if module.name in ("__main__", "errors"):
+        return
+    allowed = {name.strip("'") for name in LAYERS[module.folder].split()}
+    for line, target in own_imports_of(module):
+        folder = folder_of(target)
+        if target != "errors" and folder != module.folder and folder not in allowed:
+            yield f"{line}: {module.folder or 'the top'} imports {target}"
+
+
+def actors_know_no_other_actor(module: Module) -> Iterator[str]:
+    """Actors talk by messages: they import the loop they run in, and values, never a step."""
+    if not module.folder.startswith("actors."):
+        return
+    for line, target in own_imports_of(module):
+        if target.startswith("actors.") and target.endswith(".actor"):
+            yield f"{line}: an actor imports {target}"
+
+
+def foreign_libraries_have_one_home(module: Module) -> Iterator[str]:
+    """Each foreign library is imported where it belongs only."""
+    for line, source, _ in imports_of(module):
+        library = source.partition(".")[0]
+        if library in HOMES and module.top not in HOMES[library]:
+            yield f"{line}: {library} is imported outside {sorted(HOMES[library])}"
+
+
+def cores_know_no_event_loop(module: Module) -> Iterator[str]:
+    """Values, state actors and paths run without trio, so their tests and simulations do too."""
+    if module.is_deterministic:
+        for line, source, _ in imports_of(module):
+            if source.partition(".")[0] == "trio":
+                yield f"{line}: trio in {module.name}"
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)):
+                yield f"{node.lineno}: async in {module.name}"
+
+
+def time_and_randomness_are_handed_in(module: Module) -> Iterator[str]:
+    """What a simulation replays asks no clock, and no random number generator of its own."""
+    if not module.is_deterministic:
+        return
+    for line, source, name in imports_of(module):
+        if source in ("time", "datetime", "uuid", "secrets") or (source, name) == ("os", "urandom"):
+            yield f"{line}: {source} is imported"
+        if source == "random" and name not in ("", "Random"):
+            yield f"{line}: random.{name} is imported"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            whole = (node.value.id, node.attr)
+            if (whole[0] == "random" and whole[1] != "Random") or whole == ("os", "urandom"):
+                yield f"{node.lineno}: {'.'.join(whole)} is used"
+
+
+def nothing_is_ordered_by_identity(module: Module) -> Iterator[str]:
+    """`id` and `hash` differ from run to run: nothing may be ordered or chosen by them."""
+    if not module.is_deterministic:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and node.id in ("id", "hash"):
+            yield f"{node.lineno}: {node.id} is used"
+        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Set):
+            yield f"{node.iter.lineno}: a set is iterated"
+
+
+def state_actors_open_with_their_charter(module: Module) -> Iterator[str]:
+    """Ten lines tell a stranger what an actor owns, hears, says, keeps, and what bounds it."""
+    if module.top == "actors" and module.name.endswith(".actor"):
+        docstring = ast.get_docstring(module.tree) or ""
+        for word in CHARTER:
+            if not re.search(rf"^{word}\b", docstring, re.MULTILINE):
+                yield f"1: the charter says nothing of what it {word.lower()}"
+
+
+def files_and_functions_are_short(module: Module) -> Iterator[str]:
+    """A file is read in one sitting, a function on one screen."""
+    length = len(module.text.splitlines())
+    if length > FILE_LINES_MAX:
+        yield f"1: {length} lines, {FILE_LINES_MAX} are allowed"
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield f"{node.lineno}: {node.name} has {length} lines"
+
+
+def every_module_says_what_it_is(module: Module) -> Iterator[str]:
+    """The first line of a file is a sentence."""
+    if not ast.get_docstring(module.tree):
+        yield "1: no docstring"
+
+
+def nothing_is_left_undone(module: Module) -> Iterator[str]:
+    """What is not done is planned elsewhere, not noted in the source."""
+    for number, line in enumerate(module.text.splitlines(), start=1):
+        if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line):
+            yield f"{number}: {line.strip()}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
+            yield f"{node.lineno}: a stub"
+
+
+def generations_are_compared_in_one_place(module: Module) -> Iterator[str]:
+    """One function decides hit or miss. (An owner may assert that its own words are right.)"""
+    # The disk's mover decides no hit: it asks whether the owner's own page is still there to write.
+    if module.name in ("paths.verify", "storage.mover"):
+        return
+    asserted = {
+        id(inner)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assert)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Compare) or id(node) in asserted:
+            continue
+        text = ast.unparse(node)
+        if "word" in text and "generation" in text:
+            yield f"{node.lineno}: {text}"
+
+
+def only_reading_verifies(module: Module) -> Iterator[str]:
+    """There is one read path, so there is one importer of the verification."""
+    if module.name == "paths.reading":
+        return
+    for line, source, name in imports_of(module):
+        if source == "peercache.paths.verify" and name in ("", "verified"):
+            yield f"{line}: the verification is imported"
+        if (source, name) == ("peercache.paths", "verify"):
+            yield f"{line}: the verification is imported"
+
+
+def only_the_segment_stores_words(module: Module) -> Iterator[str]:
+    """Generation words are stored by the segment's own function, which only the node calls."""
+    if module.name == "memory.published":
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            if _is_words(node.value):
+                yield f"{node.lineno}: {ast.unparse(node)} is assigned"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changes = node.func.attr in ("fill", "put", "itemset", "setfield", "sort")
+            if changes and _is_words(node.func.value):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+            if node.func.attr == "store_words" and module.top != "node":
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_words(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "words"
+
+
+RULES: list[Rule] = [
+    every_module_lies_in_a_known_folder,
+    imports_point_down,
+    actors_know_no_other_actor,
+    foreign_libraries_have_one_home,
+    cores_know_no_event_loop,
+    time_and_randomness_are_handed_in,
+    nothing_is_ordered_by_identity,
+    state_actors_open_with_their_charter,
+    files_and_functions_are_short,
+    every_module_says_what_it_is,
+    nothing_is_left_undone,
+    generations_are_compared_in_one_place,
+    only_reading_verifies,
+    only_the_segment_stores_words,
+]
+
+# (rule, the module it would stand in, its source): each must be found.
+OFFENDERS: list[tuple[Rule, str, str]] = [
+    (every_module_lies_in_a_known_folder, "misc", ""),
+    (imports_point_down, "model.keys", "from peercache.actors.pool.actor import Pool"),
+    (imports_point_down, "config.settings", "from peercache import node"),
+    (imports_point_down, "client.api", "def f():\n    from peercache.sglang import store"),
+    (imports_point_down, "paths.reading", "from peercache.actors import pool"),
+    (imports_point_down, "memory.layout", "import peercache.fabric.shm"),
+    (imports_point_down, "net.link", "from peercache import Client"),
+    (
+        actors_know_no_other_actor,
+        "actors.pool.actor",
+        "from peercache.actors.ring.actor import Ring",
+    ),
+    (actors_know_no_other_actor, "actors.pool.actor", "from peercache.actors.ring import actor"),
+    (foreign_libraries_have_one_home, "fabric.tcp", "import pynng.tls"),
+    (foreign_libraries_have_one_home, "client.api", "from sglang.srt import x"),
+    (foreign_libraries_have_one_home, "node.node", "import asyncio"),
+    (cores_know_no_event_loop, "actors.pool.actor", "import trio"),
+    (cores_know_no_event_loop, "paths.reading", "async def f(): pass"),
+    (cores_know_no_event_loop, "model.keys", "from trio.lowlevel import x"),
+    (time_and_randomness_are_handed_in, "actors.pool.actor", "import time"),
+    (time_and_randomness_are_handed_in, "actors.ring.actor", "import random\nrandom.random()"),
+    (time_and_randomness_are_handed_in, "actors.pool.slots", "from random import choice"),
+    (time_and_randomness_are_handed_in, "paths.cache", "import os\nos.urandom(8)"),
+    (nothing_is_ordered_by_identity, "actors.pool.actor", "sorted(x, key=lambda p: id(p))"),
+    (nothing_is_ordered_by_identity, "actors.pool.actor", "[x for x in {1, 2}]"),
+    (state_actors_open_with_their_charter, "actors.pool.actor", '"""Owns\nHears\nSays\nKeeps"""'),
+    (files_and_functions_are_short, "model.keys", "x = 1\n" * 601),
+    (files_and_functions_are_short, "model.keys", "def f():\n" + "    x = 1\n" * 70),
+    (every_module_says_what_it_is, "model.keys", "x = 1"),
+    (nothing_is_left_undone, "model.keys", "x = 1  # TODO: more"),
+    (nothing_is_left_undone, "model.keys", "def f():\n    raise NotImplementedError"),
+    (generations_are_compared_in_one_place, "fabric.shm", "if word == record.generation: x"),
+    (generations_are_compared_in_one_place, "client.api", "hit = r['generation'] != words[0]"),
+    (only_reading_verifies, "client.api", "from peercache.paths.verify import verified"),
+    (only_reading_verifies, "fabric.tcp", "from peercache.paths import verify"),
+    (only_reading_verifies, "sglang.store", "import peercache.paths.verify"),
+    (only_the_segment_stores_words, "memory.attached", "self.words[3] = 5"),
+    (only_the_segment_stores_words, "client.api", "memory.words[a:b] |= 1"),
+    (only_the_segment_stores_words, "fabric.shm", "memory.words.fill(0)"),
+    (only_the_segment_stores_words, "client.api", "memory.store_words(a, b)"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_whole_package_obeys(rule: Rule) -> None:
+    """No module of the package breaks this rule."""
+    read = modules()
+
+    broken = [
+        f"src/peercache/{module.name.replace('.', '/')}:{problem}"
+        for module in read
+        for problem in rule(module)
+    ]
+
+    # A checker that read nothing would be content with everything.
+    assert len(read) > 20
+    assert not broken, "\n".join(broken)
+
+
+def imports_by_file(folder: Path, package: str) -> dict[str, set[str]]:
+    """Return which modules of a tree each module imports, at its top or within a function."""
+    files = {}
+    for path in folder.rglob("*.py"):
+        parts = (package, *path.relative_to(folder).with_suffix("").parts)
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        module = Module.of(name, path.read_text())
+        wanted = {
+            found
+            for _, source, imported in imports_of(module)
+            for found in (f"{source}.{imported}" if f"{source}.{imported}" in files else source,)
+            if found in files
+        }
+        graph[name] = wanted - {name}
+    return graph
+
+
+def modules_in_circles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves, over whatever other modules."""
+    found = []
+    for name in sorted(graph):
+        reached: set[str] = set()
+        ahead = list(graph[name])
+        while ahead:
+            if (module := ahead.pop()) not in reached:
+                reached.add(module)
+                ahead += graph[module]
+        if name in reached:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "package"),
+    [(SOURCE, "peercache"), (ROOT / "sims", "sims"), (ROOT / "tests", "tests")],
+    ids=["src", "sims", "tests"],
+)
+def test_files_import_each_other_in_no_circle(folder: Path, package: str) -> None:
+    """Every file can be read after the files that it imports."""
+    graph = imports_by_file(folder, package)
+
+    assert len(graph) > 20
+    assert not modules_in_circles(graph)
+
+
+def test_a_circle_among_files_is_found() -> None:
+    """Files in a circle are named; those that import it, or that it imports, are not."""
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "e"}, "d": {"a"}, "e": set()}
+
+    assert modules_in_circles(graph) == ["a", "b", "c"]
+
+
+def test_the_table_of_layers_names_only_lines_above() -> None:
+    """The order of the table is the order of the layers."""
+    above: set[str] = set()
+    for folder, allowed in LAYERS.items():
+        assert {name.strip("'") for name in allowed.split()} <= above, folder
+        above.add(folder)
+    missing = [
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("__init__.py")
+        if str(path.parent.relative_to(SOURCE)).replace("/", ".").strip(".") not in LAYERS
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), OFFENDERS)
+def test_rule_finds_an_offender(rule: Rule, name: str, source: str) -> None:
+    """A rule that cannot fail protects nothing."""
+    assert list(rule(Module.of(name, source)))
+
+
+def test_every_rule_has_an_offender() -> None:
+    """No rule is added without the proof that it can fail."""
+    assert {rule for rule, _, _ in OFFENDERS} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (imports_point_down, "client.api", "from peercache.node.embedded import x"),
+        (imports_point_down, "fabric.shm", "from peercache.memory.attached import x"),
+        (imports_point_down, "cli.demo.story", "from peercache import Client"),
+        (imports_point_down, "model.records", "from peercache.model.keys import x"),
+        (time_and_randomness_are_handed_in, "actors.pool.actor", "import random\nr: random.Random"),
+        (
+            generations_are_compared_in_one_place,
+            "actors.pool.page_table",
+            "assert word == d.generation",
+        ),
+        (only_reading_verifies, "paths.writing", "from peercache.paths.verify import wants"),
+        (only_the_segment_stores_words, "node.node", "memory.store_words(a, b)"),
+        (only_the_segment_stores_words, "fabric.shm", "words[1:] = segment.words[1:]"),
+    ],
+)
+def test_rule_lets_the_allowed_pass(rule: Rule, name: str, source: str) -> None:
+    """What the design allows is not forbidden by accident."""
+    assert not list(rule(Module.of(name, source)))

@@ -1,0 +1,174 @@
+"""The benchmark measures what it says, and verifies what it reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peercache.cli.bench import command, report
+from peercache.cli.bench.engine import Engine
+from peercache.cli.bench.hosts import WorkingSet
+from peercache.cli.bench.workloads import DISK_SET_BYTES, TAX_PAGES, WORKING_SET_BYTES
+from peercache.cli.main import main
+from tests.pace import PATIENCE_S
+from tests.system.nodes import free_port
+
+KEYS = {
+    "get_gb_s", "set_gb_s", "set_full_gb_s", "get_busy_gb_s", "set_busy_gb_s", "exists_hot_us",
+    "exists_cold_us", "limit_copy_gb_s", "limit_tcp_gb_s", "limit_rtt_us", "get_ratio", "set_ratio",
+    "set_full_ratio", "control_p99_ms", "wrong_bytes",
+}  # fmt: skip
+
+
+RUNS_MAX = 5
+"""A machine that stands still for a moment makes a miss; a bug does so in every run."""
+
+
+def bench(*arguments: str, misses: str = "misses") -> dict[str, float]:
+    """Run a benchmark; return its figures, of a run without misses if there is one in a few."""
+    command = [sys.executable, "-m", "peercache", "bench", *arguments, "--json"]
+    for _ in range(RUNS_MAX):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.stdout, done.stderr
+        figures: dict[str, float] = json.loads(done.stdout)
+        assert figures["wrong_bytes"] == 0
+        if not figures[misses]:
+            break
+    assert done.returncode == 0, done.stderr
+    return figures
+
+
+def test_bench_local_prints_every_figure() -> None:
+    """A small run through real processes: all the keys, nothing wrong, nothing missed."""
+    figures = bench(
+        "local", "--fabric", "tcp",
+        "--page-bytes", "64KiB", "--pages", "64", "--batch", "16", "--seconds", "0.05",
+    )  # fmt: skip
+
+    assert figures.keys() >= KEYS
+    assert figures["wrong_bytes"] == figures["misses"] == 0
+    assert all(value > 0 for name, value in figures.items() if name.endswith(("_gb_s", "_us")))
+
+
+def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
+    """A small run: the store, nodes with and without a disk, an index; nothing is left behind."""
+    figures = bench(
+        "disk", "--folder", str(tmp_path),
+        "--page-bytes", "64KiB", "--pages", "64", "--batch", "16", "--entries", "5000",
+        misses="promote_misses",
+    )  # fmt: skip
+
+    assert figures["wrong_bytes"] == figures["promote_misses"] == 0
+    wanted = {
+        "raw_write_gb_s", "raw_read_gb_s", "spill_gb_s", "load_gb_s", "spill_ratio", "load_ratio",
+        "load_one_ms", "promote_ms", "set_disk_ratio", "index_load_s",
+    }  # fmt: skip
+    assert all(figures[name] > 0 for name in wanted)
+    assert figures["index_bytes_a_page"] < 150
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_drive_reads_what_bench_serve_holds() -> None:
+    """Two commands, as on two hosts: every page arrives and is right."""
+    address = f"127.0.0.1:{free_port()}"
+    sizes = ["--page-bytes", "64KiB", "--pages", "32", "--batch", "8"]
+    serve = [sys.executable, "-m", "peercache", "bench", "serve", "--listen", address, *sizes]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("32 of 32 pages")
+            figures = bench(
+                "drive", "--discovery", address, "--fabric", "tcp", "--seconds", "0.1", *sizes
+            )
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(PATIENCE_S)
+
+    assert figures["misses"] == figures["wrong_bytes"] == 0
+    assert figures["get_gb_s"] > 0
+
+
+def test_the_engine_counts_the_bytes_that_are_wrong() -> None:
+    """One flipped byte in a hit is one wrong byte; in a miss it is none."""
+    engine = Engine(page_bytes=1024, pages=4, batch=2)
+    engine.target[:] = engine.source
+    engine.target[1500] ^= 1
+
+    assert engine.wrong_bytes([True, True, True, True]) == 1
+    assert engine.wrong_bytes([True, False, True, True]) == 0
+
+
+def test_both_hosts_compute_the_same_pages() -> None:
+    """Keys and content follow from the sizes alone, and no two pages are equal."""
+    work = WorkingSet(page_bytes=1024, pages=8, batch=3)
+
+    pages = {bytes(page) for page in work.content().reshape(8, 1024)}
+    assert len(pages) == 8
+    assert len(set(work.keys())) == 8
+    assert [len(work.runs(work.content(), some)) for some in work.batches()] == [3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--page-bytes", "100"], ["--batch", "0"], ["--pages", "0"], ["--plot", "picture.gif"]],
+)
+def test_what_cannot_be_measured_is_a_clear_error(
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before any process starts."""
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["bench", "local", *flags]) == 2
+    assert "peercache: configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [
+        ("local", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("serve", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("drive", f"as many as make {WORKING_SET_BYTES // 2**20} MiB"),
+        ("disk", f"as many as make {DISK_SET_BYTES // 2**20} MiB"),
+        ("tax", f"{TAX_PAGES} "),
+    ],
+)
+def test_help_of_each_kind_names_its_own_default(
+    kind: str, default: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two kinds have another working set than the rest, and --help is where people look."""
+    with pytest.raises(SystemExit):
+        main(["bench", kind, "--help"])
+
+    assert f"pages of the working set; default: {default}" in joined(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [["disk", "--seconds", "1"], ["serve", "--json"]])
+def test_flag_that_would_change_nothing_is_refused(words: list[str]) -> None:
+    """Whoever gives it expects something of it."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 2
+
+
+def test_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plot takes minutes to measure, and the sentence says what to install."""
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    monkeypatch.setattr(command, "run_local", lambda *_: pytest.fail("it was measured"))
+
+    assert main(["bench", "local", "--plot", "picture.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def joined(text: str) -> str:
+    """Return a text on one line, as it was before argparse broke it."""
+    return " ".join(text.split()) + " "

@@ -1,0 +1,235 @@
+"""Pages move between real nodes, and only right ones."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from peercache import Client
+from peercache.errors import PeerCacheError, Rejected
+from peercache.fabric.tcp.native import HAS_COMPILED
+from peercache.model.keys import Namespace
+from tests.system.nodes import (
+    PAGE_BYTES,
+    LocalCluster,
+    empty,
+    free_port,
+    keys_of,
+    page_of,
+    pages_of,
+    read,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[LocalCluster]:
+    """Give three nodes that know each other, to all tests of this file."""
+    with LocalCluster() as cluster:
+        cluster.start_many(3, pool="32MiB")
+        yield cluster
+
+
+@pytest.mark.parametrize("fabric", ["shm", "tcp", "auto"])
+def test_what_one_node_stores_every_client_reads(three: LocalCluster, fabric: str) -> None:
+    """A page set through any node is a hit, with its bytes, for clients of all nodes."""
+    first, second, third = three.nodes
+    keys = keys_of(f"everywhere-{fabric}", 48)
+
+    stored = three.client(first).batch_set(keys[:24], pages_of(keys[:24]))
+    stored += three.client(second).batch_set(keys[24:], pages_of(keys[24:]))
+
+    assert stored == [True] * 48
+    for node in (first, second, third):
+        client = three.client(node, fabric=fabric)
+        wait_until(lambda c=client: c.batch_exists(keys) == 48)  # type: ignore[misc]
+        assert read(client, keys) == [True] * 48
+        used = {name for name in client.stats() if name.startswith("pages_hit")}
+        assert used == {"pages_hit_shm" if fabric != "tcp" else "pages_hit_tcp"}
+
+
+def test_pages_scatter_into_and_gather_from_many_pieces(three: LocalCluster) -> None:
+    """A page's segments are one object in their order, however the reader cuts it."""
+    key = keys_of("pieces", 1)
+    page = page_of(key[0])
+    writer, reader = three.client(three.nodes[0]), three.client(three.nodes[1], fabric="tcp")
+    whole = np.zeros(PAGE_BYTES, np.uint8)
+    address, target = page.ctypes.data, whole.ctypes.data
+
+    stored = writer.batch_set_from(
+        key, [[(address, 1000), (address + 1000, 31_000), (address + 32_000, PAGE_BYTES - 32_000)]]
+    )
+    wait_until(lambda: reader.batch_exists(key) == 1)
+    hit = reader.batch_get_into(key, [[(target, 50_001), (target + 50_001, PAGE_BYTES - 50_001)]])
+
+    assert (stored, hit) == ([True], [True])
+    assert np.array_equal(whole, page)
+
+
+def test_a_key_set_twice_is_one_copy(three: LocalCluster) -> None:
+    """The second set of a key copies nothing, in one batch or in two."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("twice", 2)
+    before = client.stats()["home_pool_pages"]
+
+    first = client.batch_set([*keys, keys[0]], pages_of([*keys, keys[0]]))
+    second = client.batch_set(keys, pages_of(keys))
+
+    assert (first, second) == ([True] * 3, [True] * 2)
+    assert client.stats()["home_pool_pages"] == before + 2
+    assert client.stats()["bytes_written"] == 2 * PAGE_BYTES
+    assert read(client, keys) == [True, True]
+
+
+def test_of_two_sizes_under_one_key_the_first_stays(three: LocalCluster) -> None:
+    """Another size is refused when setting, and a miss that touches nothing when getting."""
+    client = three.client(three.nodes[0])
+    key = keys_of("two-sizes", 1)
+    client.batch_set(key, pages_of(key))
+    small = np.full(PAGE_BYTES // 2, 0x5A, np.uint8)
+
+    refused = client.batch_set(key, [small])
+    missed = client.batch_get(key, [small])
+
+    assert (refused, missed) == ([False], [False])
+    assert (small == 0x5A).all()
+    assert client.stats()["sets_refused_wrong_size"] == 1
+    assert client.stats()["pages_missed_wrong_size"] == 1
+    assert read(client, key) == [True]
+
+
+def test_a_page_larger_than_the_pool_is_refused_and_the_rest_stays(three: LocalCluster) -> None:
+    """One impossible page costs no other page anything."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("too-large", 3)
+    client.batch_set(keys[:2], pages_of(keys[:2]))
+
+    stored = client.batch_set(keys[2:], [np.zeros(64 * 2**20, np.uint8)])
+
+    assert stored == [False]
+    assert client.stats()["sets_refused_too_large"] == 1
+    assert read(client, keys[:2]) == [True, True]
+
+
+def test_remove_and_clear_reach_every_holder_and_no_other_namespace(three: LocalCluster) -> None:
+    """What is removed is gone everywhere; clear takes one namespace only."""
+    mine = Namespace("model-a", "bf16", "tp=0")
+    here = three.client(three.nodes[0], namespace=mine)
+    there = three.client(three.nodes[1], namespace=mine)
+    other = three.client(three.nodes[1], namespace=Namespace("model-b", "bf16", "tp=0"))
+    keys = keys_of("removed", 8)
+    for client in (here, there, other):
+        assert client.batch_set(keys, pages_of(keys)) == [True] * 8
+
+    removed = here.remove(keys[:3])
+
+    assert removed == 6
+    assert read(there, keys) == [False] * 3 + [True] * 5
+    assert here.clear() == 10
+    assert read(here, keys) == read(there, keys) == [False] * 8
+    assert read(other, keys) == [True] * 8
+
+
+def test_namespaces_with_one_name_and_two_geometries_are_refused(three: LocalCluster) -> None:
+    """A second geometry under a name in use is an error that shows both."""
+    three.client(three.nodes[2], namespace=Namespace("model-c", "page_size=64", "tp=0"))
+
+    with pytest.raises(Rejected) as refusal:
+        three.client(three.nodes[2], namespace=Namespace("model-c", "page_size=32", "tp=0"))
+
+    assert refusal.value.reason == "geometry"
+    assert "page_size=64" in refusal.value.detail
+    assert "page_size=32" in refusal.value.detail
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"granule": "32KiB"}, "granule"), ({"credentials": "x"}, "credentials")],
+)
+def test_a_client_that_does_not_fit_is_refused_with_the_reason(
+    three: LocalCluster, settings: dict[str, str], reason: str
+) -> None:
+    """Another granule or secret is a clear error at once, not 0 % hits later."""
+    with pytest.raises(Rejected) as refusal:
+        three.client(three.nodes[0], **settings)
+
+    assert refusal.value.reason == reason
+    assert "peer.refused" in three.nodes[0].said()
+
+
+@pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
+def test_a_node_serves_with_as_many_threads_as_it_is_told() -> None:
+    """The setting comes through; its default goes by the machine."""
+    client = Client.open(
+        cluster="threads", listen="127.0.0.1:0", pool_size="1MiB", tcp_serving_threads=3
+    )
+    names = [thread.name for thread in threading.enumerate()]
+    client.close()
+
+    assert names.count("peercache-pages") == 3
+
+
+def test_a_client_of_another_cluster_is_refused(three: LocalCluster) -> None:
+    """A wrong cluster name is told on both sides."""
+    with pytest.raises(PeerCacheError, match="other"):
+        Client.open(cluster="other", home=three.nodes[0].ready["home"])
+
+    assert "peer.refused" in three.nodes[0].said()
+
+
+def test_unusable_buffers_are_misses_not_exceptions(three: LocalCluster) -> None:
+    """Read-only, scattered, missing or foreign buffers miss; nothing raises."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("unusable", 2)
+    client.batch_set(keys, pages_of(keys))
+    read_only = bytes(PAGE_BYTES)
+    every_other = np.zeros(2 * PAGE_BYTES, np.uint8)[::2]
+
+    answers = [
+        client.batch_get(keys, [read_only, read_only]),
+        client.batch_get(keys, [every_other, every_other]),
+        client.batch_get(keys, empty(1)),
+        client.batch_get(keys, [None, 7]),
+        client.batch_set(keys, []),
+    ]
+
+    assert answers == [[False, False]] * 5
+    assert client.batch_get([], []) == []
+    assert client.batch_exists([]) == 0
+    assert read(client, keys) == [True, True]
+
+
+def test_str_and_bytes_and_any_length_of_key_name_pages(three: LocalCluster) -> None:
+    """A key need not be a digest, and its str and bytes are one key."""
+    client = three.client(three.nodes[0])
+    page = page_of(keys_of("names", 1)[0])
+    buffer = empty(1)
+
+    stored = client.batch_set(["système", b"", "x" * 10_000], [page] * 3)
+
+    assert stored == [True] * 3
+    assert client.batch_get(["système".encode()], buffer) == [True]
+    assert np.array_equal(buffer[0], page)
+    assert client.contains(["", b"x" * 10_000, "y"]) == [True, True, False]
+
+
+def test_what_clients_count_is_seen_at_their_home_node() -> None:
+    """One scrape of the node shows its engines' hits, misses and latencies."""
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--metrics-port", free_port()))
+        client = cluster.client(node)
+        keys = keys_of("counted", 4)
+        client.batch_set(keys, pages_of(keys))
+        read(client, [*keys, *keys_of("absent", 1)])
+
+        def scraped() -> str:
+            with urllib.request.urlopen(f"http://{node.ready['http']}/metrics") as page:
+                return str(page.read().decode())
+
+        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped())
+        assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped()
+        assert 'peercache_latency_seconds_count{operation="get"} 1.0' in scraped()

@@ -1,0 +1,505 @@
+"""What dies, stops or comes back costs misses and time, never a wrong byte."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peercache import Client
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.system.nodes import (
+    CALL_S,
+    PAGE_BYTES,
+    LocalCluster,
+    capture_logs,
+    keys_of,
+    page_of,
+    pages_of,
+    read,
+    script,
+    timed,
+    wait_until,
+)
+
+STALL_S = 0.25
+
+
+def test_a_killed_holder_is_missed_in_time_and_its_keys_can_be_set_again_at_once() -> None:
+    """SIGKILL: the other holder's pages stay hits, the dead one's are misses, then hits again."""
+    with LocalCluster() as cluster:
+        first, second, third = cluster.start_many(3)
+        keys = keys_of("killed", 32)
+        writers = cluster.client(first), cluster.client(second)
+        writers[0].batch_set(keys[:16], pages_of(keys[:16]))
+        writers[1].batch_set(keys[16:], pages_of(keys[16:]))
+        reader = cluster.client(third, fabric="tcp")
+        wait_until(lambda: reader.batch_exists(keys) == 32)
+        assert read(reader, keys) == [True] * 32
+
+        second.kill()
+        hits, took_s = timed(lambda: read(reader, keys))
+        stored = writers[0].batch_set(keys[16:], pages_of(keys[16:]))
+
+        assert hits == [True] * 16 + [False] * 16
+        assert took_s < PROMPT_S
+        assert stored == [True] * 16
+        wait_until(lambda: read(reader, keys) == [True] * 32)
+        assert reader.stats()["pages_missed_peer_unreachable"] >= 16
+
+
+@pytest.mark.usefixtures("stalls")
+def test_a_paused_holder_costs_one_stall_then_nothing_and_comes_back() -> None:
+    """SIGSTOP: the first get waits a stall, the next do not, and after SIGCONT hits come back."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        keys = keys_of("paused", 16)
+        cluster.client(first).batch_set(keys, pages_of(keys))
+        reader = cluster.client(second, fabric="tcp")
+        wait_until(lambda: read(reader, keys) == [True] * 16)
+
+        first.pause()
+        # One stall of the data port, and one of the control port where the retry asks.
+        hits, took_s = timed(lambda: read(reader, keys))
+        again = [timed(lambda: read(reader, keys)) for _ in range(20)]
+        first.resume()
+
+        assert [hits, *[more for more, _ in again]] == [[False] * 16] * 21
+        assert took_s < CALL_S / 2
+        # Even where the machine makes most of them late: a stall would be in all of them.
+        assert min(seconds for _, seconds in again) < STALL_S / 2
+        wait_until(lambda: read(reader, keys) == [True] * 16)
+
+
+@pytest.mark.usefixtures("stalls")
+def test_a_paused_holder_is_read_over_shared_memory_as_ever() -> None:
+    """Nothing there needs the holder: the word is in its memory, and so are the bytes."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        keys = keys_of("paused-shm", 16)
+        cluster.client(first).batch_set(keys, pages_of(keys))
+        reader = cluster.client(second, fabric="shm")
+        wait_until(lambda: reader.batch_exists(keys) == 16)
+
+        first.pause()
+        answers = [read(reader, keys)]
+        # Asked again and again, its control port is taken for hung: that must not matter.
+        for _ in range(5):
+            reader.contains(keys_of("others", 64))
+            answers.append(read(reader, keys))
+        first.resume()
+
+        assert answers == [[True] * 16] * 6
+
+
+def test_a_home_node_that_restarts_is_found_again_within_five_seconds() -> None:
+    """The engine's client misses while its home is away, and writes to the new incarnation."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        keys = keys_of("home", 16)
+        client = cluster.client(first)
+        assert client.batch_set(keys, pages_of(keys)) == [True] * 16
+
+        first.kill()
+        refused, took_s = timed(lambda: client.batch_set(keys, pages_of(keys)))
+        again = cluster.start("n0", flags=("--discovery-addr", second.ready["control"]))
+
+        assert refused == [False] * 16
+        assert took_s < PROMPT_S
+        assert again.ready["home"] == first.ready["home"]
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 16)
+        assert read(client, keys) == [True] * 16
+        assert client.stats()["home_attached"] == 2
+
+
+def test_a_restart_with_the_same_addresses_never_serves_the_old_pages() -> None:
+    """The successor at the same address and home refuses records and messages of the dead one."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        keys = keys_of("successor", 16)
+        cluster.client(first).batch_set(keys, pages_of(keys))
+        reader = cluster.client(second, fabric="tcp")
+        wait_until(lambda: read(reader, keys) == [True] * 16)
+
+        first.kill()
+        successor = cluster.start(
+            "n0",
+            flags=(
+                "--listen", first.ready["control"],
+                "--data-port", first.ready["data"].rpartition(":")[2],
+                "--discovery-addr", second.ready["control"],
+            ),
+        )  # fmt: skip
+        others = keys_of("successor's own", 64)
+        writer = cluster.client(successor)
+        assert writer.batch_set(others, pages_of(others)) == [True] * 64
+
+        # Not one hit may come of the records that name the dead incarnation at this address.
+        assert read(reader, keys) == [False] * 16
+        wait_until(lambda: read(reader, others) == [True] * 64)
+
+
+def test_evict_between_exists_and_get_is_a_miss() -> None:
+    """The pool reuses the slot after exists said yes: the get misses, with no wrong byte."""
+    with LocalCluster() as cluster:
+        node, _ = cluster.start_many(2, pool="2MiB")
+        writer = cluster.client(node)
+        readers = [cluster.client(node, fabric=fabric) for fabric in ("shm", "tcp")]
+        keys, others = keys_of("evicted", 16), keys_of("evictors", 16)
+        assert writer.batch_set(keys, pages_of(keys)) == [True] * 16
+        assert [reader.batch_exists(keys) for reader in readers] == [16, 16]
+
+        assert writer.batch_set(others, pages_of(others)) == [True] * 16
+
+        for reader in readers:
+            assert read(reader, keys) == [False] * 16
+            assert reader.stats()["pages_missed_evicted"] == 16
+            assert read(reader, others) == [True] * 16
+
+
+def test_stale_records_after_join_evict_and_leave_are_never_hits() -> None:
+    """Owners change twice while the pages are evicted: what comes back is a miss or the truth."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2, pool="2MiB")
+        writer = cluster.client(first)
+        reader = cluster.client(second, fabric="tcp")
+        keys, others = keys_of("stale", 16), keys_of("newer", 16)
+        writer.batch_set(keys, pages_of(keys))
+        wait_until(lambda: reader.batch_exists(keys) == 16)
+
+        third = cluster.start(pool="2MiB")
+        cluster.wait_for_members(third, 3)
+        writer.batch_set(others, pages_of(others))
+        assert third.terminate() == 0
+        cluster.wait_for_members(first, 2)
+
+        for _ in range(5):
+            assert read(reader, keys) == [False] * 16
+        wait_until(lambda: read(reader, others) == [True] * 16)
+        wait_until(lambda: not any(reader.contains(keys)))
+
+
+DIES_WRITING = """
+import os, signal, sys
+from peercache import Client
+from peercache.client import driver
+from tests.system.nodes import keys_of
+from tests.system.nodes import pages_of
+def die(step, segment):
+    os.kill(os.getpid(), signal.SIGKILL)
+driver._place = die
+client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
+keys = keys_of("half-written", 8)
+client.batch_set(keys, pages_of(keys))
+"""
+
+
+def test_a_client_that_dies_between_reserve_and_commit_leaves_nothing() -> None:
+    """Its slots come back, and what it reserved is never listed or read."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        with script(DIES_WRITING, cluster.name, node.ready["home"]) as process:
+            assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        client = cluster.client(node)
+
+        wait_until(lambda: client.stats()["home_pool_bytes_reserved"] == 0)
+
+        keys = keys_of("half-written", 8)
+        assert client.contains(keys) == [False] * 8
+        assert read(client, keys) == [False] * 8
+
+
+STOPS_WRITING = """
+import os, signal, sys
+from peercache import Client
+from peercache.client import driver
+from tests.system.nodes import keys_of
+from tests.system.nodes import pages_of
+place = driver._place
+def stop_then_place(step, segment):
+    print("writing", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return place(step, segment)
+driver._place = stop_then_place
+client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
+keys = keys_of("stopped", 4)
+print(client.batch_set(keys, pages_of(keys)), flush=True)
+"""
+
+
+def test_a_client_that_is_stopped_while_it_copies_spoils_no_page() -> None:
+    """Its slots stay its own, however long it sleeps; its late bytes fall on nobody's page."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1, pool="2MiB")
+        with script(STOPS_WRITING, cluster.name, node.ready["home"]) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            client = cluster.client(node)
+            keys = keys_of("meanwhile", 48)
+            # Three silent seconds, and every slot but the reserved ones reused twice.
+            started = time.monotonic()
+            while time.monotonic() - started < 3.0:
+                for begin in range(0, 48, 8):
+                    client.batch_set(keys[begin : begin + 8], pages_of(keys[begin : begin + 8]))
+            assert client.stats()["home_pool_bytes_reserved"] == 4 * PAGE_BYTES
+
+            process.send_signal(signal.SIGCONT)
+            stored = process.stdout.readline()
+
+        assert stored == "[True, True, True, True]\n"
+        hits = read(client, keys)
+        assert any(hits)
+        assert read(client, keys_of("stopped", 4)) == [True] * 4
+
+
+def test_readers_at_the_edge_of_the_pool_never_see_a_wrong_byte() -> None:
+    """A writer evicts as fast as it can while readers of both fabrics follow it closely."""
+    with LocalCluster() as cluster:
+        node, _ = cluster.start_many(2, pool="4MiB")
+        keys = keys_of("edge", 256)
+        pages = pages_of(keys)
+        writer = cluster.client(node)
+        stop = threading.Event()
+        position = [0]
+
+        def write() -> None:
+            while not stop.is_set():
+                begin = position[0] % 256
+                writer.batch_set(keys[begin : begin + 8], pages[begin : begin + 8])
+                position[0] += 8
+
+        hits, misses, failures = [0], [0], []
+
+        def follow(fabric: str) -> None:
+            reader = cluster.client(node, fabric=fabric)
+            rng = np.random.default_rng(1)
+            try:
+                while not stop.is_set():
+                    # From what is certainly there to what has just been evicted: 32 pages fit.
+                    back = int(rng.integers(8, 48))
+                    chosen = [(position[0] - back + i) % 256 for i in range(16)]
+                    for hit in read(reader, [keys[i] for i in chosen]):
+                        (hits if hit else misses)[0] += 1
+            except AssertionError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write)]
+        threads += [threading.Thread(target=follow, args=(fabric,)) for fabric in ("shm", "tcp")]
+        for thread in threads:
+            thread.start()
+        begun = time.monotonic()
+        with contextlib.suppress(AssertionError):
+            wait_until(
+                lambda: (
+                    (time.monotonic() - begun > 5 and hits[0] > 500 and misses[0] > 100)
+                    or bool(failures)
+                )
+            )
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+        assert not failures, failures[0]
+        assert hits[0] > 500
+        assert misses[0] > 100
+
+
+def test_a_forked_child_answers_misses_and_exits() -> None:
+    """A fork has no threads and no sockets of its own: every call is a miss, the exit is quick."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node)
+        keys = keys_of("forked", 2)
+        client.batch_set(keys, pages_of(keys))
+        reads_end, writes_end = os.pipe()
+
+        child = os.fork()
+        if child == 0:
+            answer = [client.batch_exists(keys), *read(client, keys), *client.batch_set(keys, [])]
+            answer.append(len(client.stats()))
+            client.close()
+            os.write(writes_end, repr(answer).encode())
+            os._exit(0)
+        os.close(writes_end)
+        answered = os.read(reads_end, 100)
+        os.close(reads_end)
+        os.waitpid(child, 0)
+
+        assert answered == b"[0, False, False, False, False, 0]"
+        assert read(client, keys) == [True, True]
+
+
+FORKS = """
+import os, sys
+from peercache import Client
+client = Client.open(pool_size="4MiB", listen="127.0.0.1:0", shm_dir=sys.argv[1])
+child = os.fork()
+if child:
+    _, status = os.waitpid(child, 0)
+    print("child", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_an_engine_that_never_closes_exits_and_so_does_its_forked_child() -> None:
+    """Neither nng's exit hook nor our threads hold a process up, and no segment is left."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS, folder],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        left = list(Path(folder).iterdir())
+
+    assert done.returncode == 0, done.stderr
+    assert "child 0" in done.stdout
+    assert left == []
+
+
+def test_two_embedded_engines_share_pages_and_collide_in_nothing() -> None:
+    """Two engines on one host, default ports and all: each finds its own."""
+    with (
+        Client.open(
+            pool_size="8MiB", cluster="two-engines", exists_timeout_s=CALL_S, op_timeout_s=CALL_S
+        ) as one,
+        Client.open(
+            pool_size="8MiB",
+            cluster="two-engines",
+            exists_timeout_s=CALL_S,
+            op_timeout_s=CALL_S,
+            discovery_addr=f"127.0.0.1:{_control_port(one)}",
+        ) as two,
+    ):
+        keys = keys_of("engines", 8)
+        wait_until(lambda: two.stats()["members"] == 2 == one.stats()["members"])
+        assert one.batch_set(keys, pages_of(keys)) == [True] * 8
+        wait_until(lambda: two.batch_exists(keys) == 8)
+
+        assert read(two, keys) == [True] * 8
+
+
+def _control_port(client: Client) -> str:
+    return client._wiring.control_address().rpartition(":")[2]
+
+
+def test_every_call_ends_by_its_deadline_when_all_nodes_are_stopped() -> None:
+    """The whole cluster is paused: misses, each in time, and nothing raises."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        client = cluster.client(
+            first,
+            op_timeout_s=0.5,
+            exists_timeout_s=0.5,
+            location_cache_entries=0,
+            fabric="tcp",
+        )
+        keys = keys_of("all-paused", 8)
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 8)
+        for node in (first, second):
+            node.pause()
+
+        _, set_s = timed(lambda: client.batch_set(keys, pages_of(keys)))
+        hits, get_s = timed(lambda: read(client, keys))
+        found, exists_s = timed(lambda: client.contains(keys))
+        for node in (first, second):
+            node.resume()
+
+        assert not any(hits)
+        assert not any(found)
+        assert max(set_s, get_s, exists_s) < PROMPT_S
+        wait_until(lambda: read(client, keys) == [True] * 8)
+
+
+def test_after_close_every_call_is_a_counted_miss() -> None:
+    """A closed client answers as an empty cache does."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node)
+        client.close()
+        keys = keys_of("closed", 2)
+
+        assert client.batch_set(keys, pages_of(keys)) == [False, False]
+        assert read(client, keys) == [False, False]
+        assert client.batch_exists(keys) == 0
+        assert client.remove(keys) == client.clear() == 0
+        assert client.stats()["pages_missed_closed"] == 2
+        client.close()
+
+
+def test_sources_may_change_as_soon_as_set_has_returned() -> None:
+    """The engine reuses its host page at once: what is read later is what was set."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node, verify="full")
+        keys = keys_of("source", 32)
+        source = np.empty(PAGE_BYTES, np.uint8)
+        for key in keys:
+            source[:] = page_of(key)
+            assert client.batch_set([key], [source]) == [True]
+            source[:] = 0xEE
+
+        assert read(client, keys) == [True] * 32
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_batch_larger_than_the_pool_is_stored_in_portions(count: int) -> None:
+    """More pages than slots: all are stored in turn, the last ones are there afterwards."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1, pool="4MiB")
+        client = cluster.client(node)
+        keys = keys_of("portions", count)
+
+        assert client.batch_set(keys, pages_of(keys)) == [True] * count
+        hits = read(client, keys)
+
+        assert sum(hits) >= min(count, 16)
+        assert client.stats()["home_pool_bytes_reserved"] == 0
+
+
+def test_a_client_whose_lock_file_was_cleaned_away_writes_again_after_a_restart() -> None:
+    """A cleaner of temporary folders takes the file; the next node gets a new one."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node)
+        keys = keys_of("cleaned", 4)
+        assert client.batch_set(keys, pages_of(keys)) == [True] * 4
+        for file in Path(f"{node.ready['home'].removeprefix('ipc://')}.clients").iterdir():
+            file.unlink()
+
+        node.kill()
+        cluster.start("n0")
+
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 4)
+
+
+def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None:
+    """With verify = full: memory that flips a bit is caught by the checksum, and told loudly."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node, verify="full")
+        keys = keys_of("flipped", 4)
+        client.batch_set(keys, pages_of(keys))
+        attached = client._home.attached
+        assert attached is not None
+        address = attached.memory.pages_address
+        memory = (ctypes.c_ubyte * attached.memory.page_bytes).from_address(address)
+        place = bytes(memory).index(page_of(keys[2]).tobytes())
+        memory[place + 1000] ^= 1
+
+        with capture_logs() as lines:
+            hits = read(client, keys)
+
+        assert hits == [True, True, False, True]
+        assert client.stats()["pages_missed_verify_failed"] == 1
+        assert "page.corrupt" in "".join(lines)

@@ -1,0 +1,237 @@
+"""The standalone node: how it starts, what it says, how it joins and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.pace import PATIENCE_S
+from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
+
+
+def run_node(
+    *flags: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a node that is expected to refuse to start."""
+    return subprocess.run(
+        [sys.executable, "-m", "peercache.node", "--metrics-port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "named"),
+    [
+        (("--pool-size", "lots"), {}, "pool_size"),
+        (("--listen", "nowhere:port"), {}, "listen"),
+        (("--home", "/not/an/address"), {}, "home"),
+        (("--home", "ipc://" + "x" * 200), {}, "home"),
+        (("--suspect-s", "1.5"), {}, "suspect_s"),
+        (("--config", "/does/not/exist.toml"), {}, "config"),
+        ((), {"PEERCACHE_FABRIC": "pigeon"}, "fabric"),
+        (("--listen", "203.0.113.7:0"), {}, "listen"),
+        (("--shm-dir", "/does/not/exist", "--listen", "127.0.0.1:0"), {}, "/does/not/exist"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    flags: tuple[str, ...], environment: dict[str, str], named: str
+) -> None:
+    """Before anything starts: exit status 2, one clear sentence, no traceback."""
+    done = run_node(*flags, environment=environment)
+
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_port_that_is_named_and_taken_is_an_error() -> None:
+    """Only a default gives way."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+
+        control = run_node("--listen", f"127.0.0.1:{port}", "--pool-size", "1MiB")
+        data = run_node(
+            "--listen", "127.0.0.1:0", "--data-port", str(port), "--pool-size", "1MiB"
+        )  # fmt: skip
+
+    for done, name in ((control, "listen"), (data, "data_port")):
+        assert done.returncode == 2, done.stderr
+        assert f"{name} = 127.0.0.1:{port} is in use" in done.stderr
+
+
+def test_a_pool_that_does_not_fit_is_an_error_at_start(tmp_path: Path) -> None:
+    """A file system too small for the pool is told by its name and figures, not by a bus error."""
+    free = os.statvfs("/dev/shm")
+    too_much = free.f_bavail * free.f_frsize * 2 + 2**40
+
+    done = run_node("--listen", "127.0.0.1:0", "--pool-size", str(too_much))
+
+    assert done.returncode == 2
+    assert "/dev/shm" in done.stderr
+    assert "lower pool_size" in done.stderr
+
+
+def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> None:
+    """One JSON line on stdout, the same in the file; every address in it answers."""
+    file = tmp_path / "ready.json"
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--ready-file", str(file), "--metrics-port", free_port()))
+        ready = node.ready
+
+        assert json.loads(file.read_text()) == ready
+        assert ready["event"] == "node.ready"
+        assert len(ready["node"]) == 16
+        assert ready["home"].startswith("ipc://")
+        for name in ("control", "data"):
+            host, _, port = ready[name].rpartition(":")
+            socket.create_connection((host, int(port)), PATIENCE_S).close()
+        with urllib.request.urlopen(f"http://{ready['http']}/healthz") as health:
+            assert json.load(health)["status"] == "ok"
+        with urllib.request.urlopen(f"http://{ready['http']}/metrics") as metrics:
+            assert b"peercache_pool_bytes" in metrics.read()
+        with urllib.request.urlopen(f"http://{ready['http']}/") as overview:
+            page = overview.read().decode()
+        assert overview.headers["content-type"] == "text/html; charset=utf-8"
+        assert f"{ready['node']} (this node)" in page
+        assert ready["control"] in page
+
+
+def test_health_says_nothing_good_while_the_node_is_paused() -> None:
+    """A paused node answers nothing, and is well again when it goes on."""
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--metrics-port", free_port()))
+        url = f"http://{node.ready['http']}/healthz"
+        node.pause()
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(url, timeout=0.5)
+        node.resume()
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as health:
+            assert health.status == 200
+
+
+def test_sigterm_is_a_goodbye_that_the_others_hear_at_once() -> None:
+    """A graceful leave needs no failure detector: exit status 0, and all are told."""
+    # Nobody is missed as soon as that: who is gone from a view has said so.
+    patient = ("--suspect-s", "300", "--dead-s", "600")
+    with LocalCluster() as cluster:
+        first, second, third = [cluster.start(flags=patient) for _ in range(3)]
+        for node in (first, second, third):
+            cluster.wait_for_members(node, 3)
+        watcher = cluster.client(first)
+
+        assert third.terminate() == 0
+
+        wait_until(lambda: watcher.stats()["home_members_alive"] == 2)
+        assert not Path(third.ready["home"].removeprefix("ipc://")).exists()
+        assert "node.stopped" in third.said()
+        del second
+
+
+def test_a_node_leaves_no_segment_behind() -> None:
+    """SIGTERM removes it; a killed node's is removed by the next one that starts."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, LocalCluster() as cluster:
+        first = cluster.start(flags=("--shm-dir", folder))
+        killed = cluster.start(flags=("--shm-dir", folder))
+        killed.kill()
+        assert len(list(Path(folder).iterdir())) == 2
+
+        third = cluster.start(flags=("--shm-dir", folder))
+        left = {path.name for path in Path(folder).iterdir()}
+        first.terminate()
+        third.terminate()
+
+        assert left == {f"peercache-{node.ready['node']}" for node in (first, third)}
+        assert list(Path(folder).iterdir()) == []
+
+
+def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> None:
+    """Nobody there: it serves at once, says it is alone, and is joined later."""
+    head = f"127.0.0.1:{free_port()}"
+    with LocalCluster() as cluster:
+        alone = cluster.start(flags=("--discovery-addr", head))
+        client = cluster.client(alone)
+        keys = keys_of("alone", 4)
+        assert client.batch_set(keys, pages_of(keys)) == [True] * 4
+        assert client.stats()["home_members_alive"] == 1
+        wait_until(lambda: "node.alone" in alone.said())
+
+        late_head = cluster.start(flags=("--listen", head))
+
+        wait_until(lambda: client.stats()["home_members_alive"] == 2)
+        reader = cluster.client(late_head)
+        wait_until(lambda: read(reader, keys) == [True] * 4)
+        wait_until(lambda: "member.changed" in alone.said())
+
+
+def test_with_a_dead_head_a_newcomer_joins_through_any_other_address() -> None:
+    """Any live node answers: the head is no single point of failure for who knows a second."""
+    with LocalCluster() as cluster:
+        head, second = cluster.start_many(2)
+        head.kill()
+
+        both = f"{head.ready['control']},{second.ready['control']}"
+        newcomer = cluster.start(flags=("--discovery-addr", both))
+        client = cluster.client(newcomer)
+
+        wait_until(lambda: client.stats()["members"] >= 2)
+
+
+def test_nodes_of_two_clusters_refuse_each_other_loudly() -> None:
+    """A wrong cluster name joins nobody, and both logs say why."""
+    with LocalCluster() as cluster, LocalCluster() as other:
+        node = cluster.start()
+        stranger = other.start(flags=("--discovery-addr", node.ready["control"]))
+
+        wait_until(lambda: "peer.refused" in node.said())
+        wait_until(lambda: "node.rejected" in stranger.said())
+        assert cluster.client(node).stats()["home_members_alive"] == 1
+
+
+def test_nodes_with_two_granules_refuse_each_other_loudly() -> None:
+    """A granule that does not fit is told on both sides, by its figures."""
+    with LocalCluster() as cluster:
+        node = cluster.start()
+        other = cluster.start(flags=("--granule", "32KiB"))
+
+        wait_until(lambda: "your granule is 32768" in node.said())
+        wait_until(lambda: "your granule is 32768" in other.said())
+
+
+def test_control_and_data_are_served_over_ipv6() -> None:
+    """Nodes on ::1 share pages as those on 127.0.0.1 do."""
+    with LocalCluster() as cluster:
+        first = cluster.start(flags=("--listen", "[::1]:0"))
+        second = cluster.start(flags=("--listen", "[::1]:0"))
+        keys = keys_of("six", 4)
+        assert first.ready["control"].startswith("[::1]:")
+        cluster.client(first).batch_set(keys, pages_of(keys))
+        reader = cluster.client(second, fabric="tcp")
+
+        wait_until(lambda: read(reader, keys) == [True] * 4)
+
+
+def test_pages_survive_the_end_of_the_engine_that_set_them() -> None:
+    """A standalone node keeps them: the next engine on the host finds them."""
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        keys = keys_of("survivors", 4)
+        first = cluster.client(node)
+        first.batch_set(keys, pages_of(keys))
+        first.close()
+
+        assert read(cluster.client(node), keys) == [True] * 4

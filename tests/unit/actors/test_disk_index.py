@@ -1,0 +1,410 @@
+"""The index in memory against a dictionary: every place once, every byte accounted for."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from peercache.actors.disk.index import Begun, DiskIndex
+from peercache.actors.disk.key_table import FEW_KEYS, KeyTable, halves_of
+from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for, slot_blocks, slots_in
+from peercache.actors.storage_port import DISK_ENTRY
+
+SLAB = 64 * BLOCK_BYTES
+
+
+def key_of(number: int) -> bytes:
+    return random.Random(number).randbytes(16)
+
+
+def keys_of(numbers: list[int]) -> bytes:
+    return b"".join(key_of(number) for number in numbers)
+
+
+def u64(values: list[int]) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+class Driven:
+    """An index, and what a dictionary says it must hold."""
+
+    def __init__(self, slabs: int = 4) -> None:
+        self.index = DiskIndex(capacity_bytes=slabs * SLAB, slab_bytes=SLAB)
+        self.sequence = 0
+
+    def begin(self, numbers: list[int], lengths: list[int], namespace: int = 1) -> Begun:
+        self.sequence += 1
+        count = len(numbers)
+        return self.index.begin(
+            keys_of(numbers), u64([namespace] * count), u64(lengths),
+            u64([self.sequence] * count), 100 + self.sequence,
+        )  # fmt: skip
+
+    def add(self, numbers: list[int], length: int = 5000) -> Begun:
+        begun = self.begin(numbers, [length] * len(numbers))
+        self.index.finish(begun.entries[begun.entries >= 0])
+        return begun
+
+    def held(self, numbers: range) -> list[int]:
+        found = self.index.find(keys_of(list(numbers)))
+        return [number for number, entry in zip(numbers, found, strict=True) if entry >= 0]
+
+
+def test_slots_waste_at_most_a_sixteenth() -> None:
+    """Every length has a slot that fits it, and common sizes have one that fits exactly."""
+    lengths = np.array([*range(1, 200_000, 61), 2**20, 3 * 2**20, 28 * 2**16, 2**32 - 1], np.uint64)
+    pages = -(-lengths.astype(np.int64) // BLOCK_BYTES)
+
+    blocks = slot_blocks(lengths) - 1
+
+    assert (blocks >= pages).all()
+    assert ((blocks - pages) * 16 <= pages).all()
+    assert slot_blocks(u64([2**20])).tolist() == [257]
+    assert slots_in(256 * 2**20, 257) == 255
+
+
+def test_slab_size_follows_the_store() -> None:
+    """A small store has several slabs, a very large one not too many files."""
+    assert slab_bytes_for(32 * 2**20) == 2 * 2**20
+    assert slab_bytes_for(100 * 10**9) == 256 * 2**20
+    assert slab_bytes_for(10 * 10**12) == 4 * 2**30
+
+
+def test_page_is_found_once_it_is_written() -> None:
+    """While it is being written it is known, so that nobody writes it twice, and not found."""
+    driven = Driven()
+
+    begun = driven.begin([1, 2], [5000, 9000])
+
+    assert driven.index.knows(key_of(1)).tolist() == [True]
+    assert driven.index.find(keys_of([1, 2])).tolist() == [-1, -1]
+    assert driven.begin([1, 2], [5000, 9000]).entries.tolist() == [-1, -1]
+    driven.index.finish(begun.entries)
+    assert driven.index.find(keys_of([2, 1, 3])).tolist() == [
+        begun.entries[1], begun.entries[0], -1,
+    ]  # fmt: skip
+    rows = driven.index.entries(begun.entries)
+    assert rows["length"].tolist() == [5000, 9000]
+    assert rows["key"].tobytes() == keys_of([1, 2])
+    assert rows["place"].tolist() == begun.places.tolist()
+    assert rows["written"].tolist() == [101, 101]
+
+
+def test_key_named_twice_in_a_batch_gets_one_place() -> None:
+    """The first of them, the other is told that there is nothing to do."""
+    begun = Driven().begin([1, 2, 1], [5000] * 3)
+
+    assert (begun.entries >= 0).tolist() == [True, True, False]
+    assert len(begun.places) == 2
+
+
+def test_page_larger_than_a_slab_is_refused() -> None:
+    """It gets no place, and nobody goes for it."""
+    driven = Driven()
+    driven.add(list(range(20)))
+    longest = driven.index.page_bytes_max
+
+    begun = driven.begin([50, 51], [longest, SLAB])
+
+    assert (begun.entries >= 0).tolist() == [True, False]
+    assert begun.gone.count == 0
+
+
+def test_coldest_pages_go_first() -> None:
+    """A full index evicts in the order of the last touch, and never more than it must."""
+    driven = Driven(slabs=2)
+    fits = 2 * slots_in(SLAB, 3)
+    driven.add(list(range(fits)))
+    driven.index.touch(driven.index.find(keys_of([0, 1, 2])))
+
+    begun = driven.add(list(range(100, 110)))
+
+    assert begun.gone.keys == keys_of(list(range(3, 13)))
+    assert sorted(begun.gone.places.tolist()) == sorted(begun.places.tolist())
+
+
+def test_page_touched_since_it_was_looked_at_is_not_the_coldest_of_a_full_index() -> None:
+    """Victims are looked for in advance; a touch in between counts."""
+    driven = Driven(slabs=2)
+    fits = 2 * slots_in(SLAB, 3)
+    driven.add(list(range(fits)))
+    first = driven.add([100])
+
+    driven.index.touch(driven.index.find(key_of(1)))
+    second = driven.add([101])
+
+    assert (first.gone.keys, second.gone.keys) == (key_of(0), key_of(2))
+
+
+def test_pinned_page_does_not_go() -> None:
+    """Nor is its place given out while a load reads it, not even if it is removed."""
+    driven = Driven(slabs=1)
+    fits = slots_in(SLAB, 3)
+    driven.add(list(range(fits)))
+    pinned = driven.index.find(key_of(0))
+    place = int(driven.index.entries(pinned)["place"][0])
+    driven.index.pin(pinned)
+
+    first = driven.add(list(range(100, 100 + fits)))
+    assert driven.index.find(key_of(0)).tolist() == pinned.tolist()
+    driven.index.remove(pinned)
+    second = driven.add(list(range(200, 200 + fits)))
+
+    assert (first.entries >= 0).sum() == fits - 1
+    assert place not in second.places.tolist()
+    assert driven.index.find(key_of(0)).tolist() == [-1]
+    assert driven.index.unpin(pinned).tolist() == [place]
+    assert place in driven.add(list(range(300, 300 + fits))).places.tolist()
+
+
+def test_page_removed_while_it_is_written_is_gone_when_it_is() -> None:
+    """`finish` returns it, so that the row that the store has put can go."""
+    driven = Driven()
+    begun = driven.begin([1, 2], [5000, 5000])
+
+    gone = driven.index.remove(begun.entries[:1])
+    done = driven.index.finish(begun.entries)
+
+    assert (gone.keys, gone.places.tolist()) == (key_of(1), [])
+    assert (done.keys, done.places.tolist()) == (key_of(1), [int(begun.places[0])])
+    assert driven.held(range(4)) == [2]
+
+
+def test_size_without_room_takes_the_coldest_slab_of_another() -> None:
+    """One odd page size costs one slab, and cannot fail for ever."""
+    driven = Driven(slabs=3)
+    driven.add(list(range(3 * slots_in(SLAB, 3))))
+    driven.index.touch(driven.index.find(keys_of(list(range(slots_in(SLAB, 3))))))
+
+    begun = driven.add([500], 20_000)
+
+    assert begun.entries[0] >= 0
+    assert begun.gone.count == slots_in(SLAB, 3)
+    assert driven.held(range(slots_in(SLAB, 3))) == list(range(slots_in(SLAB, 3)))
+
+
+def test_slabs_follow_the_demand() -> None:
+    """A size that is used takes slab after slab from one that is not."""
+    driven = Driven(slabs=8)
+    driven.add(list(range(8 * slots_in(SLAB, 3))))
+
+    for number in range(1000, 1400):
+        driven.add([number], 20_000)
+    left = len(driven.held(range(8 * slots_in(SLAB, 3))))
+
+    assert left <= 2 * slots_in(SLAB, 3)
+    driven.index.check()
+
+
+def test_batch_of_two_sizes_does_not_take_what_it_has_promised_itself() -> None:
+    """The second size needs a slab, and not the one whose slots the first was given just now."""
+    driven = Driven(slabs=2)
+    fits = slots_in(SLAB, 3)
+    driven.add(list(range(fits)), 5000)
+    driven.add(list(range(100, 100 + fits)), 5000)
+
+    begun = driven.begin([*range(200, 200 + fits), 300], [5000] * fits + [20_000])
+
+    assert (begun.entries >= 0).all()
+    assert len(set(begun.places.tolist())) == fits + 1
+    driven.index.finish(begun.entries)
+    assert driven.held(range(200, 301)) == [*range(200, 200 + fits), 300]
+
+
+def test_refused_slab_gives_out_nothing_until_it_is_reopened() -> None:
+    """The file system has no room for it; the others evict instead."""
+    driven = Driven(slabs=2)
+    fits = slots_in(SLAB, 3)
+    driven.add(list(range(fits)))
+    begun = driven.begin([50], [5000])
+
+    driven.index.refuse(begun.entries)
+    after = driven.add([51])
+
+    assert after.gone.keys == key_of(0)
+    assert driven.index.figures()["disk_bytes_closed"] == SLAB
+    driven.index.reopen()
+    assert driven.add([52]).gone.count == 0
+    assert driven.index.figures()["disk_bytes_closed"] == 0
+
+
+def test_pages_of_a_namespace_and_of_an_age_are_found() -> None:
+    """For clear, and for a time to live."""
+    driven = Driven()
+    driven.add([1, 2])
+    begun = driven.begin([3], [5000], namespace=9)
+
+    assert driven.index.of_namespaces([9]).tolist() == begun.entries.tolist()
+    assert len(driven.index.written_before(102)) == 2
+    driven.index.finish(begun.entries)
+    assert len(driven.index.written_before(103)) == 3
+
+
+def test_loaded_index_is_the_one_that_was() -> None:
+    """Entries, places and order of age survive a restart."""
+    driven = Driven()
+    driven.add([1, 2, 3], 5000)
+    driven.add([4, 5], 20_000)
+    driven.index.touch(driven.index.find(key_of(2)))
+    rows = driven.index.entries(driven.index.hottest_first()[::-1])
+
+    again = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)
+    again.load(rows)
+
+    assert again.entries(again.hottest_first())["key"].tobytes() == keys_of([2, 5, 4, 3, 1])
+    assert again.figures() == driven.index.figures()
+    assert again.coldest(2).tolist() == again.find(keys_of([1, 3])).tolist()
+
+
+def test_hundred_thousand_entries_take_less_than_a_hundred_bytes_each() -> None:
+    """Measured, with all that grows with the number of pages."""
+    count, slab = 100_000, 256 * 2**20
+    a_slab = slots_in(slab, 257)
+    rows = np.zeros(count, DISK_ENTRY)
+    number = np.arange(count)
+    rows["key"] = np.frombuffer(random.Random(1).randbytes(16 * count), "V16")
+    rows["place"] = number // a_slab * slab + (number % a_slab * 257 + 1) * BLOCK_BYTES
+    rows["length"] = 2**20
+    tracemalloc.start()
+
+    index = DiskIndex(capacity_bytes=(count // a_slab + 1) * slab, slab_bytes=slab)
+    index.load(rows)
+
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken / count < 100
+    assert (index.find(rows["key"].tobytes()) == np.arange(count)).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_key_table_agrees_with_a_dictionary(seed: int) -> None:
+    """Adds and removes of batches, many keys to a chain, the heads doubling on the way."""
+    rng = random.Random(seed)
+    table, oracle = KeyTable(), {}
+    spare = list(range(6000))
+    table.reserve(len(spare))
+    for _ in range(60):
+        new = [k for k in dict.fromkeys(rng.randrange(4000) for _ in range(200)) if k not in oracle]
+        rows = [spare.pop(rng.randrange(len(spare))) for _ in new]
+        table.add(np.array(rows, np.int64), halves_of(keys_of(new)))
+        oracle.update(zip(new, rows, strict=True))
+        for old in rng.sample(sorted(oracle), min(len(oracle), rng.randrange(250))):
+            spare.append(oracle[old])
+            table.remove(np.array([oracle.pop(old)], np.int64))
+        every = list(range(4000))
+        assert table.find(halves_of(keys_of(every))).tolist() == [oracle.get(k, -1) for k in every]
+        # A few keys go another way, without arrays.
+        few = rng.sample(every, FEW_KEYS)
+        assert table.find(halves_of(keys_of(few))).tolist() == [oracle.get(k, -1) for k in few]
+        assert len(table) == len(oracle)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random batches; a dictionary knows what is there, a set of places who lies where."""
+
+    @initialize(slabs=st.integers(1, 5))
+    def start(self, slabs: int) -> None:
+        self.driven = Driven(slabs)
+        self.index = self.driven.index
+        self.pages: dict[int, tuple[int, int]] = {}  # number -> (entry, place), HELD
+        self.writing: list[list[tuple[int, int, int]]] = []  # [(number, entry, place)] a batch
+        self.ended: dict[int, int] = {}  # pinned, and removed: entry -> place
+        self.pins: dict[int, int] = {}
+
+    @rule(
+        numbers=st.lists(st.integers(0, 60), max_size=20),
+        lengths=st.lists(st.sampled_from([1, 9000, 70_000]), min_size=1, max_size=3),
+    )
+    def begin(self, numbers: list[int], lengths: list[int]) -> None:
+        known = set(self.pages) | {n for batch in self.writing for n, _, _ in batch}
+        known -= {n for batch in self.writing for n, entry, _ in batch if entry in self.ended}
+        begun = self.driven.begin(numbers, [lengths[n % len(lengths)] for n in numbers])
+        gone = {begun.gone.keys[at : at + 16] for at in range(0, len(begun.gone.keys), 16)}
+        for number in [n for n in self.pages if key_of(n) in gone]:
+            assert self.pages[number][0] not in self.pins, "a pinned page went"
+            del self.pages[number]
+        taken = [
+            (number, int(entry))
+            for number, entry in zip(numbers, begun.entries, strict=True)
+            if entry >= 0
+        ]
+        assert not known & {number for number, _ in taken}
+        batch = [(n, entry, int(p)) for (n, entry), p in zip(taken, begun.places, strict=True)]
+        self.writing.append(batch)
+
+    @precondition(lambda self: self.writing)
+    @rule(good=st.booleans(), which=st.integers(0, 100))
+    def end_writing(self, good: bool, which: int) -> None:
+        batch = self.writing.pop(which % len(self.writing))
+        entries = np.array([entry for _, entry, _ in batch], np.int64)
+        gone = self.index.finish(entries) if good else self.index.abandon(entries)
+        ended = [entry for _, entry, _ in batch if entry in self.ended]
+        assert gone.count == (len(ended) if good else len(batch))
+        for number, entry, place in batch:
+            if entry in self.ended:
+                del self.ended[entry]
+            elif good:
+                self.pages[number] = (entry, place)
+
+    @rule(numbers=st.lists(st.integers(0, 60), max_size=10, unique=True))
+    def remove(self, numbers: list[int]) -> None:
+        writing = {n: (e, p) for batch in self.writing for n, e, p in batch if e not in self.ended}
+        chosen = {n: self.pages.get(n) or writing.get(n) for n in numbers}
+        chosen = {n: found for n, found in chosen.items() if found}
+        gone = self.index.remove(np.array([entry for entry, _ in chosen.values()], np.int64))
+        assert gone.count == len(chosen)
+        for number, (entry, place) in chosen.items():
+            if number in writing or entry in self.pins:
+                self.ended[entry] = place
+                assert place not in gone.places.tolist()
+            self.pages.pop(number, None)
+
+    @rule(number=st.integers(0, 60))
+    def pin(self, number: int) -> None:
+        if number in self.pages:
+            entry = self.pages[number][0]
+            self.index.pin(np.array([entry]))
+            self.pins[entry] = self.pins.get(entry, 0) + 1
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        entry = sorted(self.pins)[which % len(self.pins)]
+        places = self.index.unpin(np.array([entry])).tolist()
+        self.pins[entry] -= 1
+        if not self.pins[entry]:
+            del self.pins[entry]
+        is_over = entry in self.ended and entry not in self.pins
+        assert places == ([self.ended.pop(entry)] if is_over else [])
+
+    @rule(numbers=st.lists(st.integers(0, 60), max_size=10))
+    def touch(self, numbers: list[int]) -> None:
+        entries = self.index.find(keys_of(numbers))
+        self.index.touch(entries[entries >= 0])
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check()
+        found = self.index.find(keys_of(list(range(61))))
+        assert found.tolist() == [self.pages.get(n, (-1, 0))[0] for n in range(61)]
+        held = [place for _, place in self.pages.values()]
+        flying = [place for batch in self.writing for _, e, place in batch if e not in self.ended]
+        places = held + flying + list(self.ended.values())
+        assert len(set(places)) == len(places), "a place was given out twice"
+        figures = self.index.figures()
+        taken = figures["disk_bytes_used"] + figures["disk_bytes_in_flight"]
+        assert taken + figures["disk_bytes_free"] == figures["disk_bytes"]
+        blocks = slot_blocks(
+            self.index.entries(np.array([e for e, _ in self.pages.values()], int))["length"]
+        )
+        assert figures["disk_bytes_used"] == int(blocks.sum()) * BLOCK_BYTES
+
+
+IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexMachine = IndexMachine.TestCase

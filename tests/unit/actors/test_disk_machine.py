@@ -1,0 +1,212 @@
+"""Pool and disk tier against an obvious slow oracle, under whatever Hypothesis comes up with.
+
+After every step, whatever is told of a page must be where it is, what is read must have been set
+and not have been removed since, and slots and places must add up to the byte.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from peercache.actors.storage_port import (
+    DISK_CHANGED,
+    DISK_DAMAGED,
+    DISK_FAILED,
+    DISK_FULL,
+    DISK_LATE,
+    DISK_UNTRIED,
+    Load,
+    Spill,
+)
+from peercache.model.records import RESIDENT
+from peercache.model.records import from_bytes as records_from_bytes
+from peercache.wire.messages.promote import Promoted
+from tests.unit.actors.disk_world import GRANULE, LENGTH, DiskWorld, key
+
+pages = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
+whichever = st.integers(0, 20)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Clients set, ask and remove; the store works, fails, is late and ends; the node restarts."""
+
+    def __init__(self) -> None:
+        """Make the world in the first step, when its sizes are drawn."""
+        super().__init__()
+        self.world: DiskWorld
+        self.asked = 0
+        self.removed: dict[bytes, int] = {}
+
+    @initialize(
+        granules=st.sampled_from([4, 6, 12]),
+        slabs=st.sampled_from([1, 2]),
+        queue_bytes=st.sampled_from([2 * LENGTH, 10**6]),
+        on_evict=st.booleans(),
+    )
+    def start(self, granules: int, slabs: int, queue_bytes: int, on_evict: bool) -> None:
+        """Draw a small pool and a small disk."""
+        self.options = {
+            "granules": granules,
+            "slabs": slabs,
+            "queue_bytes": queue_bytes,
+            "on_evict": on_evict,
+        }
+        self.world = DiskWorld(**self.options)  # type: ignore[arg-type]
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    @rule(numbers=pages, length=st.sampled_from([LENGTH, LENGTH, 2 * GRANULE - 5]))
+    def set(self, numbers: list[int], length: int) -> None:
+        """Set pages, each in a new version."""
+        self.world.set(*numbers, length=length)
+
+    @rule(numbers=pages, patience_s=st.sampled_from([0.0, 0.1, 5.0]))
+    def ask(self, numbers: list[int], patience_s: float) -> None:
+        """Ask for pages on disk."""
+        self.asked += 1 if patience_s else 0
+        self.world.ask(*numbers, patience_s=patience_s, asker=100 + self.asked)
+
+    @rule(numbers=pages)
+    def remove(self, numbers: list[int]) -> None:
+        """Remove pages; nothing that was set before may ever be read again."""
+        self.world.remove(*numbers)
+        for number in numbers:
+            self.removed[key(number)] = self.world.version
+
+    @rule()
+    def clear(self) -> None:
+        """Remove everything."""
+        self.world.clear(1)
+        for number in range(10):
+            self.removed[key(number)] = self.world.version
+
+    @rule(span_s=st.sampled_from([0.01, 0.2, 1.5, 12.0]))
+    def wait(self, span_s: float) -> None:
+        """Let time pass."""
+        self.world.wait(span_s)
+
+    # --- the store --------------------------------------------------------------------------------
+
+    @precondition(lambda self: any(job > 0 for job in self.world.working))
+    @rule(which=whichever, steps=st.integers(1, 4))
+    def step(self, which: int, steps: int) -> None:
+        """Let a job do some steps."""
+        jobs = [job for job in self.world.working if job > 0]
+        job = jobs[which % len(jobs)]
+        for _ in range(steps):
+            if job in self.world.working:
+                self.world.step(job)
+
+    @precondition(lambda self: any(job > 0 for job in self.world.working))
+    @rule(
+        which=whichever,
+        outcome=st.sampled_from([DISK_CHANGED, DISK_FULL, DISK_FAILED, DISK_LATE, DISK_UNTRIED]),
+    )
+    def fail(self, which: int, outcome: int) -> None:
+        """Answer a job before it is done."""
+        jobs = [job for job in self.world.working if job > 0]
+        job = jobs[which % len(jobs)]
+        if isinstance(self.world.working[job].effect, Load) and outcome in (
+            DISK_CHANGED,
+            DISK_FULL,
+        ):
+            outcome = DISK_DAMAGED
+        self.world.answer(job, outcome)
+
+    @precondition(lambda self: self.world.late)
+    @rule(which=whichever)
+    def late_ends(self, which: int) -> None:
+        """Let a late job end at last."""
+        jobs = list(self.world.late)
+        self.world.late_ends(jobs[which % len(jobs)])
+
+    @rule()
+    def finish(self) -> None:
+        """Let the store do all it has."""
+        self.world.finish()
+
+    @precondition(lambda self: self.world.tier.is_open)
+    @rule()
+    def end(self) -> None:
+        """The disk ends; the node goes on without it."""
+        self.world.end()
+
+    @rule()
+    def restart(self) -> None:
+        """The node starts again on what is safe on its disk."""
+        self.world.image.sync()
+        versions, number = self.world.versions, self.world.version
+        self.world = DiskWorld(image=self.world.image, **self.options)  # type: ignore[arg-type]
+        self.world.versions, self.world.version = versions, number
+        self.asked = 0
+
+    # --- what must be -----------------------------------------------------------------------------
+
+    @invariant()
+    def records_say_where_pages_are(self) -> None:
+        """What is told is so, and what is so is told, but for what is told little by little."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        untold = {world.tier._untold[at : at + 16] for at in range(0, len(world.tier._untold), 16)}
+        memory = {page.key for page in world.pool.pages.of_namespace(1)}
+        disk: set[bytes] = set()
+        index = world.tier.books.index
+        if index is not None:
+            disk = {row["key"].tobytes() for row in index.entries(index.hottest_first())}
+        told = {k: bool(r["flags"] & RESIDENT) for k, r in world.records.items()}
+        assert {k for k, is_resident in told.items() if is_resident} == memory
+        on_disk = {k for k, is_resident in told.items() if not is_resident}
+        assert on_disk - untold <= disk - memory
+        assert disk - memory <= on_disk | untold
+
+    @invariant()
+    def what_is_read_was_set_and_not_removed(self) -> None:
+        """Every record in force of a page in memory, and every one that was just answered."""
+        if not hasattr(self, "world"):
+            return
+        for name, record in self.world.records.items():
+            if record["flags"] & RESIDENT:
+                assert self.world.read(record) > self.removed.get(name, 0), "a removed page"
+
+    @invariant()
+    def slots_and_places_add_up(self) -> None:
+        """Reserved is what loads write to; in flight is what is being written or let go of."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        pages_of = [
+            (w.effect, range(len(w.pages)) if job > 0 else world.late[-job])
+            for job, w in world.working.items()
+        ]
+        loading = sum(
+            -(-int(effect.lengths[at]) // GRANULE) * GRANULE
+            for effect, _ in pages_of
+            if isinstance(effect, Load)
+            for at in range(len(effect.places))
+        )
+        assert world.pool.figures()["pool_bytes_reserved"] == loading
+        figures = world.tier.figures()
+        if world.tier.is_open:
+            total = sum(figures[f"disk_bytes_{word}"] for word in ("used", "in_flight", "free"))
+            assert total == figures["disk_bytes"]
+            if not any(isinstance(effect, (Spill, Load)) for effect, _ in pages_of):
+                assert figures["disk_bytes_in_flight"] == 0
+
+    @invariant()
+    def everybody_is_answered_once(self) -> None:
+        """Who is not waiting has been answered, and nobody twice."""
+        if not hasattr(self, "world"):
+            return
+        answered = [a.request for a in self.world.answers if isinstance(a, Promoted)]
+        assert len(set(answered)) == len(answered)
+        assert len(answered) + len(self.world.tier.askers) == self.asked
+        for answer in self.world.answers:
+            if isinstance(answer, Promoted):
+                assert answer.states.count(0) == len(records_from_bytes(answer.records))
+
+
+TestDisk = DiskMachine.TestCase
+TestDisk.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,293 @@
+"""One node's membership, message by message: joining, heartbeats, and judging silence."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from peercache.actors.effects import Origin, Send, SendTo, Tell
+from peercache.actors.facts import ViewChanged
+from peercache.actors.membership import actor as membership_module
+from peercache.actors.membership.actor import SHARES_PER_BEAT
+from peercache.errors import LocalProtocolError
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.directory import Lookup  # fmt: skip
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewShared,
+)  # fmt: skip
+from tests.unit.actors.membership_cluster import DEAD_S, HEARTBEAT_S, SUSPECT_S, member
+from tests.unit.actors.membership_node import ME, NINE, ONE, TEN, TWO, Node, calls, sends
+
+# --- alone, and joining ---------------------------------------------------------------------------
+
+
+def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> None:
+    """It serves at once with itself as view and master, and does not call itself."""
+    own = member(ME).control
+
+    node = Node(discovery=("a:1", own, "b:2"))
+
+    view = ViewChanged((member(ME),))
+    assert node.first[:3] == [Tell(actor, view) for actor in ("ring", "directory", "publisher")]
+    assert node.first[3:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
+    assert node.actor.masters() == (member(ME),)
+
+
+def test_head_knows_its_own_address_by_its_rank() -> None:
+    """A head that its list names by another name of its host does not call itself."""
+    node = Node(me=member(ME, head_rank=0), discovery=("localhost:31998", "b:2"))
+
+    assert calls(node.first) == ["b:2"]
+
+
+def test_unanswered_discovery_address_is_called_for_ever_with_backoff() -> None:
+    """Calls become rarer down to one in three heartbeats, and never end."""
+    node = Node(discovery=("a:1",))
+
+    early, later = calls(node.passes(3.0)), calls(node.passes(300.0))
+
+    assert 2 <= len(early) <= 6
+    assert 100 <= len(later) <= 220
+
+
+def test_any_node_answers_a_join_with_its_view() -> None:
+    """Also one that is no master; the newcomer is in the view that it gets."""
+    node = Node().knows(ONE, TWO)
+
+    effects = node.hears(NINE, Join(member(NINE)), pipe=77)
+
+    answer = sends(effects, ViewShared)
+    assert answer == [Send(Origin(NINE, 77), ViewShared(0, node.actor.view.members()))]
+    assert node.state(NINE) == ALIVE
+    assert [e.fact for e in effects if isinstance(e, Tell)] == [
+        ViewChanged(node.actor.view.members())
+    ] * 3
+
+
+def test_newcomer_says_hello_to_the_masters_before_a_heartbeat_has_passed() -> None:
+    """Once it knows them it does not let them wait: their clocks are about to start."""
+    node = Node()
+
+    node.knows(TEN, ONE, TWO)
+    beats = sends(node.passes(HEARTBEAT_S / 3), Heartbeat)
+
+    assert [beat.to for beat in beats] == [ONE, TWO]
+
+
+def test_join_in_the_name_of_another_is_ignored() -> None:
+    """Only a member itself brings its entry by Join or Heartbeat, and it is not dead."""
+    node = Node()
+
+    assert node.hears(NINE, Join(member(TEN))) == []
+    assert node.hears(NINE, Heartbeat(member(TEN), b"")) == []
+    assert node.hears(NINE, Join(member(NINE, state=DEAD))) == []
+    assert node.hears(ME, Join(member(ME, counter=7))) == []
+    assert len(node.actor.view) == 1
+
+
+def test_view_of_a_stranger_that_does_not_name_itself_is_ignored() -> None:
+    """Who is not a member, and does not say that it is one, has no say."""
+    node = Node()
+
+    assert node.told_by(NINE, member(TEN)) == []
+    assert len(node.actor.view) == 1
+
+
+def test_message_of_another_actor_is_a_bug_of_ours() -> None:
+    """Wiring that hands membership a Lookup is found at once."""
+    with pytest.raises(LocalProtocolError, match="Lookup"):
+        Node().hears(NINE, Lookup(1, b""))
+
+
+def test_view_asked_is_answered_in_full_unless_the_digest_is_ours() -> None:
+    """Clients poll with the digest of what they have; the answer repeats their number."""
+    node = Node().knows(ONE)
+    members = node.actor.view.members()
+
+    assert node.hears(77, ViewAsked(3, b""), pipe=4) == [
+        Send(Origin(77, 4), ViewShared(3, members))
+    ]
+    assert node.hears(77, ViewAsked(4, node.actor.view.digest()), pipe=4) == [
+        Send(Origin(77, 4), ViewShared(4, ()))
+    ]
+
+
+# --- heartbeats and views -------------------------------------------------------------------------
+
+
+def test_heartbeats_go_to_the_masters_only() -> None:
+    """Once per heartbeat, with our entry and the digest of our view."""
+    node = Node().knows(ONE, TWO, NINE, TEN)
+    node.passes(1.0, speaking=(ONE, TWO))
+
+    beats = sends(node.passes(3.0, speaking=(ONE, TWO)), Heartbeat)
+
+    assert [beat.to for beat in beats] == [ONE, TWO] * 3
+    assert beats[0].message == Heartbeat(member(ME), node.actor.view.digest())
+
+
+def test_heartbeat_with_an_equal_digest_is_answered_without_a_view() -> None:
+    """A cluster at rest sends digests, not views."""
+    node = Node(ONE).knows(NINE)
+
+    effects = node.hears(NINE, Heartbeat(member(NINE), node.actor.view.digest()), pipe=3)
+
+    assert effects == [Send(Origin(NINE, 3), HeartbeatSeen(node.actor.view.digest()))]
+
+
+def test_heartbeat_with_another_digest_is_answered_with_the_view_first() -> None:
+    """The digest that follows then tells the sender whether we lack something of it."""
+    node = Node(ONE).knows(NINE)
+
+    effects = node.hears(NINE, Heartbeat(member(NINE), b"other"))
+
+    view = node.actor.view
+    assert effects == [
+        Send(NINE, ViewShared(0, view.members())),
+        Send(NINE, HeartbeatSeen(view.digest())),
+    ]
+
+
+def test_master_that_lacks_something_gets_our_view() -> None:
+    """Its answer to our heartbeat names another digest than ours: it is told."""
+    node = Node().knows(ONE, TWO)
+
+    effects = node.hears(ONE, HeartbeatSeen(b"other"))
+
+    assert effects == [Send(ONE, ViewShared(0, node.actor.view.members()))]
+    assert node.hears(ONE, HeartbeatSeen(node.actor.view.digest())) == []
+    assert node.hears(77, HeartbeatSeen(b"other")) == []
+
+
+def test_views_to_one_peer_are_bounded_in_each_heartbeat() -> None:
+    """Views that stay different, for whatever reason, do not make a storm."""
+    node = Node(ONE).knows(NINE)
+    node.passes(HEARTBEAT_S)
+
+    for _ in range(2):
+        effects = [e for _ in range(50) for e in node.hears(NINE, Heartbeat(member(NINE), b"x"))]
+        assert len(sends(effects, ViewShared)) == SHARES_PER_BEAT
+        assert len(sends(effects, HeartbeatSeen)) == 50
+        node.passes(HEARTBEAT_S)
+
+
+def test_view_that_brings_nothing_new_is_not_announced() -> None:
+    """The ring is not made anew for what is known."""
+    node = Node().knows(ONE, TWO)
+
+    assert node.told_by(ONE, member(ONE), member(TWO)) == []
+
+
+def test_metrics_count_the_members_by_state() -> None:
+    """The gauge follows the view."""
+    metrics = Metrics()
+    node = Node(metrics=metrics)
+
+    node.told_by(ONE, member(ONE), member(NINE, state=DEAD), member(TEN, state=LEFT))
+
+    def count(state: str) -> float | None:
+        return metrics.registry.get_sample_value("peercache_members", {"state": state})
+
+    assert [count(s) for s in ("alive", "suspect", "dead", "left")] == [2, 0, 1, 1]
+
+
+# --- silence --------------------------------------------------------------------------------------
+
+
+def test_master_suspects_a_silent_member_and_then_declares_it_dead() -> None:
+    """After suspect_s and dead_s of its own clock, and not before."""
+    node = Node(ONE).knows(NINE, TEN)
+
+    states = []
+    for _ in range(4):
+        node.passes(1.5, speaking=(TEN,))
+        states.append(node.state(NINE))
+
+    assert states == [ALIVE, SUSPECT, SUSPECT, DEAD]
+    assert node.state(TEN) == ALIVE
+
+
+def test_member_judges_the_masters_and_nobody_else() -> None:
+    """It hears only masters, so the silence of others says nothing."""
+    node = Node().knows(ONE, TWO, NINE, TEN)
+
+    node.passes(4.0, speaking=(TWO,))
+    suspected = [node.state(i) for i in (ONE, TWO, NINE, TEN)]
+    node.passes(3.0, speaking=(TWO,))
+
+    assert suspected == [SUSPECT, ALIVE, ALIVE, ALIVE]
+    assert [node.state(i) for i in (ONE, TWO, NINE, TEN)] == [DEAD, ALIVE, ALIVE, ALIVE]
+
+
+def test_outage_of_all_masters_empties_no_view() -> None:
+    """Three masters that fall silent are replaced; whoever they were masters of stays."""
+    node = Node().knows(ONE, TWO, NINE, TEN)
+
+    node.passes(DEAD_S + 1.0)
+
+    # Now we are a master ourselves, and count from here.
+    assert [m.incarnation for m in node.actor.masters()] == [ME, NINE]
+    assert [node.state(i) for i in (NINE, TEN)] == [ALIVE, ALIVE]
+
+
+def test_new_master_gives_everybody_the_full_time() -> None:
+    """It heard nobody before it was one: their silence counts from now."""
+    node = Node().knows(ONE, TWO, NINE, TEN)
+    node.passes(10.0, speaking=(ONE, TWO))
+
+    node.told_by(TWO, member(ONE, state=LEFT), member(TWO, state=LEFT))
+    node.passes(SUSPECT_S - 0.3)
+
+    assert [m.incarnation for m in node.actor.masters()] == [ME, NINE]
+    assert [node.state(i) for i in (NINE, TEN)] == [ALIVE, ALIVE]
+
+
+@pytest.mark.parametrize("first", ["tick", "message"])
+def test_paused_node_that_wakes_accuses_nobody(first: str) -> None:
+    """It did not listen either: after a stop of a minute every silence starts anew."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.passes(1.0, speaking=(NINE, TEN))
+
+    node.now += 60.0
+    if first == "message":
+        node.hears(NINE, HeartbeatSeen(node.actor.view.digest()))
+    node.actor.on_tick(node.now)
+    node.passes(SUSPECT_S - 0.3)
+
+    assert [node.state(i) for i in (NINE, TEN)] == [ALIVE, ALIVE]
+    node.passes(DEAD_S)
+    assert [node.state(i) for i in (NINE, TEN)] == [DEAD, DEAD]
+
+
+def test_member_that_refuted_elsewhere_gets_the_full_time() -> None:
+    """A raised counter is a sign of life, even if it reached us through another."""
+    node = Node(ONE).knows(TWO, NINE)
+    node.passes(5.5, speaking=(TWO,))
+
+    node.told_by(TWO, member(NINE, counter=1))
+    node.passes(2.5, speaking=(TWO,))
+
+    assert node.state(NINE) == ALIVE
+
+
+def test_checks_find_a_lost_own_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariant that a view never drops its owner can fail."""
+    node = Node()
+    monkeypatch.setattr(node.actor, "_view", node.actor.view.without([ME]))
+
+    with pytest.raises(AssertionError, match="own entry"):
+        node.actor.check()
+
+
+def test_times_that_cannot_work_are_refused() -> None:
+    """Two lost heartbeats must not look like silence."""
+    assert membership_module.TICKS_PER_BEAT >= 2
+    with pytest.raises(AssertionError):
+        Node(suspect_s=1.5)
+    with pytest.raises(AssertionError):
+        Node(me=attrs.evolve(member(ME), state=SUSPECT))

@@ -1,0 +1,363 @@
+"""Stories of whole clusters: partitions, pauses, restarts, lost goodbyes, and their bounds.
+
+Virtual time, real codec, seeded network. HEAL_S is the promise; most stories need far less.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.actors.effects import Origin
+from peercache.model.member import ALIVE, DEAD, LEFT
+from peercache.wire.messages.membership import ViewAsked
+from tests.unit.actors.membership_cluster import DEAD_S, HEAL_S, SUSPECT_S, Cluster, cluster_of
+
+HEAD = "n000:31998"
+
+
+def addresses(cluster: Cluster) -> list[str]:
+    return list(cluster.processes)
+
+
+def masters(cluster: Cluster, address: str) -> list[str]:
+    return [m.control for m in cluster.processes[address].actor.masters()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_new_cluster_agrees_within_two_seconds(seed: int) -> None:
+    """Ten nodes that know only the head all know each other soon."""
+    cluster = Cluster(seed)
+    for number in range(10):
+        cluster.start(f"n{number:03d}:31998", discovery=[HEAD])
+
+    assert cluster.seconds_until(cluster.agrees, at_most=2.0) > 0
+    assert masters(cluster, "n009:31998") == [f"n{number:03d}:31998" for number in range(3)]
+
+
+def test_first_node_alone_serves_and_is_joined_later() -> None:
+    """1. B starts, and nobody answers. 2. It serves alone. 3. A comes: they meet."""
+    cluster = Cluster(2)
+    lonely = cluster.start("b:1", discovery=["a:1"])
+    cluster.run(60.0)
+
+    alone = [m.control for m in lonely.actor.masters()]
+    cluster.start("a:1", discovery=["a:1"])
+    took_s = cluster.seconds_until(cluster.agrees, at_most=5.0)
+
+    assert alone == ["b:1"]
+    assert took_s < 4.0
+    assert masters(cluster, "b:1") == ["a:1", "b:1"]
+
+
+def test_head_is_pinned_and_a_dead_master_is_replaced_by_itself() -> None:
+    """1. The head dies: the next host name takes over. 2. It comes back: it is first again."""
+    cluster = cluster_of(6)
+
+    cluster.kill(HEAD)
+    cluster.seconds_until(cluster.agrees, at_most=DEAD_S + 4.0)
+    without_head = masters(cluster, "n005:31998")
+    cluster.start(HEAD, discovery=[HEAD])
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert without_head == ["n001:31998", "n002:31998", "n003:31998"]
+    assert masters(cluster, "n005:31998") == [HEAD, "n001:31998", "n002:31998"]
+
+
+def test_dead_head_stops_nobody_who_knows_another_address() -> None:
+    """Any live node answers a newcomer, also one that is neither head nor master."""
+    cluster = cluster_of(6)
+    cluster.kill(HEAD)
+
+    newcomer = cluster.start("z:1", discovery=[HEAD, "n005:31998"])
+    cluster.run(2.0)
+
+    assert len(newcomer.actor.view.live()) >= 6
+    cluster.seconds_until(cluster.agrees, at_most=DEAD_S + 2.0)
+
+
+def test_outage_of_all_masters_leaves_every_other_in_every_view() -> None:
+    """1. All three masters die at once. 2. Nobody else is ever dead in anybody's view."""
+    cluster = cluster_of(8)
+    for address in masters(cluster, HEAD):
+        cluster.kill(address)
+    survivors = {process.incarnation for process in cluster.processes.values()}
+
+    for process in cluster.processes.values():
+        process.views.clear()
+    cluster.seconds_until(cluster.agrees, at_most=DEAD_S + 4.0)
+
+    for process in cluster.processes.values():
+        for view in process.views:
+            assert {m.incarnation for m in view.members if m.state == ALIVE} >= survivors
+
+
+@pytest.mark.parametrize(
+    ("seed", "seconds"), [*[(seed, [4.0, 30.0][seed % 2]) for seed in range(8)], (8, 1000.0)]
+)
+def test_healed_partition_ends_in_equal_views(seed: int, seconds: float) -> None:
+    """Two sides, the head on one of them, apart for a while or for long (and even forgotten)."""
+    cluster = cluster_of(7, seed=seed)
+    half = addresses(cluster)[:3]
+
+    cluster.partition(half, addresses(cluster)[3:])
+    cluster.run(seconds)
+    cluster.heal()
+
+    assert cluster.seconds_until(cluster.agrees, at_most=HEAL_S) <= 5.0
+
+
+def test_healed_partition_never_empties_a_view() -> None:
+    """While two sides tell each other whom they held dead, nobody doubts its own side."""
+    cluster = cluster_of(10, seed=3)
+    half = addresses(cluster)[:5]
+    cluster.partition(half, addresses(cluster)[5:])
+    cluster.run(30.0)
+    running = list(cluster.processes.items())
+    sides = {
+        address: {p.incarnation for other, p in running if (other in half) == (address in half)}
+        for address in addresses(cluster)
+    }
+
+    for process in cluster.processes.values():
+        process.views.clear()
+    cluster.heal()
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    for address, process in cluster.processes.items():
+        for view in process.views:
+            gone = {m.incarnation for m in view.members if m.state in (DEAD, LEFT)}
+            assert not gone & sides[address], f"{address} lost its own side"
+
+
+def test_partition_makes_those_held_dead_republish_once() -> None:
+    """Their records were dropped on the other side."""
+    cluster = cluster_of(6, seed=4)
+    cluster.partition(addresses(cluster)[:3], addresses(cluster)[3:])
+    cluster.run(20.0)
+
+    cluster.heal()
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert {process.republished for process in cluster.processes.values()} == {1}
+
+
+def test_node_cut_off_for_long_kills_nobody_when_it_comes_back() -> None:
+    """1. N is cut off, and ends three masters after the other. 2. It heals with a view of the dead.
+    3. Nobody else ever holds anybody dead but N.
+    """
+    cluster = cluster_of(10, seed=5)
+    lost = "n009:31998"
+    cluster.partition([lost], [a for a in addresses(cluster) if a != lost])
+    cluster.run(60.0)
+    held_dead = len(cluster.processes[lost].actor.view) - len(
+        cluster.processes[lost].actor.view.live()
+    )
+
+    for process in cluster.processes.values():
+        process.views.clear()
+    cluster.heal()
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert held_dead == 9
+    lost_one = cluster.processes[lost].incarnation
+    for address, process in cluster.processes.items():
+        if address != lost:
+            for view in process.views:
+                assert {m.incarnation for m in view.members if m.state == DEAD} <= {lost_one}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_asymmetric_partition_heals(seed: int) -> None:
+    """One half hears the other and is not heard."""
+    cluster = cluster_of(6, seed=seed)
+    deaf, mute = addresses(cluster)[:3], addresses(cluster)[3:]
+
+    cluster.cut(*[(source, target) for source in mute for target in deaf])
+    cluster.run(30.0)
+    cluster.heal()
+
+    assert cluster.seconds_until(cluster.agrees, at_most=HEAL_S) <= 5.0
+
+
+def test_one_broken_link_ends_nobody() -> None:
+    """A member that one master does not hear is suspect there, and refutes through the others."""
+    cluster = cluster_of(6, seed=6)
+    member, master = "n005:31998", "n001:31998"
+    for process in cluster.processes.values():
+        process.views.clear()
+
+    cluster.cut((member, master), (master, member))
+    cluster.run(120.0)
+
+    for process in cluster.processes.values():
+        for view in process.views:
+            assert all(m.state not in (DEAD, LEFT) for m in view.members)
+    assert all(process.republished == 0 for process in cluster.processes.values())
+
+
+def test_goodbye_is_known_to_all_within_a_second() -> None:
+    """A graceful stop waits for no timeout."""
+    cluster = cluster_of(6)
+
+    gone = cluster.leave("n004:31998")
+    cluster.run(1.0)
+
+    assert {cluster.states(address, gone) for address in addresses(cluster)} == {LEFT}
+
+
+def test_lost_goodbye_costs_no_more_than_a_crash() -> None:
+    """Nobody hears it; silence ends the member."""
+    cluster = cluster_of(6)
+    cluster.cut(*[("n004:31998", target) for target in addresses(cluster)])
+
+    gone = cluster.leave("n004:31998")
+    cluster.heal()
+    cluster.run(DEAD_S + 3.0)
+
+    assert {cluster.states(address, gone) for address in addresses(cluster)} == {DEAD}
+    assert cluster.agrees()
+
+
+def test_goodbye_heard_by_one_master_reaches_all() -> None:
+    """Views that differ are shared: one that heard it is enough."""
+    cluster = cluster_of(6)
+    others = [address for address in addresses(cluster) if address != "n001:31998"]
+    cluster.cut(*[("n004:31998", target) for target in others])
+
+    gone = cluster.leave("n004:31998")
+    cluster.heal()
+    cluster.run(2.5)
+
+    assert {cluster.states(address, gone) for address in addresses(cluster)} == {LEFT}
+
+
+@pytest.mark.parametrize("address", [HEAD, "n004:31998"])
+def test_paused_node_wakes_accuses_nobody_and_is_alive_again(address: str) -> None:
+    """1. SIGSTOP for a minute: the others end it. 2. It goes on, with all that was queued."""
+    cluster = cluster_of(6, seed=7)
+    cluster.pause(address)
+    cluster.run(60.0)
+    paused = cluster.processes[address]
+    was = {cluster.states(other, paused) for other in addresses(cluster) if other != address}
+
+    for process in cluster.processes.values():
+        process.views.clear()
+    cluster.go_on(address)
+    took_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert was == {DEAD}
+    assert took_s <= 4.0
+    assert paused.republished == 1
+    for process in cluster.processes.values():
+        for view in process.views:
+            ended = {m.incarnation for m in view.members if m.state != ALIVE}
+            assert ended <= {paused.incarnation}
+
+
+def test_restart_at_the_same_address_ends_the_old_incarnation_at_once() -> None:
+    """The successor's Join is enough; no silence has to pass."""
+    cluster = cluster_of(6, seed=8)
+    old = cluster.processes["n004:31998"]
+
+    cluster.start("n004:31998", discovery=[HEAD])
+    took_s = cluster.seconds_until(cluster.agrees, at_most=5.0)
+
+    assert took_s <= 2.5
+    assert cluster.states(HEAD, old) == DEAD
+
+
+def test_restarted_only_head_is_found_again() -> None:
+    """It knows nobody; the others look for it as soon as they suspect it."""
+    cluster = cluster_of(6, seed=9)
+
+    cluster.start(HEAD, discovery=[HEAD])
+    took_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert took_s <= SUSPECT_S + 3.0
+
+
+def test_mass_restart_agrees_on_the_new_incarnations() -> None:
+    """Every process is replaced within two seconds; no old one is left in any view."""
+    cluster = cluster_of(8, seed=10, heads=2)
+    for address in addresses(cluster):
+        cluster.start(address, discovery=addresses(cluster)[:2])
+        cluster.run(0.25)
+
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert len(cluster.everybody) == 16
+
+
+def test_leave_is_final_for_an_incarnation_and_its_successor_joins() -> None:
+    """A rolling restart with goodbyes: each new one is in, each old one stays out."""
+    cluster = cluster_of(5, seed=11)
+    old = []
+    for address in addresses(cluster):
+        old.append(cluster.leave(address))
+        cluster.start(address, discovery=[HEAD])
+        cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    cluster.run(30.0)
+
+    assert cluster.agrees()
+    for gone in old[1:]:
+        states = {cluster.states(address, gone) for address in addresses(cluster)}
+        assert states <= {LEFT, DEAD, None}
+
+
+def test_lossy_network_converges_and_stays_together() -> None:
+    """With one message in ten lost nobody dies, and views are equal soon after it stops."""
+    cluster = cluster_of(6, seed=12)
+    cluster.loss = 0.1
+    for process in cluster.processes.values():
+        process.views.clear()
+
+    cluster.run(300.0)
+    cluster.loss = 0.0
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    for process in cluster.processes.values():
+        for view in process.views:
+            assert all(m.state not in (DEAD, LEFT) for m in view.members)
+
+
+def test_cluster_at_rest_sends_heartbeats_and_answers_only() -> None:
+    """Each node to each of three masters and back, once a second: no views, no calls."""
+    cluster = cluster_of(12, seed=13)
+    cluster.run(10.0)
+    cluster.sent.clear()
+
+    cluster.run(10.0)
+
+    # 3 masters beat at 2 others, 9 members at 3; each heartbeat has one answer.
+    assert sum(cluster.sent.values()) == 10 * 2 * (3 * 2 + 9 * 3)
+
+
+def test_no_storm_when_a_partition_heals() -> None:
+    """Messages per node and second stay in proportion to the cluster, whatever happens."""
+    cluster = cluster_of(16, seed=14)
+    started = cluster.now
+    cluster.partition(addresses(cluster)[:8], addresses(cluster)[8:])
+    cluster.run(30.0)
+    cluster.heal()
+    cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+    cluster.run(5.0)
+
+    # A master answers 15 heartbeats a second, each perhaps with a view, and forwards claims.
+    assert cluster.busiest_second(since=started) <= 8 * 16
+
+
+def test_client_learns_the_view_from_any_node_and_then_only_changes() -> None:
+    """Asked with the digest it has, a node answers with nothing until something changed."""
+    cluster = cluster_of(4, seed=15)
+    actor = cluster.processes["n003:31998"].actor
+    ask = Origin(77, 5)
+
+    (first,) = actor.on_message(ask, ViewAsked(1, b""), cluster.now)
+    (same,) = actor.on_message(ask, ViewAsked(2, actor.view.digest()), cluster.now)
+    before = actor.view.digest()
+    cluster.leave("n002:31998")
+    cluster.run(2.0)
+    (changed,) = actor.on_message(ask, ViewAsked(3, before), cluster.now)
+
+    assert [len(answer.message.view) for answer in (first, same, changed)] == [4, 0, 4]

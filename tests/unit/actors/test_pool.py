@@ -1,0 +1,517 @@
+"""The pool's answers, effect by effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.actors.effects import Origin, Send, StoreWords
+from peercache.actors.facts import PagesCommitted, ReserveAhead
+from peercache.actors.pool.answers import AHEAD_MAX
+from peercache.actors.pool.granting import BATCH_PAGES_MAX
+from peercache.actors.pool.reservations import ENDED_MAX
+from peercache.model.records import HAS_CHECKSUM, PAGE_BYTES_MAX, RESIDENT
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    REFUSED_TOO_LARGE,
+    REPEATED,
+    RESERVED,
+    Commit,
+    Granted,
+    Reserve,
+)
+from peercache.wire.messages.session import Refused
+from tests.unit.actors.pool_world import GRANULE, World, key, kinds, packed
+
+ALICE, BOB = 101, 102
+PAGE = 4 * GRANULE
+
+
+def test_reserve_makes_words_odd_before_it_grants() -> None:
+    """A slot that was never used has an odd word when its Granted goes out."""
+    world = World(granules=64)
+
+    effects = world.say(ALICE, Reserve(5, 1, 1, key(1) + key(2), packed([PAGE, PAGE])))
+
+    assert kinds(effects) == ["StoreWords", "Granted"]
+    assert isinstance(effects[0], StoreWords)
+    assert (effects[0].values % 2 == 1).all()
+    assert isinstance(effects[1], Send)
+    assert effects[1].to == Origin(ALICE, 3)
+    assert effects[1].message == Granted(5, 1, bytes((RESERVED, RESERVED)), packed([0, PAGE]))
+
+
+def test_eviction_makes_words_odd_then_withdraws_then_grants() -> None:
+    """The order of effects is the promise: words, directory, publisher, client."""
+    world = World(granules=16)
+    world.store(ALICE, range(4), PAGE)
+    world.store(ALICE, range(4, 8), PAGE)
+
+    effects = world.say(BOB, Reserve(5, 1, 1, key(20) + key(21), packed([PAGE, PAGE])))
+
+    assert kinds(effects) == [
+        "StoreWords", "directory:RecordsChanged", "publisher:RecordsChanged", "Granted",
+    ]  # fmt: skip
+    assert len(effects[1].fact.drops) == 2
+    assert effects[1].fact is effects[2].fact
+
+
+def test_commit_stores_words_then_tells_directory_then_publisher() -> None:
+    """The records of a commit carry what the client said, and the words come first."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1, 2], [PAGE, PAGE - 5])
+    world.write(ALICE, 1)
+    world.writing.clear()
+
+    effects = world.say(ALICE, Commit(6, 1, b"\1\1", packed([0, 99]), 0.25))
+
+    assert kinds(effects) == [
+        "StoreWords", "directory:RecordsChanged", "publisher:PagesCommitted",
+    ]  # fmt: skip
+    committed = effects[2].fact
+    assert committed.origin == Origin(ALICE, 3)
+    assert (committed.request, committed.sequence, committed.patience_s) == (6, 1, 0.25)
+    assert committed.states == bytes((COMMITTED, COMMITTED))
+    records = committed.records
+    assert records["key"].tolist() == [key(1), key(2)]
+    assert records["length"].tolist() == [PAGE, PAGE - 5]
+    assert records["flags"].tolist() == [RESIDENT, RESIDENT | HAS_CHECKSUM]
+    assert records["checksum"].tolist() == [0, 99]
+    assert records["offset"].tolist() == [0, PAGE]
+    assert (records["generation"] == effects[0].values).all()
+    assert len(committed.here) == 0
+
+
+def test_second_set_of_a_resident_page_copies_nothing() -> None:
+    """A key that is held with this length is HERE, and a commit names its record."""
+    world = World(granules=64)
+    world.store(ALICE, [1], PAGE)
+
+    granted = world.reserve(BOB, [1, 2], PAGE)
+    world.write(BOB, 1)
+    done = world.commit(BOB)
+
+    assert granted.states == bytes((HERE, RESERVED))
+    assert done.states == bytes((HERE, COMMITTED))
+    assert done.here["key"].tolist() == [key(1)]
+    assert done.records["key"].tolist() == [key(2)]
+
+
+def test_reservation_without_slots_ends_at_once_and_can_be_committed() -> None:
+    """Where everything was HERE a Commit is answered with the records, and nothing stays open."""
+    world = World(granules=64)
+    world.store(ALICE, [1, 2], PAGE)
+
+    world.reserve(BOB, [1, 2], PAGE)
+    open_count = world.figure("pool_reservations")
+    done = world.commit(BOB, count=2)
+
+    assert open_count == 0
+    assert done.states == bytes((HERE, HERE))
+    assert done.here["key"].tolist() == [key(1), key(2)]
+
+
+def test_reserve_again_grants_the_same() -> None:
+    """Reserve is idempotent while the reservation is open."""
+    world = World(granules=64)
+    message = Reserve(5, 1, 1, key(1) + key(2), packed([PAGE, PAGE]))
+
+    first = world.reserve_again(ALICE, message)
+    second = world.reserve_again(ALICE, message)
+
+    assert first == second
+    assert world.figure("pool_bytes_reserved") == 2 * PAGE
+
+
+def test_reserve_of_other_pages_under_an_open_sequence_is_refused() -> None:
+    """A sequence names one reservation: other keys under it are a mistake, and get no slots."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], PAGE)
+
+    answer = world.reserve(ALICE, [2], PAGE, sequence=1)
+
+    assert isinstance(answer, Refused)
+    assert answer.reason == "malformed"
+
+
+def test_commit_again_answers_the_same_states() -> None:
+    """The first terminal state wins, and a repeated Commit hears of it again."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1, 2], PAGE)
+    world.write(ALICE, 1)
+    world.commit(ALICE, written=b"\1\0")
+
+    again = world.commit(ALICE, 1, count=2)
+
+    assert again.states == bytes((COMMITTED, ABORTED))
+    assert len(again.records) == 0
+    assert again.here["key"].tolist() == [key(1)]
+
+
+def test_commit_after_abort_is_aborted() -> None:
+    """Abort ended it: the page never becomes readable."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], PAGE)
+    world.abort(ALICE, 1)
+
+    done = world.commit(ALICE, 1)
+
+    assert done.states == bytes((ABORTED,))
+    assert world.holds(1) == [False]
+
+
+def test_abort_after_commit_changes_nothing() -> None:
+    """Commit ended it: a late Abort takes no page away."""
+    world = World(granules=64)
+    world.store(ALICE, [1], PAGE)
+
+    world.abort(ALICE, 1)
+
+    assert world.holds(1) == [True]
+    assert world.is_readable(world.record(1))
+
+
+def test_commit_of_an_unknown_reservation_is_aborted() -> None:
+    """A reservation of an earlier incarnation commits nothing."""
+    world = World(granules=64)
+
+    done = world.commit(ALICE, 17, count=3)
+
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((ABORTED,)) * 3
+    assert len(done.records) == len(done.here) == 0
+
+
+@pytest.mark.parametrize(("written", "checksums"), [(b"\1", [0]), (b"\1\1", [0]), (b"", [])])
+def test_commit_that_does_not_fit_is_refused_and_leaves_the_reservation(
+    written: bytes, checksums: list[int]
+) -> None:
+    """A Commit of the wrong length ends nothing."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1, 2], PAGE)
+    world.write(ALICE, 1)
+
+    answer = world.commit(ALICE, 1, written=written, checksums=checksums)
+    done = world.commit(ALICE, 1)
+
+    assert isinstance(answer, Refused)
+    assert answer.reason == "malformed"
+    assert done.states == bytes((COMMITTED, COMMITTED))
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths"), [(key(1), b""), (key(1)[:-1], packed([1])), (key(1), packed([1, 1]))]
+)
+def test_reserve_whose_counts_differ_is_refused(keys: bytes, lengths: bytes) -> None:
+    """Keys and lengths that do not pair up are refused, with a reason."""
+    world = World(granules=64)
+
+    effects = world.say(ALICE, Reserve(5, 1, 1, keys, lengths))
+
+    assert len(effects) == 1
+    assert effects[0].message.request == 5
+    assert effects[0].message.reason == "malformed"
+
+
+def test_reserve_of_too_many_pages_is_refused() -> None:
+    """One Reserve may keep the pool busy for so long and no longer."""
+    world = World(granules=64)
+
+    answer = world.reserve(ALICE, range(BATCH_PAGES_MAX + 1), PAGE)
+
+    assert isinstance(answer, Refused)
+
+
+def test_empty_reserve_is_granted_nothing() -> None:
+    """A batch of no pages is answered."""
+    world = World(granules=64)
+
+    answer = world.reserve(ALICE, [], PAGE)
+
+    assert answer == Granted(9, 1, b"", b"")
+
+
+def test_sizes_that_can_not_be_are_refused() -> None:
+    """Nothing is stored under length 0, beyond 4 GiB, or beyond the pool."""
+    world = World(granules=64)
+
+    granted = world.reserve(ALICE, [1, 2, 3, 4], [0, PAGE_BYTES_MAX + 1, 65 * GRANULE, 2**63])
+
+    assert granted.states == bytes(
+        (REFUSED_SIZE, REFUSED_TOO_LARGE, REFUSED_TOO_LARGE, REFUSED_TOO_LARGE)
+    )
+
+
+def test_page_as_large_as_the_pool_is_stored() -> None:
+    """The largest page is the pool; it evicts all and may exceed what a client may hold."""
+    world = World(granules=601)
+    world.store(ALICE, range(10), PAGE)
+
+    states = world.store(ALICE, [99], 601 * GRANULE)
+
+    assert states == bytes((COMMITTED,))
+    assert world.holds(*range(10)) == [False] * 10
+
+
+def test_first_size_of_a_key_stays() -> None:
+    """A second size under one key is refused, whether the first is held or in the same batch."""
+    world = World(granules=64)
+    world.store(ALICE, [1], PAGE)
+
+    held = world.reserve(BOB, [1], PAGE + 1)
+    batch = world.reserve(BOB, [2, 2], [PAGE, PAGE + 1])
+
+    assert held.states == bytes((REFUSED_SIZE,))
+    assert batch.states == bytes((RESERVED, REFUSED_SIZE))
+
+
+def test_repeated_key_gets_one_slot() -> None:
+    """A key that stands twice in a batch is copied once, also where it is here already."""
+    world = World(granules=64)
+    world.store(ALICE, [1], PAGE)
+
+    granted = world.reserve(BOB, [1, 2, 1, 2, 2], PAGE)
+    world.write(BOB, 1)
+    done = world.commit(BOB)
+
+    assert granted.states == bytes((HERE, RESERVED, REPEATED, REPEATED, REPEATED))
+    assert done.states == bytes((HERE, COMMITTED, REPEATED, REPEATED, REPEATED))
+    assert len(done.records) == 1
+
+
+def test_first_commit_wins_and_the_loser_is_told_here() -> None:
+    """A reservation locks no key: the slower of two gives its slot back."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], PAGE)
+    world.reserve(BOB, [1], PAGE)
+    world.write(ALICE, 1)
+    world.write(BOB, 1)
+
+    winner = world.commit(BOB)
+    loser = world.commit(ALICE)
+
+    assert winner.states == bytes((COMMITTED,))
+    assert loser.states == bytes((HERE,))
+    assert loser.here.tobytes() == winner.records.tobytes()
+    assert len(loser.records) == 0
+    assert world.figure("pool_bytes_used") == PAGE
+    assert world.figure("pool_bytes_reserved") == 0
+
+
+def test_loser_with_another_size_is_refused() -> None:
+    """Of two sizes under one key the first committed stays."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], 2 * PAGE)
+    world.reserve(BOB, [1], PAGE)
+    world.commit(BOB)
+
+    loser = world.commit(ALICE)
+
+    assert loser.states == bytes((REFUSED_SIZE,))
+    assert world.record(1)["length"] == PAGE
+    assert len(loser.here) == 0
+
+
+def test_outcomes_are_remembered_for_a_while_only() -> None:
+    """After many more reservations an old outcome is forgotten: its Commit is aborted."""
+    world = World(granules=64)
+    world.store(ALICE, [1], PAGE)
+
+    for number in range(ENDED_MAX):
+        world.store(ALICE, [2 + number % 5], PAGE)
+    done = world.commit(ALICE, 1, count=1)
+
+    assert done.states == bytes((ABORTED,))
+    assert world.holds(1) == [True]
+
+
+# --- slots ahead ----------------------------------------------------------------------------------
+
+
+def test_slots_ahead_are_named_by_their_commit() -> None:
+    """Readable under the names of the Commit, and not before; the others are free again."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE, PAGE])
+    world.write(ALICE, granted.sequence)
+
+    done = world.commit(ALICE, granted.sequence, named=[5, 6])
+
+    assert granted.states == bytes((RESERVED,)) * 3
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((COMMITTED,)) * 2
+    assert [bytes(record["key"]) for record in done.records] == [key(5), key(6)]
+    assert world.holds(5, 6) == [True, True]
+    assert world.figure("pool_bytes_reserved") == 0
+
+
+def test_a_page_that_is_there_by_then_stays_and_its_slot_is_free() -> None:
+    """Nobody knew the names when the slots were reserved: the first commit wins, as ever."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+    world.store(BOB, [5], PAGE)
+    world.write(ALICE, granted.sequence)
+
+    done = world.commit(ALICE, granted.sequence, named=[5, 6])
+
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((HERE, COMMITTED))
+    assert world.figure("pool_bytes_reserved") == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "written"), [([], b""), ([1], b"\1\1"), ([1, 2, 3], b"\1\1\1"), ([], b"\1\1")]
+)
+def test_a_commit_that_does_not_name_its_pages_is_refused(named: list[int], written: bytes) -> None:
+    """A name for each page it speaks of, and no more than there are slots."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+
+    refused = world.commit(ALICE, granted.sequence, written=written, named=named)
+
+    assert isinstance(refused, Refused)
+    assert refused.reason == "malformed"
+    assert world.figure("pool_bytes_reserved") == 2 * PAGE
+
+
+def test_a_commit_cannot_name_pages_anew() -> None:
+    """What was reserved by name has its names."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE)
+
+    refused = world.commit(ALICE, 1, named=[5, 6])
+
+    assert isinstance(refused, Refused)
+    assert refused.reason == "malformed"
+
+
+def test_all_clients_together_have_an_eighth_of_the_pool_ahead() -> None:
+    """All of a batch or nothing; what is named or given up makes room again."""
+    world = World(granules=256)
+    mine = world.reserve_ahead(ALICE, [PAGE] * 6)
+    full = world.reserve_ahead(BOB, [PAGE] * 3)
+    named = world.commit(ALICE, mine.sequence, named=[1, 2, 3, 4, 5, 6])
+    room = world.reserve_ahead(BOB, [PAGE] * 8)
+    world.exit(BOB)
+    again = world.reserve_ahead(ALICE, [PAGE] * 8)
+    world.list_live(ALICE, again.sequence, [])
+
+    assert set(full.states) == {REFUSED_FULL}
+    assert isinstance(named, PagesCommitted)
+    assert set(room.states) == {RESERVED}
+    assert set(again.states) == {RESERVED}
+    assert set(world.reserve_ahead(ALICE, [PAGE] * 8).states) == {RESERVED}
+
+
+def test_slots_ahead_take_nothing_from_what_a_client_may_have_uncommitted() -> None:
+    """A client that may hold one batch can store one, whatever it has asked for ahead."""
+    world = World(granules=256, uncommitted_max=8 * GRANULE)
+    ahead = world.reserve_ahead(ALICE, [PAGE, PAGE])
+
+    by_name = world.reserve(ALICE, [1, 2], PAGE)
+
+    assert isinstance(by_name, Granted)
+    assert ahead.states == by_name.states == bytes((RESERVED,)) * 2
+
+
+@pytest.mark.parametrize("length", [0, 257 * GRANULE, PAGE_BYTES_MAX + 1])
+def test_no_slot_ahead_for_a_page_that_cannot_be(length: int) -> None:
+    """Nor for those beside it."""
+    world = World(granules=256)
+
+    assert set(world.reserve_ahead(ALICE, [GRANULE, length]).states) == {REFUSED_FULL}
+
+
+def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
+    """Whoever waits for the commit does not wait for evictions: the pool is told after it."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE, namespace=9)
+    world.write(ALICE, 1)
+    del world.writing[ALICE, 1]
+
+    effects = world.say(ALICE, Commit(6, 1, b"\1\1", bytes(16), 0.5, b"", (2, 3)))
+
+    assert kinds(effects)[-1] == "publisher:PagesCommitted"
+    reserves = [Reserve(0, number, 9, b"", packed([PAGE, PAGE])) for number in (2, 3)]
+    assert effects[-1].fact.then == tuple(
+        ReserveAhead(Origin(ALICE, 3), reserve) for reserve in reserves
+    )
+    offsets = [packed([2 * PAGE, 3 * PAGE]), packed([4 * PAGE, 5 * PAGE])]
+    for reserve, where in zip(reserves, offsets, strict=True):
+        granted = Granted(0, reserve.sequence, bytes((RESERVED,)) * 2, where)
+        assert world.writing[ALICE, reserve.sequence] == (reserve, granted)
+
+
+def test_slots_that_are_needed_later_are_told_with_the_next_commit() -> None:
+    """A message less for each batch: those of the next one are known by then."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1, 2], PAGE)
+    first = world.commit(ALICE, 1, ahead=(2, 3))
+
+    second = world.commit(ALICE, 2, named=[3, 4], ahead=(4,))
+    third = world.commit(ALICE, 3, named=[5, 6], ahead=(5,))
+
+    assert isinstance(first, PagesCommitted)
+    assert isinstance(second, PagesCommitted)
+    assert isinstance(third, PagesCommitted)
+    assert (first.ahead, first.offsets) == (0, b"")
+    assert (second.ahead, second.offsets) == (3, packed([4 * PAGE, 5 * PAGE]))
+    assert (third.ahead, third.offsets) == (4, packed([6 * PAGE, 7 * PAGE]))
+
+
+def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> None:
+    """An answer names no states: a page without a slot would go into somebody else's."""
+    world = World(granules=64, uncommitted_max=64 * GRANULE)
+    world.reserve(BOB, range(100, 158), GRANULE)
+    world.reserve(ALICE, [1, 2, 3, 4], GRANULE)
+    # Six granules are left: four for the first that follows, two for the second.
+    world.commit(ALICE, 1, ahead=(2, 3))
+    partly = world.writing[ALICE, 3][1].states
+
+    done = world.commit(ALICE, 2, named=[5, 6, 7, 8])
+
+    assert partly == bytes((RESERVED, RESERVED, REFUSED_FULL, REFUSED_FULL))
+    assert isinstance(done, PagesCommitted)
+    assert (done.ahead, done.offsets) == (0, b"")
+
+
+def test_slots_ahead_that_were_given_up_are_told_to_nobody() -> None:
+    """The client has left them out of its list: it would write where somebody else does."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1], PAGE)
+    world.commit(ALICE, 1, ahead=(2, 3))
+    world.list_live(ALICE, 3, [2])
+
+    done = world.commit(ALICE, 2, named=[4])
+
+    assert isinstance(done, PagesCommitted)
+    assert (done.ahead, done.offsets) == (0, b"")
+
+
+def test_one_commit_asks_for_a_few_reservations_only() -> None:
+    """A message of a few bytes must not keep the pool busy for long."""
+    world = World(granules=256)
+    world.reserve(ALICE, [1], GRANULE)
+
+    done = world.commit(ALICE, 1, ahead=tuple(range(2, 1000)))
+
+    assert isinstance(done, PagesCommitted)
+    assert len(done.then) == AHEAD_MAX
+
+
+def test_a_late_reserve_of_slots_ahead_that_were_used_grants_none() -> None:
+    """Nor does a second Commit name anything."""
+    world = World(granules=256)
+    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
+    world.commit(ALICE, granted.sequence, named=[5, 6])
+    late = Reserve(9, granted.sequence, 1, b"", packed([PAGE, PAGE]))
+
+    again = world.reserve_again(ALICE, late)
+    done = world.commit(ALICE, granted.sequence, named=[7, 8])
+
+    assert isinstance(again, Granted)
+    assert RESERVED not in again.states
+    assert isinstance(done, PagesCommitted)
+    assert world.holds(7, 8) == [False, False]

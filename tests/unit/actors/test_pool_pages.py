@@ -1,0 +1,258 @@
+"""What a pool keeps and what it lets go: recency, removal, growth, figures."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import numpy as np
+import pytest
+
+from peercache.actors.effects import Origin
+from peercache.actors.facts import RecordsChanged
+from peercache.actors.pool.actor import Pool
+from peercache.model.ids import Incarnation
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.pool import HERE, REFUSED_FULL, RESERVED, Remove
+from tests.unit.actors.pool_world import GRANULE, World, count_of, key, kinds
+
+ALICE, BOB = 101, 102
+PAGE = 4 * GRANULE
+
+
+def test_batch_larger_than_the_free_part_gets_what_fits() -> None:
+    """The rest is REFUSED_FULL: no page reserved in this batch is evicted for a later one."""
+    world = World(granules=16, uncommitted_max=16 * GRANULE)
+
+    granted = world.reserve(ALICE, range(6), PAGE)
+
+    assert granted.states == bytes((RESERVED,) * 4 + (REFUSED_FULL,) * 2)
+
+
+def test_batch_does_not_evict_what_it_found_here() -> None:
+    """Pages that a batch names stay, even the coldest of the pool."""
+    world = World(granules=16, uncommitted_max=16 * GRANULE)
+    world.store(ALICE, [1, 2, 3, 4], PAGE)
+    world.touch(3, 4)
+
+    granted = world.reserve(BOB, [10, 11, 12, 1, 2], PAGE)
+
+    assert granted.states == bytes((RESERVED, RESERVED, REFUSED_FULL, HERE, HERE))
+    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
+
+
+def test_client_may_not_hold_more_uncommitted_than_allowed() -> None:
+    """Beyond half of the pool by default, pages of this client wait; others are not affected."""
+    world = World(granules=64)
+
+    alice = world.reserve(ALICE, range(10), PAGE)
+    bob = world.reserve(BOB, range(20, 22), PAGE)
+
+    assert count_of(alice.states, RESERVED) == 8
+    assert count_of(alice.states, REFUSED_FULL) == 2
+    assert count_of(bob.states, RESERVED) == 2
+
+
+def test_uncommitted_allowance_comes_back_with_the_end() -> None:
+    """What is committed or aborted counts no longer."""
+    world = World(granules=64, uncommitted_max=2 * PAGE)
+    world.store(ALICE, [1, 2], PAGE)
+    world.reserve(ALICE, [3, 4], PAGE)
+    world.abort(ALICE, 2)
+
+    granted = world.reserve(ALICE, [5, 6, 7], PAGE)
+
+    assert granted.states == bytes((RESERVED, RESERVED, REFUSED_FULL))
+
+
+def test_least_recently_touched_page_is_evicted() -> None:
+    """What readers tell decides who goes."""
+    world = World(granules=16)
+    for number in range(4):
+        world.store(ALICE, [number], PAGE)
+    world.touch(0)
+
+    world.store(ALICE, [10], PAGE)
+
+    assert world.holds(0, 1, 2, 3, 10) == [True, False, True, True, True]
+
+
+def test_touch_under_an_old_generation_counts_for_nothing() -> None:
+    """Somebody read what was there before: that says nothing of the page that is there now."""
+    world = World(granules=16)
+    for number in range(4):
+        world.store(ALICE, [number], PAGE)
+    world.touch(0, stale=True)
+
+    world.store(ALICE, [10], PAGE)
+
+    assert world.holds(0, 1) == [False, True]
+
+
+def test_chain_loses_its_tail_first_after_commit() -> None:
+    """The first key of a batch is its hottest page."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.store(ALICE, [3, 4], PAGE)
+
+    world.store(BOB, [10], PAGE)
+
+    assert world.holds(1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_chain_loses_its_tail_first_after_touch() -> None:
+    """A batch of reads is noted in reverse order."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.store(ALICE, [3, 4], PAGE)
+    world.touch(1, 2, 3, 4)
+
+    world.store(BOB, [10], PAGE)
+
+    assert world.holds(1, 2, 3, 4) == [True, True, True, False]
+
+
+def test_chain_that_grows_loses_its_new_tail_first() -> None:
+    """A prefix found HERE ends up hotter than the tail committed in the same batch."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.store(ALICE, [1, 2, 3, 4], PAGE)
+
+    world.store(BOB, [10, 11], PAGE)
+
+    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
+
+
+def test_remove_drops_pages_and_answers_how_many() -> None:
+    """Words go odd, one withdrawal for all, then the answer; an unknown key counts for nothing."""
+    world = World(granules=64)
+    world.store(ALICE, [1, 2, 3], PAGE)
+    records = [world.record(1), world.record(2)]
+
+    effects = world.say(BOB, Remove(8, key(1) + key(9) + key(2) + key(1)))
+
+    assert kinds(effects) == [
+        "StoreWords", "directory:RecordsChanged", "publisher:RecordsChanged", "Removed",
+    ]  # fmt: skip
+    assert effects[3].message.count == 2
+    assert effects[3].message.request == 8
+    assert [world.is_readable(record) for record in records] == [False, False]
+    assert world.holds(1, 2, 3) == [False, False, True]
+
+
+def test_remove_of_nothing_is_answered() -> None:
+    """No page, no words, no withdrawal."""
+    world = World(granules=64)
+
+    effects = world.say(BOB, Remove(8, key(1)))
+
+    assert kinds(effects) == ["Removed"]
+
+
+def test_clear_drops_one_namespace_only() -> None:
+    """Pages of other namespaces, and what is still being written, stay."""
+    world = World(granules=64)
+    world.store(ALICE, [1, 2], PAGE, namespace=5)
+    world.store(ALICE, [3], PAGE, namespace=6)
+    world.reserve(ALICE, [4], PAGE, namespace=5)
+
+    count = world.clear(5)
+    world.write(ALICE, 3)
+    world.commit(ALICE, 3)
+
+    assert count == 2
+    assert world.holds(1, 2, 3, 4) == [False, False, True, True]
+
+
+def test_nothing_is_granted_of_memory_that_is_not_populated() -> None:
+    """Only the usable part is given out; it grows."""
+    world = World(granules=1024, usable=0)
+
+    before = world.reserve(ALICE, [1], PAGE)
+    world.grow(8)
+    during = world.reserve(ALICE, [1, 2, 3], PAGE)
+    world.grow(1024)
+    after = world.reserve(ALICE, range(10, 20), PAGE)
+
+    assert before.states == bytes((REFUSED_FULL,))
+    assert during.states == bytes((RESERVED, RESERVED, REFUSED_FULL))
+    assert after.states == bytes((RESERVED,)) * 10
+
+
+def test_growth_told_out_of_order_takes_nothing_back() -> None:
+    """Usable memory never shrinks."""
+    world = World(granules=64, usable=32)
+
+    world.grow(16)
+
+    assert world.figure("pool_bytes_usable") == 32 * GRANULE
+
+
+def test_records_of_names_what_is_here_in_key_order() -> None:
+    """Local readers learn the records without the directory."""
+    world = World(granules=64)
+    world.store(ALICE, [1, 2, 3], PAGE)
+
+    records = world.pool.records_of(key(3) + key(9) + key(1))
+
+    assert records["key"].tolist() == [key(3), key(1)]
+    assert records["generation"].tolist() == [world.record(3)["generation"], world.record(1)[3]]
+
+
+def test_generations_start_at_random() -> None:
+    """Two incarnations on one segment name never agree on a generation."""
+    one, other = World(granules=64, seed=1), World(granules=64, seed=2)
+    one.store(ALICE, [1], PAGE)
+    other.store(ALICE, [1], PAGE)
+
+    generations = [int(world.record(1)["generation"]) for world in (one, other)]
+
+    assert generations[0] != generations[1]
+    assert all(2**40 < generation < 2**62 + 2**20 for generation in generations)
+
+
+def test_nothing_in_a_pool_comes_due() -> None:
+    """There is no timer: nothing ends by time."""
+    world = World(granules=64)
+    world.reserve(ALICE, [1], PAGE)
+
+    effects = world.pool.on_tick(1e9)
+
+    assert effects == []
+    assert world.pool.deadline() == inf
+    assert world.figure("pool_bytes_reserved") == PAGE
+
+
+def test_metrics_follow_the_figures() -> None:
+    """What /metrics shows is what the pool counts."""
+    metrics = Metrics()
+    world = World(granules=16, metrics=metrics)
+
+    for number in range(6):
+        world.store(ALICE, [number], PAGE)
+    world.reserve(ALICE, [9], PAGE)
+
+    def sample(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, labels)
+
+    assert sample("peercache_pool_pages") == 3
+    assert sample("peercache_pages_evicted_total") == 3
+    assert sample("peercache_reservations") == 1
+    assert sample("peercache_pool_bytes", state="used") == 3 * PAGE
+    assert sample("peercache_pool_bytes", state="reserved") == PAGE
+    assert sample("peercache_pool_bytes", state="free") == 0
+
+
+def test_message_that_is_not_for_a_pool_is_a_bug() -> None:
+    """What nobody should send here fails at once."""
+    pool = Pool(
+        incarnation=Incarnation(1),
+        granule=GRANULE,
+        page_bytes=GRANULE,
+        usable_bytes=GRANULE,
+        client_uncommitted_max=0,
+        rng=random.Random(1),
+    )
+
+    with pytest.raises(AssertionError):
+        pool.on_message(Origin(1), RecordsChanged(np.empty(0), np.empty(0)), 0.0)

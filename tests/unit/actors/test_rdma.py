@@ -1,0 +1,266 @@
+"""The list of channels that a node serves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from peercache.actors.effects import Effect, Origin, Send, Tell
+from peercache.actors.facts import DropPair, PairOpened, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.rdma.actor import (
+    BUSY,
+    CHANNELS_MAX,
+    NO_RDMA,
+    SILENT_S,
+    TOO_MANY,
+    VERBS,
+    WANTED_MAX,
+    ServedChannels,
+)
+from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import Refused
+
+ALICE, BOB = Origin(1, 11), Origin(2, 22)
+
+
+def wanted(channel: int, request: int = 5) -> OpenChannel:
+    """Return a question for a channel."""
+    return OpenChannel(request, channel, 0, "Ethernet", 100, 1, 0, bytes(16), 5, 16)
+
+
+def opened(channel: int) -> ChannelOpened:
+    """Return what "verbs" answers."""
+    return ChannelOpened(5, channel, 200, 2, 0, bytes(16), 5, 16, 0, 4096, 0, 4096, b"")
+
+
+def serving(channels_a_client_max: int = 4) -> ServedChannels:
+    """Return an actor whose node has devices."""
+    actor = ServedChannels(channels_a_client_max=channels_a_client_max)
+    actor.on_message(Origin(0), RdmaServes(), 0.0)
+    return actor
+
+
+def ask(actor: ServedChannels, who: Origin, channel: int, now: float = 0.0) -> list[Effect]:
+    """Ask for a channel."""
+    effects = actor.on_message(who, wanted(channel), now)
+    actor.check()
+    return effects
+
+
+def test_node_without_devices_refuses_with_the_reason() -> None:
+    """Whoever asks is told why, before and after the devices have been looked for."""
+    actor = ServedChannels(channels_a_client_max=4)
+
+    early = ask(actor, ALICE, 1)
+    actor.on_message(Origin(0), RdmaAbsent("pyverbs cannot be imported"), 0.0)
+    late = ask(actor, ALICE, 1)
+
+    assert early == [Send(ALICE, Refused(5, NO_RDMA, "it is still starting"))]
+    assert late == [Send(ALICE, Refused(5, NO_RDMA, "pyverbs cannot be imported"))]
+
+
+def test_channel_is_asked_of_whoever_has_the_devices_and_the_answer_passed_on() -> None:
+    """The actor itself makes nothing."""
+    actor = serving()
+
+    asked = ask(actor, ALICE, 1)
+    answered = actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=True, answer=opened(1)), 0)
+
+    assert asked == [Tell(VERBS, WantPair(ALICE, wanted(1)))]
+    assert answered == [Send(ALICE, opened(1))]
+    assert actor.figures()["rdma_channels"] == 1
+
+
+def test_same_channel_asked_for_again_counts_once() -> None:
+    """A question may be repeated, and is how a client hears of newly registered memory."""
+    actor = serving(channels_a_client_max=1)
+
+    first, second = ask(actor, ALICE, 1), ask(actor, ALICE, 1)
+
+    assert first == second
+    assert actor.figures()["rdma_channels"] == 1
+
+
+def test_channel_that_could_not_be_made_is_forgotten() -> None:
+    """Its place is free again."""
+    actor = serving(channels_a_client_max=1)
+    ask(actor, ALICE, 1)
+    refusal = Refused(5, "no_path", "nobody answers")
+
+    passed_on = actor.on_message(
+        Origin(0), PairOpened(ALICE, 1, is_open=False, answer=refusal), 0.0
+    )
+
+    assert passed_on == [Send(ALICE, refusal)]
+    assert actor.figures()["rdma_channels"] == 0
+    assert actor.deadline() == float("inf")
+
+
+def test_client_has_a_bounded_number_of_channels() -> None:
+    """One that leaks them is refused; another is served."""
+    actor = serving(channels_a_client_max=2)
+    for channel in (1, 2):
+        ask(actor, ALICE, channel)
+
+    (refused,) = ask(actor, ALICE, 3)
+    (served,) = ask(actor, BOB, 1)
+
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    assert refused.message.reason == TOO_MANY
+    assert isinstance(served, Tell)
+
+
+def test_node_has_a_bounded_number_of_channels() -> None:
+    """However many clients there are."""
+    actor = serving(channels_a_client_max=CHANNELS_MAX)
+    for channel in range(CHANNELS_MAX):
+        actor.on_message(ALICE, wanted(channel), 0.0)
+        actor.on_message(
+            Origin(0), PairOpened(ALICE, channel, is_open=True, answer=opened(channel)), 0.0
+        )
+
+    (refused,) = ask(actor, BOB, 1)
+
+    assert isinstance(refused, Send)
+
+
+def test_questions_that_wait_are_bounded() -> None:
+    """The same channel asked for over and over is work, too; it goes on once some is done."""
+    actor = serving()
+    for _ in range(WANTED_MAX):
+        ask(actor, ALICE, 1)
+
+    (refused,) = ask(actor, ALICE, 1)
+    actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=True, answer=opened(1)), 0.0)
+    (served,) = ask(actor, ALICE, 1)
+
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    assert refused.message.reason == BUSY
+    assert isinstance(served, Tell)
+
+
+def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
+    """One newer than the list is not: it was asked for after the list was made."""
+    actor = serving()
+    for channel in (1, 2, 3):
+        ask(actor, ALICE, channel)
+
+    effects = actor.on_message(ALICE, ChannelsHeld(newest=2, channels=(2,)), 1.0)
+
+    assert effects == [Tell(VERBS, DropPair(1, 1))]
+    assert actor.figures()["rdma_channels"] == 2
+
+
+def test_list_of_another_client_touches_nothing() -> None:
+    """Channels belong to the identity that a connection was admitted with."""
+    actor = serving()
+    ask(actor, ALICE, 1)
+
+    effects = actor.on_message(BOB, ChannelsHeld(newest=9, channels=()), 1.0)
+
+    assert effects == []
+    assert actor.figures()["rdma_channels"] == 1
+
+
+def test_client_that_is_silent_loses_its_channels_and_no_other_does() -> None:
+    """A dead process says nothing; one-sided reads do not show."""
+    actor = serving()
+    ask(actor, ALICE, 1, now=0.0)
+    ask(actor, BOB, 1, now=0.0)
+    actor.on_message(BOB, ChannelsHeld(newest=1, channels=(1,)), 10.0)
+
+    assert actor.deadline() == SILENT_S
+    effects = actor.on_tick(SILENT_S)
+
+    assert effects == [Tell(VERBS, DropPair(1, 1))]
+    assert actor.deadline() == 10.0 + SILENT_S
+
+
+def test_tick_moves_the_deadline_on() -> None:
+    """Else virtual time would stop."""
+    actor = serving()
+    ask(actor, ALICE, 1, now=0.0)
+
+    actor.on_tick(SILENT_S)
+
+    assert actor.deadline() > SILENT_S
+
+
+@pytest.mark.parametrize("newest", [0, 2**64 - 1])
+def test_absurd_lists_are_harmless(newest: int) -> None:
+    """Whatever a client lists, only its own channels end."""
+    actor = serving()
+    ask(actor, ALICE, 1)
+    ask(actor, BOB, 1)
+
+    actor.on_message(ALICE, ChannelsHeld(newest=newest, channels=(7, 8)), 1.0)
+
+    actor.check()
+    assert int(actor.figures()["rdma_channels"]) >= 1
+
+
+class ServedChannelsMachine(RuleBasedStateMachine):
+    """What the actor lists is what "verbs" has, by a slow count beside it."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()
+        self.actor = serving(channels_a_client_max=3)
+        self.now = 0.0
+        self.pairs: set[tuple[int, int]] = set()
+
+    @rule(who=st.sampled_from([ALICE, BOB]), channel=st.integers(1, 6), works=st.booleans())
+    def open(self, who: Origin, channel: int, *, works: bool) -> None:
+        """Ask for a channel, which "verbs" makes or cannot make."""
+        (effect,) = self.actor.on_message(who, wanted(channel), self.now)
+        if isinstance(effect, Tell):
+            known = (who.identity, channel) in self.pairs
+            is_open = works or known
+            if is_open:
+                self.pairs.add((who.identity, channel))
+            answer = opened(channel) if is_open else Refused(5, "no_path", "")
+            self.actor.on_message(Origin(0), PairOpened(who, channel, is_open, answer), self.now)
+
+    @rule(
+        who=st.sampled_from([ALICE, BOB]), held=st.sets(st.integers(1, 6)), newest=st.integers(0, 6)
+    )
+    def hold(self, who: Origin, held: set[int], newest: int) -> None:
+        """List channels."""
+        self.drop(self.actor.on_message(who, ChannelsHeld(newest, tuple(held)), self.now))
+
+    @rule(seconds=st.floats(0, 100))
+    def wait(self, seconds: float) -> None:
+        """Let time go by."""
+        self.now += seconds
+        if self.actor.deadline() <= self.now:
+            self.drop(self.actor.on_tick(self.now))
+            assert self.actor.deadline() > self.now
+
+    def drop(self, effects: list[Effect]) -> None:
+        """Do what the actor says."""
+        for effect in effects:
+            assert isinstance(effect, Tell)
+            assert isinstance(effect.fact, DropPair)
+            self.pairs.remove((effect.fact.client, effect.fact.channel))
+
+    @invariant()
+    def lists_what_there_is(self) -> None:
+        """No queue pair is forgotten, and none is imagined."""
+        self.actor.check()
+        listed = {
+            (identity, channel)
+            for identity, client in self.actor._clients.items()
+            for channel in client.channels
+        }
+        assert listed == self.pairs
+        assert self.actor.figures()["rdma_channels"] == len(self.pairs)
+
+
+TestServedChannelsMachine = ServedChannelsMachine.TestCase
+TestServedChannelsMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)

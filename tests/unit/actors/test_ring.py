@@ -1,0 +1,79 @@
+"""The ring actor follows the view, and speaks only when the set of live members changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from peercache.actors.effects import Origin, Tell
+from peercache.actors.facts import RingChanged, ViewChanged
+from peercache.actors.ring.actor import RingActor
+from peercache.errors import LocalProtocolError
+from peercache.model.hash_ring import HashRing
+from peercache.model.member import DEAD, LEFT, SUSPECT
+from peercache.wire.messages.directory import Lookup
+from tests.unit.actors.record_cluster import member, view
+
+
+def ring_actor() -> RingActor:
+    return RingActor(virtual_nodes=16, replicas=2)
+
+
+def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
+    """Show a view; return the rings that were told to the publisher."""
+    effects = actor.on_message(Origin(1), seen, 0.0)
+    actor.check()
+    rings = []
+    for effect in effects:
+        assert isinstance(effect, Tell)
+        assert effect.actor == "publisher"
+        assert isinstance(effect.fact, RingChanged)
+        assert isinstance(effect.fact.ring, HashRing)
+        rings.append(effect.fact.ring)
+    return rings
+
+
+def test_ring_begins_with_nobody() -> None:
+    """Before the first view there are no owners, and nothing is due."""
+    actor = ring_actor()
+
+    assert actor.current.members == ()
+    assert actor.deadline() == math.inf
+    assert actor.on_tick(1.0) == []
+
+
+def test_ring_has_the_alive_and_the_suspect() -> None:
+    """A suspect member keeps its arcs; the dead and those who left have none."""
+    actor = ring_actor()
+
+    rings = shown(actor, view(1, member(2, SUSPECT), member(3, DEAD), member(4, LEFT)))
+
+    assert [ring.members for ring in rings] == [(1, 2)]
+    assert actor.current is rings[0]
+
+
+def test_ring_is_silent_when_the_live_set_stays() -> None:
+    """A change of states among the living moves no key, so nothing is said."""
+    actor = ring_actor()
+    shown(actor, view(1, 2))
+    before = actor.current
+
+    assert shown(actor, view(member(2, SUSPECT, counter=4), 1, member(9, DEAD))) == []
+    assert actor.current is before
+
+
+def test_ring_changes_when_a_suspect_dies() -> None:
+    """Death takes a member's arcs away."""
+    actor = ring_actor()
+    shown(actor, view(1, member(2, SUSPECT)))
+
+    rings = shown(actor, view(1, member(2, DEAD)))
+
+    assert [ring.members for ring in rings] == [(1,)]
+
+
+def test_ring_refuses_what_it_does_not_hear() -> None:
+    """A message for another actor is a wiring bug, and said so."""
+    with pytest.raises(LocalProtocolError, match="Lookup"):
+        ring_actor().on_message(Origin(1), Lookup(1, b""), 0.0)

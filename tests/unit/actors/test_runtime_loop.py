@@ -1,0 +1,188 @@
+"""The loop of an actor: one message or one tick at a time, in virtual time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from peercache.actors import runtime as _actor
+from peercache.actors.effects import Effect, Origin, Tell
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, TURN_MESSAGES, Mailbox, run_actor
+
+
+@attrs.define
+class Diary:
+    """An actor that writes down what it is given, and ticks when it is told to."""
+
+    due: float = math.inf
+    every_s: float = math.inf
+    written: list[str] = attrs.field(factory=list)
+    is_sound: Callable[[], bool] = lambda: True
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        self.written.append(f"{now:g}: {sender.identity} says {message}")
+        return [Tell("diary", message)]
+
+    def on_tick(self, now: float) -> list[Effect]:
+        self.written.append(f"{now:g}: tick")
+        self.due += self.every_s
+        return [Tell("diary", "tick")]
+
+    def deadline(self) -> float:
+        return self.due
+
+    def check(self) -> None:
+        self.written.append("check")
+        assert self.is_sound(), "unsound"
+
+    def entries(self) -> list[str]:
+        return [entry for entry in self.written if entry != "check"]
+
+
+@asynccontextmanager
+async def running(diary: Diary) -> AsyncIterator[tuple[Mailbox, list[Effect]]]:
+    mailbox, performed = Mailbox(), list[Effect]()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, diary, mailbox, performed.append)
+        yield mailbox, performed
+        nursery.cancel_scope.cancel()
+
+
+async def test_messages_are_taken_one_by_one_in_order(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Each is followed by the check of the invariants and by its own effects."""
+    diary = Diary()
+    async with running(diary) as (mailbox, performed):
+        for i in range(3):
+            assert mailbox.offer(Origin(7), f"m{i}", 10)
+        await trio.testing.wait_all_tasks_blocked()
+
+    assert diary.written == [
+        "0: 7 says m0", "check", "0: 7 says m1", "check", "0: 7 says m2", "check",
+    ]  # fmt: skip
+    assert performed == [Tell("diary", f"m{i}") for i in range(3)]
+
+
+async def test_a_message_that_comes_while_the_actor_waits_wakes_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """No matter how far away the next tick is."""
+    diary = Diary(due=100.0)
+    async with running(diary) as (mailbox, _):
+        await trio.sleep(5)
+        mailbox.tell(SELF, "now")
+        await trio.testing.wait_all_tasks_blocked()
+        await trio.sleep(5)
+        mailbox.tell(SELF, "later")
+        await trio.testing.wait_all_tasks_blocked()
+
+    assert diary.entries() == ["5: 0 says now", "10: 0 says later"]
+
+
+async def test_ticks_come_at_their_deadlines(autojump_clock: trio.testing.MockClock) -> None:
+    """Neither earlier nor, when nothing else is to do, later."""
+    diary = Diary(due=2.0, every_s=3.0)
+    async with running(diary) as (mailbox, performed):
+        await trio.sleep(6)
+        mailbox.tell(SELF, "between")
+        await trio.sleep(6)
+
+    assert diary.entries() == ["2: tick", "5: tick", "6: 0 says between", "8: tick", "11: tick"]
+    assert performed.count(Tell("diary", "tick")) == 4
+
+
+async def test_a_tick_that_is_due_goes_before_what_waits(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A full mailbox delays no timer."""
+    diary = Diary(due=0.0, every_s=10.0)
+    mailbox = Mailbox()
+    for i in range(3):
+        mailbox.tell(SELF, i)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
+    assert diary.entries()[0] == "0: tick"
+    assert len(diary.entries()) == 4
+
+
+async def test_a_tick_that_does_not_advance_is_a_bug_and_said_so(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It would stop virtual time, and spin in real time."""
+    diary = Diary(due=1.0, every_s=0.0)
+
+    with pytest.raises(AssertionError, match="Diary ticks without end"):
+        await run_actor(diary, Mailbox(), lambda _: None)
+    assert diary.entries() == ["1: tick"]
+
+
+async def test_a_broken_invariant_stops_the_actor_before_its_effects(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """What an unsound actor says must not get out."""
+    diary = Diary(is_sound=lambda: False)
+    mailbox, performed = Mailbox(), list[Effect]()
+    mailbox.tell(SELF, "x")
+
+    with pytest.raises(AssertionError, match="unsound"):
+        await run_actor(diary, mailbox, performed.append)
+    assert performed == []
+
+
+async def test_others_have_a_turn_between_many_messages(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A flood for one actor is handled in bursts."""
+    diary, mailbox, seen = Diary(), Mailbox(), []
+    for i in range(10 * TURN_MESSAGES):
+        mailbox.tell(SELF, i)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
+        while len(diary.entries()) < 10 * TURN_MESSAGES:
+            await trio.lowlevel.checkpoint()
+            seen.append(len(diary.entries()))
+        nursery.cancel_scope.cancel()
+
+    # The order of two tasks that are both ready is drawn, so two bursts may come together.
+    steps = [after - before for before, after in pairwise(seen)]
+    assert max(steps) <= 2 * TURN_MESSAGES
+
+
+def test_the_mailbox_is_bounded_for_the_network_and_open_for_facts() -> None:
+    """What is refused is for the caller to count; facts are as bounded as what caused them."""
+    mailbox = Mailbox()
+
+    taken = [mailbox.offer(Origin(1), i, 1) for i in range(MAILBOX_MESSAGES_MAX + 5)]
+    mailbox.tell(SELF, "fact")
+
+    assert taken == [True] * MAILBOX_MESSAGES_MAX + [False] * 5
+    assert len(mailbox) == MAILBOX_MESSAGES_MAX + 1
+    mailbox.take()
+    mailbox.take()
+    assert mailbox.offer(Origin(1), "again", 1)
+
+
+def test_the_mailbox_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few large messages count like many small ones, until they have been taken."""
+    monkeypatch.setattr(_actor, "MAILBOX_BYTES_MAX", 100)
+    mailbox = Mailbox()
+
+    assert [mailbox.offer(Origin(1), i, 60) for i in range(3)] == [True, True, False]
+    mailbox.take()
+    assert mailbox.offer(Origin(1), 3, 60)
+    assert [mailbox.take(), mailbox.take(), mailbox.take()] == [
+        (Origin(1), 1), (Origin(1), 3), None,
+    ]  # fmt: skip

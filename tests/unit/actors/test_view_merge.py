@@ -1,0 +1,296 @@
+"""One node's membership, message by message: refuting, believing, leaving, forgetting."""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.actors.effects import Send, Tell
+from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
+from peercache.actors.membership.tombstones import FORGET_S
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
+from peercache.model.view import COUNTER_MAX
+from peercache.wire.messages.membership import Heartbeat, Join, ViewShared  # fmt: skip
+from tests.unit.actors.membership_cluster import DEAD_S, SUSPECT_S, member
+from tests.unit.actors.membership_node import (
+    ME,
+    NINE,
+    ONE,
+    TEN,
+    TWO,
+    Node,
+    calls,
+    republishes,
+    sends,
+)
+
+# --- refuting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [SUSPECT, DEAD, LEFT])
+def test_member_refutes_by_raising_its_counter(state: int) -> None:
+    """Its masters hear it at once, and so does the accuser."""
+    node = Node().knows(ONE, TWO)
+
+    effects = node.told_by(NINE, member(NINE), member(ME, counter=4, state=state))
+
+    refuted = member(ME, counter=5)
+    assert node.actor.me == node.actor.member(ME) == refuted
+    beats = sends(effects, Heartbeat)
+    assert [(beat.to, beat.message.member) for beat in beats] == [(ONE, refuted), (TWO, refuted)]
+    assert any(
+        refuted in send.message.view for send in sends(effects, ViewShared) if send.to == NINE
+    )
+
+
+def test_known_accuser_that_is_no_master_hears_the_refutation() -> None:
+    """Else it would hold us dead until it asks its masters."""
+    node = Node().knows(ONE, TWO, NINE)
+
+    effects = node.told_by(NINE, member(NINE), member(ME, state=SUSPECT))
+
+    assert sends(effects, ViewShared) == [Send(NINE, ViewShared(0, (member(ME, counter=1),)))]
+
+
+def test_old_claim_against_us_is_ignored() -> None:
+    """What we have refuted needs no second refutation."""
+    node = Node().knows(ONE)
+    node.told_by(ONE, member(ME, counter=2, state=DEAD))
+
+    effects = node.told_by(ONE, member(ME, counter=2, state=DEAD))
+
+    assert node.actor.me.counter == 3
+    assert effects == []
+
+
+def test_member_declared_dead_republishes_everything() -> None:
+    """Whoever held it dead dropped its records; one that only suspected it did not."""
+    node = Node().knows(ONE, TWO)
+
+    suspected = node.told_by(ONE, member(ME, state=SUSPECT))
+    declared_dead = node.told_by(ONE, member(ME, counter=1, state=DEAD))
+
+    assert republishes(suspected) == 0
+    assert republishes(declared_dead) == 1
+    kinds = [type(e.fact) for e in declared_dead if isinstance(e, Tell)]
+    assert kinds == [ViewChanged] * 3 + [Republish]
+
+
+def test_republishing_again_and_again_waits() -> None:
+    """One peer that loses us every few seconds must not make everybody busy; nothing is lost."""
+    node = Node(ONE).knows(NINE)
+    node.told_by(NINE, member(ONE, counter=0, state=DEAD))
+
+    soon = node.told_by(NINE, member(ONE, counter=1, state=DEAD))
+    soon += node.passes(REPUBLISH_GAP_S - 1.0, speaking=(NINE,))
+    later = node.passes(2.0, speaking=(NINE,))
+
+    assert republishes(soon) == 0
+    assert republishes(later) == 1
+    assert republishes(node.passes(100.0, speaking=(NINE,))) == 0
+
+
+def test_irrefutable_claim_against_us_changes_nothing() -> None:
+    """A counter at the end of the numbers is not followed there."""
+    node = Node().knows(ONE)
+
+    for counter in (COUNTER_MAX - 1, COUNTER_MAX, 2**64 - 1):
+        node.told_by(ONE, member(ME, counter=counter, state=DEAD))
+
+    assert node.actor.me == member(ME)
+
+
+def test_heartbeat_of_one_held_dead_tells_it_so() -> None:
+    """It gets the view with its own death in it, and refutes; its old counter is no life."""
+    node = Node(ONE).knows(TWO, NINE)
+    node.told_by(TWO, member(NINE, state=LEFT, counter=3))
+
+    for message in (Heartbeat(member(NINE, counter=3), b""), Join(member(NINE, counter=3))):
+        effects = node.hears(NINE, message)
+        assert node.state(NINE) == LEFT
+        told = sends(effects, ViewShared)[0].message.view
+        assert member(NINE, state=LEFT, counter=3) in told
+
+    node.hears(NINE, Heartbeat(member(NINE, counter=4), b""))
+    assert node.state(NINE) == ALIVE
+
+
+# --- believing others -----------------------------------------------------------------------------
+
+
+def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
+    """It is told instead, and refutes; a node that was cut off cannot empty a whole view."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.hears(NINE, Heartbeat(member(NINE), b""))
+
+    effects = node.told_by(TEN, member(NINE, state=DEAD))
+
+    assert node.state(NINE) == ALIVE
+    claim = ViewShared(0, (member(ONE), member(NINE, state=DEAD)))
+    assert effects == [Send(NINE, claim)]
+
+
+def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
+    """Without evidence of its own a master takes another's word."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.passes(SUSPECT_S + 0.1, speaking=(TEN,))
+
+    node.told_by(TEN, member(NINE, state=DEAD))
+
+    assert node.state(NINE) == DEAD
+
+
+def test_death_between_two_that_judge_neither_is_only_a_suspicion() -> None:
+    """Of two plain members the one was perhaps cut off; the masters know."""
+    node = Node().knows(ONE, TWO, NINE, TEN)
+
+    node.told_by(NINE, member(TEN, state=DEAD))
+    doubted = node.state(TEN)
+    node.told_by(ONE, member(TEN, state=DEAD))
+
+    assert doubted == SUSPECT
+    assert node.state(TEN) == DEAD
+
+
+def test_goodbye_is_believed_at_once() -> None:
+    """Only the member itself says that it has left, so lately heard or not does not matter."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.hears(NINE, Heartbeat(member(NINE), b""))
+
+    node.told_by(TEN, member(NINE, state=LEFT, counter=1))
+
+    assert node.state(NINE) == LEFT
+
+
+def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
+    """One process binds an address: who comes with it took it over. Lately heard or not."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.hears(NINE, Heartbeat(member(NINE), b""))
+    successor = member(11, member(NINE).control)
+
+    node.hears(11, Join(successor))
+
+    assert node.state(NINE) == DEAD
+    assert node.state(11) == ALIVE
+
+
+def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -> None:
+    """Somebody alive is there, be it ourselves: nobody is lost."""
+    node = Node(ONE).knows(NINE)
+
+    node.hears(11, Join(member(11, member(NINE).control)))
+    node.told_by(11, member(11), member(12, member(ONE).control, state=DEAD))
+
+    assert [node.state(i) for i in (NINE, 12)] == [DEAD, DEAD]
+    assert calls(node.passes(10.0, speaking=(11,))) == []
+
+
+def test_successor_is_believed_when_another_tells_of_it() -> None:
+    """The claim against the predecessor comes with the successor at its address."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.hears(NINE, Heartbeat(member(NINE), b""))
+
+    node.told_by(TEN, member(NINE, state=DEAD), member(11, member(NINE).control))
+
+    assert node.state(NINE) == DEAD
+
+
+def test_two_that_advertise_one_address_do_not_end_each_other_for_ever() -> None:
+    """Predecessors are judged at first sight; a misconfigured twin then stays, and so do we."""
+    node = Node(ONE).knows(NINE)
+    twin = member(11, member(NINE).control)
+    node.hears(11, Join(twin))
+    node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
+
+    node.hears(11, Heartbeat(twin, b""))
+    node.hears(12, Join(member(12, member(ONE).control)))
+
+    assert [node.state(i) for i in (ONE, NINE, 11, 12)] == [ALIVE] * 4
+
+
+def test_two_sides_that_meet_tell_each_other_what_they_know() -> None:
+    """Who was a stranger, or dead, gets our view if it lacks something; a member asks masters."""
+    node = Node(ONE).knows(TEN)
+
+    met = node.told_by(NINE, member(NINE))
+    known = node.told_by(NINE, member(NINE))
+    knew_all = node.told_by(11, member(11), *node.actor.view.members())
+
+    assert sends(met, ViewShared) == [
+        Send(NINE, ViewShared(0, (member(ONE), member(NINE), member(TEN))))
+    ]
+    assert sends(known, ViewShared) == sends(knew_all, ViewShared) == []
+
+
+# --- leaving, losing, forgetting ------------------------------------------------------------------
+
+
+def test_leaving_tells_the_masters_first_and_a_bounded_number() -> None:
+    """The goodbye is one entry, and final: nothing is heard or said afterwards."""
+    node = Node().knows(ONE, TWO, *range(100, 100 + LEAVE_MAX))
+
+    effects = node.actor.leave(node.now)
+
+    gone = member(ME, counter=1, state=LEFT)
+    goodbyes = sends(effects, ViewShared)
+    assert [g.to for g in goodbyes][:3] == [ONE, TWO, 100]
+    assert len(goodbyes) == LEAVE_MAX
+    assert {g.message for g in goodbyes} == {ViewShared(0, (gone,))}
+    assert node.told_by(ONE, member(ME, counter=9, state=DEAD)) == []
+    assert node.actor.on_tick(node.now + 5) == []
+    assert node.actor.leave(node.now) == []
+    assert node.actor.deadline() == float("inf")
+    assert node.actor.member(ME) == gone
+
+
+def test_member_lost_without_goodbye_is_called_for_ever_and_one_that_left_is_not() -> None:
+    """A partition has no longest time; a goodbye is an answer."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.told_by(TEN, member(TEN, state=LEFT, counter=1))
+    node.passes(DEAD_S + 1.0)
+
+    called = calls(node.passes(FORGET_S + 100.0))
+
+    assert node.actor.member(NINE) is None
+    assert set(called) == {member(NINE).control}
+    assert len(called) > 100
+    node.hears(NINE, Join(member(NINE, counter=1)))
+    assert calls(node.passes(2.0, speaking=(NINE,))) == []
+
+
+def test_successor_is_looked_for_as_soon_as_a_member_is_suspect() -> None:
+    """A restarted head is found before its old incarnation is dead."""
+    node = Node().knows(ONE, TWO)
+
+    called = calls(node.passes(SUSPECT_S + 1.0, speaking=(TWO,)))
+
+    assert set(called) == {member(ONE).control}
+
+
+def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> None:
+    """It comes up again as dead, for those who hear it to say so; alive by its own counter."""
+    node = Node(ONE).knows(NINE, TEN)
+    node.told_by(TEN, member(TEN, state=LEFT, counter=1))
+    node.passes(DEAD_S + FORGET_S + 1.0)
+    forgotten = len(node.actor.view)
+
+    node.told_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
+    resurrected = node.state(NINE), node.state(TEN)
+    node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
+
+    assert forgotten == 1
+    assert resurrected == (DEAD, None)
+    assert node.state(NINE) == ALIVE
+
+
+def test_forgotten_one_that_joins_hears_that_it_was_dead() -> None:
+    """Else its neighbours would hold it alive and we not, for ever."""
+    node = Node(ONE).knows(NINE)
+    node.passes(DEAD_S + FORGET_S + 1.0)
+
+    effects = node.hears(NINE, Join(member(NINE)))
+
+    told = sends(effects, ViewShared)[0].message.view
+    assert member(NINE, state=DEAD) in told
+    assert node.state(NINE) == DEAD

@@ -1,0 +1,246 @@
+"""Verdicts from recorded facts: what is wrong with a host is said with the line that fixes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import pytest
+
+from peercache.cli.doctor.facts import Facts, Libraries, Memory, PortFact, Speed
+from peercache.cli.doctor.report import as_json, as_text
+from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, Finding, judge
+
+GIB = 2**30
+
+PORT = PortFact(
+    name="mlx5_0",
+    state="ACTIVE",
+    link_layer="Ethernet",
+    rate_gbps=100.0,
+    mtu=9000,
+    gids=(
+        (1, "fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "RoCE v2"),
+        (3, "0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2"),
+    ),
+    uverbs="/dev/infiniband/uverbs0",
+)
+
+HOST = Facts(
+    peercache="0.1.0",
+    python="3.11.2 x86_64",
+    kernel="6.1.0-18-amd64",
+    fabric="auto",
+    pool_size=64 * GIB,
+    granule=16384,
+    shm_dir="/dev/shm",
+    hugepages_wanted="off",
+    libraries=Libraries(
+        libibverbs="/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0",
+        libibverbs_release="44.0",
+        offers=(34,),
+        pyverbs="/usr/lib/python3/dist-packages/pyverbs",
+        wants=34,
+    ),
+    ports=(PORT,),
+    chosen=(("mlx5_0", 3),),
+    choice_problems=(),
+    memory=Memory(
+        memlock=-1,
+        memlock_hard=-1,
+        may_lock_anything=False,
+        shm_type="tmpfs",
+        shm_free=100 * GIB,
+        available=200 * GIB,
+        hugepages=((2 * 2**20, 0, 0), (GIB, 0, 0)),
+        huge_mounts=(("/dev/hugepages", 2 * 2**20),),
+    ),
+    nofile=1024,
+    nofile_hard=1_048_576,
+    has_scatter=True,
+    has_vector_copy=True,
+    speed=Speed(tcp_gb_s=4.5, copy_gb_s=12.0, read_over="mlx5_0", read_gb_s=11.4, read_us=6.0),
+)
+BARE = attrs.evolve(
+    HOST,
+    ports=(),
+    chosen=(),
+    choice_problems=("this host has no RDMA device",),
+    libraries=Libraries(problem="pyverbs cannot be imported: No module named 'pyverbs'"),
+    speed=Speed(tcp_gb_s=4.5, copy_gb_s=12.0),
+)
+
+
+def with_memory(**changes: Any) -> Facts:
+    """The good host with other memory."""
+    return attrs.evolve(HOST, memory=attrs.evolve(HOST.memory, **changes))
+
+
+def with_libraries(**changes: Any) -> Facts:
+    """The good host with other libraries."""
+    return attrs.evolve(HOST, libraries=attrs.evolve(HOST.libraries, **changes))
+
+
+def worst(facts: Facts) -> list[Finding]:
+    """What is not good."""
+    return [finding for finding in judge(facts) if finding.level != GOOD]
+
+
+def test_good_host_has_no_problem_and_says_what_it_would_use() -> None:
+    """Every topic gets its line, and none a fix."""
+    findings = judge(HOST)
+
+    assert {finding.level for finding in findings} == {GOOD}
+    assert not any(finding.fix for finding in findings)
+    told = " ".join(finding.text for finding in findings)
+    assert "mlx5_0 would be used" in told
+    assert "0000:ffff:0a00:0001" in told
+    assert "11.40 GB/s" in told
+
+
+def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
+    """Tcp is no second-class citizen; but who asks for rdma shall know why there is none."""
+    asked = worst(attrs.evolve(BARE, fabric="rdma"))
+
+    assert worst(BARE) == []
+    assert [finding.topic for finding in asked] == ["rdma", "pyverbs"]
+    assert all(finding.level == PROBLEM and finding.fix for finding in asked)
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "says", "fix"),
+    [
+        (
+            with_memory(shm_free=10 * GIB),
+            PROBLEM,
+            "64.0 GiB does not fit",
+            "mount -o remount,size=64G /dev/shm",
+        ),
+        (with_memory(shm_type="", shm_free=0), PROBLEM, "is not there", "mkdir -p /dev/shm"),
+        (with_memory(may_write_shm=False), PROBLEM, "may make no file", "chmod 1777 /dev/shm"),
+        (with_memory(shm_type="ext4"), ADVICE, "it is ext4", "--shm-dir /dev/shm"),
+        (
+            with_memory(cgroup_limit=32 * GIB, cgroup_used=2 * GIB),
+            PROBLEM,
+            "may use 32.0 GiB",
+            "docker: --memory=67g",
+        ),
+        (
+            attrs.evolve(HOST, has_scatter=False),
+            ADVICE,
+            "compiled copy is missing",
+            "apt-get install gcc",
+        ),
+        (
+            attrs.evolve(HOST, has_scatter=False, has_vector_copy=False),
+            PROBLEM,
+            "once a page",
+            "--cap-add SYS_PTRACE",
+        ),
+        (attrs.evolve(HOST, nofile_hard=1024), ADVICE, "at most 1024", "LimitNOFILE=65536"),
+        (
+            with_memory(memlock=8 * 2**20),
+            PROBLEM,
+            "8.0 MiB may be locked",
+            "ulimit -l unlimited  (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
+        ),
+        (
+            attrs.evolve(HOST, ports=(attrs.evolve(PORT, is_usable=False),)),
+            PROBLEM,
+            "/dev/infiniband/uverbs0",
+            "--device /dev/infiniband",
+        ),
+        (
+            attrs.evolve(HOST, ports=(attrs.evolve(PORT, mtu=1500),)),
+            ADVICE,
+            "packets of 1024 bytes",
+            "ip link set dev INTERFACE mtu 9000",
+        ),
+        (
+            with_libraries(problem="ImportError", wants=59, pyverbs_release="59.0"),
+            PROBLEM,
+            "pyverbs 59.0 was built for IBVERBS_PRIVATE_59, rdma-core 44.0 here has 34",
+            "build pyverbs for 34",
+        ),
+        (
+            with_libraries(problem="No module", pyverbs="", wants=0),
+            PROBLEM,
+            "pyverbs is not installed",
+            "apt-get install python3-pyverbs",
+        ),
+        (
+            with_libraries(problem="pyverbs is incomplete: IBV_MTU_4096"),
+            PROBLEM,
+            "incomplete",
+            "docs/how-to/enable-rdma.md",
+        ),
+        (
+            attrs.evolve(HOST, speed=Speed(read_over="mlx5_0", read_problem="no completion")),
+            PROBLEM,
+            "no completion",
+            "enable-rdma.md",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_once_with_the_line_that_fixes_it(
+    facts: Facts, level: str, says: str, fix: str
+) -> None:
+    """One cause, one finding."""
+    (finding,) = worst(facts)
+
+    assert finding.level == level
+    assert says in finding.text
+    assert fix in finding.fix
+
+
+def test_root_may_lock_what_it_likes() -> None:
+    """The limit is not asked of a process with CAP_IPC_LOCK."""
+    assert worst(with_memory(memlock=8 * 2**20, may_lock_anything=True)) == []
+
+
+def test_a_port_that_cannot_be_used_names_the_way_to_make_it_usable() -> None:
+    """A device that is there and idle is a problem even where tcp would do."""
+    down = attrs.evolve(
+        HOST, chosen=(), choice_problems=("the link of mlx5_0 is DOWN",), speed=Speed()
+    )
+
+    (finding,) = worst(down)
+
+    assert (finding.level, finding.text) == (PROBLEM, "the link of mlx5_0 is DOWN")
+    assert "ip link set" in finding.fix
+
+
+def test_huge_pages_are_counted_with_the_one_for_the_words() -> None:
+    """The fix names the whole number that the kernel must be given, in use or not."""
+    facts = attrs.evolve(
+        with_memory(hugepages=((2 * 2**20, 100, 40),)), hugepages_wanted="2M", pool_size=GIB
+    )
+
+    (finding,) = worst(facts)
+
+    assert finding.text == "the pool needs 513 huge pages of 2M, 40 are free"
+    assert finding.fix == "sysctl vm.nr_hugepages=573"
+
+
+def test_report_shows_fixes_ports_and_the_number_of_problems() -> None:
+    """A person finds the fix below its problem, and an arrow at the GID that would be used."""
+    facts = with_memory(memlock=8 * 2**20)
+    text = as_text(facts, judge(facts))
+
+    lines = text.splitlines()
+    failed = next(i for i, line in enumerate(lines) if line.startswith("FAIL"))
+    assert "fix: ulimit -l unlimited" in lines[failed + 1]
+    assert "    -> GID 3  0000:0000:0000:0000:0000:ffff:0a00:0001  RoCE v2" in lines
+    assert "  mlx5_0  ACTIVE  Ethernet  100 Gb/s  interface MTU 9000, packets of 4096" in lines
+    assert lines[-1] == "1 problem"
+    assert as_text(HOST, judge(HOST)).endswith("no problems\n")
+
+
+def test_report_as_json_has_everything() -> None:
+    """Whoever collects reports of many hosts needs facts, not sentences."""
+    report = json.loads(as_json(HOST, judge(HOST)))
+
+    assert report["problems"] == 0
+    assert report["facts"]["ports"][0]["name"] == "mlx5_0"
+    assert {finding["topic"] for finding in report["findings"]} >= {"pool", "rdma", "READ"}

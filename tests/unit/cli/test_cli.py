@@ -1,0 +1,193 @@
+"""The command line: flags made from the configuration, and subcommands that say what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from peercache.cli import main as cli
+from peercache.cli.demo import story
+from peercache.config.flags import add_config_flags, config_from_flags, flag_of
+from peercache.config.settings import FIELDS, Config
+from peercache.errors import ConfigError
+
+
+def parsed(*arguments: str, environ: Mapping[str, str] | None = None) -> Config:
+    """Return what these flags give."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_flags(parser)
+    return config_from_flags(parser.parse_args(arguments), environ or {})
+
+
+def test_no_flags_give_the_defaults() -> None:
+    """A flag that is not given leaves the setting to the other sources."""
+    assert parsed() == Config()
+    assert parsed(environ={"PEERCACHE_POOL_SIZE": "1GiB"}).pool_size == 2**30
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_has_a_flag(name: str) -> None:
+    """Each field of the configuration can be given as --kebab-case with its own default."""
+    default = getattr(Config(), name)
+    text = ",".join(default) if isinstance(default, tuple) else str(default)
+
+    assert parsed(f"{flag_of(name)}={text}") == Config()
+
+
+def test_discovery_has_a_short_spelling() -> None:
+    """--discovery is --discovery-addr."""
+    assert parsed("--discovery", "a:1,b:2") == parsed("--discovery-addr", "a:1,b:2")
+    assert parsed("--discovery", "a:1,b:2").discovery_addr == ("a:1", "b:2")
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    """One setting from each source, and each source overruled by the next."""
+    file = tmp_path / "node.toml"
+    file.write_text('cluster = "file"\npool_size = "1GiB"\nmax_masters = 7\n')
+    environ = {"PEERCACHE_CLUSTER": "environment", "PEERCACHE_POOL_SIZE": "2GiB"}
+
+    config = parsed("--config", str(file), "--cluster", "flag", environ=environ)
+
+    assert (config.cluster, config.pool_size, config.max_masters) == ("flag", 2**31, 7)
+
+
+def test_wrong_flag_is_one_clear_error() -> None:
+    """The flag's text is judged by the configuration alone, in the words of every other source."""
+    with pytest.raises(ConfigError, match=r"'pool_size'.*'4 elephants'.*4GiB"):
+        parsed("--pool-size", "4 elephants")
+
+
+def test_help_of_the_node_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Percent signs and braces in the help do not break it."""
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+
+    shown = " ".join(parser.format_help().split())
+
+    for name in FIELDS:
+        assert flag_of(name) in shown
+
+
+def test_example_file_is_toml_with_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Uncommented as a whole, the example file is the default configuration."""
+    assert cli.main(["config", "--toml"]) == 0
+    lines = [line.removeprefix("# ") for line in capsys.readouterr().out.splitlines()]
+    settings = [line for line in lines if line.partition(" = ")[0] in FIELDS]
+    file = tmp_path / "example.toml"
+    file.write_text("\n".join(settings))
+
+    assert len(settings) == len(FIELDS)
+    assert 'disk_size = "100GB"' in settings
+    assert Config.load(file=file) == Config()
+
+
+def test_config_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has each name, whole, on a line of its own."""
+    assert cli.main(["config"]) == 0
+
+    words = capsys.readouterr().out.split()
+    assert set(FIELDS) <= set(words)
+
+
+def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The wire version stands beside it, since that is what decides who can talk to whom."""
+    assert cli.main(["version"]) == 0
+
+    assert capsys.readouterr().out.startswith(f"peercache {version('peercache')} (wire version 1)")
+
+
+def test_wrong_command_ends_with_usage() -> None:
+    """A typo is told by the parser, with its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demmo"])
+    assert ended.value.code == 2
+
+
+def test_package_and_command_are_the_same_program() -> None:
+    """`python -m peercache` works where the script is not on the path."""
+    done = subprocess.run(
+        [sys.executable, "-m", "peercache", "version"], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.startswith("peercache ")
+
+
+def test_node_with_a_wrong_setting_ends_before_anything_starts() -> None:
+    """The error names the setting and what is allowed, without a traceback, on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "peercache", "node", "--fabric", "carrier-pigeon"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert "fabric" in done.stderr
+    assert "auto, shm, tcp" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_error_of_a_subcommand_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What PeerCache refuses is told in a line, with the exit status of wrong usage."""
+
+    def refuse(**_: object) -> int:
+        raise ConfigError("pool_size", "wants more")
+
+    monkeypatch.setattr(story, "run_demo", refuse)
+
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "peercache: configuration 'pool_size': wants more\n"
+
+
+def test_interrupt_ends_with_the_status_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no error, and no traceback."""
+
+    def interrupted(**_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(story, "run_demo", interrupted)
+
+    assert cli.main(["demo"]) == 130
+
+
+def test_reader_that_has_enough_is_no_error() -> None:
+    """As in `peercache config | head -1`: no traceback, and the status that a shell expects."""
+    command = [sys.executable, "-m", "peercache", "config", "--toml"]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=600, check=False
+        )
+    finally:
+        os.close(theirs)
+
+    assert done.returncode == cli.EXIT_BROKEN_PIPE
+    assert not done.stderr
+
+
+def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    """The node ends: whoever waits for the file would wait for ever."""
+    file = tmp_path / "none" / "ready.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0", "--pool-size",
+         "1MiB", "--metrics-port", "0", "--log-level", "error", "--ready-file", str(file)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    assert f"cannot write {file}: No such file" in done.stderr
+    assert "Traceback" not in done.stderr

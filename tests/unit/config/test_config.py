@@ -1,0 +1,259 @@
+"""The configuration: five sources, one set of names, refused loudly when wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.config.settings import (
+    FIELDS,
+    SGLANG_KEYS,
+    Config,
+    format_address,
+    parse_address,
+    parse_size,
+)
+from peercache.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4GiB", 4 * 2**30),
+        ("100gb", 100 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        (" 16 KiB ", 16 * 1024),
+        ("2T", 2 * 10**12),
+        ("9007199254740993", 9007199254740993),  # not a float: it would lose the last bit
+    ],
+)
+def test_size_is_read_in_every_spelling(text: int | str, size_bytes: int) -> None:
+    """Decimal and binary units, any case, with and without a space."""
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 gigs", "-1", "1e9", "4GiB extra", True, "٤"])
+def test_size_is_refused_when_it_is_none(text: Any) -> None:
+    """What is no size raises ValueError instead of becoming a number."""
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.1:31998", ("10.0.0.1", 31998)),
+        ("[::1]:5", ("::1", 5)),
+        (":80", ("", 80)),
+        ("node-a", ("node-a", 7)),
+        ("[fe80::1]", ("fe80::1", 7)),
+    ],
+)
+def test_address_is_read(text: str, address: tuple[str, int]) -> None:
+    """IPv4, names and bracketed IPv6, with the default port where none is written."""
+    assert parse_address(text, default_port=7) == address
+
+
+@pytest.mark.parametrize("text", ["::1", "a:b", "host:70000", "[]:1", "host:1:2"])
+def test_address_is_refused_when_it_is_none(text: str) -> None:
+    """An unbracketed IPv6 address is ambiguous, so it is refused rather than guessed."""
+    with pytest.raises(ValueError, match=r"port|PORT"):
+        parse_address(text, default_port=7)
+
+
+@given(st.sampled_from(["node", "10.1.2.3", "::1", "fe80::a"]), st.integers(0, 65_535))
+def test_address_survives_writing_and_reading(host: str, port: int) -> None:
+    """What `format_address` writes, `parse_address` reads."""
+    assert parse_address(format_address(host, port)) == (host, port)
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    """Settings beat the environment, which beats the file, which beats the defaults."""
+    file = tmp_path / "node.toml"
+    file.write_text('pool_size = "1GiB"\ncluster = "file"\nmax_masters = 5\n')
+
+    config = Config.load(
+        {"cluster": "flag", "pool_size": None},
+        file=file,
+        environment={"PEERCACHE_POOL_SIZE": "2GiB", "PEERCACHE_CLUSTER": "environment"},
+    )
+
+    assert (config.cluster, config.pool_size, config.max_masters) == ("flag", 2 * 2**30, 5)
+    assert config.heartbeat_s == 1.0
+
+
+def test_environment_of_other_tools_is_ignored() -> None:
+    """The prefix is shared with switches of the tests, which are no settings."""
+    assert Config.load(environment={"PEERCACHE_TEST_SGLANG": "1", "HOME": "/"}) == Config()
+
+
+def test_sglang_keys_pass_and_a_typo_does_not() -> None:
+    """SGLang's own keys are not ours; anything else unknown is a typo that a person must see."""
+    extra: dict[str, Any] = dict.fromkeys(SGLANG_KEYS, "x")
+
+    assert Config.from_sglang({**extra, "pool_size": "1GiB"}).pool_size == 2**30
+    with pytest.raises(ConfigError, match=r"'pool_sise'.*pool_size"):
+        Config.from_sglang({**extra, "pool_sise": "1GiB"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("pool_size", "lots", "GiB"),
+        ("pool_size", 1, "granule"),
+        ("granule", 5000, "power of two"),
+        ("granule", 2048, "4096"),
+        ("fabric", "rdmaa", "auto, shm, tcp"),
+        ("verify", "never", "generation, sampled, full"),
+        ("log_level", "trace", "debug, info"),
+        ("heartbeat_s", "soon", "seconds"),
+        ("heartbeat_s", float("nan"), "finite"),
+        ("op_timeout_s", float("inf"), "finite"),
+        ("op_timeout_s", 0, "more than 0"),
+        ("op_timeout_s", True, "seconds"),
+        ("exists_timeout_s", -1, "more than 0"),
+        ("max_masters", 1.5, "whole number"),
+        ("max_masters", float("inf"), "whole number"),
+        ("max_masters", True, "whole number"),
+        ("max_masters", None, None),
+        ("max_masters", 0, "1 or more"),
+        ("metrics_port", -2, "65535"),
+        ("data_port", 65_536, "65535"),
+        ("tcp_serving_threads", 65, "0 to 64"),
+        ("suspect_s", 2.0, "2 heartbeat_s"),
+        ("dead_s", 3.0, "suspect_s"),
+        ("virtual_nodes", 0, "1 to 4096"),
+        ("home", "/run/peercache", "ipc://PATH"),
+        ("home", "ipc://", "ipc://PATH"),
+        ("home", "ipc:///" + "x" * 120, "100 bytes"),
+        ("listen", "::1", "HOST:PORT"),
+        ("discovery_addr", ":31998", "connect"),
+        ("discovery_addr", "host:0", "connect"),
+        ("discovery_addr", 31998, "HOST:PORT"),
+        ("disk_free_floor", "half", "share from 0 to 1"),
+        ("cluster", "", "1 to 255"),
+        ("cluster", 7, "string"),
+        ("nonsense", 7, "no such name"),
+    ],
+)
+def test_wrong_value_names_the_key_and_what_is_allowed(
+    name: str, value: Any, allowed: str | None
+) -> None:
+    """One clear error, before anything starts; None stands for "not given"."""
+    if allowed is None:
+        assert Config.load({name: value}) == Config()
+        return
+    with pytest.raises(ConfigError) as caught:
+        Config.load({name: value})
+    assert caught.value.name == name
+    assert allowed in str(caught.value)
+
+
+def test_unreadable_file_names_the_file(tmp_path: Path) -> None:
+    """A missing, malformed or binary TOML file is a ConfigError that names it."""
+    (tmp_path / "broken.toml").write_text("pool_size = ")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+
+    for name in ("broken.toml", "binary.toml", "missing.toml"):
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            Config.load(file=tmp_path / name)
+
+
+def test_table_in_the_file_is_told_as_such(tmp_path: Path) -> None:
+    """Other programs have tables, so people write one; the names in it are right."""
+    file = tmp_path / "settings.toml"
+    file.write_text('[node]\npool_size = "4GiB"\n')
+
+    with pytest.raises(ConfigError, match=r"settings.toml has a table \[node\]"):
+        Config.load(file=file)
+
+
+def test_misspelt_name_is_answered_with_the_one_that_is_meant() -> None:
+    """Not with all fifty; and a name like no other leads to the list."""
+    with pytest.raises(ConfigError, match=r"'pool_sise': .* is pool_size meant"):
+        Config.load({"pool_sise": "4GiB"})
+    with pytest.raises(
+        ConfigError, match=r"'qqq': there is no such name; `peercache config` lists"
+    ):
+        Config.load({"qqq": 1})
+
+
+def test_discovery_takes_one_address_or_several() -> None:
+    """A string with commas and a list are the same, and the port may be left out."""
+    text = Config.load({"discovery_addr": "a, b:5,[::1]"})
+    several = Config.load({"discovery_addr": ["a:31998", "b:5", "[::1]:31998"]})
+
+    assert text.discovery_addr == several.discovery_addr == ("a:31998", "b:5", "[::1]:31998")
+    assert Config.load({"discovery_addr": ""}).discovery_addr == ()
+
+
+def test_config_is_frozen_and_every_field_is_explained() -> None:
+    """Nothing changes after the start, and the table of settings has a sentence for each name."""
+    config = Config.load()
+
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        config.pool_size = 1  # type: ignore[misc]
+    for name, field in FIELDS.items():
+        assert str(field.metadata["help"]).endswith("."), name
+        assert callable(field.metadata["convert"]), name
+
+
+def test_defaults_are_valid_and_survive_their_own_converters() -> None:
+    """The defaults obey the rules that everybody else's values must obey."""
+    defaults = {name: getattr(Config(), name) for name in FIELDS}
+
+    assert Config.load(defaults) == Config()
+
+
+def test_secret_is_not_in_the_repr() -> None:
+    """A configuration that is logged does not tell the shared secret."""
+    assert "hunter2" not in repr(Config.load({"credentials": "hunter2"}))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(FIELDS)),
+        st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.lists(st.text())),
+    )
+)
+def test_any_json_gives_a_config_or_a_config_error(settings: dict[str, Any]) -> None:
+    """Whatever comes, the only exception is the one a person can read."""
+    try:
+        config = Config.load(settings)
+    except ConfigError:
+        return
+
+    config.validate()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("on", True), (True, True), ("0", False), ("No", False)]
+)
+def test_switch_is_written_in_any_usual_way(text: object, value: bool) -> None:
+    """A flag, a TOML file and the environment each have their own way."""
+    assert Config.load({"disk_enabled": text}).disk_enabled is value
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("disk_enabled", "perhaps"),
+        ("disk_free_floor", "1.5"),
+        ("disk_free_floor", 1),
+        ("disk_size", "1MiB"),
+        ("disk_ttl", -1),
+        ("write_policy", "back"),
+    ],
+)
+def test_wrong_disk_setting_is_refused_by_its_name(name: str, wrong: object) -> None:
+    """The error names the setting."""
+    with pytest.raises(ConfigError, match=name):
+        Config.load({name: wrong})

@@ -1,0 +1,137 @@
+"""A page server on a trio loop in a thread of its own, as the node runs it beside its clients."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from peercache.config.settings import format_address
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.fabric.tcp.native import HAS_COMPILED
+from peercache.fabric.tcp.server import Admission, serve_pages
+from peercache.fabric.tcp.serving import PageSource
+from peercache.fabric.tcp.sockets import open_listeners
+from peercache.observability.metrics import Metrics
+from tests.pace import PATIENCE_S
+
+CLUSTER = "tests"
+CREDENTIALS = "a secret"
+
+WAYS = [
+    pytest.param(
+        True,
+        id="compiled",
+        marks=pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled"),
+    ),
+    pytest.param(False, id="in turns"),
+]
+"""Values of `serve_pages`'s `compiled`: every promise of the server is kept in both ways."""
+
+
+class PageServer:
+    """Serves a source until `close`; `between` may be set at any time.
+
+    address: HOST:PORT. metrics: the server's own.
+    """
+
+    def __init__(
+        self,
+        source: PageSource,
+        *,
+        incarnation: int,
+        granule: int,
+        credentials: str = CREDENTIALS,
+        port: int = 0,
+        **options: Any,
+    ) -> None:
+        """Start, and return when clients can connect."""
+        self.metrics = Metrics()
+        self.between: Callable[[], None] = lambda: None
+        self._source = source
+        self._admission = Admission(
+            cluster=CLUSTER, credentials=credentials, granule=granule, incarnation=incarnation
+        )
+        self._port = port
+        self._options = options
+        self._ready = threading.Event()
+        # A test that fails before `close` must not keep the process of all others from ending.
+        self._thread = threading.Thread(target=trio.run, args=(self._run,), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """Stop serving: every connection is closed when this returns."""
+        self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join()
+
+    def refusals(self, reason: str) -> float:
+        """Return how often a client was refused for that reason."""
+        value = self.metrics.registry.get_sample_value(
+            "peercache_tcp_refused_total", {"reason": reason}
+        )
+        return value or 0.0
+
+    def _act(self) -> None:
+        self.between()
+
+    def connections(self) -> float:
+        """Return how many connections are open."""
+        labels = {"port": "data"}
+        return self.metrics.registry.get_sample_value("peercache_connections", labels) or 0.0
+
+    async def _run(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as self._scope:
+            listeners = await open_listeners("127.0.0.1", self._port)
+            self.port = listeners[0].socket.getsockname()[1]
+            self.address = format_address("127.0.0.1", self.port)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._serve, listeners)
+                self._ready.set()
+
+    async def _serve(
+        self, listeners: list[trio.SocketListener], *, task_status: trio.TaskStatus[None]
+    ) -> None:
+        await serve_pages(
+            listeners,
+            self._source,
+            admission=self._admission,
+            metrics=self.metrics,
+            between_bytes_and_words=self._act,
+            task_status=task_status,
+            **self._options,
+        )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Return once something that another thread does is done; that one needs the lock we sleep off.
+
+    Who asked without a pause let the server's loop have the interpreter for a few steps in each
+    switch interval: what takes it a tenth of a second took it ten.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.001)
+
+
+def fabric_for(granule: int, **options: Any) -> TcpFabric:
+    """Return a client side that the server above admits, unless `options` say otherwise.
+
+    It takes no peer for hung because this machine was busy: tests of silence say how long it is.
+    """
+    known: dict[str, Any] = {
+        "cluster": CLUSTER,
+        "credentials": CREDENTIALS,
+        "granule": granule,
+        "max_channels_per_peer": 4,
+        "stall_s": PATIENCE_S,
+        "connect_timeout_s": PATIENCE_S,
+        **options,
+    }
+    return TcpFabric(**known)

@@ -1,0 +1,486 @@
+"""The shared-memory fabric: the word after the bytes, and nothing outside a peer's page memory."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.fabric.shm import RETRY_S, SEGMENTS_MAX, ShmFabric
+from peercache.memory.layout import boot_id, segment_name
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.model.member import Member
+from peercache.model.reads import ODD, PeerRead
+from peercache.model.runs import PageRuns
+from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+
+GRANULE = 16384
+NODE = Incarnation(9)
+FOREVER = 1e18
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Clock:
+    """A clock that stands until it is told."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    """Give a folder of its own in shared memory."""
+    parent = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=parent if parent.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def owner(shm_dir: Path) -> Iterator[PublishedSegment]:
+    """Publish 16 slots: slot i is full of byte i + 1, and its word is 100 + 2 i."""
+    segment = publish(shm_dir)
+    yield segment
+    segment.close()
+
+
+def publish(folder: Path, node: int = NODE, slots: int = 16) -> PublishedSegment:
+    segment = PublishedSegment.create(
+        folder, incarnation=Incarnation(node), page_bytes=slots * GRANULE, granule=GRANULE
+    )
+    segment.populate(slots * GRANULE)
+    segment.pages.reshape(slots, GRANULE)[:] = np.arange(1, slots + 1, dtype=np.uint8)[:, None]
+    segment.store_words(np.arange(slots), 100 + 2 * np.arange(slots, dtype=np.uint64))
+    return segment
+
+
+def member(path: Path | str, node: int = NODE, boot: str | None = None) -> Member:
+    return Member(
+        incarnation=node, counter=0, state=0, head_rank=255, host_name="here", control="",
+        data="", boot_id=boot_id() if boot is None else boot, segment=str(path),
+    )  # fmt: skip
+
+
+def asking(
+    peer: Member, host: Bytes, offsets: list[int], lengths: list[int] | None = None
+) -> PeerRead:
+    """Read the slots at `offsets` into the rows of `host`, two runs a page."""
+    pages, size = host.shape
+    half = size // 2
+    rows = host.ctypes.data + np.arange(pages) * size
+    addresses = np.stack([rows, rows + half], 1)
+    runs = PageRuns.regular(addresses, np.full(2 * pages, half), pages)
+    return PeerRead(
+        peer,
+        np.array(offsets, np.uint64),
+        runs.lengths() if lengths is None else np.array(lengths, np.uint64),
+        runs,
+    )
+
+
+def fabric(**options: Any) -> ShmFabric:
+    return ShmFabric(boot_id=boot_id(), clock=options.pop("clock", Clock()), **options)
+
+
+def test_read_fills_every_page_and_returns_its_word(owner: PublishedSegment) -> None:
+    """Bytes of each slot lie in its runs, and the words are those of the slots, in page order."""
+    shm, host = fabric(), np.zeros((3, 2 * GRANULE), np.uint8)
+    slots = [4, 0, 10]
+
+    fetched = shm.read(asking(member(owner.path), host, [s * GRANULE for s in slots]), FOREVER)
+
+    assert fetched.failure == ""
+    assert fetched.words.tolist() == [100 + 2 * s for s in slots]
+    for row, slot in zip(host, slots, strict=True):
+        assert (row[:GRANULE] == slot + 1).all()
+        assert (row[GRANULE:] == slot + 2).all()
+    shm.close()
+
+
+def test_word_shows_a_rewrite_between_the_bytes_and_the_word(owner: PublishedSegment) -> None:
+    """1 old bytes are copied · 2 the owner evicts and rewrites · 3 the word is the new page's.
+
+    Whatever mixture of bytes the reader has, the word is not its record's generation.
+    """
+    generation = int(owner.words[2])
+
+    def evict_and_rewrite() -> None:
+        owner.store_words(np.array([2]), np.array([generation | 1], np.uint64))
+        owner.pages[2 * GRANULE : 3 * GRANULE] = 99
+        owner.store_words(np.array([2]), np.array([generation + 1000], np.uint64))
+
+    shm, host = fabric(between=evict_and_rewrite), np.zeros((1, GRANULE), np.uint8)
+
+    fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
+
+    assert (host == 3).all()
+    assert fetched.words.tolist() == [generation + 1000]
+    shm.close()
+
+
+def test_word_shows_an_eviction_that_has_only_begun(owner: PublishedSegment) -> None:
+    """Evicted and not yet rewritten: the word is odd, so it equals no record's generation."""
+
+    def evict() -> None:
+        owner.store_words(np.array([2]), np.array([105], np.uint64))
+
+    shm, host = fabric(between=evict), np.zeros((1, GRANULE), np.uint8)
+
+    fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
+
+    assert fetched.words.tolist() == [105]
+    shm.close()
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (16 * GRANULE, GRANULE),
+        (15 * GRANULE, 2 * GRANULE),
+        (2**64 - GRANULE, GRANULE),
+        (2**64 - GRANULE, 2 * GRANULE),
+        (0, 2**63),
+        (2**63, 2**63),
+        (GRANULE + 8, GRANULE),
+        (0, 0),
+        (16 * GRANULE, 0),
+    ],
+)
+def test_page_outside_the_page_memory_is_refused_and_others_are_read(
+    owner: PublishedSegment, offset: int, length: int
+) -> None:
+    """Records are hints: one that leads outside, or between slots, reads nothing."""
+    shm, host = fabric(), np.zeros((3, GRANULE), np.uint8)
+    # The destination agrees with the record, whose size may be more than any memory: so the
+    # addresses lead nowhere, and must not be looked at.
+    good = asking(member(owner.path), host, [GRANULE, 0, 3 * GRANULE])
+    sizes = np.array([GRANULE, length, GRANULE], np.uint64)
+    addresses = np.array([host[0].ctypes.data, 4096, host[2].ctypes.data], np.uint64)
+    read = PeerRead(
+        good.member,
+        np.array([GRANULE, offset, 3 * GRANULE], np.uint64),
+        sizes,
+        PageRuns(addresses, sizes, np.arange(4)),
+    )
+
+    fetched = shm.read(read, FOREVER)
+
+    assert fetched.words.tolist() == [102, int(ODD), 106]
+    assert fetched.failure == REFUSED
+    assert host[:, 0].tolist() == [2, 0, 4]
+    shm.close()
+
+
+def test_destination_of_another_size_than_its_page_stays_untouched(
+    owner: PublishedSegment,
+) -> None:
+    """Lengths and runs that differ are refused page by page."""
+    shm, host = fabric(), np.zeros((2, GRANULE), np.uint8)
+
+    fetched = shm.read(
+        asking(member(owner.path), host, [0, GRANULE], [GRANULE // 2, GRANULE]), FOREVER
+    )
+
+    assert fetched.words.tolist() == [int(ODD), 102]
+    assert fetched.failure == REFUSED
+    assert not host[0].any()
+    shm.close()
+
+
+def test_read_after_its_deadline_returns_odd_words_and_touches_nothing(
+    owner: PublishedSegment,
+) -> None:
+    """A page that was not copied in full never gets the word of its slot."""
+    clock = Clock()
+    shm, host = fabric(clock=clock), np.zeros((2, GRANULE), np.uint8)
+    clock.now = 5.0
+
+    fetched = shm.read(asking(member(owner.path), host, [0, GRANULE]), 5.0)
+
+    assert fetched.words.tolist() == [int(ODD)] * 2
+    assert fetched.failure == DEADLINE
+    assert not host.any()
+    shm.close()
+
+
+def test_destination_that_is_not_there_is_no_crash(owner: PublishedSegment) -> None:
+    """Pages before the bad address count; it and those after it are odd."""
+    shm, host = fabric(), np.zeros((3, GRANULE), np.uint8)
+    read = asking(member(owner.path), host, [0, GRANULE, 2 * GRANULE])
+    read.runs.addresses[2] = 4096
+
+    fetched = shm.read(read, FOREVER)
+
+    assert fetched.words.tolist() == [100, int(ODD), int(ODD)]
+    assert fetched.failure == INTERNAL
+    shm.close()
+
+
+def test_only_segments_of_our_host_that_open_are_reached(
+    owner: PublishedSegment, shm_dir: Path
+) -> None:
+    """Equal boot id, a path, a file that is there, and its incarnation: all of them."""
+    shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
+    other = shm_dir / segment_name(10)
+    other.hardlink_to(owner.path)
+    strangers = [
+        member(owner.path, boot="another host"),
+        member("", 13),
+        member(shm_dir / segment_name(11), 11),
+        member(other, 10),
+        member("/etc/hostname", 12),
+    ]
+
+    reached = [shm.reaches(stranger) for stranger in strangers]
+    failures = [shm.read(asking(s, host, [0]), FOREVER) for s in strangers]
+
+    assert reached == [False] * len(strangers)
+    assert {fetched.failure for fetched in failures} == {PEER_UNREACHABLE}
+    assert [fetched.words.tolist() for fetched in failures] == [[int(ODD)]] * len(strangers)
+    assert not host.any()
+    assert shm.reaches(member(owner.path))
+    shm.close()
+
+
+def test_processor_that_may_reorder_loads_reaches_nobody(
+    owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a fence the word could be older than the bytes; it is said once, aloud."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
+
+    reached = [shm.reaches(member(owner.path)) for _ in range(3)]
+    fetched = shm.read(asking(member(owner.path), host, [0]), FOREVER)
+
+    assert reached == [False] * 3
+    assert fetched.failure == PEER_UNREACHABLE
+    assert caplog.text.count("aarch64") == 1
+    assert caplog.records[0].levelname == "WARNING"
+    assert fabric(verify_arch=False).reaches(member(owner.path))
+
+
+def test_failure_to_open_is_believed_for_a_while(shm_dir: Path) -> None:
+    """A node that has just started is found after RETRY_S, and is not looked for before."""
+    clock = Clock()
+    shm = fabric(clock=clock)
+    peer = member(shm_dir / segment_name(NODE))
+    reached = [shm.reaches(peer)]
+    owner = publish(shm_dir)
+
+    for now in (RETRY_S * 0.9, RETRY_S):
+        clock.now = now
+        reached.append(shm.reaches(peer))
+
+    assert reached == [False, False, True]
+    shm.close()
+    owner.close()
+
+
+def test_forgotten_member_is_unmapped_after_the_read_that_uses_it(
+    owner: PublishedSegment,
+) -> None:
+    """A member declared dead under a read: the read ends well, then the mapping goes."""
+    mapped = []
+
+    def forget() -> None:
+        shm.forget(NODE)
+        mapped.append(mappings(owner.path))
+
+    shm, host = fabric(between=forget), np.zeros((1, GRANULE), np.uint8)
+    before = mappings(owner.path)
+
+    fetched = shm.read(asking(member(owner.path), host, [GRANULE]), FOREVER)
+
+    assert fetched.words.tolist() == [102]
+    assert mapped == [before + 2]
+    assert mappings(owner.path) == before
+    shm.forget(NODE)
+    shm.close()
+
+
+def test_close_ends_every_mapping_and_later_reads_miss(owner: PublishedSegment) -> None:
+    """After close nobody is reached, and nothing is mapped again."""
+    shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
+    before = mappings(owner.path)
+    assert shm.reaches(member(owner.path))
+
+    shm.close()
+
+    fetched = shm.read(asking(member(owner.path), host, [0]), FOREVER)
+    assert fetched.failure == PEER_UNREACHABLE
+    assert mappings(owner.path) == before
+
+
+def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> None:
+    """One mapping more than the limit ends the one whose use is longest ago."""
+    shm = fabric()
+    owners = [publish(shm_dir, node, slots=1) for node in range(1, SEGMENTS_MAX + 2)]
+    before = [mappings(owner.path) for owner in owners]
+    for number, owner in enumerate(owners[:-1], 1):
+        assert shm.reaches(member(owner.path, number))
+    assert shm.reaches(member(owners[0].path, 1))
+
+    assert shm.reaches(member(owners[-1].path, len(owners)))
+
+    more = [mappings(owner.path) - b for owner, b in zip(owners, before, strict=True)]
+    assert more == [2, 0] + [2] * (len(owners) - 2)
+    shm.close()
+    for owner in owners:
+        owner.close()
+
+
+def test_threads_that_read_and_forget_at_once_get_whole_answers(owner: PublishedSegment) -> None:
+    """Reads beside `forget` without pause: each is a right page or a miss, and none crashes."""
+    shm = fabric()
+    peer, wrong, rounds = member(owner.path), [], 300
+
+    def reading(slot: int) -> None:
+        host = np.zeros((1, GRANULE), np.uint8)
+        for _ in range(rounds):
+            host[:] = 0
+            fetched = shm.read(asking(peer, host, [slot * GRANULE]), FOREVER)
+            hit = fetched.words[0] == 100 + 2 * slot
+            if hit != (fetched.failure == "") or (hit and not (host == slot + 1).all()):
+                wrong.append((slot, fetched))
+
+    threads = [threading.Thread(target=reading, args=(slot,)) for slot in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        shm.forget(NODE)
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+    shm.close()
+
+
+OWNER = """
+import sys
+import numpy as np
+from peercache.memory.published import PublishedSegment
+segment = PublishedSegment.create(sys.argv[1], incarnation=9, page_bytes=1 << 20, granule=16384)
+segment.populate(1 << 20)
+print("ready", flush=True)
+sequence, elsewhere = 0, np.empty(4 << 20, np.uint8)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        # What a pool does with a slot: odd, new bytes, the next even number.
+        sequence += 1
+        segment.store_words(np.array([0]), np.array([2 * sequence - 1], np.uint64))
+        segment.pages[:] = sequence % 251
+        segment.store_words(np.array([0]), np.array([2 * sequence], np.uint64))
+        if sequence == 1:
+            print("written", flush=True)
+        # The page rests for longer than its rewrite takes, so that some reads fit in between.
+        elsewhere[:] = 1
+"""
+
+
+@pytest.fixture
+def other_process(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """Publish in another process, which rewrites its one page as often as it is told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(shm_dir)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def rewrite(process: subprocess.Popen[str], rounds: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{rounds}\n")
+    process.stdin.flush()
+
+
+def test_no_page_with_an_unchanged_word_has_another_byte_while_its_owner_rewrites(
+    other_process: subprocess.Popen[str], shm_dir: Path
+) -> None:
+    """A whole megabyte is read while another process rewrites it: an even word fits its bytes.
+
+    A word that was even and the same before the read is the generation of a record that a reader
+    could have had.
+    """
+    shm, host = fabric(), np.zeros((1, 1 << 20), np.uint8)
+    peer = member(shm_dir / segment_name(NODE))
+    rewrite(other_process, 1_000_000)
+    assert other_process.stdout is not None
+    other_process.stdout.readline()
+    verified, refused = verdicts(shm, peer, host, until=20)
+
+    # How often each comes is up to the scheduler; that both came is what makes this a test.
+    assert verified >= 20
+    assert refused >= 20
+    shm.close()
+
+
+def verdicts(shm: ShmFabric, peer: Member, host: Bytes, *, until: int) -> tuple[int, int]:
+    """Read until both verdicts came `until` times; return how often each of them did."""
+    tiny = np.zeros((1, 2), np.uint8)
+    verified = refused = 0
+    for _ in range(200_000):
+        if verified >= until and refused >= until:
+            break
+        record = int(shm.read(asking(peer, tiny, [0]), FOREVER).words[0])
+        word = int(shm.read(asking(peer, host, [0]), FOREVER).words[0])
+        if record % 2 == 0 and word == record:
+            verified += 1
+            assert set(np.unique(host).tolist()) == {(record // 2) % 251}
+        else:
+            refused += 1
+    return verified, refused
+
+
+def test_pages_of_a_killed_owner_stay_readable_where_they_are_mapped(
+    other_process: subprocess.Popen[str], shm_dir: Path
+) -> None:
+    """SIGKILL, then the file disappears: the mapping keeps bytes and words, until forgotten."""
+    shm, host = fabric(), np.zeros((1, 1 << 20), np.uint8)
+    path = shm_dir / segment_name(NODE)
+    peer = member(path)
+    rewrite(other_process, 1)
+    assert other_process.stdout is not None
+    other_process.stdout.readline()
+    words = [2]
+    while words != [2, 2]:
+        words = [2, int(shm.read(asking(peer, host, [0]), FOREVER).words[0])]
+    other_process.kill()
+    other_process.wait()
+    path.unlink()
+    host[:] = 0
+
+    fetched = shm.read(asking(peer, host, [0]), FOREVER)
+    shm.forget(NODE)
+
+    assert fetched.words.tolist() == [2]
+    assert (host == 1).all()
+    assert not shm.reaches(peer)
+    shm.close()
+
+
+def mappings(path: Path) -> int:
+    """Return how many mappings of the file this process has."""
+    return Path("/proc/self/maps").read_text().count(str(path))

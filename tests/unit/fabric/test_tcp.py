@@ -1,0 +1,676 @@
+"""The tcp fabric's client side: deadlines, broken peers, and the channels behind its reads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import attrs
+import numpy as np
+import pytest
+
+from peercache.fabric.tcp import wire
+from peercache.fabric.tcp.channel import TcpChannel
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.model.member import Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.runs import PageRuns
+from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from tests.contracts.fabric_suite import (
+    GRANULE,
+    INCARNATION,
+    UNTOUCHED,
+    Destination,
+    Owner,
+    member_of,
+)
+from tests.contracts.fakes import PlainMemory
+from tests.pace import PATIENCE_S, PROMPT_S, paced
+from tests.unit.fabric.serving import WAYS, PageServer, fabric_for, wait_until
+
+PORTION = wire.PORTION_BYTES_MAX
+
+
+@pytest.fixture
+def memory() -> PlainMemory:
+    """Page memory of four portions; word i is 2 i, granule i is full of the byte i % 251."""
+    plain = PlainMemory.of(4 * PORTION, GRANULE)
+    plain.words[:] = 2 * np.arange(len(plain.words))
+    plain.pages.reshape(-1, GRANULE)[:] = (np.arange(len(plain.words)) % 251)[:, None]
+    return plain
+
+
+@pytest.fixture(params=WAYS)
+def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[PageServer]:
+    """A server of that memory."""
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def fabric() -> Iterator[TcpFabric]:
+    """A client side that the server admits."""
+    with contextlib.closing(fabric_for(GRANULE)) as opened:
+        yield opened
+
+
+def at(server: PageServer, incarnation: int = INCARNATION) -> Member:
+    """Return a member that serves at the server's address."""
+    return member_of(incarnation, data=server.address)
+
+
+def read(
+    fabric: TcpFabric,
+    member: Member,
+    into: Destination,
+    *,
+    step: int = GRANULE,
+    timeout_s: float = PATIENCE_S,
+) -> Fetched:
+    """Read slots that begin `step` bytes apart."""
+    offsets = np.arange(len(into.lengths), dtype=np.uint64) * np.uint64(step)
+    peer_read = PeerRead(member, offsets, into.lengths, into.runs)
+    return fabric.read(peer_read, time.monotonic() + timeout_s)
+
+
+@attrs.define
+class ScriptedPeer:
+    """A listener that runs a script for each connection it accepts, in a thread."""
+
+    script: Callable[[socket.socket], None]
+    listener: socket.socket = attrs.field(
+        factory=lambda: socket.create_server(("127.0.0.1", 0)), init=False
+    )
+    accepted: int = attrs.field(default=0, init=False)
+
+    @property
+    def member(self) -> Member:
+        """The member that this peer pretends to be."""
+        return member_of(INCARNATION, data=f"127.0.0.1:{self.listener.getsockname()[1]}")
+
+    def run(self) -> None:
+        """Accept until the listener is shut down."""
+        with self.listener:
+            while True:
+                try:
+                    connection, _ = self.listener.accept()
+                except OSError:
+                    return
+                self.accepted += 1
+                with connection, contextlib.suppress(OSError):
+                    self.script(connection)
+
+
+@contextlib.contextmanager
+def peer_that(script: Callable[[socket.socket], None]) -> Iterator[ScriptedPeer]:
+    """Run a scripted peer; whatever it waits for must end before the block does."""
+    peer = ScriptedPeer(script)
+    thread = threading.Thread(target=peer.run)
+    thread.start()
+    try:
+        yield peer
+    finally:
+        peer.listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def accept(connection: socket.socket) -> None:
+    """Take a greeting and a request of one page as a good server does."""
+    connection.recv(wire.OPENING_BYTES + wire.GREETING_REST_BYTES, socket.MSG_WAITALL)
+    connection.sendall(wire.encode_answer(""))
+    connection.recv(wire.REQUEST_BYTES + wire.ENTRY_BYTES, socket.MSG_WAITALL)
+
+
+# --- deadlines and silence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [DEADLINE, PEER_UNREACHABLE])
+def test_read_that_stops_midway_keeps_its_leading_run(server: PageServer, failure: str) -> None:
+    """The owner hangs after the bytes of page 1 and before its word: page 0 counts.
+
+    A near deadline ends the read as "deadline", a far one as "peer_unreachable" after stall_s; the
+    owner that goes on afterwards writes nothing.
+    """
+    into = Destination.of([[PORTION]] * 4)
+
+    def story(pace_s: float) -> tuple[Fetched, float, bytes]:
+        going_on = threading.Event()
+        portions = iter(range(10))
+        server.between = lambda: going_on.wait(PATIENCE_S) if next(portions) == 1 else None
+        timeout_s, stall_s = (pace_s, PATIENCE_S) if failure == DEADLINE else (PATIENCE_S, pace_s)
+        with contextlib.closing(fabric_for(GRANULE, stall_s=stall_s)) as fabric:
+            begun = time.monotonic()
+            got = read(fabric, at(server), into, step=PORTION, timeout_s=timeout_s)
+            seconds = time.monotonic() - begun
+        first_page = into.page(0)
+        into.memory[:] = UNTOUCHED
+        going_on.set()
+        wait_until(lambda: server.connections() == 0)
+        return got, seconds, first_page
+
+    got, seconds, first_page = paced(story, lambda told: told[0].words[0] != ODD)
+
+    assert got.failure == failure
+    assert got.words.tolist() == [0, *[int(ODD)] * 3]
+    assert first_page == b"".join(bytes([index % 251]) * GRANULE for index in range(1024))
+    assert seconds < PROMPT_S
+    assert (into.memory == UNTOUCHED).all()
+
+
+def test_peer_that_accepts_and_is_silent_is_unreachable_after_stall_s() -> None:
+    """A paused process still accepts connections: its kernel does."""
+    fabric = fabric_for(GRANULE, stall_s=0.25)
+    with socket.create_server(("127.0.0.1", 0)) as paused, contextlib.closing(fabric):
+        member = member_of(INCARNATION, data=f"127.0.0.1:{paused.getsockname()[1]}")
+        begun = time.monotonic()
+        got = read(fabric, member, Destination.of([[1]]))
+        seconds = time.monotonic() - begun
+
+    assert got.failure == PEER_UNREACHABLE
+    assert 0.2 < seconds < PROMPT_S
+
+
+def test_peer_that_trickles_cannot_outlast_the_deadline(fabric: TcpFabric) -> None:
+    """Bytes that come one by one, faster than the kernel's time-out counts, are not for ever."""
+    ended = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status(""))
+        while not ended.is_set():
+            connection.sendall(b"\x00")
+
+    into = Destination.of([[2**24]])
+    with peer_that(trickle) as peer:
+        begun = time.monotonic()
+        got = read(fabric, peer.member, into, timeout_s=0.3)
+        seconds = time.monotonic() - begun
+        ended.set()
+
+    assert got.failure == DEADLINE
+    assert got.words.tolist() == [int(ODD)]
+    assert seconds < PROMPT_S
+
+
+def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts only sleeping: with a peer that keeps us just awake it is as good as none."""
+    monkeypatch.setattr(TcpChannel, "_wait_at_most", lambda *_: None)
+    ended = threading.Event()
+
+    def serve_half(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status("") + bytes(50))
+        ended.wait(PATIENCE_S)
+
+    with peer_that(serve_half) as peer:
+        begun = time.monotonic()
+        got = read(fabric, peer.member, Destination.of([[100]]), timeout_s=0.1)
+        seconds = time.monotonic() - begun
+        ended.set()
+
+    assert got.failure == DEADLINE
+    assert got.words.tolist() == [int(ODD)]
+    assert seconds < PROMPT_S
+
+
+def test_free_channel_is_waited_for_until_the_deadline(server: PageServer) -> None:
+    """With the only channel in use, the second read ends at its own deadline."""
+    fabric = fabric_for(GRANULE, max_channels_per_peer=1, stall_s=PATIENCE_S)
+    going_on, hanging = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        going_on.wait(PATIENCE_S)
+
+    server.between = hang
+    first: list[Fetched] = []
+    thread = threading.Thread(
+        target=lambda: first.append(read(fabric, at(server), Destination.of([[1]])))
+    )
+    thread.start()
+    assert hanging.wait(PATIENCE_S)
+
+    second = read(fabric, at(server), Destination.of([[1]]), timeout_s=0.05)
+    going_on.set()
+    thread.join()
+    fabric.close()
+
+    assert second.failure == DEADLINE
+    assert first[0].failure == ""
+    assert server.connections() <= 1
+
+
+# --- channels -------------------------------------------------------------------------------------
+
+
+def test_reads_one_after_another_share_a_channel(server: PageServer, fabric: TcpFabric) -> None:
+    """A connection is made once, not for every read."""
+    for _ in range(5):
+        read(fabric, at(server), Destination.of([[1]]))
+
+    assert server.connections() == 1
+
+
+def test_threads_never_have_more_channels_than_allowed(server: PageServer) -> None:
+    """Eight threads share two channels, and all of them read."""
+    fabric = fabric_for(GRANULE, max_channels_per_peer=2)
+    failures: list[str] = []
+    most = [0.0]
+
+    def go() -> None:
+        for _ in range(10):
+            failures.append(read(fabric, at(server), Destination.of([[1]])).failure)
+            most[0] = max(most[0], server.connections())
+
+    threads = [threading.Thread(target=go) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fabric.close()
+
+    assert failures == [""] * 80
+    assert most[0] <= 2
+
+
+def test_channel_that_the_server_closed_while_idle_is_replaced(
+    memory: PlainMemory, fabric: TcpFabric
+) -> None:
+    """A stale channel is found out by the next read, which succeeds over a new one."""
+    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    before = read(fabric, at(first), Destination.of([[1]]))
+    first.close()
+    second = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, port=first.port)
+
+    after = read(fabric, at(second), Destination.of([[1]]))
+    second.close()
+
+    assert before.failure == after.failure == ""
+
+
+def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
+    memory: PlainMemory, fabric: TcpFabric
+) -> None:
+    """The old incarnation's offsets mean nothing in the new one's memory."""
+    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    read(fabric, at(first), Destination.of([[1]]))
+    first.close()
+    second = PageServer(memory, incarnation=INCARNATION + 1, granule=GRANULE, port=first.port)
+
+    old = read(fabric, at(second), Destination.of([[1]]))
+    new = read(fabric, at(second, INCARNATION + 1), Destination.of([[1]]))
+    second.close()
+
+    assert (old.failure, old.words.tolist()) == (REFUSED, [int(ODD)])
+    assert new.failure == ""
+    assert second.refusals(wire.INCARNATION) == 1
+
+
+def test_request_on_an_open_channel_names_its_incarnation_too(server: PageServer) -> None:
+    """A request for somebody else is refused even after a greeting that fitted."""
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as client:
+        known = wire.greet(
+            cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
+        )
+        client.sendall(wire.encode_greeting(known))
+        client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
+        one = np.ones(1, np.uint64)
+        client.sendall(wire.encode_request(one * np.uint64(0), one, INCARNATION + 1))
+        status = client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
+
+    assert wire.decode_status(status) == wire.INCARNATION
+
+
+def test_forgotten_member_keeps_no_connection(server: PageServer, fabric: TcpFabric) -> None:
+    """The channels to a member that is dead are closed at once."""
+    read(fabric, at(server), Destination.of([[1]]))
+
+    fabric.forget(INCARNATION)
+    wait_until(lambda: server.connections() == 0)
+    again = read(fabric, at(server), Destination.of([[1]]))
+
+    assert again.failure == ""
+
+
+def test_idle_channel_is_closed_by_a_later_read(server: PageServer, memory: PlainMemory) -> None:
+    """A minute after its last use, a channel goes when the fabric is used for any peer."""
+    now = [0.0]
+    fabric = fabric_for(GRANULE, clock=lambda: now[0])
+    other = PageServer(memory, incarnation=INCARNATION + 1, granule=GRANULE)
+    into = Destination.of([[1]])
+
+    for when, member in ((0.0, at(server)), (61.0, at(other, INCARNATION + 1))):
+        now[0] = when
+        offsets = np.zeros(1, np.uint64)
+        fabric.read(PeerRead(member, offsets, into.lengths, into.runs), when + PATIENCE_S)
+    wait_until(lambda: server.connections() == 0)
+    kept = other.connections()
+    fabric.close()
+    other.close()
+
+    assert kept == 1
+
+
+def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
+    """The caller's destination is not abandoned: close returns after the read has."""
+    fabric = fabric_for(GRANULE, stall_s=PATIENCE_S)
+    hanging, going_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def hang() -> None:
+        hanging.set()
+        going_on.wait(PATIENCE_S)
+
+    server.between = hang
+
+    def go() -> None:
+        order.append("read " + read(fabric, at(server), Destination.of([[1]])).failure)
+
+    def close() -> None:
+        fabric.close()
+        order.append("closed")
+
+    reading, closing = threading.Thread(target=go), threading.Thread(target=close)
+    reading.start()
+    assert hanging.wait(PATIENCE_S)
+    closing.start()
+    wait_until(lambda: fabric._closed)
+    going_on.set()
+    reading.join()
+    closing.join()
+
+    assert order == ["read ", "closed"]
+
+
+# --- peers that are broken, strangers, or somebody else's -----------------------------------------
+
+
+def test_nobody_at_the_address_is_unreachable_at_once(fabric: TcpFabric) -> None:
+    """A refused connection is known in no time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    begun = time.monotonic()
+
+    got = read(fabric, member_of(INCARNATION, data=f"127.0.0.1:{port}"), Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert time.monotonic() - begun < PROMPT_S
+
+
+@pytest.mark.parametrize(
+    "data", ["", "nonsense", "host:", ":::1:2", "127.0.0.1:0", "1.2.3.4:99999"]
+)
+def test_address_that_is_none_is_unreachable(fabric: TcpFabric, data: str) -> None:
+    """What a member says of itself may be anything; a read of it ends as a miss."""
+    got = read(fabric, member_of(INCARNATION, data=data), Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+
+
+def test_peer_named_by_a_host_name_is_read(server: PageServer, fabric: TcpFabric) -> None:
+    """`advertise` may be a name; localhost may be ::1 first, where nobody listens."""
+    member = member_of(INCARNATION, data=f"localhost:{server.port}")
+
+    got = read(fabric, member, Destination.of([[1]]))
+
+    assert got.failure == ""
+
+
+@pytest.mark.parametrize("other", ["cluster", "credentials", "granule"])
+def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
+    """Another cluster, secret or granule is a refusal, not an outage."""
+    strange = {"cluster": "another", "credentials": "a guess", "granule": 2 * GRANULE}
+    fabric = fabric_for(strange["granule"] if other == "granule" else GRANULE)  # type: ignore[arg-type]
+    if other != "granule":
+        fabric = fabric_for(GRANULE, **{other: strange[other]})
+
+    got = read(fabric, at(server), Destination.of([[1]]))
+    fabric.close()
+
+    assert got.failure == REFUSED
+    assert server.refusals(other) == 1
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"PCt"])
+def test_service_of_somebody_else_is_unreachable(fabric: TcpFabric, answer: bytes) -> None:
+    """A port that was reused by another program is no peer."""
+    with peer_that(lambda connection: connection.sendall(answer)) as peer:
+        got = read(fabric, peer.member, Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+
+
+def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None:
+    """What does not begin as a response is not believed, however long it is."""
+
+    def babble(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(bytes(4096))
+
+    with peer_that(babble) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [int(ODD)]
+
+
+@pytest.mark.parametrize("missing", [1, 7, 8])
+def test_word_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
+    """A connection that ends within a word leaves no even value in its place."""
+
+    def stop_short(connection: socket.socket) -> None:
+        accept(connection)
+        whole = wire.encode_status("") + bytes(100) + bytes(wire.WORD_BYTES)
+        connection.sendall(whole[:-missing])
+
+    with peer_that(stop_short) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [int(ODD)]
+
+
+@pytest.mark.parametrize("ending", ["closes", "resets"])
+@pytest.mark.parametrize("answered", [1, 2])
+def test_pages_of_answered_requests_stay_when_the_server_closes(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch, answered: int, ending: str
+) -> None:
+    """A read of three requests, of which some were answered: their pages count, and once.
+
+    The channel was idle before, so a server that closes it at once would be asked again.
+    """
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    word = (8).to_bytes(wire.WORD_BYTES, "little")
+    response = wire.encode_status("") + bytes(100) + word
+
+    def answer_some(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accept(connection)
+        connection.sendall(response)
+        for _ in range(answered):
+            request = wire.REQUEST_BYTES + wire.ENTRY_BYTES
+            assert len(connection.recv(request, socket.MSG_WAITALL)) == request
+            connection.sendall(response)
+        if ending == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+
+    with peer_that(answer_some) as peer:
+        first = read(fabric, peer.member, Destination.of([[100]]))
+        got = read(fabric, peer.member, Destination.of([[100]] * 3))
+
+    assert first.failure == ""
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [8] * answered + [int(ODD)] * (3 - answered)
+    assert peer.accepted == 1
+
+
+def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answered, and was gone before the request ahead reached it."""
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    answered = threading.Event()
+    send_request = TcpChannel._request
+
+    def send_when_the_server_is_gone(
+        channel: TcpChannel, read: PeerRead, span: tuple[int, int], until: float
+    ) -> str:
+        if span[0] > 0:
+            assert answered.wait(PATIENCE_S)
+        return send_request(channel, read, span, until)
+
+    monkeypatch.setattr(TcpChannel, "_request", send_when_the_server_is_gone)
+
+    def answer_and_reset(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status("") + bytes(100) + bytes(wire.WORD_BYTES))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+        connection.close()
+        answered.set()
+
+    with peer_that(answer_and_reset) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]] * 2))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.words.tolist() == [0, int(ODD)]
+
+
+def test_request_that_a_deadline_interrupts_is_no_sign_of_an_unreachable_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watchdog ends a send that waits for room; the peer is only slow to take it."""
+    monkeypatch.setattr(TcpChannel, "_wait_at_most", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        channel = TcpChannel(ours, stall_s=PATIENCE_S, clock=time.monotonic)
+        until = time.monotonic() + 0.1
+        watchdog = threading.Timer(0.1, channel.interrupt)
+        watchdog.start()
+
+        failure = channel._send(bytes(2**22), until)
+        watchdog.join()
+
+    assert failure == DEADLINE
+
+
+# --- our own side's troubles ----------------------------------------------------------------------
+
+
+def test_destination_that_is_no_memory_is_a_bug_of_ours(
+    server: PageServer, fabric: TcpFabric
+) -> None:
+    """The kernel says so, the read says so, and the fabric serves on."""
+    runs = PageRuns.of([[(4096, 100)]])
+    nowhere = PeerRead(at(server), np.zeros(1, np.uint64), runs.lengths(), runs)
+
+    got = fabric.read(nowhere, time.monotonic() + PATIENCE_S)
+    after = read(fabric, at(server), Destination.of([[100]]))
+
+    assert (got.failure, got.words.tolist()) == (INTERNAL, [int(ODD)])
+    assert after.failure == ""
+
+
+def test_lengths_that_differ_from_the_destinations_are_a_bug_of_ours(
+    server: PageServer, fabric: TcpFabric
+) -> None:
+    """Nothing is read: the bytes would land in the wrong places."""
+    into = Destination.of([[100]])
+    wrong = PeerRead(at(server), np.zeros(1, np.uint64), np.array([99], np.uint64), into.runs)
+
+    got = fabric.read(wrong, time.monotonic() + PATIENCE_S)
+
+    assert got.failure == INTERNAL
+    assert (into.memory == UNTOUCHED).all()
+
+
+def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> None:
+    """A system call that a signal cut short, with some bytes or none, is taken up again."""
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
+    main_thread = threading.get_ident()
+
+    def interrupt() -> None:
+        for _ in range(5):
+            before = len(caught)
+            signal.pthread_kill(main_thread, signal.SIGUSR1)
+            wait_until(lambda before=before: len(caught) > before)  # type: ignore[misc]
+
+    def serve(connection: socket.socket) -> None:
+        accept(connection)
+        interrupt()
+        connection.sendall(wire.encode_status("") + bytes(50))
+        interrupt()
+        connection.sendall(bytes(50) + bytes(wire.WORD_BYTES))
+
+    try:
+        with peer_that(serve) as peer:
+            got = read(fabric, peer.member, Destination.of([[100]]))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+    assert len(caught) == 10
+    assert got.failure == ""
+    assert got.words.tolist() == [0]
+
+
+def test_interrupted_caller_leaves_no_channel_that_still_receives(
+    server: PageServer, fabric: TcpFabric
+) -> None:
+    """Ctrl-C in mid-read comes through, and the owner's later bytes reach nobody."""
+    going_on = threading.Event()
+    main_thread = threading.get_ident()
+    caught: list[int] = []
+
+    def catch(number: int, _: object) -> None:
+        caught.append(number)
+        if len(caught) == 1:
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        server.between = lambda: None
+        # A signal that comes between two receives ends neither: people press again, too.
+        while not caught:
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            going_on.wait(0.01)
+        going_on.wait(PATIENCE_S)
+
+    server.between = interrupt
+    into = Destination.of([[PORTION]] * 4)
+    previous = signal.signal(signal.SIGINT, catch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(fabric, at(server), into, step=PORTION)
+        into.memory[:] = UNTOUCHED
+        going_on.set()
+        # From here on nobody sends signals.
+        wait_until(lambda: server.connections() == 0)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+    assert (into.memory == UNTOUCHED).all()
+    assert read(fabric, at(server), Destination.of([[1]])).failure == ""
+
+
+def test_memory_served_is_what_the_owner_has_now(
+    memory: PlainMemory, server: PageServer, fabric: TcpFabric
+) -> None:
+    """Nothing between the two sides remembers bytes or words from read to read."""
+    into = Destination.of([[3]])
+    owner = Owner(memory)
+    seen = []
+
+    for generation in (2, 4, 6):
+        owner.store(0, bytes([generation]) * 3, generation)
+        got = read(fabric, at(server), into)
+        seen.append((got.words.tolist(), into.page(0)))
+
+    assert seen == [([g], bytes([g]) * 3) for g in (2, 4, 6)]

@@ -1,0 +1,389 @@
+"""What the compiled page server adds: it needs no Python while it serves, and goes with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import trio
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from peercache.fabric.tcp import native, wire
+from peercache.fabric.tcp.client import TcpFabric
+from peercache.fabric.tcp.compiled import CompiledPages
+from peercache.fabric.tcp.server import Admission, serve_pages, usual_threads
+from peercache.fabric.tcp.serving import Patience
+from peercache.fabric.tcp.sockets import open_listeners
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.runs import U64
+from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import REFUSED
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
+from tests.contracts.fakes import PlainMemory
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.unit.fabric.serving import WAYS, PageServer, fabric_for, wait_until
+
+if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
+    from exceptiongroup import ExceptionGroup
+
+MEMORY_BYTES = 16 * 2**20
+
+
+@attrs.define
+class GrowingMemory(PlainMemory):
+    """Page memory of which a part is usable."""
+
+    usable: int = 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return how much that is."""
+        return self.usable
+
+
+def filled(memory: PlainMemory) -> PlainMemory:
+    """Make every granule's word twice its index, and its bytes its own."""
+    memory.words[:] = 2 * np.arange(len(memory.words))
+    memory.pages.view(np.uint32)[:] = np.arange(len(memory.pages) // 4)
+    return memory
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def server(request: pytest.FixtureRequest) -> Iterator[PageServer]:
+    """A server of 16 MiB, one for all: nothing here changes it."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Iterator[TcpFabric]:
+    """A client side."""
+    with contextlib.closing(fabric_for(GRANULE)) as opened:
+        yield opened
+
+
+def read(fabric: TcpFabric, port: int, offsets: list[int], into: Destination) -> Fetched:
+    """Read slots at these offsets."""
+    member = member_of(INCARNATION, data=f"127.0.0.1:{port}")
+    places: U64 = np.array(offsets, np.uint64)
+    until = time.monotonic() + PATIENCE_S
+    return fabric.read(PeerRead(member, places, into.lengths, into.runs), until)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    pages=st.lists(
+        st.tuples(
+            st.integers(0, MEMORY_BYTES // GRANULE - 1),
+            st.one_of(st.integers(1, 3 * GRANULE), st.integers(1, 2 * wire.PORTION_BYTES_MAX)),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    repeated=st.sampled_from([1, 40]),
+)
+@example(pages=[(0, wire.PORTION_BYTES_MAX), (1, 1), (2, wire.PORTION_BYTES_MAX - 1)], repeated=1)
+@example(pages=[(3, 1)], repeated=2 * wire.PORTION_PAGES_MAX + 1)
+def test_every_page_arrives_with_its_own_word(
+    server: PageServer, fabric: TcpFabric, pages: list[tuple[int, int]], repeated: int
+) -> None:
+    """Both sides cut any list of pages into the same portions, so bytes and words fall in place."""
+    wanted = [
+        (granule * GRANULE, min(size, MEMORY_BYTES - granule * GRANULE)) for granule, size in pages
+    ]
+    # Few copies of what is large.
+    wanted *= max(1, min(repeated, 64 * 2**20 // sum(size for _, size in wanted)))
+    into = Destination.of([[size] for _, size in wanted])
+
+    got = read(fabric, server.port, [offset for offset, _ in wanted], into)
+
+    everything = np.arange(MEMORY_BYTES // 4, dtype=np.uint32).tobytes()
+    assert got.failure == ""
+    assert got.words.tolist() == [2 * (offset // GRANULE) for offset, _ in wanted]
+    for index, (offset, size) in enumerate(wanted):
+        assert into.page(index) == everything[offset : offset + size]
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_memory_is_served_as_far_as_it_is_usable_by_now(compiled: bool) -> None:
+    """What is not populated yet is refused; once it is, it is served, on open connections too."""
+    memory = GrowingMemory(np.zeros(2 * GRANULE, np.uint8), np.zeros(2, np.uint64), GRANULE)
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    into = Destination.of([[1]])
+    with contextlib.closing(fabric_for(GRANULE)) as fabric:
+        first = read(fabric, server.port, [0], into)
+        early = read(fabric, server.port, [GRANULE], into)
+        again = read(fabric, server.port, [0], into)
+        memory.usable = 2 * GRANULE
+        grown = read(fabric, server.port, [GRANULE], into)
+    server.close()
+
+    assert [first.failure, early.failure, again.failure, grown.failure] == ["", REFUSED, "", ""]
+    assert server.refusals(wire.BOUNDS) == 1
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_readers_that_do_not_receive_hold_nobody(compiled: bool) -> None:
+    """With many responses stuck in full sockets, another client reads at once."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    known = wire.greet(
+        cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
+    )
+    count = 60
+    whole = np.full(count, MEMORY_BYTES, np.uint64)
+    request = wire.encode_request(np.zeros(count, np.uint64), whole, INCARNATION)
+    with contextlib.ExitStack() as stack:
+        fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
+        for _ in range(20):
+            stuck = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)
+            )
+            stuck.sendall(wire.encode_greeting(known) + request)
+        wait_until(lambda: server.connections() == 20)
+        into = Destination.of([[2**20]] * 8)
+
+        got = read(fabric, server.port, [0] * 8, into)
+    server.close()
+
+    assert got.failure == ""
+    assert got.words.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_served_are_counted_when_the_server_ends(threads: int) -> None:
+    """The loop tells nobody as it goes; nothing is lost at the end, whichever thread sent it."""
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=threads)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
+            read(fabric, server.port, [0, GRANULE], Destination.of([[1000], [24]]))
+    server.close()
+
+    served = server.metrics.registry.get_sample_value("peercache_tcp_bytes_served_total")
+    assert served == 3 * 1024
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
+    """While one of two threads is held up, whoever comes later is the other one's.
+
+    1. The first client's thread is held in the middle of its response.
+    2. The second one's is the other thread, which it leaves.
+    3. So does the third one's; taken in turn it would have waited with the first.
+    """
+    memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=2)
+    held, going_on, calls = threading.Event(), threading.Event(), itertools.count()
+
+    def hold_the_first() -> None:
+        if next(calls) == 0:
+            held.set()
+            going_on.wait(PATIENCE_S)
+
+    server.between = hold_the_first
+    first: list[Fetched] = []
+
+    def go() -> None:
+        with contextlib.closing(fabric_for(GRANULE)) as fabric:
+            first.append(read(fabric, server.port, [0], Destination.of([[1]])))
+
+    reading = threading.Thread(target=go)
+    reading.start()
+    assert held.wait(PATIENCE_S)
+    later = []
+    for open_then in (1, 1):
+        wait_until(lambda count=open_then: server.connections() == count)  # type: ignore[misc]
+        with contextlib.closing(fabric_for(GRANULE, stall_s=PROMPT_S)) as fabric:
+            later.append(read(fabric, server.port, [GRANULE], Destination.of([[1]])).failure)
+    going_on.set()
+    reading.join()
+    server.close()
+
+    assert later == ["", ""]
+    assert first[0].failure == ""
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (15, 1), (16, 2), (32, 4), (128, 4)])
+def test_threads_go_by_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    """A machine of two cores keeps one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    assert usual_threads() == threads
+
+
+def test_compiled_file_of_another_build_is_as_good_as_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A structure that the two sides see differently would be a crash."""
+    monkeypatch.setattr(native, "LAYOUT", native.LAYOUT + 1)
+
+    assert native._load() is None
+
+
+@contextlib.contextmanager
+def stubborn_owner(what: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run an owner that does something unkind at the first line it gets."""
+    script = Path(__file__).parent / "stubborn_owner.py"
+    with subprocess.Popen(
+        [sys.executable, str(script), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parents[3])},
+    ) as process:
+        try:
+            yield process, int(say(process, ""))
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[str], line: str) -> str:
+    """Write a line if there is one, and return the answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+def test_pages_are_served_while_somebody_holds_the_interpreters_lock(fabric: TcpFabric) -> None:
+    """An engine that computes in Python, or in C without letting go, keeps no reader waiting."""
+    into = Destination.of([[GRANULE]])
+    with stubborn_owner("hold") as (process, port):
+        read(fabric, port, [0], into)
+        holding = say(process, "hold\n")
+
+        got = read(fabric, port, [GRANULE], into)
+        process.communicate("\n", timeout=PATIENCE_S)
+
+    assert holding == "holding"
+    assert got.failure == ""
+    assert got.words.tolist() == [2]
+
+
+def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -> None:
+    """A child's exit takes nothing along; neither process hangs on the thread that serves."""
+    into = Destination.of([[GRANULE]])
+    with stubborn_owner("fork") as (process, port):
+        before = read(fabric, port, [0], into)
+        childs_status = say(process, "fork\n")
+
+        after = read(fabric, port, [GRANULE], into)
+        process.communicate("\n", timeout=PATIENCE_S)
+
+    assert [before.failure, after.failure] == ["", ""]
+    assert childs_status == "0"
+    assert process.returncode == 0
+
+
+def compiled_pages() -> CompiledPages:
+    """Return a server of its own, which nobody has started."""
+    return CompiledPages(
+        filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
+        granule=GRANULE,
+        incarnation=INCARNATION,
+        metrics=Metrics(),
+        between_bytes_and_words=None,
+    )
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepters() -> None:
+    """It was accepted in the turn of the loop that ended it: the C server is freed by then."""
+    pages = compiled_pages()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pages.run)
+        nursery.cancel_scope.cancel()
+    taken: list[object] = []
+    pages._call = {**pages._call, "take": lambda *given: taken.append(given) or 0}
+    ours, theirs = socket.socketpair()
+
+    with ours, theirs:
+        end = await pages.serve(ours, Patience(idle_s=1.0, request_s=1.0, stall_s=1.0))
+
+        assert (end.connection, end.refused) == (None, "")
+        assert ours.fileno() >= 0
+    assert taken == []
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At exit Python may call from a copy of its list, in which nothing is unregistered."""
+    hooks: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    pages = compiled_pages()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pages.run)
+        nursery.cancel_scope.cancel()
+    stopped: list[object] = []
+    pages._call = {**pages._call, "stop": stopped.append}
+
+    for hook in hooks:
+        hook()
+
+    assert len(hooks) == 1
+    assert stopped == []
+
+
+@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """A process at its limit of threads hears so, and has no descriptor or exit hook left of it."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name == "peercache-pages":
+            started.append(thread)
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    hooks: list[object] = []
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    monkeypatch.setattr(atexit, "unregister", hooks.remove)
+    admission = Admission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
+    before = open_files()
+    listeners = await open_listeners("127.0.0.1", 0)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await serve_pages(
+            listeners,
+            PlainMemory.of(MEMORY_BYTES, GRANULE),
+            admission=admission,
+            metrics=Metrics(),
+            threads=threads,
+        )
+
+    assert not any(thread.is_alive() for thread in started)
+    assert failed.group_contains(RuntimeError, match="can't start new thread")
+    assert open_files() == before
+    assert hooks == []
+
+
+def open_files() -> int:
+    """Return how many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,404 @@
+"""The page server against clients that are no clients of ours, and against its own clock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peercache.errors import AddressTaken
+from peercache.fabric.tcp import server as tcp_server
+from peercache.fabric.tcp import turns as tcp_turns
+from peercache.fabric.tcp import wire
+from peercache.fabric.tcp.server import Admission
+from peercache.fabric.tcp.sockets import open_listeners
+from peercache.fabric.tcp.turns import PagesInTurns
+from peercache.model.reads import PeerRead
+from peercache.observability.metrics import Metrics
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
+from tests.contracts.fakes import PlainMemory
+from tests.unit.fabric.serving import (
+    CLUSTER,
+    CREDENTIALS,
+    PATIENCE_S,
+    WAYS,
+    PageServer,
+    fabric_for,
+    wait_until,
+)
+
+PAGE_MEMORY_BYTES = 16 * 2**20
+
+
+@pytest.fixture
+def memory() -> PlainMemory:
+    """Page memory in which every word is even, and twice its index."""
+    plain = PlainMemory.of(PAGE_MEMORY_BYTES, GRANULE)
+    plain.words[:] = 2 * np.arange(len(plain.words))
+    return plain
+
+
+@pytest.fixture(params=WAYS)
+def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[PageServer]:
+    """A server of that memory on a free port."""
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    yield running
+    running.close()
+
+
+def connect(server: PageServer) -> socket.socket:
+    """Connect as anybody can."""
+    return socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)
+
+
+def greeting(**other: object) -> bytes:
+    """Return an honest greeting, or one that differs in what is named."""
+    known = {
+        "cluster": CLUSTER,
+        "credentials": CREDENTIALS,
+        "granule": GRANULE,
+        "incarnation": INCARNATION,
+    }
+    return wire.encode_greeting(wire.greet(**{**known, **other}))  # type: ignore[arg-type]
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Receive exactly so many bytes, or fewer if the server closes."""
+    got = b""
+    while len(got) < count and (piece := connection.recv(count - len(got))):
+        got += piece
+    return got
+
+
+def admitted(server: PageServer) -> socket.socket:
+    """Connect and be accepted."""
+    connection = connect(server)
+    connection.sendall(greeting())
+    assert wire.decode_answer(receive(connection, wire.ANSWER_BYTES)) == ""
+    return connection
+
+
+def serves(server: PageServer) -> bool:
+    """Return whether an honest client reads a page."""
+    fabric = fabric_for(GRANULE)
+    member = member_of(INCARNATION, data=server.address)
+    into = Destination.of([[10]])
+    offsets = np.array([3 * GRANULE], np.uint64)
+    got = fabric.read(PeerRead(member, offsets, into.lengths, into.runs), deadline())
+    fabric.close()
+    return got.words.tolist() == [6]
+
+
+def deadline() -> float:
+    """Return a time that no test should come to."""
+    return time.monotonic() + PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (greeting(cluster="another"), wire.CLUSTER),
+        (greeting(credentials="a guess"), wire.CREDENTIALS),
+        (greeting(credentials=""), wire.CREDENTIALS),
+        (greeting(granule=2 * GRANULE), wire.GRANULE),
+        (greeting(incarnation=INCARNATION + 1), wire.INCARNATION),
+        (greeting()[:4] + struct.pack("<H", 2) + greeting()[6:], wire.VERSION),
+        (b"GET / HTTP/1.1\r\nHost: peercache\r\n\r\n", wire.MALFORMED),
+    ],
+)
+def test_stranger_is_told_why_and_counted(server: PageServer, said: bytes, reason: str) -> None:
+    """The answer names the reason, the connection ends, and honest clients are served on."""
+    with connect(server) as stranger:
+        stranger.sendall(said)
+        answer = receive(stranger, wire.ANSWER_BYTES)
+        stranger.shutdown(socket.SHUT_WR)
+        rest = receive(stranger, 1)
+
+    assert wire.decode_answer(answer) == reason
+    assert rest == b""
+    assert server.refusals(reason) == 1
+    assert serves(server)
+
+
+def test_server_without_a_secret_admits_whoever_can_connect(memory: PlainMemory) -> None:
+    """An empty `credentials` admits everybody, those who present some included."""
+    admission = Admission(cluster="c", credentials="", granule=1, incarnation=2)
+    known = {"cluster": "c", "granule": 1, "incarnation": 2}
+
+    with_none = admission.admit(wire.greet(**known, credentials=""))  # type: ignore[arg-type]
+    with_some = admission.admit(wire.greet(**known, credentials="x"))  # type: ignore[arg-type]
+
+    assert with_none is None
+    assert with_some is None
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (struct.pack("<4sIQQ", b"PCtr", 2**32 - 1, INCARNATION, 1), wire.MALFORMED),
+        (struct.pack("<4sIQQ", b"PCtr", 1, INCARNATION, 2**63), wire.BOUNDS),
+        (struct.pack("<4sIQQ", b"PCtr", 1, INCARNATION + 1, 1), wire.INCARNATION),
+        (struct.pack("<4sIQQ", b"PCtx", 1, INCARNATION, 1), wire.MALFORMED),
+        (b"\xff" * wire.REQUEST_BYTES, wire.MALFORMED),
+    ],
+)
+def test_request_is_refused_by_its_head_alone(server: PageServer, head: bytes, reason: str) -> None:
+    """The refusal comes while none of the entries has been sent: nothing waits to buffer them."""
+    with admitted(server) as client:
+        client.sendall(head)
+        answer = receive(client, wire.ANSWER_BYTES)
+
+    assert wire.decode_status(answer) == reason
+    assert serves(server)
+
+
+@pytest.mark.parametrize(
+    ("entries", "total", "reason"),
+    [
+        ([(0, 0)], 0, wire.BOUNDS),
+        ([(PAGE_MEMORY_BYTES, 1)], 1, wire.BOUNDS),
+        ([(PAGE_MEMORY_BYTES - GRANULE, GRANULE + 1)], GRANULE + 1, wire.BOUNDS),
+        ([(0, PAGE_MEMORY_BYTES + 1)], PAGE_MEMORY_BYTES + 1, wire.BOUNDS),
+        ([(2**64 - GRANULE, 2 * GRANULE)], 2 * GRANULE, wire.BOUNDS),
+        ([(0, 1), (0, 2**64 - 1)], 0, wire.BOUNDS),
+        ([(1, 1)], 1, wire.BOUNDS),
+        ([(0, 1), (GRANULE, 1)], 3, wire.MALFORMED),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(
+    server: PageServer, entries: list[tuple[int, int]], total: int, reason: str
+) -> None:
+    """Nothing outside the page memory is served, and nothing that no word stands for."""
+    head = struct.pack("<4sIQQ", b"PCtr", len(entries), INCARNATION, total)
+    with admitted(server) as client:
+        client.sendall(head + b"".join(struct.pack("<QQ", *entry) for entry in entries))
+        answer = receive(client, wire.ANSWER_BYTES)
+        rest = receive(client, 1)
+
+    assert wire.decode_status(answer) == reason
+    assert rest == b""
+    assert server.refusals(reason) == 1
+    assert serves(server)
+
+
+def test_refusal_reaches_a_client_that_sends_on(server: PageServer) -> None:
+    """What the server did not read does not reset the connection before the reason is read."""
+    count = wire.COUNT_MAX
+    offsets = np.full(count, PAGE_MEMORY_BYTES, np.uint64)
+    bad = wire.encode_request(offsets, np.ones(count, np.uint64), INCARNATION)
+    with admitted(server) as client:
+        client.sendall(bad + bad)
+        answer = receive(client, wire.ANSWER_BYTES)
+
+    assert wire.decode_status(answer) == wire.BOUNDS
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(garbage=st.binary(max_size=300), greeted=st.booleans())
+def test_garbage_ends_its_own_connection_only(
+    server: PageServer, garbage: bytes, greeted: bool
+) -> None:
+    """Whatever is sent, with or without a greeting before it, the server serves on."""
+    client = admitted(server) if greeted else connect(server)
+    with client, contextlib.suppress(OSError):
+        client.sendall(garbage)
+        client.shutdown(socket.SHUT_WR)
+        receive(client, 2**20)
+
+    assert serves(server)
+
+
+def test_hundreds_of_idle_connections_keep_nobody_waiting(server: PageServer) -> None:
+    """Silent ones, half greetings and idle admitted ones cost a task each, and no thread."""
+    with contextlib.ExitStack() as stack:
+        for index in range(200):
+            client = stack.enter_context(connect(server))
+            client.sendall(greeting()[: index % wire.OPENING_BYTES * 8])
+
+        assert serves(server)
+
+
+def test_half_a_greeting_is_not_waited_for_long(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that stops in mid-greeting is hung up on."""
+    monkeypatch.setattr(tcp_server, "GREETING_S", 0.05)
+    with connect(server) as client:
+        client.sendall(greeting()[:20])
+
+        assert receive(client, 1) == b""
+
+
+def test_half_a_request_is_not_waited_for_long(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that stops in mid-request is hung up on."""
+    monkeypatch.setattr(tcp_server, "REQUEST_S", 0.05)
+    offsets, lengths = np.zeros(2, np.uint64), np.ones(2, np.uint64)
+    with admitted(server) as client:
+        client.sendall(wire.encode_request(offsets, lengths, INCARNATION)[:-1])
+
+        assert receive(client, 1) == b""
+
+
+def test_idle_client_is_hung_up_on_in_the_end(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is never used again does not stay for ever."""
+    monkeypatch.setattr(tcp_server, "IDLE_S", 0.05)
+    with admitted(server) as client:
+        assert receive(client, 1) == b""
+
+
+def test_client_that_does_not_receive_is_hung_up_on(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused client holds neither a send nor a connection for ever."""
+    monkeypatch.setattr(tcp_server, "SEND_STALL_S", 0.05)
+    count = 200
+    lengths = np.full(count, 2**20, np.uint64)
+    request = wire.encode_request(np.zeros(count, np.uint64), lengths, INCARNATION)
+    with admitted(server) as client:
+        client.sendall(request)
+        wait_until(lambda: server.connections() == 0)
+        got = receive(client, 200 * 2**20)
+
+    assert len(got) < 200 * 2**20
+
+
+def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemory) -> None:
+    """The limit holds, says so, and gives way when somebody leaves."""
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=1)
+    with admitted(server), connect(server) as second:
+        answer = receive(second, wire.ANSWER_BYTES)
+    wait_until(lambda: server.connections() == 0)
+    served = serves(server)
+    server.close()
+
+    assert wire.decode_answer(answer) == wire.BUSY
+    assert server.refusals(wire.BUSY) == 1
+    assert served
+
+
+def test_page_rewritten_while_it_is_sent_has_another_word(
+    server: PageServer, memory: PlainMemory
+) -> None:
+    """The client has half of the old page when the owner evicts it and stores another.
+
+    A word that the server had loaded before its send would still be the old page's, and vouch for
+    bytes of both.
+    """
+    length = PAGE_MEMORY_BYTES
+    owner = Owner(memory)
+    owner.store(0, b"\x01" * length, 10)
+    request = wire.encode_request(
+        np.zeros(1, np.uint64), np.array([length], np.uint64), INCARNATION
+    )
+    with admitted(server) as client:
+        client.sendall(request)
+        begun = receive(client, wire.ANSWER_BYTES + 1)
+        # 16 MiB do not fit into the buffers of a connection: the send is not over.
+        owner.store(0, b"\x02" * length, 12)
+        rest = receive(client, length - 1)
+        word = receive(client, wire.WORD_BYTES)
+
+    assert begun[-1:] == b"\x01"
+    assert rest[-1:] == b"\x02"
+    assert int.from_bytes(word, "little") == 12
+
+
+async def test_listeners_of_every_interface_share_one_port() -> None:
+    """IPv4 and IPv6 clients find the same advertised port."""
+    listeners = await open_listeners("", 0)
+    names = [listener.socket.getsockname() for listener in listeners]
+    for listener in listeners:
+        await listener.aclose()
+
+    assert len({name[1] for name in names}) == 1
+    assert names[0][1] != 0
+    assert any(listener.socket.family == socket.AF_INET for listener in listeners)
+
+
+async def test_listeners_of_an_ipv6_address_speak_it() -> None:
+    """A host in figures of either family is bound as it is."""
+    try:
+        listeners = await open_listeners("::1", 0)
+    except OSError as error:
+        if error.errno in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+            pytest.skip("this machine has no IPv6")
+        raise
+    name = listeners[0].socket.getsockname()
+    for listener in listeners:
+        await listener.aclose()
+
+    assert name[0] == "::1"
+
+
+async def test_taken_port_is_named() -> None:
+    """An explicit port that somebody has is an error that says which."""
+    first = await open_listeners("127.0.0.1", 0)
+    port = first[0].socket.getsockname()[1]
+
+    with pytest.raises(AddressTaken, match=f"127.0.0.1:{port}"):
+        await open_listeners("127.0.0.1", port)
+
+    await first[0].aclose()
+
+
+async def test_connections_take_turns_with_the_rest_of_the_loop(memory: PlainMemory) -> None:
+    """However many connections send, the loop runs other tasks after each turn of one of them."""
+    turns_between_looks: list[int] = []
+    turns = 0
+    send_for_one_turn = tcp_turns._send_for_one_turn
+
+    def counted(*arguments: object) -> bool:
+        nonlocal turns
+        turns += 1
+        return send_for_one_turn(*arguments)  # type: ignore[arg-type]
+
+    async def watch() -> None:
+        while True:
+            before = turns
+            await trio.lowlevel.checkpoint()
+            turns_between_looks.append(turns - before)
+
+    pages = PagesInTurns(
+        memory, granule=GRANULE, incarnation=1, metrics=Metrics(), between_bytes_and_words=None
+    )
+    tcp_turns._send_for_one_turn = counted  # type: ignore[assignment]
+    pairs = [socket.socketpair() for _ in range(8)]
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            async with trio.open_nursery() as sending:
+                for ours, theirs in pairs:
+                    ours.setblocking(False)
+                    theirs.setblocking(False)
+                    sending.start_soon(pages._send, ours, [memory.pages.data[: 2**20]], PATIENCE_S)
+                    sending.start_soon(drain, theirs, 2**20)
+            nursery.cancel_scope.cancel()
+    finally:
+        tcp_turns._send_for_one_turn = send_for_one_turn
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
+
+    assert turns >= 8
+    # One a round of the loop; between two looks of ours lie parts of two rounds.
+    assert max(turns_between_looks) <= 2
+
+
+async def drain(connection: socket.socket, count: int) -> None:
+    """Receive so many bytes, and forget them."""
+    while count:
+        await trio.lowlevel.wait_readable(connection)
+        count -= len(connection.recv(count))

@@ -1,0 +1,187 @@
+"""The bytes of the tcp fabric: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from peercache.errors import RemoteProtocolError
+from peercache.fabric.tcp import wire
+from peercache.model.records import PAGE_BYTES_MAX
+from peercache.model.runs import U64
+
+U64S = st.integers(0, 2**64 - 1)
+MEMORY = 2**40
+GRANULE = 4096
+
+
+def u64(values: list[int]) -> U64:
+    """Return an array as the wire's functions take it."""
+    return np.array(values, np.uint64)
+
+
+@given(granule=U64S, incarnation=U64S, cluster=st.text(), credentials=st.text())
+def test_greeting_survives_the_wire(
+    granule: int, incarnation: int, cluster: str, credentials: str
+) -> None:
+    """What a client says is what the server hears."""
+    greeting = wire.greet(
+        cluster=cluster, credentials=credentials, granule=granule, incarnation=incarnation
+    )
+
+    raw = wire.encode_greeting(greeting)
+    wire.check_opening(raw[: wire.OPENING_BYTES])
+    heard = wire.decode_greeting(raw[wire.OPENING_BYTES :])
+
+    assert heard == greeting
+
+
+def test_proof_needs_the_secret_and_names_its_target() -> None:
+    """Another secret, cluster, granule or incarnation makes another proof; no secret makes none."""
+    known = {"cluster": "c", "credentials": "s", "granule": 4096, "incarnation": 7}
+    others = [{"cluster": "d"}, {"credentials": "t"}, {"granule": 8192}, {"incarnation": 8}]
+
+    proof = wire.greet(**known).proof  # type: ignore[arg-type]
+    different = [wire.greet(**{**known, **other}).proof for other in others]  # type: ignore[arg-type]
+    open_to_all = wire.greet(**{**known, "credentials": ""}).proof  # type: ignore[arg-type]
+
+    assert proof not in different
+    assert len(set(different)) == len(different)
+    assert open_to_all == wire.NO_PROOF
+
+
+@pytest.mark.parametrize("reason", wire.REASONS)
+def test_reason_survives_the_wire(reason: str) -> None:
+    """Both answers carry every reason, and neither is taken for the other."""
+    answer, status = wire.encode_answer(reason), wire.encode_status(reason)
+
+    assert wire.decode_answer(answer) == reason
+    assert wire.decode_status(status) == reason
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_status(answer)
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_answer(status)
+
+
+@given(
+    slots=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 2**20)), min_size=1, max_size=50)
+)
+def test_request_survives_the_wire(slots: list[tuple[int, int]]) -> None:
+    """The server sees the very slots that the client asked for."""
+    offsets = u64([granule * GRANULE for granule, _ in slots])
+    lengths = u64([length for _, length in slots])
+
+    raw = wire.encode_request(offsets, lengths, 7)
+    request = wire.decode_request(raw[: wire.REQUEST_BYTES], incarnation=7)
+    entries = raw[wire.REQUEST_BYTES :]
+    seen = wire.decode_entries(entries, request, page_bytes=MEMORY, granule=GRANULE)
+
+    assert len(entries) == request.count * wire.ENTRY_BYTES
+    assert np.array_equal(seen[0], offsets)
+    assert np.array_equal(seen[1], lengths)
+
+
+@given(raw=st.binary(min_size=wire.REQUEST_BYTES, max_size=wire.REQUEST_BYTES))
+@example(raw=struct.pack("<4sIQQ", b"PCtr", wire.COUNT_MAX + 1, 7, 1))
+@example(raw=struct.pack("<4sIQQ", b"PCtr", 2**32 - 1, 7, 1))
+@example(raw=struct.pack("<4sIQQ", b"PCtr", 0, 7, 0))
+@example(raw=struct.pack("<4sIQQ", b"PCtr", 1, 8, 1))
+@example(raw=struct.pack("<4sIQQ", b"PCtr", 1, 7, wire.REQUEST_BYTES_MAX + 1))
+def test_request_head_is_refused_before_anything_is_buffered(raw: bytes) -> None:
+    """Garbage, too many pages or bytes, and another incarnation end at the first 24 bytes."""
+    with pytest.raises(wire.Refusal) as refusal:
+        wire.decode_request(raw, incarnation=7)
+
+    assert refusal.value.what in wire.REASONS
+
+
+@given(
+    slots=st.lists(st.tuples(U64S, U64S), min_size=1, max_size=8),
+    total=U64S | st.none(),
+    memory=st.sampled_from([0, 1, GRANULE, 2**20, MEMORY]),
+)
+@example(slots=[(2**64 - GRANULE, GRANULE)], total=None, memory=MEMORY)
+@example(slots=[(0, 2**63), (0, 2**63)], total=0, memory=MEMORY)
+@example(slots=[(0, 5)], total=6, memory=MEMORY)
+def test_accepted_entries_lie_inside_the_page_memory(
+    slots: list[tuple[int, int]], total: int | None, memory: int
+) -> None:
+    """Whatever comes, only slots pass that Python's unbounded numbers find inside."""
+    raw = np.array(slots, np.uint64).tobytes()
+    said = sum(length for _, length in slots) % 2**64 if total is None else total
+    request = wire.Request(len(slots), 7, said)
+    inside = all(
+        length > 0 and offset + length <= memory and offset % GRANULE == 0
+        for offset, length in slots
+    )
+
+    try:
+        offsets, lengths = wire.decode_entries(raw, request, page_bytes=memory, granule=GRANULE)
+    except wire.Refusal:
+        assert not inside or said != sum(length for _, length in slots)
+        return
+
+    assert inside
+    assert int(lengths.sum()) == said
+    assert offsets.tolist() == [offset for offset, _ in slots]
+
+
+@given(raw=st.binary(min_size=wire.OPENING_BYTES, max_size=wire.OPENING_BYTES))
+@example(raw=struct.pack("<4sHH", b"PCtg", 1, 2**16 - 1))
+@example(raw=struct.pack("<4sHH", b"PCtg", 2, wire.GREETING_REST_BYTES))
+def test_opening_of_anything_else_is_refused(raw: bytes) -> None:
+    """Another magic, version or length is refused by the first 8 bytes."""
+    with pytest.raises(wire.Refusal) as refusal:
+        wire.check_opening(raw)
+
+    assert refusal.value.what in (wire.MALFORMED, wire.VERSION)
+
+
+@given(raw=st.binary(min_size=wire.ANSWER_BYTES, max_size=wire.ANSWER_BYTES))
+@example(raw=struct.pack("<4sI", b"PCta", len(wire.REASONS)))
+def test_answer_of_anything_else_is_an_error_of_the_peer(raw: bytes) -> None:
+    """A client that reached some other service says so, whatever that service sends."""
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_answer(raw)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200) | st.integers(1, PAGE_BYTES_MAX), max_size=60),
+    bytes_max=st.integers(1, 2**33),
+    pages_max=st.integers(1, 10),
+)
+def test_cuts_are_the_greedy_ones(lengths: list[int], bytes_max: int, pages_max: int) -> None:
+    """The vectorised cut is that of the obvious loop: as much as fits, and at least a page."""
+    expected, size, count = [0], 0, 0
+    for index, length in enumerate(lengths):
+        if count and (count == pages_max or size + length > bytes_max):
+            expected.append(index)
+            size = count = 0
+        size, count = size + length, count + 1
+    if lengths:
+        expected.append(len(lengths))
+
+    found = wire.cuts(u64(lengths), bytes_max=bytes_max, pages_max=pages_max)
+
+    assert found == expected
+
+
+def test_largest_page_fits_into_a_request() -> None:
+    """No page that a record can describe is unreadable over tcp."""
+    lengths = u64([PAGE_BYTES_MAX] * 4)
+
+    cut = wire.cuts(lengths, bytes_max=wire.REQUEST_BYTES_MAX, pages_max=wire.COUNT_MAX)
+
+    assert PAGE_BYTES_MAX <= wire.REQUEST_BYTES_MAX
+    assert cut == [0, 2, 4]
+
+
+def test_portion_and_its_words_fit_into_one_system_call() -> None:
+    """IOV_MAX pieces: the pages of a portion, and the words of the one before."""
+    pieces = wire.PORTION_PAGES_MAX + 1
+
+    assert pieces <= 1024

@@ -1,0 +1,251 @@
+"""The HTTP server, /metrics and /healthz over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from peercache.config.settings import DEFAULT_METRICS_PORT, parse_address
+from peercache.errors import AddressTaken
+from peercache.http import server
+from peercache.http.pages import Health
+from peercache.http.server import CONNECTIONS_MAX, REQUEST_BYTES_MAX
+from peercache.observability.metrics import Metrics
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.unit.http.http_node import OK, ask, served
+
+
+async def test_healthz_is_200_only_while_serving() -> None:
+    """The probe tells the truth of the moment, with the reason and the facts."""
+    now = OK
+
+    async with served(health=lambda: now) as address:
+        healthy = await ask(address, "/healthz")
+        now = attrs.evolve(OK, serving=False, reason="the pool is gone")
+        ill = await ask(address, "/healthz")
+
+    assert (healthy[0], json.loads(healthy[1])) == (200, {"status": "ok", "members": 3})
+    assert ill[0] == 503
+    assert json.loads(ill[1]) == {
+        "status": "unavailable",
+        "reason": "the pool is gone",
+        "members": 3,
+    }
+
+
+async def test_health_that_raises_is_not_healthy() -> None:
+    """A bug in the probe is no health, and the server goes on."""
+
+    def broken() -> Health:
+        raise RuntimeError("no pool")
+
+    async with served(health=broken) as address:
+        status, body = await ask(address, "/healthz")
+        again, _ = await ask(address, "/metrics")
+
+    assert status == 503
+    assert json.loads(body) == {"status": "unknown", "reason": "RuntimeError: no pool"}
+    assert again == 200
+
+
+async def test_metrics_are_the_exposition_of_this_registry() -> None:
+    """What was counted is there, with its labels; another node's figures are not."""
+    ours, theirs = Metrics(), Metrics()
+    ours.pages_missed.labels(reason="deadline").inc(3)
+    theirs.pages_missed.labels(reason="deadline").inc(4)
+
+    async with served(metrics=ours) as address:
+        status, body = await ask(address, "/metrics")
+
+    assert status == 200
+    assert 'peercache_pages_missed_total{reason="deadline"} 3.0' in body.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("POST", "/", 405),
+        ("GET", "/healthz/", 404),
+        ("POST", "/healthz", 405),
+        ("PUT", "/metrics", 405),
+    ],
+)
+async def test_anything_else_is_refused(method: str, path: str, status: int) -> None:
+    """There are three pages and no way to change anything."""
+    async with served() as address:
+        assert (await ask(address, path, method))[0] == status
+
+
+async def test_head_has_no_body() -> None:
+    """HEAD of any page answers the status alone."""
+    async with served() as address:
+        assert await ask(address, "/", "HEAD") == (200, "")
+        assert await ask(address, "/healthz", "HEAD") == (200, "")
+        assert await ask(address, "/metrics", "HEAD") == (200, "")
+
+
+async def test_named_port_that_is_taken_is_an_error() -> None:
+    """An explicit port means that port: somebody else on it is told, not worked around."""
+    async with served() as address:
+        host, port = parse_address(address)
+
+        with pytest.RaisesGroup(AddressTaken) as caught:
+            async with served(host=host, port=port):
+                pytest.fail("two servers on one port")
+
+    assert str(port) in str(caught.value.exceptions[0])
+
+
+async def test_default_port_gives_way_to_a_free_one() -> None:
+    """Two nodes on one host both have metrics, whoever has port 31997."""
+    async with served(port=-1) as first, served(port=-1) as second:
+        ports = [parse_address(address)[1] for address in (first, second)]
+
+        assert (await ask(first, "/healthz"))[0] == (await ask(second, "/healthz"))[0] == 200
+
+    assert ports[0] != ports[1] != DEFAULT_METRICS_PORT
+
+
+async def test_every_interface_is_both_families() -> None:
+    """An empty host serves IPv4 and, where the host has it, IPv6."""
+    async with served(host="") as address:
+        _, port = parse_address(address)
+
+        assert (await ask(f"127.0.0.1:{port}", "/healthz"))[0] == 200
+        if address.startswith("[::]"):
+            assert (await ask(f"[::1]:{port}", "/healthz"))[0] == 200
+
+
+async def test_ipv6_address_is_served_in_brackets() -> None:
+    """The address that is handed back is one that `parse_address` reads."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    async with served(host="::1") as address:
+        assert address.startswith("[::1]:")
+        assert (await ask(address, "/healthz"))[0] == 200
+
+
+async def test_client_that_never_reads_does_not_hold_up_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scraper that asks for much and reads nothing cannot keep a node from leaving."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    metrics = Metrics()
+    for number in range(20_000):
+        metrics.messages_received.labels(kind=f"kind-{number:04}-{'x' * 200}").inc()
+
+    async with served(metrics=metrics) as address:
+        host, port = parse_address(address)
+        stream = await trio.open_tcp_stream(host, port)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        assert (await ask(address, "/healthz"))[0] == 200
+        started = trio.current_time()
+
+    assert trio.current_time() - started < PROMPT_S
+    await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET /" + b"x" * (2 * REQUEST_BYTES_MAX), 431),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # a TLS greeting
+    ],
+)
+async def test_broken_request_is_answered_and_harms_nobody(raw: bytes, status: int) -> None:
+    """What is no HTTP gets an error, and the next probe its answer."""
+    async with served() as address:
+        stream = await trio.open_tcp_stream(*parse_address(address))
+        async with stream:
+            await stream.send_all(raw)
+            answer = b"".join([chunk async for chunk in stream])
+        following, _ = await ask(address, "/healthz")
+
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert following == 200
+
+
+async def test_client_that_hangs_up_at_once_harms_nobody() -> None:
+    """A port scan, or a reset in the middle of an answer, is no event."""
+    async with served() as address:
+        for raw in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
+            stream = await trio.open_tcp_stream(*parse_address(address))
+            # Linger 0 makes the close a reset.
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if raw:
+                await stream.send_all(raw)
+            await stream.aclose()
+        assert (await ask(address, "/healthz"))[0] == 200
+
+
+async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Idle connections cost a bounded number of descriptors, and keep no probe out."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    async with served() as address:
+        host, port = parse_address(address)
+        idle = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
+        await trio.testing.wait_all_tasks_blocked(0.05)
+
+        status = (await ask(address, "/healthz"))[0]
+
+        with trio.fail_after(PROMPT_S):
+            assert await idle[0].receive_some() == b""
+        with trio.move_on_after(0.1) as still_open:
+            await idle[1].receive_some()
+        assert status == 200
+        assert still_open.cancelled_caught
+        for stream in idle:
+            await stream.aclose()
+
+
+async def test_connections_beyond_the_limit_are_closed_where_all_have_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who reads no answer is not silent: nobody takes its place before its time is over."""
+    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    async with served() as address:
+        host, port = parse_address(address)
+        busy = [await trio.open_tcp_stream(host, port) for _ in range(CONNECTIONS_MAX)]
+        for stream in busy:
+            await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: n\r\n\r\n")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        refused = await trio.open_tcp_stream(host, port)
+
+        with trio.fail_after(PROMPT_S):
+            assert await refused.receive_some() == b""
+
+        for stream in [*busy, refused]:
+            await stream.aclose()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert (await ask(address, "/healthz"))[0] == 200
+
+
+async def test_stop_frees_the_port_and_starts_no_thread_per_connection() -> None:
+    """After the cancellation the port can be bound again; connections cost no threads."""
+    tasks_before = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - a count of kernel threads
+
+    async with served() as address:
+        host, port = parse_address(address)
+        streams = [await trio.open_tcp_stream(host, port) for _ in range(40)]
+        tasks = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - a count of kernel threads
+        for stream in streams:
+            await stream.aclose()
+
+    assert tasks - tasks_before < 10
+    socket.create_server((host, port)).close()

@@ -1,0 +1,308 @@
+"""Another process's segment, mapped: what is believed, and what ends a mapping."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.errors import PeerUnreachable, Rejected
+from peercache.memory.attached import AttachedSegment
+from peercache.memory.copying import Mover, by_kernel, copy_pages
+from peercache.memory.layout import HEADER_BYTES, segment_name
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
+from peercache.model.reads import ODD
+from peercache.model.runs import PageRuns
+
+GRANULE = 16384
+NODE = Incarnation(5)
+FIRST = np.zeros(1, np.uint64)
+
+
+def publish(folder: Path, granules: int = 8, *, populated: bool = True) -> PublishedSegment:
+    segment = PublishedSegment.create(
+        folder, incarnation=NODE, page_bytes=granules * GRANULE, granule=GRANULE
+    )
+    if populated:
+        segment.populate(granules * GRANULE)
+    return segment
+
+
+def attach(path: Path, *, writable: bool = False) -> AttachedSegment:
+    return AttachedSegment.open(path, incarnation=NODE, writable=writable)
+
+
+def copy(
+    segment: AttachedSegment,
+    host: np.ndarray[Any, Any],
+    *,
+    to_slots: bool,
+    offset: int = 0,
+    mover: Mover | None = None,
+) -> int:
+    """Copy one page between `host` and a slot; return how many pages went."""
+    return copy_pages(
+        PageRuns.of([[(host.ctypes.data, host.nbytes)]]),
+        np.array([segment.pages_address + offset], np.uint64),
+        to_slots=to_slots,
+        deadline=time.monotonic() + 60,
+        mover=mover,
+    )
+
+
+def test_words_and_bytes_of_another_process_are_seen_fresh(
+    start_owner: Callable[..., Any],
+) -> None:
+    """Each call loads what the owner stored last, at the word of each slot's first granule."""
+    owner = start_owner(NODE)
+    segment = attach(owner.path)
+    offsets = np.array([3, 0, 3], np.uint64) * np.uint64(GRANULE)
+    host = np.zeros(2 * GRANULE, np.uint8)
+
+    seen = []
+    for word in (10, 20):
+        owner.tell(f"store 3 {word}")
+        owner.tell(f"fill {3 * GRANULE} {2 * GRANULE} {word}")
+        copied = copy(segment, host, to_slots=False, offset=3 * GRANULE)
+        seen.append((copied, set(host.tolist()), segment.words(offsets).tolist()))
+
+    assert seen == [(1, {10}, [10, 1, 10]), (1, {20}, [20, 1, 20])]
+    assert (segment.granule, segment.page_bytes) == (GRANULE, 64 * GRANULE)
+    segment.close(1.0)
+
+
+def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
+    """A writer's copy lands in the owner's page memory; its table is read-only."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path, writable=True)
+    host = np.full(GRANULE, 3, np.uint8)
+
+    copied = copy(segment, host, to_slots=True, offset=GRANULE)
+
+    assert copied == 1
+    assert (owner.pages[GRANULE : 2 * GRANULE] == 3).all()
+    assert (owner.pages[:GRANULE] == 0).all()
+    assert not segment._words.flags.writeable
+    words_address = int(segment._words.__array_interface__["data"][0])
+    to_words = words_address - segment.pages_address
+    assert copy(segment, host[:8], to_slots=True, offset=to_words, mover=by_kernel) == 0
+    assert owner.words[0] == 1
+    segment.close(1.0)
+    owner.close()
+
+
+def test_reader_cannot_write(shm_dir: Path) -> None:
+    """A copy into a reader's mapping ends as not copied; nothing changes, nothing crashes."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+
+    copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True, mover=by_kernel)
+
+    assert copied == 0
+    assert (owner.pages == 0).all()
+    segment.close(1.0)
+    owner.close()
+
+
+def test_missing_file_is_unreachable(shm_dir: Path) -> None:
+    """A node on a host of the same boot id whose folder we do not see."""
+    with pytest.raises(PeerUnreachable):
+        attach(shm_dir / segment_name(NODE))
+
+
+def test_header_of_another_incarnation_is_rejected(shm_dir: Path) -> None:
+    """A file under the right name that belongs to another node is not believed."""
+    owner = publish(shm_dir)
+    other = Incarnation(6)
+    path = shm_dir / segment_name(other)
+    path.hardlink_to(owner.path)
+
+    with pytest.raises(Rejected, match="it is of node"):
+        AttachedSegment.open(path, incarnation=other, writable=False)
+    with pytest.raises(Rejected, match="is no file of node"):
+        AttachedSegment.open(owner.path, incarnation=other, writable=False)
+
+    owner.close()
+
+
+def test_file_of_another_size_than_its_header_wants_is_rejected(shm_dir: Path) -> None:
+    """Cut short anywhere, or grown: never mapped, so never a bus error."""
+    owner = publish(shm_dir)
+    whole = owner.layout.total_bytes
+
+    # Downwards, so that the header stays as long as it can.
+    for size in (whole + 4096, whole - 1, HEADER_BYTES + 8, HEADER_BYTES, 75, 1, 0):
+        os.truncate(owner.path, size)
+        with pytest.raises(Rejected, match="bytes, "):
+            attach(owner.path)
+
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("garbage", "not a published segment"),
+        ("zeros", "not a published segment"),
+        ("pipe", "no regular file"),
+        ("folder", "no regular file"),
+        ("link", "bytes, a header has"),
+        ("nul", "cannot open"),
+    ],
+)
+def test_what_is_no_segment_is_rejected_and_blocks_nobody(
+    shm_dir: Path, kind: str, reason: str
+) -> None:
+    """Whatever a peer's path leads to, opening it ends with Rejected."""
+    path = shm_dir / segment_name(NODE)
+    match kind:
+        case "garbage":
+            path.write_bytes(bytes(range(256)) * 64)
+        case "zeros":
+            path.write_bytes(bytes(1 << 20))
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "link":
+            (shm_dir / "target").write_bytes(b"short")
+            path.symlink_to(shm_dir / "target")
+        case "nul":
+            path = Path(f"{shm_dir}/\0/{segment_name(NODE)}")
+
+    with pytest.raises(Rejected, match=reason):
+        attach(path)
+
+
+def test_mapping_outlives_its_owner_and_its_file(start_owner: Callable[..., Any]) -> None:
+    """After SIGKILL and unlink of the file, bytes and words are those of the last moment."""
+    owner = start_owner(NODE)
+    owner.tell("store 0 4")
+    owner.tell(f"fill 0 {GRANULE} 8")
+    segment = attach(owner.path)
+    owner.kill()
+    owner.path.unlink()
+    host = np.zeros(GRANULE, np.uint8)
+
+    copied = copy(segment, host, to_slots=False)
+
+    assert copied == 1
+    assert set(host.tolist()) == {8}
+    assert segment.words(FIRST).tolist() == [4]
+    segment.close(1.0)
+
+
+def test_file_cut_short_under_a_mapping_is_no_crash(shm_dir: Path) -> None:
+    """Somebody truncates the file while we have it mapped: bytes fail to copy, words are odd."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+    os.truncate(owner.path, 0)
+
+    copied = copy(segment, np.zeros(GRANULE, np.uint8), to_slots=False)
+
+    assert copied == 0
+    assert segment.words(np.zeros(2, np.uint64)).tolist() == [int(ODD)] * 2
+    assert segment.populate() == 0
+    segment.close(1.0)
+    owner.close()
+
+
+def test_populate_follows_the_owner_and_fills_no_hole(shm_dir: Path) -> None:
+    """Only what the owner has populated is touched: the rest would be charged to us."""
+    owner = publish(shm_dir, granules=8, populated=False)
+    segment = attach(owner.path, writable=True)
+
+    steps = []
+    for granules in (0, 3, 8):
+        owner.populate(granules * GRANULE)
+        blocks = owner.path.stat().st_blocks
+        steps.append((segment.populate(), owner.path.stat().st_blocks - blocks))
+
+    assert steps == [(0, 0), (3 * GRANULE, 0), (8 * GRANULE, 0)]
+    segment.close(1.0)
+    owner.close()
+
+
+def test_closed_segment_takes_no_new_use(shm_dir: Path) -> None:
+    """After close, a use is refused; a second close finds it done."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+
+    closed = [segment.close(0.0), segment.close(0.0)]
+
+    assert closed == [True, True]
+    assert segment.pages_address == 0
+    with pytest.raises(PeerUnreachable), segment.in_use():
+        pass
+    assert segment.populate() == 0
+    owner.close()
+
+
+def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(shm_dir: Path) -> None:
+    """Under a copy nothing is unmapped: two users, a close of no patience, then they end."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+    address = segment.pages_address
+
+    mapped = []
+    with segment.in_use():
+        with segment.in_use():
+            mapped.append((segment.close(0.0), is_mapped(address)))
+            mapped.append((segment.words(FIRST).tolist() == [1], is_mapped(address)))
+        mapped.append((segment.close(0.0), is_mapped(address)))
+    mapped.append((segment.close(0.0), is_mapped(address)))
+
+    assert mapped == [(False, True), (True, True), (False, True), (True, False)]
+    owner.close()
+
+
+def test_close_waits_for_the_last_use_in_another_thread(shm_dir: Path) -> None:
+    """Close with patience returns once the use has ended, and not before."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+    inside, order = threading.Event(), []
+
+    def use() -> None:
+        with segment.in_use():
+            inside.set()
+            # Close has begun as soon as uses are refused.
+            while not segment._closing:
+                os.sched_yield()
+            order.append(("used", is_mapped(segment.pages_address)))
+
+    user = threading.Thread(target=use)
+    user.start()
+    inside.wait()
+    order.append(("closed", segment.close(60.0)))
+    user.join()
+
+    assert order == [("used", True), ("closed", True)]
+    owner.close()
+
+
+def test_use_that_fails_is_no_use_any_more(shm_dir: Path) -> None:
+    """An exception within a use gives it back."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+
+    with pytest.raises(RuntimeError), segment.in_use():
+        raise RuntimeError
+
+    assert segment.close(0.0)
+    owner.close()
+
+
+def is_mapped(address: int) -> bool:
+    """Return whether this process has a mapping at the address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "peercache-" in line
+    return False

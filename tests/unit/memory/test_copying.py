@@ -1,0 +1,299 @@
+"""Copies of batches: every byte in its place, a leading run when ended early, no crash."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.memory.compiled import HAS_SCATTER
+from peercache.memory.copying import (
+    LATE_PORTION_BYTES,
+    NEAR_S,
+    Iov,
+    Mover,
+    Side,
+    by_compiled,
+    by_kernel,
+    by_memmove,
+    copy_pages,
+    copy_runs,
+    vector_copy_works,
+)
+from peercache.memory.kernel import IOV_MAX
+from peercache.model.runs import PageRuns
+
+FOREVER = 1e18
+EVERY = [by_kernel, by_memmove, *([by_compiled] if HAS_SCATTER else [])]
+MOVERS = pytest.mark.parametrize("mover", EVERY)
+
+
+def never() -> float:
+    return 0.0
+
+
+def scattered(rng: np.random.Generator, base: int, pages: list[list[int]]) -> PageRuns:
+    """Place runs of these sizes in shuffled order, with gaps of 0 to 3 bytes."""
+    sizes = [size for page in pages for size in page]
+    places = {}
+    at = base
+    for index in rng.permutation(len(sizes)).tolist():
+        places[index] = at
+        at += sizes[index] + int(rng.integers(0, 4))
+    numbers = itertools.count()
+    return PageRuns.of([[(places[next(numbers)], size) for size in page] for page in pages])
+
+
+RUN_BYTES = st.integers(0, 40) | st.integers(4050, 4300)
+"""Below and above what the compiled copy stores past the cache, in whole lines and what is left."""
+
+PAGES = st.lists(st.lists(RUN_BYTES, min_size=1, max_size=6), max_size=12)
+
+
+@given(PAGES, st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(EVERY),
+       st.integers(1, 200) | st.integers(4000, 20_000))  # fmt: skip
+def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
+    pages: list[list[int]], seed: int, to_slots: bool, mover: Mover, portion_bytes: int
+) -> None:
+    """Gather and scatter equal the oracle, one memoryview slice a run, whatever the cuts."""
+    rng = np.random.default_rng(seed)
+    room = sum(map(sum, pages)) + 512
+    host = rng.integers(0, 256, room, np.uint8)
+    slots = rng.integers(0, 256, room, np.uint8)
+    runs = scattered(rng, host.ctypes.data, pages)
+    slot_runs = scattered(rng, slots.ctypes.data, [[sum(page)] for page in pages])
+    expected_host, expected_slots = host.copy(), slots.copy()
+    for number in range(len(runs)):
+        at = int(slot_runs.addresses[number]) - slots.ctypes.data
+        for run in range(int(runs.starts[number]), int(runs.starts[number + 1])):
+            size = int(runs.sizes[run])
+            mine = int(runs.addresses[run]) - host.ctypes.data
+            if to_slots:
+                expected_slots[at : at + size] = host[mine : mine + size]
+            else:
+                expected_host[mine : mine + size] = slots[at : at + size]
+            at += size
+
+    copied = copy_runs(
+        Side(runs.addresses, runs.sizes),
+        Side(slot_runs.addresses, slot_runs.sizes),
+        to_segment=to_slots,
+        deadline=FOREVER,
+        portion_bytes=portion_bytes,
+        clock=never,
+        mover=mover,
+    )
+
+    assert copied == sum(map(sum, pages))
+    assert np.array_equal(host, expected_host)
+    assert np.array_equal(slots, expected_slots)
+
+
+@MOVERS
+@pytest.mark.parametrize("to_slots", [False, True])
+def test_batch_of_more_runs_than_one_call_takes_is_copied_whole(
+    mover: Mover, to_slots: bool
+) -> None:
+    """40 pages of 64 runs are 2,560 entries; a call of the kernel takes 1,024 a side."""
+    pages, layers, piece = 40, 64, 48
+    rng = np.random.default_rng(1)
+    host = rng.integers(0, 256, (layers, pages, piece), np.uint8)
+    slots = rng.integers(0, 256, (pages, layers * piece), np.uint8)
+    addresses = (
+        host.ctypes.data
+        + np.arange(pages)[:, None] * piece
+        + np.arange(layers)[None, :] * pages * piece
+    )
+    runs = PageRuns.regular(addresses, np.full(pages * layers, piece), pages)
+    slot_addresses = (slots.ctypes.data + np.arange(pages) * layers * piece).astype(np.uint64)
+
+    copied = copy_pages(
+        runs, slot_addresses, to_slots=to_slots, deadline=FOREVER, clock=never, mover=mover
+    )
+
+    assert pages * layers > 2 * IOV_MAX
+    assert copied == pages
+    assert np.array_equal(slots.reshape(pages, layers, piece), host.transpose(1, 0, 2))
+
+
+def test_batch_costs_one_call_whatever_its_pages() -> None:
+    """128 pages are one call of the mover: one hand-off of the GIL, not 128."""
+    calls = []
+
+    def counting(ours: Iov, segment: Iov, to_segment: bool, late: Callable[[], bool]) -> int:
+        calls.append(len(ours))
+        return by_kernel(ours, segment, to_segment, late)
+
+    host, slots = np.zeros((128, 2, 4096), np.uint8), np.ones((128, 4096), np.uint8)
+    runs = PageRuns.regular(host.ctypes.data + np.arange(128) * 8192, np.full(128, 4096), 128)
+    addresses = (slots.ctypes.data + np.arange(128) * 4096).astype(np.uint64)
+
+    copied = copy_pages(
+        runs, addresses, to_slots=False, deadline=FOREVER, clock=never, mover=counting
+    )
+
+    assert (copied, calls) == (128, [128])
+    assert (host[:, 0] == 1).all()
+    assert (host[:, 1] == 0).all()
+
+
+def test_nothing_is_copied_after_the_deadline() -> None:
+    """A batch that comes too late touches no destination."""
+    host, slots = np.zeros(64, np.uint8), np.ones(64, np.uint8)
+
+    copied = copy_one(host, slots, deadline=0.0)
+
+    assert copied == 0
+    assert not host.any()
+
+
+@MOVERS
+def test_deadline_in_the_middle_leaves_a_leading_run(mover: Mover) -> None:
+    """The clock is looked at between portions: what is counted is whole, and later ones stay."""
+    size = LATE_PORTION_BYTES // 2
+    host, slots = np.zeros((8, size), np.uint8), np.ones((8, size), np.uint8)
+    looks = itertools.count()
+
+    copied = copy_pages(
+        PageRuns.of([[(host[page].ctypes.data, size)] for page in reversed(range(8))]),
+        slots.ctypes.data + np.arange(8, dtype=np.uint64) * np.uint64(size),
+        to_slots=False,
+        deadline=NEAR_S * 0.9,
+        clock=lambda: next(looks) * NEAR_S * 0.3,
+        mover=mover,
+    )
+
+    assert 2 <= copied < 8
+    # The pages went from the last row of the host upwards.
+    assert host[8 - copied :].all()
+    assert not host[0].any()
+
+
+def test_memmove_asks_the_clock_before_each_piece() -> None:
+    """Each piece may wait for the GIL, so a portion of many could overrun by seconds."""
+    host, slots = np.zeros((100, 2, 16), np.uint8), np.ones((100, 16), np.uint8)
+    runs = PageRuns.regular(host.ctypes.data + np.arange(100) * 32, np.full(100, 16), 100)
+    looks = itertools.count()
+
+    copied = copy_pages(
+        runs,
+        slots.ctypes.data + np.arange(100, dtype=np.uint64) * np.uint64(16),
+        to_slots=False,
+        deadline=10.0,
+        clock=lambda: float(next(looks)),
+        mover=by_memmove,
+    )
+
+    assert 0 < copied < 10
+    assert int(host[:, 0].any(axis=1).sum()) == copied
+
+
+@pytest.mark.skipif(not HAS_SCATTER, reason="nothing was compiled")
+@pytest.mark.parametrize("to_slots", [False, True])
+@pytest.mark.parametrize("offset", [0, -2048], ids=["whole page", "its end"])
+def test_compiled_copy_misses_where_the_engines_memory_is_not_there(
+    to_slots: bool, offset: int
+) -> None:
+    """An address that is wrong altogether is no crash; what is copied is nothing."""
+    hole = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(hole))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
+    good, slots = np.full(4096, 7, np.uint8), np.full((2, 4096), 7, np.uint8)
+
+    copied = copy_pages(
+        PageRuns.of([[(good.ctypes.data, 4096)], [(address + 4096 + offset, 4096)]]),
+        np.array([row.ctypes.data for row in slots], np.uint64),
+        to_slots=to_slots,
+        deadline=FOREVER,
+        clock=never,
+        mover=by_compiled,
+    )
+
+    # The kernel's copy takes over, and goes as far as there is something.
+    assert copied == 1
+    assert (slots[0] == 7).all()
+
+
+@pytest.mark.parametrize("to_slots", [False, True])
+@pytest.mark.parametrize("bad", ["host", "slot"])
+def test_address_that_is_not_there_ends_the_copy_before_its_page(to_slots: bool, bad: str) -> None:
+    """A fault on either side, in either direction: the pages before it count, no crash."""
+    hole = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(hole))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
+    host, slots = np.zeros((4, 4096), np.uint8), np.zeros((4, 4096), np.uint8)
+    (host if to_slots else slots)[:] = 7
+    mine = [host[page].ctypes.data for page in range(4)]
+    theirs = [slots[page].ctypes.data for page in range(4)]
+    # The page that faults does so in its second half, so a part of it is copied.
+    (mine if bad == "host" else theirs)[2] = address + 2048
+
+    copied = copy_pages(
+        PageRuns.of([[(place, 4096)] for place in mine]),
+        np.array(theirs, np.uint64),
+        to_slots=to_slots,
+        deadline=FOREVER,
+        clock=never,
+        mover=by_kernel,
+    )
+
+    assert copied == 2
+    written = slots if to_slots else host
+    assert (written[:2] == 7).all()
+    assert not written[3].any()
+
+
+def test_empty_batch_and_empty_pages_are_copied() -> None:
+    """Nothing to copy is done at once, and pages of no bytes count."""
+    nothing = PageRuns.of([])
+    empty = PageRuns.of([[(0, 0)], [(4096, 0), (8192, 0)]])
+
+    copied = [
+        copy_pages(nothing, np.empty(0, np.uint64), to_slots=True, deadline=FOREVER),
+        copy_pages(empty, np.array([4096, 8192], np.uint64), to_slots=False, deadline=FOREVER),
+    ]
+
+    assert copied == [0, 2]
+
+
+def test_kernel_copy_works_here_or_memmove_is_taken() -> None:
+    """The probe answers for this process, and a copy without a named mover goes either way."""
+    host, slots = np.zeros(64, np.uint8), np.ones(64, np.uint8)
+
+    copied = copy_one(host, slots, deadline=FOREVER)
+
+    assert copied == 1
+    assert host.all()
+    assert vector_copy_works() in (True, False)
+
+
+def test_neighbours_in_memory_are_one_entry() -> None:
+    """A page of adjacent runs costs the kernel one entry; gaps and zero sizes are kept apart."""
+    side = Side(
+        np.array([100, 110, 120, 200, 300, 5], np.uint64),
+        np.array([10, 10, 5, 0, 7, 1], np.uint64),
+    )
+
+    cut = side.cut(0, side.total())
+
+    assert cut.tolist() == [[100, 25], [300, 7], [5, 1]]
+    assert side.ends.tolist() == [25, 32, 33]
+    assert side.cut(3, 30).tolist() == [[103, 22], [300, 5]]
+
+
+def copy_one(host: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], *, deadline: float) -> int:
+    """Copy one page from a slot."""
+    return copy_pages(
+        PageRuns.of([[(host.ctypes.data, host.nbytes)]]),
+        np.array([slots.ctypes.data], np.uint64),
+        to_slots=False,
+        deadline=deadline,
+        clock=never,
+    )

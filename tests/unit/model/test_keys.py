@@ -1,0 +1,117 @@
+"""Page keys: SGLang's hashes under a namespace, sixteen bytes each."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.model.keys import KEY, KEY_BYTES, Key, Namespace, from_bytes, page_keys
+
+NAMESPACE = Namespace("model", "dtype=bf16", "tp=0")
+HEX = hashlib.sha256(b"page").hexdigest()
+
+any_key = st.one_of(
+    st.text(max_size=80),
+    st.binary(max_size=80),
+    st.binary(min_size=32, max_size=32).map(bytes.hex),
+    st.binary(min_size=32, max_size=32).map(lambda digest: digest.hex().encode()),
+)
+
+
+def slow_page_key(key: Key, namespace: Namespace) -> bytes:
+    """Say the definition once more, a byte at a time."""
+    raw = key.encode(errors="surrogatepass") if isinstance(key, str) else key
+    is_digest = len(raw) == 64 and all(byte in b"0123456789abcdef" for byte in raw)
+    digest = bytes.fromhex(raw.decode())[:16] if is_digest else hashlib.sha256(raw).digest()[:16]
+    return bytes(a ^ b for a, b in zip(digest, namespace.digest(), strict=True))
+
+
+@given(st.lists(any_key, max_size=20))
+def test_batch_is_the_definition_page_by_page(keys: list[Key]) -> None:
+    """The fast path for hex digests and the general one give what the slow oracle gives."""
+    expected = b"".join(slow_page_key(key, NAMESPACE) for key in keys)
+
+    found = page_keys(keys, NAMESPACE.digest())
+
+    assert found.dtype == KEY
+    assert found.tobytes() == expected
+
+
+@given(st.text(max_size=80))
+def test_text_and_its_bytes_are_the_same_key(key: str) -> None:
+    """An engine that hands out str finds what one that hands out bytes has stored."""
+    try:
+        raw = key.encode()
+    except UnicodeEncodeError:
+        raw = key.encode(errors="surrogatepass")
+    both = page_keys([key, raw], NAMESPACE.digest())
+
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        HEX.upper(),
+        HEX[:-1],
+        HEX + "0",
+        HEX[:-1] + "\n",
+        " " + HEX[1:],
+        HEX[:-1] + "g",
+        "\u0660" * 64,
+    ],
+)
+def test_what_is_not_exactly_a_digest_is_hashed_whole(other: str) -> None:
+    """A key that merely looks like a digest shares no page with the digest it resembles."""
+    keys = page_keys([HEX, other], NAMESPACE.digest())
+
+    assert keys[0] != keys[1]
+    assert keys[1].tobytes() == slow_page_key(other, NAMESPACE)
+
+
+def test_one_odd_key_does_not_change_its_neighbours() -> None:
+    """A batch that leaves the fast path names the same pages as the fast path."""
+    hashes = [hashlib.sha256(bytes([i])).hexdigest() for i in range(8)]
+
+    alone = page_keys(hashes, NAMESPACE.digest())
+    mixed = page_keys([*hashes, "odd"], NAMESPACE.digest())
+
+    assert np.array_equal(alone, mixed[:8])
+
+
+def test_namespaces_share_no_key() -> None:
+    """Name, geometry and coordinates each separate: two ranks of one model share no page."""
+    spaces = [
+        NAMESPACE,
+        Namespace("model2", "dtype=bf16", "tp=0"),
+        Namespace("model", "dtype=fp8", "tp=0"),
+        Namespace("model", "dtype=bf16", "tp=1"),
+        Namespace("modeld", "type=bf16", "tp=0"),  # the same letters, cut elsewhere
+    ]
+
+    keys = {page_keys([HEX], space.digest()).tobytes() for space in spaces}
+    tags = {space.tag() for space in spaces}
+
+    assert len(keys) == len(tags) == len(spaces)
+
+
+def test_namespace_does_not_depend_on_the_order_of_facts() -> None:
+    """Two processes that list the same facts in another order mean the same namespace."""
+    one = Namespace.of("m", {"a": 1, "b": 2}, {"tp": 0, "pp": 1})
+    two = Namespace.of("m", {"b": 2, "a": 1}, {"pp": 1, "tp": 0})
+
+    assert one == two
+    assert one.digest() == two.digest()
+
+
+def test_keys_travel_as_one_byte_string() -> None:
+    """Sixteen bytes a key, and back."""
+    keys = page_keys([HEX, "x", b"y"], NAMESPACE.digest())
+
+    assert len(keys.tobytes()) == 3 * KEY_BYTES
+    assert np.array_equal(from_bytes(keys.tobytes()), keys)
+    assert len(page_keys([], NAMESPACE.digest())) == 0

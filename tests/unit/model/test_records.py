@@ -1,0 +1,135 @@
+"""Location records: their bytes, and the digests that holder and owner compare."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.actors.publisher.streams import RecordTable
+from peercache.model import records
+from peercache.model.records import (
+    BUCKETS,
+    DROP,
+    ON_DISK,
+    RECORD,
+    RECORD_BYTES,
+    RESIDENT,
+    Content,
+    Records,
+    keys_of,
+)
+
+M64 = 2**64 - 1
+
+record_tuples = st.tuples(
+    st.binary(min_size=16, max_size=16), st.integers(0, M64), st.integers(0, 7)
+)
+
+
+def records_from(rows: list[tuple[bytes, int, int]]) -> Records:
+    made = np.zeros(len(rows), RECORD)
+    for row, (key, generation, flags) in zip(made, rows, strict=True):
+        row["key"], row["generation"], row["flags"] = np.void(key), generation, flags
+    return made
+
+
+def slow_mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & M64
+    return word ^ (word >> 31)
+
+
+def slow_digest(key: bytes, generation: int, flags: int) -> int:
+    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    return slow_mix(low ^ slow_mix(high ^ slow_mix(generation)) ^ flags)
+
+
+def test_record_is_56_bytes_in_a_fixed_order() -> None:
+    """The wire's layout: a reader of another version must find the same fields."""
+    record = np.zeros(1, RECORD)
+    record["key"] = np.void(bytes(range(16)))
+    record["holder"], record["offset"], record["generation"] = 1, 2, 3
+    record["length"], record["flags"], record["checksum"] = 4, 5, 6
+
+    packed = record.tobytes()
+
+    assert packed == bytes(range(16)) + b"".join(
+        number.to_bytes(size, "little")
+        for number, size in ((1, 8), (2, 8), (3, 8), (4, 4), (5, 4), (6, 8))
+    )
+    assert len(packed) == RECORD_BYTES
+
+
+@given(st.lists(record_tuples, max_size=20))
+def test_records_survive_packing(rows: list[tuple[bytes, int, int]]) -> None:
+    """What was packed comes back."""
+    made = records_from(rows)
+
+    assert np.array_equal(records.from_bytes(made.tobytes()), made)
+    assert records.keys_of(made) == [key for key, _, _ in rows]
+    assert records.buckets_of(made).tolist() == [key[0] for key, _, _ in rows]
+
+
+@given(st.lists(record_tuples, max_size=20))
+def test_digest_is_that_of_plain_arithmetic(rows: list[tuple[bytes, int, int]]) -> None:
+    """Every node computes the same number, whatever its numpy does with overflow."""
+    assert records.digest_of(records_from(rows)).tolist() == [slow_digest(*row) for row in rows]
+
+
+@given(record_tuples, record_tuples)
+def test_digest_tells_records_apart(
+    one: tuple[bytes, int, int], other: tuple[bytes, int, int]
+) -> None:
+    """Another key, generation or tier is another digest."""
+    first, second = records.digest_of(records_from([one, other])).tolist()
+
+    assert (first == second) == (one == other)
+
+
+@given(
+    st.lists(record_tuples, min_size=1, max_size=30, unique_by=lambda row: row[0]),
+    st.data(),
+)
+def test_content_is_that_of_the_set(
+    rows: list[tuple[bytes, int, int]], data: st.DataObject
+) -> None:
+    """However a set came about, in whatever order, its content is one and the same."""
+    gone = data.draw(st.sets(st.integers(0, len(rows) - 1)))
+    order = data.draw(st.permutations(range(len(rows))))
+    step_by_step, at_once = Content(), Content()
+
+    for at in [*order, *sorted(gone)]:
+        one = records_from([rows[at]])
+        step_by_step.flip(records.buckets_of(one), records.digest_of(one))
+    left = records_from([row for at, row in enumerate(rows) if at not in gone])
+    at_once.flip(records.buckets_of(left), records.digest_of(left))
+
+    assert np.array_equal(step_by_step.buckets, at_once.buckets)
+    assert step_by_step.digest() == at_once.digest()
+    assert len(at_once.buckets) == BUCKETS
+
+
+def test_drops_have_keys_and_buckets_too() -> None:
+    """A drop is read with the same functions as a record."""
+    drops = np.zeros(2, DROP)
+    drops["key"] = np.frombuffer(random.Random(1).randbytes(32), "V16")
+
+    assert records.keys_of(drops) == [bytes(drops["key"][0]), bytes(drops["key"][1])]
+    assert records.buckets_of(drops).tolist() == [bytes(key)[0] for key in drops["key"]]
+
+
+def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> None:
+    """A demoted page has a newer number than a hot one, and is of less use."""
+    table = RecordTable()
+    made = np.zeros(4, RECORD)
+    made["key"] = np.frombuffer(b"".join(bytes([n]) * 16 for n in range(4)), "V16")
+    made["generation"] = [2, 4, 6, 8]
+    made["flags"] = [RESIDENT, RESIDENT, ON_DISK, ON_DISK]
+    rows = table.store(keys_of(made), np.full(4, -1), made)
+
+    hottest = table.records["generation"][table.hottest_first(rows)]
+
+    assert hottest.tolist() == [4, 2, 8, 6]

@@ -1,0 +1,67 @@
+"""Runs: where a batch of pages lies in the caller's memory."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.model.runs import PageRuns
+
+pages_of_runs = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**48), st.integers(0, 2**20)), max_size=5), max_size=12
+)
+
+
+def listed(runs: PageRuns) -> list[list[tuple[int, int]]]:
+    """Write the arrays out as lists again."""
+    return [
+        [
+            (int(runs.addresses[i]), int(runs.sizes[i]))
+            for i in range(runs.starts[page], runs.starts[page + 1])
+        ]
+        for page in range(len(runs))
+    ]
+
+
+@given(pages_of_runs)
+def test_arrays_hold_the_lists_they_were_made_from(pages: list[list[tuple[int, int]]]) -> None:
+    """Nothing is lost or reordered, empty pages included."""
+    runs = PageRuns.of(pages)
+
+    assert listed(runs) == pages
+    assert runs.lengths().tolist() == [sum(size for _, size in page) for page in pages]
+
+
+@given(pages_of_runs, st.data())
+def test_take_chooses_pages_in_the_order_given(
+    pages: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    """Any choice, with repetitions, equals indexing the list."""
+    index = st.integers(0, len(pages) - 1)
+    chosen = data.draw(st.lists(index, max_size=15)) if pages else []
+
+    taken = PageRuns.of(pages).take(np.array(chosen, np.intp))
+
+    assert listed(taken) == [pages[page] for page in chosen]
+
+
+@given(st.integers(0, 6), st.integers(1, 4))
+def test_regular_batch_equals_its_lists(page_count: int, run_count: int) -> None:
+    """Flat lists with the same number of runs a page are cut evenly."""
+    addresses = [1000 * i for i in range(page_count * run_count)]
+    sizes = list(range(page_count * run_count))
+
+    runs = PageRuns.regular(addresses, sizes, page_count)
+
+    flat = list(zip(addresses, sizes, strict=True))
+    assert listed(runs) == [
+        flat[page * run_count : (page + 1) * run_count] for page in range(page_count)
+    ]
+
+
+def test_addresses_above_two_to_the_63_survive() -> None:
+    """Addresses are unsigned: the upper half of the space is no negative number."""
+    runs = PageRuns.of([[(2**64 - 4096, 4096)]])
+
+    assert listed(runs) == [[(2**64 - 4096, 4096)]]

@@ -1,0 +1,517 @@
+"""Questions over real connections: matched, repeated where that is safe, bounded always."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from peercache.net.exchange import IDLE_CONNECTIONS_MAX
+from peercache.net.sockets import reached
+from peercache.paths.breaker import STALL_S
+from peercache.wire.codec import encode
+from peercache.wire.envelope import Envelope, Message
+from peercache.wire.messages.directory import Located, Lookup
+from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from tests.pace import at_best, paced
+from tests.unit.net.peers import (
+    PATIENCE_S,
+    PROMPT_S,
+    Asking,
+    Peer,
+    files_open,
+    hello,
+    located,
+    member,
+    threads_running,
+    wait_until,
+)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
+    with Peer(request.param, tmp_path) as peer:
+        yield peer
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Peer]:
+    with Peer("ipc", tmp_path) as peer:
+        yield peer
+
+
+def test_a_connection_begins_with_a_hello_and_is_used_again(peer: Peer) -> None:
+    """One greeting for many questions, each with a number of its own."""
+    with Asking({7: peer.url}) as client:
+        for _ in range(3):
+            assert isinstance(client.ask(7)[0], Located)
+
+    assert isinstance(peer.heard[0][1], Hello)
+    assert len(peer.of(Hello)) == 1
+    assert len({question.request for question in peer.of(Lookup)}) == 3
+
+
+def test_all_peers_are_asked_at_once(tmp_path: Path) -> None:
+    """Each answer stands in its question's place."""
+    together = threading.Barrier(3, timeout=PATIENCE_S)
+
+    def meet(message: Message) -> Message | None:
+        together.wait()
+        return located(message)
+
+    peers = {i: Peer("ipc", tmp_path, incarnation=i, answer=meet) for i in (3, 1, 2)}
+    with Asking({i: peer.url for i, peer in peers.items()}) as client:
+        answers = client.ask(3, 1, 2)
+
+    assert [type(answer) for answer in answers] == [Located] * 3
+    for peer in peers.values():
+        peer.end()
+
+
+def test_one_answer_may_be_enough(tmp_path: Path) -> None:
+    """The others are not waited for, and not blamed for having been cut short."""
+
+    def after_a_while(message: Message) -> Message | None:
+        # Long enough to make a suspect of whoever else is silent.
+        threading.Event().wait(STALL_S + 0.05)
+        return located(message)
+
+    with (
+        Peer("ipc", tmp_path, answer=after_a_while) as quick,
+        Peer("ipc", tmp_path, answer=lambda _: None) as slow,
+        Asking({1: quick.url, 2: slow.url}) as client,
+    ):
+        began = time.monotonic()
+        question = Lookup(0, bytes(16))
+        answers = client.asker.ask(
+            [(2, question), (1, question)], began + PATIENCE_S, lambda _: True
+        )
+        took_s = time.monotonic() - began
+
+    assert [type(answer) for answer in answers] == [type(None), Located]
+    assert took_s < PROMPT_S
+    assert not client.breakers.is_open(2)
+
+
+def test_silence_lasts_until_the_deadline_and_opens_the_breaker(local: Peer) -> None:
+    """A peer that accepts and never answers costs STALL_S, and then nothing."""
+    local.answer = lambda _: None
+    with Asking({7: local.url}) as client:
+
+        def story(pace_s: float) -> float:
+            began = time.monotonic()
+            assert client.ask(7, timeout_s=pace_s) == [None]
+            return time.monotonic() - began
+
+        # A question that was put late has waited for less than its time-out.
+        took_s = paced(story, lambda _: client.breakers.is_open(7))
+
+    assert STALL_S <= took_s < PROMPT_S
+    assert client.breakers.is_open(7)
+
+
+def test_the_late_answer_to_an_abandoned_question_is_skipped(local: Peer) -> None:
+    """The connection is used again: what comes on it may belong to the question before."""
+    local.answer = lambda _: None
+    with Asking({7: local.url}) as client:
+        client.ask(7, timeout_s=2.0)
+        wait_until(lambda: len(local.of(Lookup)) == 1)
+        first = local.of(Lookup)[0].request
+        local.answer = lambda message: Located(
+            first if len(local.of(Lookup)) == 1 else message.request,  # type: ignore[union-attr]
+            bytes(56) if len(local.of(Lookup)) == 1 else b"",
+        )
+
+        assert client.ask(7, timeout_s=2.0) == [None]
+        answer = client.ask(7)[0]
+
+    assert isinstance(answer, Located)
+    assert answer.records == b""
+    assert len(local.of(Hello)) == 1
+
+
+def test_a_restarted_peer_is_asked_again_on_a_fresh_connection(tmp_path: Path) -> None:
+    """The pooled connection broke while nobody looked: one retry, no miss."""
+    for kind in ("ipc", "tcp"):
+        first = Peer(kind, tmp_path)
+        with Asking({7: first.url}) as client:
+            assert isinstance(client.ask(7)[0], Located)
+            first.end()
+            with Peer(kind, tmp_path, url=first.url) as second:
+                assert isinstance(client.ask(7)[0], Located), kind
+                assert len(second.of(Hello)) >= 1
+
+
+def test_a_connection_that_breaks_under_a_question_is_replaced_once(local: Peer) -> None:
+    """A pooled one may have been stale; if the fresh one breaks too, the peer has failed."""
+    with Asking({7: local.url}) as client:
+        client.ask(7)
+        pipe = local.heard[0][0]
+
+        def hang_up(message: Message) -> Message | None:
+            local.listener.disconnect(local.heard[-1][0] if local.heard[-1][0] != pipe else pipe)
+            return None
+
+        local.answer = hang_up
+        began = time.monotonic()
+        answers = client.ask(7)
+        took_s = time.monotonic() - began
+
+    assert answers == [None]
+    assert took_s < PROMPT_S, "it waited for an answer that could not come"
+    assert client.breakers.is_open(7)
+    assert len(local.of(Hello)) == 2
+
+
+def test_a_stranger_introduces_itself_again(local: Peer) -> None:
+    """SayHello on a pooled connection: once more, on a fresh one, which greets."""
+    with Asking({7: local.url}) as client:
+        client.ask(7)
+        seen = len(local.of(Lookup))
+
+        def answer(message: Message) -> Message | None:
+            return SayHello(7) if len(local.of(Lookup)) == seen else located(message)
+
+        local.answer = answer
+
+        assert isinstance(client.ask(7)[0], Located)
+        assert len(local.of(Hello)) == 2
+
+
+def test_a_peer_that_never_knows_us_has_failed(local: Peer) -> None:
+    """On a connection that has just greeted, SayHello means that somebody else lives there."""
+    local.answer = lambda _: SayHello(8)
+    with Asking({7: local.url}) as client:
+        began = time.monotonic()
+        assert client.ask(7) == [None]
+        took_s = time.monotonic() - began
+
+    assert took_s < PROMPT_S
+    assert client.breakers.is_open(7)
+
+
+def test_a_refusal_is_an_answer_and_ends_the_connection(local: Peer) -> None:
+    """It comes at once, people are told, and nothing opens: the peer is well."""
+    local.answer = lambda message: Refused(getattr(message, "request", 0), "role", "no")
+    with Asking({7: local.url}) as client:
+        answer = client.ask(7)[0]
+        client.ask(7)
+
+    assert isinstance(answer, Refused)
+    assert [(peer, refusal.reason) for peer, refusal in client.refusals] == [  # type: ignore[union-attr]
+        (7, "role"), (7, "role"),
+    ]  # fmt: skip
+    assert len(local.of(Hello)) == 2
+    assert not client.breakers.is_open(7)
+
+
+def test_a_refusal_of_what_was_posted_is_not_the_answer_to_a_question(local: Peer) -> None:
+    """It waits on the pooled connection; the question goes over another one."""
+    local.answer = lambda message: (
+        Refused(0, "role", "no") if isinstance(message, Touched) else located(message)
+    )
+    with Asking({7: local.url}) as client:
+        client.ask(7)
+        client.asker.post([(7, Touched(b""))])
+        wait_until(lambda: len(local.of(Touched)) == 1)
+
+        assert isinstance(client.ask(7)[0], Located)
+
+
+def test_another_cluster_is_a_refusal(tmp_path: Path) -> None:
+    """Its words cannot be understood; that they cannot is understood at once."""
+    with Peer("ipc", tmp_path, cluster="theirs") as peer, Asking({7: peer.url}) as client:
+        began = time.monotonic()
+        answer = client.ask(7)[0]
+        greeted = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
+        took_s = time.monotonic() - began
+
+    for refusal in (answer, greeted):
+        assert isinstance(refusal, Refused)
+        assert refusal.reason == "cluster"
+        assert "theirs" in refusal.detail
+        assert "test" in refusal.detail
+    assert took_s < PROMPT_S
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff" * 9, b"\x80", bytes(100)])
+def test_garbage_is_skipped_and_told(local: Peer, garbage: bytes) -> None:
+    """What no correct peer sends is dropped; the answer behind it counts."""
+
+    def answer(message: Message) -> Message | None:
+        local.listener.reply(local.heard[0][0], garbage)
+        return located(message)
+
+    local.answer = answer
+    with Asking({7: local.url}) as client:
+        assert isinstance(client.ask(7)[0], Located)
+
+    assert [refusal.reason for _, refusal in client.refusals] == ["protocol"]  # type: ignore[union-attr]
+
+
+class Babbler:
+    """A connection on which messages arrive faster than anybody can take them."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self.fd, self._other = os.pipe()
+        os.write(self._other, b"readable for ever")
+        self.taken = 0
+        self.is_broken = self.is_fresh = self.is_probed = False
+
+    def send(self, _raw: bytes) -> bool:
+        return True
+
+    def receive(self) -> bytes:
+        self.taken += 1
+        assert self.taken < 1_000_000, "it would have gone on for ever"
+        return self.raw
+
+    def is_refused(self, _timeout_s: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._other)
+
+
+def test_a_flood_does_not_outlast_the_deadline() -> None:
+    """A peer that never stops talking is left at the deadline all the same."""
+    babbler = Babbler(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
+    with Asking({7: "ipc:///nowhere"}) as client:
+        client.asker._connections._idle[7] = [babbler]  # type: ignore[list-item]
+        began = time.monotonic()
+        assert client.ask(7, timeout_s=0.2) == [None]
+        took_s = time.monotonic() - began
+
+    assert babbler.taken > 1
+    assert took_s < PROMPT_S
+
+
+def test_a_thread_that_was_late_itself_looks_before_it_blames(tmp_path: Path) -> None:
+    """The engine kept us from running: the answer lies there, and the peer is well."""
+
+    def story(pace_s: float) -> tuple[list[Message | None], bool]:
+        calls = 0
+
+        def clock() -> float:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                return 0.0
+            # The thread gets no turn until long after the deadline; meanwhile the answer comes.
+            wait_until(lambda: len(local.of(Lookup)) == 1)
+            time.sleep(pace_s)
+            return 100.0
+
+        with Peer("ipc", tmp_path) as local, Asking({7: local.url}, clock=clock) as client:
+            answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 1.0)
+            return answers, client.breakers.is_open(7)
+
+    answers, is_blamed = paced(story, lambda told: None not in told[0])
+
+    assert [type(answer) for answer in answers] == [Located]
+    assert not is_blamed
+
+
+def test_many_threads_share_an_asker(tmp_path: Path) -> None:
+    """Every answer reaches the question it belongs to; few connections stay."""
+
+    def echo(message: Message) -> Message | None:
+        # Which question it was stands in its key.
+        assert isinstance(message, Lookup)
+        return Located(message.request, message.keys + bytes(40))
+
+    with (
+        Peer("ipc", tmp_path, answer=echo) as one,
+        Peer("tcp", tmp_path, answer=echo) as two,
+        Asking({1: one.url, 2: two.url}) as client,
+    ):
+
+        def work(thread: int) -> None:
+            for i in range(40):
+                keys = [bytes([thread, i, peer] + 13 * [0]) for peer in (1, 2)]
+                answers = client.asker.ask(
+                    [(1, Lookup(0, keys[0])), (2, Lookup(0, keys[1]))],
+                    time.monotonic() + PATIENCE_S,
+                )
+                assert [a.records[:16] for a in answers] == keys  # type: ignore[union-attr]
+
+        with ThreadPoolExecutor(12) as threads:
+            for done in [threads.submit(work, thread) for thread in range(12)]:
+                done.result()
+
+        wait_until(lambda: one.listener.pipe_count() <= IDLE_CONNECTIONS_MAX)
+
+
+def test_a_peer_without_an_address_has_failed_at_once() -> None:
+    """Nobody knows where it is, or nobody can be there."""
+    urls = {1: None, 2: "tcp://127.0.0.1:1", 3: "tcp://nonsense", 4: "ipc:///nowhere/at/all", 5: ""}
+    with Asking(urls) as client:
+        began = time.monotonic()
+        answers = client.ask(*urls)
+        took_s = time.monotonic() - began
+
+    assert answers == [None] * 5
+    assert took_s < PROMPT_S
+    assert [client.breakers.is_open(peer) for peer in urls] == [True] * 5
+
+
+@pytest.mark.parametrize("control", ["127.0.0.1:80/path", "a b:1", "x" * 300 + ":9", "[::1:9"])
+def test_an_address_that_makes_no_sense_is_no_exception(control: str) -> None:
+    """A member may say of itself what it likes."""
+    with Asking({1: f"tcp://{control}"}) as client:
+        assert client.ask(1, timeout_s=0.1) == [None]
+        client.asker.post([(1, Touched(b""))])
+        assert client.asker.greet(f"tcp://{control}", time.monotonic() + 0.1) is None
+
+
+def test_a_host_name_is_not_looked_up_in_the_callers_thread() -> None:
+    """A name server that is away would hold the caller for seconds."""
+    with Asking({1: "tcp://no-such-host.invalid:9"}) as client:
+        began = time.monotonic()
+        assert client.ask(1, timeout_s=0.1) == [None]
+        assert time.monotonic() - began < PROMPT_S
+
+
+@pytest.fixture
+def full_port() -> Iterator[str]:
+    """Yield an address whose host drops every further connection, as one that is gone does."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen(0)
+        waiting = []
+        for _ in range(4):
+            caller = socket.socket()
+            caller.setblocking(False)
+            caller.connect_ex(door.getsockname())
+            waiting.append(caller)
+        select.select([], waiting[:1], [], PATIENCE_S)
+        yield f"tcp://127.0.0.1:{door.getsockname()[1]}"
+        for caller in waiting:
+            caller.close()
+
+
+def test_hosts_that_drop_connections_do_not_add_up(full_port: str) -> None:
+    """Twenty of them: the call ends in time, and a post does not wait at all."""
+    peers = dict.fromkeys(range(1, 21), full_port)
+
+    def ask() -> float:
+        with Asking({**peers}) as client:
+            began = time.monotonic()
+            assert client.ask(*peers, timeout_s=0.2) == [None] * 20
+            return time.monotonic() - began
+
+    def post() -> float:
+        with Asking({**peers}) as client:
+            began = time.monotonic()
+            client.asker.post([(peer, Touched(b"")) for peer in peers])
+            return time.monotonic() - began
+
+    assert at_best(ask, below=0.4) < 0.4
+    assert at_best(post, below=0.2) < 0.2
+
+
+def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local: Peer) -> None:
+    """Others used the time up."""
+    with Asking({1: full_port, 7: local.url}) as client:
+        began = time.monotonic()
+        answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
+        kept = dict(client.asker._connections._idle)
+
+    assert answers == [None, None]
+    assert client.breakers.opened_count == 0
+    # Not even a connection was begun.
+    assert kept == {}
+
+
+def test_posts_pass_over_peers_whose_breaker_is_open(local: Peer) -> None:
+    """What is lost anyway should cost nothing."""
+    with Asking({7: local.url}) as client:
+        client.breakers.failed(7, time.monotonic())
+        client.asker.post([(7, Touched(b""))])
+        client.breakers.answered(7)
+        client.asker.post([(7, Touched(bytes(24)))])
+        wait_until(lambda: len(local.of(Touched)) == 1)
+
+    assert local.of(Touched) == [Touched(bytes(24))]
+
+
+def test_greeting_brings_welcome_from_whoever_listens(peer: Peer) -> None:
+    """And nothing within the deadline if nobody does."""
+    with Asking({}) as client:
+        answer = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
+        peer.end()
+        began = time.monotonic()
+        nobody = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
+
+    assert answer == Welcome(0, 1, member(7), 0)
+    assert peer.of(Hello) == [hello()]
+    assert nobody is None
+    assert time.monotonic() - began < PROMPT_S
+
+
+def test_a_new_connection_takes_milliseconds(peer: Peer) -> None:
+    """A look at the address that is no proper greeting makes nng refuse all others for 100 ms."""
+
+    def connect_and_ask() -> float:
+        with Asking({7: peer.url}) as client:
+            assert reached(peer.url, PATIENCE_S) is True
+            began = time.monotonic()
+            assert isinstance(client.ask(7)[0], Located)
+            return time.monotonic() - began
+
+    assert at_best(connect_and_ask, below=0.08) < 0.08
+
+
+def test_forgotten_peers_have_no_connection_left(local: Peer) -> None:
+    """Who is dead in the view keeps no descriptor here."""
+    with Asking({7: local.url}) as client:
+        client.ask(7)
+        client.asker.forget({7})
+        assert local.listener.pipe_count() == 1
+
+        client.asker.forget(set())
+
+        wait_until(lambda: local.listener.pipe_count() == 0)
+
+
+def test_after_close_nothing_is_asked(local: Peer) -> None:
+    """Answers are None, at once, and no connection is opened."""
+    client = Asking({7: local.url})
+    client.ask(7)
+    client.asker.close()
+
+    began = time.monotonic()
+    assert client.ask(7) == [None]
+    assert time.monotonic() - began < PROMPT_S
+    wait_until(lambda: local.listener.pipe_count() == 0)
+
+
+def test_two_hundred_askers_leave_nothing_behind(local: Peer) -> None:
+    """No descriptor, no thread: opened, asked, closed."""
+
+    def cycle() -> None:
+        with Asking({7: local.url}) as client:
+            assert isinstance(client.ask(7)[0], Located)
+
+    for _ in range(5):
+        cycle()
+    wait_until(lambda: local.listener.pipe_count() == 0)
+    before = files_open(), threads_running()
+
+    for _ in range(200):
+        cycle()
+
+    wait_until(lambda: local.listener.pipe_count() == 0)
+    wait_until(lambda: files_open() <= before[0])
+    assert threads_running() <= before[1]
+    assert len(local.listener._socket._pipes) == 0

@@ -1,0 +1,406 @@
+"""The rules of questions and answers, with no socket, no thread and no time of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+import pytest
+
+from peercache.model.member import ALIVE, Member
+from peercache.net.exchange import (
+    BURST_MESSAGES,
+    IDLE_CONNECTIONS_MAX,
+    SLICE_S,
+    Connections,
+    Exchange,
+    Greeting,
+)
+from peercache.paths.breaker import STALL_S, Breakers
+from peercache.wire.codec import decode, encode
+from peercache.wire.envelope import Envelope, Message
+from peercache.wire.messages.directory import Located, Lookup
+from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+
+QUESTION = Lookup(0, bytes(16))
+WELCOME = Welcome(0, 1, Member(7, 1, ALIVE, 255, "h", "c", "c", "b", ""), 0)
+
+
+@attrs.define(eq=False)
+class Line:
+    """A connection that keeps what is sent; a test puts into `inbox` what comes."""
+
+    url: str
+    fd: int
+    is_broken: bool = False
+    is_fresh: bool = True
+    is_probed: bool = False
+    is_closed: bool = False
+    refuses: bool = False
+    sent: list[Message] = attrs.field(factory=list)
+    inbox: deque[bytes] = attrs.field(factory=deque)
+
+    def send(self, raw: bytes, /) -> bool:
+        self.sent.append(decode(raw, cluster="c").message)
+        return True
+
+    def receive(self) -> bytes | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def is_refused(self, timeout_s: float, /) -> bool:
+        asked, self.is_probed = self.is_probed, True
+        return self.refuses and not asked
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def comes(self, message: Message) -> None:
+        self.inbox.append(encode(Envelope(7, 77, message), cluster="c"))
+
+
+class Side:
+    """One client's side: its connections, its clock, and what it waits for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.lines: list[Line] = []
+        self.watched: list[Line] = []
+        self.refusals: list[tuple[int, Refused]] = []
+        self.late: list[tuple[int, Message]] = []
+        self.breakers = Breakers()
+        numbers = itertools.count(3)
+
+        def connect(url: str) -> Line:
+            self.lines.append(Line(url, next(numbers)))
+            return self.lines[-1]
+
+        self.connections: Connections[Line] = Connections(
+            identity=77,
+            cluster="c",
+            hello_for=lambda peer: Hello(peer, 1, 1, "c", False, 256, "", "", "", ""),
+            url_of=lambda peer: f"url-{peer}",
+            connect=connect,
+            breakers=self.breakers,
+            clock=lambda: self.now,
+            on_refused=lambda peer, refused: self.refusals.append((peer, refused)),
+            on_late=lambda peer, message: self.late.append((peer, message)),
+        )
+
+    def ask(
+        self, *peers: int, until: float = 110.0, enough: Callable[[Message], bool] | None = None
+    ) -> Exchange[Line]:
+        exchange = Exchange(
+            self.connections,
+            count=len(peers),
+            until=until,
+            enough=enough,
+            watch=self.watched.append,
+            unwatch=self.watched.remove,
+        )
+        for place, peer in enumerate(peers):
+            exchange.put(place, peer, QUESTION)
+        return exchange
+
+    def turn(self, exchange: Exchange[Line], passed_s: float = 0.0) -> float | None:
+        """Let time pass, take what has come; return how long it would wait next."""
+        self.now += passed_s
+        exchange.turn([(line.fd, 1) for line in self.watched if line.inbox])
+        return exchange.wait_s()
+
+    def pooled(self) -> Line:
+        """Return a connection that has answered once, and waits for the next question."""
+        exchange = self.ask(7)
+        self.answer(self.lines[0])
+        self.turn(exchange)
+        exchange.end()
+        return self.lines[0]
+
+    def answer(self, line: Line, records: bytes = b"") -> None:
+        line.comes(Located(number_of(line), records))
+
+
+def number_of(line: Line) -> int:
+    """Return the number of the last question on a connection."""
+    return [m for m in line.sent if isinstance(m, Lookup)][-1].request
+
+
+def test_an_answer_ends_the_exchange_and_the_connection_is_kept() -> None:
+    """A Hello first, once; the next question goes over the same connection with a new number."""
+    side = Side()
+    line = side.pooled()
+    first = number_of(line)
+
+    exchange = side.ask(7)
+    waits_s = exchange.wait_s()
+    side.answer(line)
+    over = side.turn(exchange)
+    exchange.end()
+
+    assert (waits_s, over) == (SLICE_S, None)
+    assert [type(message) for message in line.sent] == [Hello, Lookup, Lookup]
+    assert number_of(line) != first
+    assert isinstance(exchange.answers[0], Located)
+    assert len(side.lines) == 1
+    assert not line.is_closed
+    assert side.watched == []
+
+
+def test_a_late_answer_to_a_question_given_up_is_not_this_one() -> None:
+    """Numbers tell them apart."""
+    side = Side()
+    given_up = side.ask(7, until=100.01)
+    side.turn(given_up, 0.02)
+    given_up.end()
+    line = side.lines[0]
+    late = number_of(line)
+
+    exchange = side.ask(7)
+    line.comes(Located(late, bytes(56)))
+    goes_on = side.turn(exchange)
+    side.answer(line)
+    side.turn(exchange)
+
+    assert goes_on == SLICE_S
+    assert exchange.answers == [Located(number_of(line), b"")]
+    assert side.late == [(7, Located(late, bytes(56)))]
+
+
+def test_what_nobody_waits_for_is_heard_between_two_questions() -> None:
+    """It is handed on with whom it came from; the connection is kept."""
+    side = Side()
+    line = side.pooled()
+    line.comes(Located(0, bytes(56)))
+    line.comes(Located(0, b""))
+
+    side.connections.hear(7)
+    side.connections.hear(8)
+
+    assert side.late == [(7, Located(0, bytes(56))), (7, Located(0, b""))]
+    assert side.connections.lease(7, fresh=False) is line
+
+
+@pytest.mark.parametrize("message", [SayHello(7), Refused(0, "stranger", "who are you?")])
+def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Message) -> None:
+    """Whoever asks next gets a new one, and learns why."""
+    side = Side()
+    line = side.pooled()
+    line.comes(message)
+
+    side.connections.hear(7)
+
+    assert line.is_closed
+    assert side.late == []
+    assert side.connections.lease(7, fresh=False) is not line
+
+
+def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
+    """On a new one that greets; if that breaks too, the peer has failed, and at once."""
+    side = Side()
+    side.pooled()
+    exchange = side.ask(7)
+    # Another pooled one, just as old.
+    other = Line("url-7", 999)
+    side.connections.give_back(7, other)
+    side.lines[0].is_broken = True
+
+    goes_on = side.turn(exchange)
+    side.lines[1].is_broken = True
+    over = side.turn(exchange)
+
+    assert (goes_on, over) == (SLICE_S, None)
+    assert [type(message) for message in side.lines[1].sent] == [Hello, Lookup]
+    assert [line.is_closed for line in side.lines] == [True, True]
+    assert exchange.answers == [None]
+    assert other.sent == []
+    assert side.breakers.is_open(7)
+
+
+def test_a_stranger_greets_anew() -> None:
+    """SayHello on a pooled connection: once more over a new one, and nobody is to blame."""
+    side = Side()
+    line = side.pooled()
+    exchange = side.ask(7)
+    line.comes(SayHello(7))
+    side.turn(exchange)
+    side.answer(side.lines[1])
+    side.turn(exchange)
+
+    assert isinstance(exchange.answers[0], Located)
+    assert line.is_closed
+    assert not side.breakers.is_open(7)
+
+
+def test_a_refusal_counts_only_on_a_connection_that_is_new() -> None:
+    """On a pooled one it may be the answer to what was posted before."""
+    side = Side()
+    line = side.pooled()
+    side.connections.post([(7, Touched(b""))])
+    exchange = side.ask(7)
+    line.comes(Refused(0, "role", "no"))
+    side.turn(exchange)
+    after_pooled = list(exchange.answers)
+    side.lines[1].comes(Refused(0, "role", "never"))
+    over = side.turn(exchange)
+
+    assert after_pooled == [None]
+    assert over is None
+    assert exchange.answers == [Refused(0, "role", "never")]
+    assert side.refusals == [(7, Refused(0, "role", "never"))]
+    assert all(line.is_closed for line in side.lines)
+
+
+def test_one_answer_may_be_enough_and_the_others_are_not_blamed() -> None:
+    """Whoever was cut short has not been silent."""
+    side = Side()
+    exchange = side.ask(1, 2, enough=lambda _: True)
+    side.answer(side.lines[1])
+    over = side.turn(exchange, 2 * STALL_S)
+    exchange.end()
+
+    assert over is None
+    assert exchange.answers[0] is None
+    assert not side.breakers.is_open(1)
+    assert side.watched == []
+
+
+def test_silence_until_the_deadline_counts_for_the_breaker() -> None:
+    """Not before it has lasted as long as a hung peer is waited for."""
+    for waited_s, opens in ((STALL_S / 2, False), (STALL_S, True)):
+        side = Side()
+        exchange = side.ask(7, until=100.0 + waited_s)
+        exchange.wait_s()
+        side.now += waited_s
+        last_s = exchange.wait_s()
+        over = side.turn(exchange)
+        exchange.end()
+
+        assert (last_s, over) == (0.0, None)
+        assert side.breakers.is_open(7) == opens
+
+
+def test_a_welcome_is_no_answer() -> None:
+    """It says that somebody listens, not that anybody works."""
+    side = Side()
+    side.breakers.failed(7, side.now)
+    exchange = side.ask(7)
+    side.lines[0].comes(WELCOME)
+    goes_on = side.turn(exchange)
+
+    assert goes_on == SLICE_S
+    assert side.breakers.is_open(7)
+
+
+def test_who_was_late_himself_looks_before_he_blames() -> None:
+    """The thread got no turn until long after the deadline: the answer lies there."""
+    side = Side()
+    exchange = side.ask(7, until=101.0)
+    side.now = 200.0
+    waits_s = exchange.wait_s()
+    side.answer(side.lines[0])
+    over = side.turn(exchange)
+    exchange.end()
+
+    assert (waits_s, over) == (0.0, None)
+    assert isinstance(exchange.answers[0], Located)
+    assert not side.breakers.is_open(7)
+
+
+def test_nobody_there_is_noticed_after_a_slice() -> None:
+    """One that does not come about is asked about once, and not before."""
+    side = Side()
+    exchange = side.ask(7)
+    side.lines[0].refuses = True
+    at_once = side.turn(exchange)
+    over = side.turn(exchange, 2 * SLICE_S)
+
+    assert (at_once, over) == (SLICE_S, None)
+    assert side.breakers.is_open(7)
+
+
+def test_few_connections_are_kept_and_none_to_the_dead() -> None:
+    """As many as one peer may have; those of a peer that is gone are closed."""
+    side = Side()
+    leased = [side.connections.lease(7, fresh=True) for _ in range(IDLE_CONNECTIONS_MAX + 2)]
+    for line in leased:
+        assert line is not None
+        side.connections.give_back(7, line)
+    kept = sum(not line.is_closed for line in side.lines)
+    side.connections.forget({8})
+
+    assert kept == IDLE_CONNECTIONS_MAX
+    assert all(line.is_closed for line in side.lines)
+
+
+def test_nothing_begins_after_the_close_and_what_comes_back_ends() -> None:
+    """A call may be in flight while another thread closes."""
+    side = Side()
+    leased = side.connections.lease(7, fresh=False)
+    assert leased is not None
+    side.connections.close()
+    side.connections.give_back(7, leased)
+
+    assert leased.is_closed
+    assert side.connections.lease(7, fresh=False) is None
+
+
+def test_who_was_not_asked_for_lack_of_time_is_not_blamed() -> None:
+    """Others used the time up: not even a connection is begun."""
+    side = Side()
+    exchange = side.ask(7, until=side.now)
+    exchange.end()
+
+    assert exchange.wait_s() is None
+    assert side.lines == []
+    assert not side.breakers.is_open(7)
+
+
+def test_nothing_is_posted_to_a_peer_whose_breaker_is_open() -> None:
+    """What is lost anyway should cost nothing."""
+    side = Side()
+    side.breakers.failed(7, side.now)
+    side.connections.post([(7, Touched(b"")), (8, Touched(b""))])
+
+    assert [line.url for line in side.lines] == ["url-8"]
+
+
+def test_a_peer_that_talks_without_end_gets_one_burst_a_turn() -> None:
+    """The clock is looked at in between."""
+    side = Side()
+    exchange = side.ask(7)
+    for _ in range(3 * BURST_MESSAGES):
+        side.lines[0].comes(Located(10**9, b""))
+    goes_on = side.turn(exchange)
+
+    assert goes_on == SLICE_S
+    assert len(side.lines[0].inbox) == 2 * BURST_MESSAGES
+
+
+def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> None:
+    """What came before the connection broke still counts."""
+    side = Side()
+    answers: list[Message | None] = []
+    for message, breaks in ((WELCOME, True), (Refused(0, "cluster", "no"), False), (None, True)):
+        line = side.connections.greeting("there")
+        assert line is not None
+        greeting = Greeting(side.connections, line, side.now + 1.0)
+        assert greeting.wait_s() == SLICE_S
+        line.is_broken = breaks
+        if message is not None:
+            line.comes(message)
+            greeting.turn([])
+        else:
+            greeting.turn([])
+            assert greeting.wait_s() == SLICE_S
+            greeting.turn([])
+        assert greeting.wait_s() is None
+        answers.append(greeting.answer)
+    silent = side.connections.greeting("there")
+    assert silent is not None
+    greeting = Greeting(side.connections, silent, side.now + 1.0)
+    side.now += 1.0
+
+    assert answers == [WELCOME, Refused(0, "cluster", "no"), None]
+    assert greeting.wait_s() is None

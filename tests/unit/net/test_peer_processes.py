@@ -1,0 +1,161 @@
+"""Peers that are killed, stopped or forked from: the caller notices, in time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from peercache.paths.breaker import STALL_S
+from peercache.wire.messages.directory import Located
+from tests.unit.net.peers import PATIENCE_S, PROMPT_S, Asking, wait_until
+
+ROOT = Path(__file__).parents[3]
+
+
+@contextmanager
+def peer_process(kind: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.net.peer_process", kind, str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Send SIGSTOP, and wait until every thread of the process has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    wait_until(
+        lambda: all(
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for thread in threads.iterdir()
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_a_killed_peer_is_noticed_at_once(kind: str, tmp_path: Path) -> None:
+    """In the middle of a question, long before its deadline; and it is not asked again."""
+    with peer_process(kind, tmp_path) as (process, url), Asking({7: url}) as client:
+        assert isinstance(client.ask(7)[0], Located)
+        stop(process)
+        threading.Timer(0.1, process.kill).start()
+        began = time.monotonic()
+
+        answers = client.ask(7, timeout_s=PATIENCE_S)
+        noticed_s = time.monotonic() - began
+        again = client.ask(7, timeout_s=PATIENCE_S)
+        again_s = time.monotonic() - began - noticed_s
+
+    assert answers == [None]
+    assert again == [None]
+    assert noticed_s < PROMPT_S
+    assert again_s < PROMPT_S
+    assert client.breakers.is_open(7)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_a_stopped_peer_costs_its_deadline_and_comes_back(kind: str, tmp_path: Path) -> None:
+    """On old connections and new ones; whatever it answers later confuses nobody."""
+    with peer_process(kind, tmp_path) as (process, url), Asking({7: url}) as client:
+        assert isinstance(client.ask(7)[0], Located)
+        stop(process)
+        began = time.monotonic()
+        old = client.ask(7, timeout_s=2 * STALL_S)
+        old_s = time.monotonic() - began
+        client.asker.forget(set())
+        new = client.ask(7, timeout_s=2 * STALL_S)
+        new_s = time.monotonic() - began - old_s
+        was_open = client.breakers.is_open(7)
+        process.send_signal(signal.SIGCONT)
+        after = client.ask(7)
+
+    assert (old, new) == ([None], [None])
+    assert max(old_s, new_s) < PROMPT_S
+    assert was_open
+    assert isinstance(after[0], Located)
+    assert not client.breakers.is_open(7)
+
+
+FORKED = """
+import gc, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.unit.net.peers import Asking, Peer
+from peercache.errors import LocalProtocolError
+from peercache.wire.messages.directory import Located
+from peercache.net.sockets import Dialer
+
+def main():
+    peer = Peer("ipc", Path(sys.argv[2]))
+    client = Asking({7: peer.url})
+    dialer = Dialer(peer.url)
+    assert isinstance(client.ask(7)[0], Located)
+    child = os.fork()
+    if not child:
+        try:
+            Dialer(peer.url)
+        except LocalProtocolError:
+            pass
+        else:
+            os._exit(3)
+        dialer.close()
+        client.asker.close()
+        peer.listener.close()
+        del dialer, client, peer
+        gc.collect()
+        sys.exit(0)
+    status = os.waitpid(child, 0)[1]
+    # The child has closed nothing of ours.
+    assert isinstance(client.ask(7)[0], Located)
+    print("child", status, flush=True)
+
+main()
+"""
+
+
+def test_a_forked_child_neither_hangs_nor_crashes_nor_disturbs(tmp_path: Path) -> None:
+    """The threads of nng do not exist there: what waits for them would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(ROOT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["child", "0"], done.stderr
+
+
+def test_a_process_that_never_closes_still_exits(tmp_path: Path) -> None:
+    """An engine is not obliged to tidy up."""
+    text = FORKED[: FORKED.index("    child = os.fork()")] + "    os.abort\n\nmain()\n"
+
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(ROOT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

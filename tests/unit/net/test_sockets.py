@@ -1,0 +1,310 @@
+"""The sockets alone: addresses, connections that end, and what no correct peer sends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peercache.errors import AddressTaken, ConfigError
+from peercache.net.sockets import (
+    HEADER_BYTES_MAX,
+    Dialer,
+    Listener,
+    UnusableAddress,
+    local_path,
+    reached,
+    remove_dead_socket,
+)
+from peercache.wire.codec import MESSAGE_BYTES_MAX
+from tests.pace import paced
+from tests.unit.net.peers import PATIENCE_S, PROMPT_S, files_open, wait_until
+
+
+def listening(folder: Path) -> tuple[Listener, str, list[int]]:
+    ended: list[int] = []
+    listener = Listener(on_removed=ended.append)
+    url = f"ipc://{folder}/{len(list(folder.iterdir()))}.ipc"
+    listener.listen_local(url)
+    return listener, url, ended
+
+
+def taken(listener: Listener) -> tuple[int, bytes]:
+    """Return the next message, however long it takes to come."""
+    found: list[tuple[int, bytes]] = []
+
+    def look() -> bool:
+        message = listener.receive_now()
+        found.extend([message] if message is not None else [])
+        return bool(found)
+
+    wait_until(look)
+    return found[0]
+
+
+def received(dialer: Dialer) -> bytes:
+    found: list[bytes] = []
+
+    def look() -> bool:
+        message = dialer.receive()
+        found.extend([message] if message is not None else [])
+        return bool(found)
+
+    wait_until(look)
+    return found[0]
+
+
+def test_answers_go_back_on_the_pipe_they_are_for(tmp_path: Path) -> None:
+    """A listener knows its callers by pipe, over ipc and tcp alike."""
+    listener, url, _ = listening(tmp_path)
+    port = listener.listen_tcp("listen", "127.0.0.1", 0)
+    callers = [Dialer(url), Dialer(f"tcp://127.0.0.1:{port}")]
+    pipes = []
+    for i, caller in enumerate(callers):
+        caller.send(bytes([i]))
+        pipe, raw = taken(listener)
+        assert raw == bytes([i])
+        pipes.append(pipe)
+
+    for i in (1, 0):
+        assert listener.reply(pipes[i], b"to %d" % i)
+
+    assert [received(caller) for caller in callers] == [b"to 0", b"to 1"]
+    assert listener.pipe_count() == 2
+    for caller in callers:
+        caller.close()
+    listener.close()
+
+
+def test_the_port_that_was_bound_is_told(tmp_path: Path) -> None:
+    """Port 0 is any free one; IPv6 works the same."""
+    listener, _, _ = listening(tmp_path)
+
+    port = listener.listen_tcp("listen", "127.0.0.1", 0)
+
+    assert reached(f"tcp://127.0.0.1:{port}", PATIENCE_S) is True
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        port = listener.listen_tcp("listen", "::1", 0)
+        assert reached(f"tcp://[::1]:{port}", PATIENCE_S) is True
+    listener.close()
+
+
+def test_an_address_that_is_taken_names_its_setting(tmp_path: Path) -> None:
+    """A person reads which setting it was."""
+    listener, url, _ = listening(tmp_path)
+    port = listener.listen_tcp("listen", "127.0.0.1", 0)
+    other = Listener(on_removed=lambda _: None)
+
+    with pytest.raises(AddressTaken, match=f"listen = 127.0.0.1:{port}"):
+        other.listen_tcp("listen", "127.0.0.1", port)
+    with pytest.raises(AddressTaken, match="home = ipc"):
+        other.listen_local(url)
+    with pytest.raises(ConfigError, match="listen"):
+        other.listen_tcp("listen", "203.0.113.7", 0)
+    with pytest.raises(ConfigError, match="home"):
+        other.listen_local("ipc:///no/such/folder/x.ipc")
+    other.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("url", ["tcp://nonsense", "tcp://127.0.0.1:80/x", "", "smoke://signal"])
+def test_what_nng_cannot_dial_is_an_error_that_names_it(url: str) -> None:
+    """And leaves no descriptor behind."""
+    with pytest.raises(UnusableAddress):
+        Dialer(url)  # The first socket of a process opens what nng keeps for all of them.
+    before = files_open()
+
+    for _ in range(5):
+        with pytest.raises(UnusableAddress):
+            Dialer(url)
+
+    wait_until(lambda: files_open() <= before)
+
+
+def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None:
+    """Also if its messages are read only afterwards; whoever asks is told that it is gone."""
+
+    def story(pace_s: float) -> tuple[Listener, int, tuple[int, bytes] | None]:
+        listener, url, ended = listening(tmp_path)
+        caller = Dialer(url)
+        caller.send(b"last words")
+        wait_until(lambda: listener.pipe_count() == 1)
+        # Through the kernel: only nng knows of the message so far.
+        time.sleep(pace_s)
+        caller.close()
+        wait_until(lambda: len(ended) == 1)
+        return listener, ended[0], listener.receive_now()
+
+    listener, pipe, message = paced(story, lambda told: told[2] is not None)
+
+    assert message == (pipe, b"last words")
+    assert not listener.is_open(pipe)
+    assert not listener.reply(pipe, b"too late")
+    assert listener.pipe_count() == 0
+    assert len(listener._socket._pipes) == 0
+    listener.close()
+
+
+def test_a_listener_may_hang_up(tmp_path: Path) -> None:
+    """The caller's nng dials again by itself."""
+    listener, url, ended = listening(tmp_path)
+    facts: list[str] = []
+    caller = Dialer(
+        url,
+        on_connected=lambda: facts.append("connected"),
+        on_removed=lambda: facts.append("removed"),
+    )
+    caller.send(b"a")
+    pipe, _ = taken(listener)
+
+    listener.disconnect(pipe)
+
+    wait_until(lambda: facts[:3] == ["connected", "removed", "connected"])
+    assert ended == [pipe]
+    listener.disconnect(pipe)
+    caller.close()
+    listener.close()
+
+
+def test_a_message_beyond_the_bound_costs_its_sender_the_connection_only(tmp_path: Path) -> None:
+    """The bound of nng itself is none at all; others go on, and the largest allowed one passes."""
+    listener, url, ended = listening(tmp_path)
+    well, rude = Dialer(url), Dialer(url)
+    well.send(b"hello")
+    taken(listener)
+
+    rude.send(bytes(MESSAGE_BYTES_MAX + HEADER_BYTES_MAX))
+
+    wait_until(lambda: len(ended) >= 1)
+    well.send(bytes(MESSAGE_BYTES_MAX))
+    assert len(taken(listener)[1]) == MESSAGE_BYTES_MAX
+    well.close()
+    rude.close()
+    listener.close()
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=200))
+def test_what_is_no_nng_at_all_leaves_the_listener_alive(tmp_path: Path, raw: bytes) -> None:
+    """Port scanners, browsers, garbage."""
+    listener, url, _ = listening(tmp_path)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(local_path(url))
+        stranger.sendall(raw)
+    caller = Dialer(url)
+    caller.send(b"still there?")
+
+    assert taken(listener)[1] == b"still there?"
+    caller.close()
+    listener.close()
+
+
+def test_messages_of_no_bytes_are_messages(tmp_path: Path) -> None:
+    """Nobody who is correct sends one; whoever does must not raise anything here."""
+    listener, url, _ = listening(tmp_path)
+    caller = Dialer(url)
+
+    caller.send(b"")
+    pipe, raw = taken(listener)
+    listener.reply(pipe, b"")
+
+    assert raw == b""
+    assert received(caller) == b""
+    caller.close()
+    listener.close()
+
+
+def test_a_buffer_that_is_full_is_told() -> None:
+    """It never blocks; the outbox above it waits and counts."""
+    caller = Dialer("tcp://127.0.0.1:1")
+
+    taken_in = 0
+    while caller.send(b"x"):
+        taken_in += 1
+        assert taken_in < 1000
+
+    assert taken_in > 0
+    caller.close()
+    assert caller.send(b"after close") is True
+    assert caller.receive() is None
+
+
+def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
+    """Somebody, nobody, or no word in time."""
+    listener, url, _ = listening(tmp_path)
+    with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as dead:
+        mute.bind(f"{tmp_path}/mute")
+        mute.listen()
+        dead.bind(f"{tmp_path}/dead")
+        began = time.monotonic()
+
+        assert reached(url, PATIENCE_S) is True
+        assert reached(f"ipc://{tmp_path}/dead", PATIENCE_S) is False
+        assert reached(f"ipc://{tmp_path}/none", PATIENCE_S) is False
+        assert reached("tcp://127.0.0.1:1", PATIENCE_S) is False
+        assert reached("tcp://nonsense", PATIENCE_S) is False
+        assert reached(f"ipc://{tmp_path}/mute", 0.05) is None
+        assert reached("tcp://no-such-host.invalid:9", 0.05) is None
+        assert reached("inproc://x", 0.05) is None
+    assert time.monotonic() - began < PROMPT_S
+    listener.close()
+
+
+def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
+    """Not a living one, not one whose owner is paused, and never somebody's file."""
+    listener, url, _ = listening(tmp_path)
+    with socket.socket(socket.AF_UNIX) as paused, socket.socket(socket.AF_UNIX) as dead:
+        paused.bind(f"{tmp_path}/paused")
+        paused.listen()
+        dead.bind(f"{tmp_path}/dead")
+    (tmp_path / "paused").unlink()
+    with socket.socket(socket.AF_UNIX) as paused:
+        paused.bind(f"{tmp_path}/paused")
+        paused.listen()
+        precious = tmp_path / "thesis.txt"
+        precious.write_text("ten years")
+
+        for path in (local_path(url), tmp_path / "paused", tmp_path / "dead", precious, "/nowhere"):
+            remove_dead_socket(f"ipc://{path}")
+
+    assert Path(local_path(url)).exists()
+    assert (tmp_path / "paused").exists()
+    assert not (tmp_path / "dead").exists()
+    assert precious.read_text() == "ten years"
+    listener.close()
+
+
+def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
+    """No entry of pynng's, no descriptor and no thread is left of two hundred."""
+    listener, url, ended = listening(tmp_path)
+
+    def come_and_go() -> None:
+        for _ in range(50):
+            connected = threading.Event()
+            caller = Dialer(url, on_connected=connected.set)
+            caller.send(b"x")
+            # nng itself loses a descriptor of a dialer that is closed in the act of connecting.
+            assert connected.wait(PATIENCE_S)
+            caller.close()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    before = files_open()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    while listener.receive_now() is not None:
+        pass
+
+    wait_until(lambda: listener.pipe_count() == 0)
+    wait_until(lambda: files_open() <= before)
+    while listener.receive_now() is not None:
+        pass
+    wait_until(lambda: len(listener._socket._pipes) == 0)
+    assert len(ended) == len(set(ended))
+    listener.close()

@@ -1,0 +1,478 @@
+"""The switchboard: what comes in is allowed and meant for us, or reaches nobody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import cbor2
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peercache.actors.effects import Effect, Origin, Send, SendTo, StoreWords, Tell
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, Mailbox
+from peercache.model.member import ALIVE, Member
+from peercache.net.sockets import Dialer, Listener
+from peercache.node.admission import Admission
+from peercache.node.switchboard import Switchboard
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.wire.codec import decode, encode
+from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
+from peercache.wire.messages.directory import Located, Lookup, Put
+from peercache.wire.messages.membership import Heartbeat
+from peercache.wire.messages.pool import Reserve
+from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
+from tests.pace import PATIENCE_S
+
+CLUSTER = "test"
+ME = 0x11
+CLIENT = 0x77
+TOKEN = "t" * 32
+MAILBOXES = ("membership", "directory", "publisher", "pool")
+
+
+def hello(**fields: Any) -> Hello:
+    fitting = Hello(9, WIRE_VERSION, WIRE_VERSION, CLUSTER, False, 16384, "", "", "", "")
+    return attrs.evolve(fitting, **fields)
+
+
+def member(incarnation: int, control: str) -> Member:
+    return Member(incarnation, 1, ALIVE, 255, "h", control, control, "boot", "")
+
+
+@attrs.define(eq=False)
+class Board:
+    """A switchboard with everything around it but the actors."""
+
+    board: Switchboard
+    admission: Admission
+    mailboxes: dict[str, Mailbox]
+    metrics: Metrics
+    address: str
+    stored: list[StoreWords]
+    members: dict[int, Member]
+
+    def dropped(self, reason: str) -> int:
+        return int(self.metrics.messages_dropped.labels(reason)._value.get())
+
+    def waiting(self) -> list[tuple[str, Origin, object]]:
+        """Take everything out of the mailboxes."""
+        found = []
+        for name, mailbox in self.mailboxes.items():
+            while (taken := mailbox.take()) is not None:
+                found.append((name, *taken))
+        return found
+
+
+@asynccontextmanager
+async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
+    """Run a switchboard on loopback."""
+    token = trio.lowlevel.current_trio_token()
+    admission = Admission(
+        granule=16384, credentials="", home=f"ipc://{folder}/home", local_token=TOKEN
+    )
+    listener = Listener(on_removed=lambda pipe: token.run_sync_soon(lambda: admission.end(pipe)))
+    address = f"127.0.0.1:{listener.listen_tcp('listen', '127.0.0.1', 0)}"
+    metrics, stored, members = Metrics(), list[StoreWords](), dict[int, Member]()
+    mailboxes = {name: Mailbox() for name in MAILBOXES}
+    board = Switchboard(
+        me=member(incarnation, address),
+        cluster=CLUSTER,
+        admission=admission,
+        granule=16384,
+        credentials="",
+        segment_bytes=4096,
+        listener=listener,
+        mailboxes=mailboxes,
+        store_words=stored.append,
+        member_of=members.get,
+        answer=lambda message: (
+            Stats(message.request, {"pages": 3}) if isinstance(message, StatsAsked) else None
+        ),
+        metrics=metrics,
+        log=get_logger(),
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(board.run)
+        yield Board(board, admission, mailboxes, metrics, address, stored, members)
+        nursery.cancel_scope.cancel()
+    listener.close()
+
+
+class Caller:
+    """Somebody who talks to a switchboard over a connection of its own."""
+
+    def __init__(self, address: str, identity: int = CLIENT) -> None:
+        self.identity = identity
+        self.dialer = Dialer(f"tcp://{address}")
+
+    def say(
+        self, message: Message, *, target: int = ME, sender: int = 0, cluster: str = CLUSTER
+    ) -> None:
+        self.raw(encode(Envelope(sender or self.identity, target, message), cluster=cluster))
+
+    def raw(self, raw: bytes) -> None:
+        assert self.dialer.send(raw)
+
+    async def hear(self) -> Message:
+        """Return the next message."""
+        with trio.fail_after(PATIENCE_S):
+            while (raw := self.dialer.receive()) is None:
+                await trio.lowlevel.wait_readable(self.dialer.receive_fd)
+        return decode(raw, cluster=CLUSTER).message
+
+    async def ask(self, message: Message, **how: Any) -> Message:
+        self.say(message, **how)
+        return await self.hear()
+
+    async def greet(self, **fields: Any) -> Message:
+        return await self.ask(hello(**fields), target=0)
+
+
+@pytest.fixture
+def calling() -> Any:
+    """Return a way to call; whoever called hangs up after the test."""
+    callers: list[Caller] = []
+
+    def call(board: Board, identity: int = CLIENT) -> Caller:
+        callers.append(Caller(board.address, identity))
+        return callers[-1]
+
+    yield call
+    for caller in callers:
+        caller.dialer.close()
+
+
+Calling = Callable[..., Caller]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - sockets tell no event for it
+            await trio.sleep(0.001)
+
+
+async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> None:
+    """Welcome names the node and its segment; what follows reaches its actor, with the way back."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        welcome = await caller.greet()
+        caller.say(Lookup(1, bytes(16)))
+        await until(lambda: len(board.mailboxes["directory"]) == 1)
+        ((actor, origin, message),) = board.waiting()
+
+        board.board.perform(Send(origin, Located(1, b"")))
+        answer = await caller.hear()
+
+    assert welcome == Welcome(9, WIRE_VERSION, member(ME, board.address), 4096)
+    assert (actor, message) == ("directory", Lookup(1, bytes(16)))
+    assert origin.identity == CLIENT
+    assert origin.pipe != 0
+    assert answer == Located(1, b"")
+
+
+async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """One that waits for its mailbox and handles what comes in a task of its own."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet()
+        mailbox = board.mailboxes["directory"]
+        heard: list[object] = []
+
+        async with trio.open_nursery() as nursery:
+
+            async def work() -> None:
+                await mailbox.wait()
+                heard.append(mailbox.take())
+
+            nursery.start_soon(work)
+            await trio.testing.wait_all_tasks_blocked()
+            caller.say(Lookup(1, bytes(16)))
+            await until(lambda: bool(heard))
+
+    assert len(heard) == 1
+
+
+async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """Whatever it says; after its Hello it is heard on the same connection."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        answer = await caller.ask(Lookup(1, bytes(16)))
+        assert board.waiting() == []
+        await caller.greet()
+        caller.say(Lookup(2, b""))
+        await until(lambda: len(board.mailboxes["directory"]) == 1)
+
+    assert answer == SayHello(ME)
+    assert board.dropped("stranger") == 1
+
+
+async def test_a_message_for_a_predecessor_reaches_no_actor(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """The successor at the same address is somebody else, and says who."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet(lock=TOKEN)
+        answer = await caller.ask(Reserve(1, 1, 1, b"", b""), target=0x10)
+
+        assert answer == SayHello(ME)
+        assert board.waiting() == []
+        assert board.dropped("other_incarnation") == 1
+
+
+async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """A connection speaks for one identity."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet(lock=TOKEN)
+        answer = await caller.ask(Reserve(1, 1, 1, b"", b""), sender=0x99)
+
+        assert answer == SayHello(ME)
+        assert board.waiting() == []
+        assert board.dropped("stranger") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, Reserve(5, 1, 1, b"", b"")),
+        ({"lock": TOKEN}, Put(1, b"")),
+        ({"is_node": True}, Reserve(5, 1, 1, b"", b"")),
+        ({"is_node": True}, Lookup(5, b"")),
+        ({"lock": TOKEN}, Heartbeat(member(2, "a:1"), b"")),
+    ],
+)
+async def test_what_a_role_may_not_send_is_refused(
+    tmp_path: Path, calling: Calling, fields: dict[str, Any], message: Message
+) -> None:
+    """It reaches nobody, is counted, and the answer carries the number of the question."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet(**fields)
+        answer = await caller.ask(message)
+
+        assert isinstance(answer, Refused)
+        assert answer.request == getattr(message, "request", 0)
+        assert type(message).__name__ in answer.detail
+        assert board.waiting() == []
+        assert board.dropped("not_allowed") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"granule": 1}, "granule"),
+        ({"credentials": "x"}, "credentials"),
+        ({"wire_oldest": 5, "wire_newest": 6}, "wire_version"),
+        ({"lock": "nobodys"}, "lock"),
+    ],
+)
+async def test_a_hello_that_does_not_fit_is_refused_and_opens_nothing(
+    tmp_path: Path, calling: Calling, fields: dict[str, Any], reason: str
+) -> None:
+    """The refusal carries the number of the Hello; what follows is a stranger's."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        refused = await caller.greet(**fields)
+        then = await caller.ask(Lookup(1, b""))
+
+        assert isinstance(refused, Refused)
+        assert (refused.request, refused.reason) == (9, reason)
+        assert then == SayHello(ME)
+        assert board.waiting() == []
+        assert board.dropped(reason) == 1
+
+
+async def test_another_cluster_is_refused_in_words_that_name_both(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """Even from a greeted connection: every message carries its cluster."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet()
+        answer = await caller.ask(Lookup(1, b""), cluster="theirs")
+
+        assert isinstance(answer, Refused)
+        assert answer.reason == "cluster"
+        assert "theirs" in answer.detail
+        assert "test" in answer.detail
+        assert board.waiting() == []
+        assert board.dropped("cluster") == 1
+
+
+async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling) -> None:
+    """However the rest of the message is laid out."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        caller.raw(cbor2.dumps([WIRE_VERSION + 6, CLUSTER, CLIENT, ME, 9, "anything"]))
+        answer = await caller.hear()
+
+        assert isinstance(answer, Refused)
+        assert answer.reason == "wire_version"
+        assert str(WIRE_VERSION + 6) in answer.detail
+        assert str(WIRE_VERSION) in answer.detail
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_garbage_reaches_nobody_and_raises_nothing(tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes of any kind, also such as begin like one of ours."""
+    begin = encode(Envelope(CLIENT, ME, Lookup(1, bytes(16))), cluster=CLUSTER)
+    cut = data.draw(st.integers(0, len(begin) - 1))
+    raw = data.draw(
+        st.one_of(st.binary(max_size=80), st.binary(max_size=9).map(begin[:cut].__add__))
+    )
+
+    async def main() -> None:
+        async with running(tmp_path) as board:
+            board.admission.admit(5, CLIENT, hello())
+            before = sum(board.dropped(reason) for reason in REASONS)
+            board.board._take(5, raw)
+            dropped = sum(board.dropped(reason) for reason in REASONS) - before
+            found = board.waiting()
+            assert dropped or found
+            # What got through is what it says it is.
+            assert all(isinstance(message, Lookup) for _, _, message in found)
+
+    trio.run(main)
+
+
+REASONS = (
+    "malformed", "cluster", "wire_version", "stranger", "other_incarnation", "not_allowed",
+    "identity", "granule", "credentials", "pipe_gone",
+)  # fmt: skip
+
+
+async def test_a_full_mailbox_is_counted(tmp_path: Path, calling: Calling) -> None:
+    """Nothing grows without bound; the asker has a deadline."""
+    async with running(tmp_path) as board:
+        for i in range(MAILBOX_MESSAGES_MAX):
+            board.mailboxes["directory"].offer(SELF, i, 1)
+        caller = calling(board)
+        await caller.greet()
+        caller.say(Lookup(1, b""))
+        await until(lambda: board.dropped("mailbox_full") == 1)
+
+        assert len(board.mailboxes["directory"]) == MAILBOX_MESSAGES_MAX
+
+
+async def test_the_nodes_own_questions_are_answered(tmp_path: Path, calling: Calling) -> None:
+    """Figures need no actor."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet()
+
+        assert await caller.ask(StatsAsked(4)) == Stats(4, {"pages": 3})
+
+
+async def test_a_session_ends_with_its_connection(tmp_path: Path, calling: Calling) -> None:
+    """Nothing of it is remembered."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        await caller.greet()
+        assert len(board.admission.sessions) == 1
+
+        caller.dialer.close()
+
+        await until(lambda: not board.admission.sessions)
+
+
+async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """Its end has been told already: the session would stay for ever, and hold its geometry."""
+    async with running(tmp_path) as board:
+        raw = encode(Envelope(CLIENT, 0, hello(namespace="n", geometry="g")), cluster=CLUSTER)
+        board.board._take(12345, raw)
+
+        assert board.admission.sessions == {}
+        assert board.dropped("pipe_gone") >= 1
+
+
+async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
+    """A member is dialled where its entry says, and answered over our own link to it."""
+    async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
+        here.members[0x22] = member(0x22, there.address)
+        beat = Heartbeat(member(ME, here.address), b"digest")
+        here.board.perform(Send(0x22, beat))
+        here.board.perform(SendTo(there.address, beat))
+        await until(lambda: len(there.mailboxes["membership"]) == 2)
+
+        found = there.waiting()
+        await here.board.flush(5.0)
+
+    assert found == [("membership", Origin(ME, 0), beat)] * 2
+
+
+async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) -> None:
+    """SayHello comes back on the link: it says Hello, and is heard from then on."""
+    async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
+        here.members[0x22] = member(0x22, there.address)
+        here.board.perform(Send(0x22, Put(1, b"")))
+        await until(lambda: len(there.mailboxes["directory"]) == 1)
+        there.admission.sessions.clear()
+
+        here.board.perform(Send(0x22, Put(2, b"")))
+        await until(lambda: there.dropped("stranger") == 1 and bool(there.admission.sessions))
+        here.board.perform(Send(0x22, Put(3, b"")))
+        await until(lambda: len(there.mailboxes["directory"]) == 2)
+
+        assert [message for _, _, message in there.waiting()] == [Put(1, b""), Put(3, b"")]
+
+
+async def test_links_to_addresses_nobody_has_are_ended(tmp_path: Path) -> None:
+    """Members come and go; a garbage address ends nothing but its own link."""
+    async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
+        here.members[0x22] = member(0x22, there.address)
+        here.members[0x33] = member(0x33, "no sense at all")
+        here.board.perform(Send(0x22, Put(1, b"")))
+        here.board.perform(Send(0x33, Put(1, b"")))
+        await until(lambda: len(there.admission.sessions) == 1)
+
+        here.board.keep_links(set())
+
+        await until(lambda: not there.admission.sessions)
+
+
+async def test_effects_go_where_they_say(tmp_path: Path) -> None:
+    """Facts to mailboxes, words to memory; what cannot be sent is counted, never raised."""
+    words = StoreWords(np.array([1]), np.array([2], np.uint64))
+    effects: list[Effect] = [
+        Tell("pool", "fact"),
+        words,
+        Send(0x55, Put(1, b"")),
+        Send(Origin(CLIENT, 999), Located(1, b"")),
+    ]
+    async with running(tmp_path) as board:
+        for effect in effects:
+            board.board.perform(effect)
+
+        assert board.waiting() == [("pool", SELF, "fact")]
+        assert board.stored == [words]
+        assert board.dropped("unknown_member") == 1
+        assert board.dropped("pipe_gone") == 1
+
+
+async def test_flush_is_bounded(tmp_path: Path) -> None:
+    """A goodbye to the dead does not hold a node up."""
+    async with running(tmp_path) as board:
+        board.members[0x22] = member(0x22, "127.0.0.1:1")
+        board.board.perform(Send(0x22, Put(1, b"")))
+
+        with trio.fail_after(PATIENCE_S):
+            await board.board.flush(0.05)

@@ -1,0 +1,86 @@
+"""What a client counts reaches its home node's metrics, once, and nothing else does."""
+
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import Metric
+
+from peercache.observability.metrics import Metrics
+from peercache.observability.reports import CALL, CALLS_MAX, Report, absorb
+from peercache.wire.messages.session import Counted
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """Return one sample."""
+    return metrics.registry.get_sample_value(f"peercache_{name}", labels) or 0.0
+
+
+def test_a_report_carries_each_increase_once() -> None:
+    """Two reports add up to what was counted, labels and latencies included."""
+    client, node = Metrics(), Metrics()
+    report = Report(client)
+    client.pages_hit.labels("tcp").inc(3)
+    report.add_call("get", 0.5)
+    first = report.take()
+    client.pages_hit.labels("tcp").inc(4)
+    client.exists_asked.inc(2)
+    second = report.take()
+
+    assert first is not None
+    assert second is not None
+    assert absorb(node, first) == absorb(node, second) == 0
+
+    assert value(node, "pages_hit_total", fabric="tcp") == 7
+    assert value(node, "exists_asked_total") == 2
+    assert value(node, "latency_seconds_count", operation="get") == 1
+    assert value(node, "latency_seconds_sum", operation="get") == 0.5
+    assert report.take() is None
+
+
+class LooksCounted:
+    """A collector of a registry: counts how often the whole of it is looked at."""
+
+    looks = 0
+
+    def collect(self) -> list[Metric]:
+        """Return no metric."""
+        self.looks += 1
+        return []
+
+
+def test_a_report_looks_at_the_counters_it_tells_and_not_at_all_metrics() -> None:
+    """It is made every second in the engine's process, whose threads wait meanwhile."""
+    metrics, everything = Metrics(), LooksCounted()
+    metrics.registry.register(everything)
+    before = everything.looks
+
+    Report(metrics).take()
+
+    assert everything.looks == before
+
+
+def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
+    """Unknown names and labels, negative and endless figures change nothing."""
+    node = Metrics()
+    lies = {
+        "pages_evicted": 5, "registry": 1, "pages_hit/pigeon": 1, "pages_hit": 1,
+        "exists_asked/x": 1, "bytes_written": -1, "exists_found": float("inf"),
+        "pages_unpublished": "many",
+    }  # fmt: skip
+    calls = np.array([(99, 1.0), (0, float("nan")), (0, -1.0)], CALL).tobytes()
+
+    assert absorb(node, Counted(lies, calls)) == len(lies) + 3
+    assert value(node, "latency_seconds_count", operation="get") == 0
+    assert value(node, "pages_evicted_total") == 0
+
+
+def test_calls_that_wait_to_be_reported_are_bounded() -> None:
+    """An engine whose home node is away keeps the newest calls only."""
+    report = Report(Metrics())
+    for _ in range(CALLS_MAX + 10):
+        report.add_call("set", 0.001)
+
+    counted = report.take()
+
+    assert counted is not None
+    assert len(counted.calls) == CALLS_MAX * CALL.itemsize

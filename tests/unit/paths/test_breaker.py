@@ -1,0 +1,144 @@
+"""Breakers: evidence opens them, a probe closes them, success never does harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.paths.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breakers, data_port
+
+
+def test_a_quarter_second_of_fruitless_waiting_opens() -> None:
+    """Not before, and it may be in pieces."""
+    breakers = Breakers()
+
+    breakers.waited(1, 0.1, 10.1)
+    breakers.waited(1, 0.1, 20.1)
+    assert breakers.available(1, 20.1)
+    breakers.waited(1, STALL_S - 0.2, 30.0)
+
+    assert breakers.is_open(1)
+    assert not breakers.available(1, 30.0)
+    assert breakers.opened_count == 1
+
+
+def test_a_failure_opens_at_once() -> None:
+    """A refused or broken connection needs no second proof."""
+    breakers = Breakers()
+
+    breakers.failed(1, 10.0)
+
+    assert not breakers.available(1, 10.0 + BACKOFF_MIN_S / 2)
+    assert breakers.available(2, 10.0)
+
+
+def test_threads_that_wait_together_wait_once() -> None:
+    """Eight threads in the same 70 ms have not seen half a second of silence."""
+    breakers = Breakers()
+
+    for _ in range(8):
+        breakers.waited(1, 0.07, 10.07)
+    breakers.waited(1, 0.07, 10.10)
+
+    assert not breakers.is_open(1)
+    breakers.waited(1, 0.2, 10.30)
+    assert breakers.is_open(1)
+
+
+def test_an_answer_forgets_the_waiting_before_it() -> None:
+    """Any sign of life starts the count anew."""
+    breakers = Breakers()
+    breakers.waited(1, 0.2, 10.2)
+
+    breakers.answered(1)
+    breakers.waited(1, 0.2, 10.6)
+
+    assert not breakers.is_open(1)
+
+
+def test_one_probe_a_backoff_is_let_through() -> None:
+    """Whoever comes first probes; the others wait for what it finds."""
+    breakers = Breakers()
+    breakers.failed(1, 10.0)
+    due = 10.0 + BACKOFF_MIN_S
+
+    assert breakers.may_be_available(1, due)
+    assert [breakers.available(1, due) for _ in range(3)] == [True, False, False]
+    assert not breakers.may_be_available(1, due)
+    # A probe that nobody reports on is not the last one.
+    assert breakers.available(1, due + BACKOFF_MIN_S)
+
+
+def test_looking_does_not_take_the_probe() -> None:
+    """Only whoever will ask takes it."""
+    breakers = Breakers()
+    breakers.failed(1, 10.0)
+    due = 10.0 + BACKOFF_MIN_S
+
+    assert [breakers.may_be_available(1, due) for _ in range(3)] == [True] * 3
+    assert breakers.is_open(1)
+    assert breakers.available(1, due)
+
+
+def test_backoff_doubles_with_each_failed_probe_up_to_its_bound() -> None:
+    """A peer that stays away is asked ever more seldom, but for ever."""
+    breakers = Breakers()
+    now, waits = 10.0, []
+    breakers.failed(1, now)
+    for _ in range(6):
+        began = now
+        while not breakers.available(1, now):
+            now += 0.125
+        waits.append(now - began)
+        breakers.failed(1, now)
+
+    assert waits == [BACKOFF_MIN_S, 1.0, 2.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
+
+
+def test_failures_at_the_same_time_are_one_piece_of_evidence() -> None:
+    """Four threads on one broken connection do not make the back-off eight times as long."""
+    breakers = Breakers()
+
+    for _ in range(4):
+        breakers.failed(1, 10.0)
+
+    assert breakers.available(1, 10.0 + BACKOFF_MIN_S)
+    assert breakers.opened_count == 1
+
+
+def test_a_probe_that_is_answered_closes() -> None:
+    """And the next trouble begins with the shortest back-off again."""
+    breakers = Breakers()
+    breakers.failed(1, 10.0)
+    breakers.available(1, 11.0)
+
+    breakers.answered(1)
+
+    assert breakers.available(1, 11.0)
+    assert not breakers.is_open(1)
+
+
+def test_long_success_is_no_evidence() -> None:
+    """However long a batch takes, answers close and never open."""
+    breakers = Breakers()
+
+    for second in range(100):
+        breakers.waited(1, 0.2, second + 0.2)
+        breakers.answered(1)
+
+    assert breakers.opened_count == 0
+
+
+@pytest.mark.parametrize("peer", [1, 2**64 - 1])
+def test_control_and_data_port_have_breakers_of_their_own(peer: int) -> None:
+    """A node may answer questions and serve no pages; both are forgotten with the peer."""
+    breakers = Breakers()
+
+    breakers.failed(data_port(peer), 10.0)
+    breakers.answered(peer)
+
+    assert breakers.available(peer, 10.0)
+    assert breakers.is_open(data_port(peer))
+    breakers.forget({peer})
+    assert breakers.is_open(data_port(peer))
+    breakers.forget({7})
+    assert not breakers.is_open(data_port(peer))

@@ -1,0 +1,149 @@
+"""What a client takes from its home node: memory, slots ahead, and a view from others beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import attrs
+import numpy as np
+
+from peercache.config.settings import Config
+from peercache.errors import PeerCacheError
+from peercache.model.member import Member
+from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
+from peercache.paths.home_tie import Tie
+from peercache.paths.reading import Touches
+from peercache.paths.steps import Ask, Greet, Step
+from peercache.wire.envelope import WIRE_VERSION, Message
+from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.pool import RESERVED, Granted
+from peercache.wire.messages.session import Refused, Welcome
+from tests.contracts.fabric_suite import member_of
+
+HOME, PREDECESSOR, OTHER = 7, 6, 5
+
+
+@attrs.define
+class Nodes:
+    """The answers of a cluster, and what the tie told about."""
+
+    views: dict[int, Message] = attrs.field(factory=dict)
+    greeting: Message | None = None
+    told: list[object] = attrs.field(factory=list)
+    asked: list[object] = attrs.field(factory=list)
+
+    def tie(self) -> Tie[str]:
+        """Return a tie to a home node whose memory is its name."""
+        return Tie(
+            url="ipc:///home",
+            config=Config(),
+            boot_id="here",
+            breakers=Breakers(),
+            touches=Touches(),
+            report=None,
+            clock=lambda: 10.0,
+            open_memory=self._open,
+            on_attached=lambda new, old: self.told.append((new.memory, old and old.memory)),
+            on_rejected=self._rejected,
+            on_view=self._view,
+        )
+
+    def drive(self, path: Generator[Step, Any, bool]) -> bool:
+        """Run a path to its end."""
+        answer: Any = None
+        while True:
+            try:
+                step = path.send(answer)
+            except StopIteration as end:
+                return bool(end.value)
+            answer = None
+            if isinstance(step, Greet):
+                self.asked.append(step.url)
+                answer = self.greeting
+            if isinstance(step, Ask):
+                ((peer, _),) = step.questions
+                self.asked.append(peer)
+                answer = [self.views.get(peer)]
+
+    def _open(self, member: Member) -> str:
+        return f"memory of {member.incarnation}"
+
+    def _rejected(self, error: PeerCacheError) -> None:
+        self.told.append(str(error))
+
+    def _view(self, _: Cluster, cluster: Cluster) -> None:
+        self.told.append(sorted(cluster.members))
+
+
+def view_of(*incarnations: int) -> ViewShared:
+    """Return an answer that names these members."""
+    return ViewShared(0, tuple(member_of(each) for each in incarnations))
+
+
+def welcome_of(incarnation: int) -> Welcome:
+    """Return what a home node says to a Hello."""
+    return Welcome(0, WIRE_VERSION, member_of(incarnation), 0)
+
+
+def test_slots_ahead_are_taken_from_the_node_that_pages_are_written_to() -> None:
+    """What its predecessor granted under the same number lies in memory that is gone."""
+    nodes = Nodes(greeting=welcome_of(HOME))
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    assert tie.attached is not None
+    reservations = tie.attached.reservations
+    lengths = np.array([4096], np.uint64)
+    reservations.ask_ahead(lengths, 0.0)
+    (number, _) = reservations.ask_ahead(lengths, 0.1)
+    granted = Granted(0, number, bytes((RESERVED,)), np.array([8192], np.uint64).tobytes())
+
+    tie.heard_late(PREDECESSOR, granted)
+    before = reservations.awaits_grant()
+    tie.heard_late(HOME, granted)
+
+    assert before
+    assert not reservations.awaits_grant()
+
+
+def test_home_node_that_restarted_is_attached_to_anew() -> None:
+    """Its old incarnation answers nothing; whoever listens there now is written to from here on."""
+    nodes = Nodes(greeting=welcome_of(PREDECESSOR))
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.greeting = welcome_of(HOME)
+    nodes.views[HOME] = view_of(HOME, OTHER)
+    nodes.asked.clear()
+
+    is_well = nodes.drive(tie.beat())
+
+    assert is_well
+    assert nodes.asked == [PREDECESSOR, "ipc:///home", HOME]
+    assert nodes.told == [
+        ("memory of 6", None),
+        ("memory of 7", "memory of 6"),
+        [OTHER, HOME],
+    ]
+    assert tie.is_home(HOME)
+    assert tie.cluster.home == HOME
+
+
+def test_view_comes_from_others_while_the_home_node_wants_nobody() -> None:
+    """A refusal is told, and reads go on over what other members know."""
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.drive(tie.ask_view())
+    nodes.greeting = Refused(0, "lock", "no such file")
+    nodes.views = {OTHER: view_of(OTHER)}
+    nodes.asked.clear()
+    nodes.told.clear()
+
+    is_well = nodes.drive(tie.beat())
+
+    assert not is_well
+    assert nodes.asked == [HOME, OTHER, "ipc:///home", HOME, OTHER]
+    assert nodes.told == [[OTHER], "refused (lock): no such file", [OTHER]]
+    assert sorted(tie.cluster.members) == [OTHER]
+    assert tie.cluster.handover_until > 0

@@ -1,0 +1,405 @@
+"""Locating: whom a client asks, in which order, and what it makes of silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.model.records import ON_DISK, Records, keys_of
+from peercache.observability import reasons
+from peercache.paths.breaker import BACKOFF_MIN_S, data_port
+from peercache.wire.messages.directory import Lookup
+from peercache.wire.messages.session import Refused
+from tests.unit.paths.world import Node, World, content_of, named
+
+
+def elsewhere(world: World) -> tuple[str, list[Node]]:
+    """Return a page whose owners are all others than the home node and node 4, and them."""
+    for i in range(10_000):
+        owners = world.owners(f"page-{i}")
+        if not {1, 4} & {node.number for node in owners}:
+            return f"page-{i}", owners
+    raise AssertionError("every page is owned by one of them")
+
+
+def held_by(world: World, name: str, *nodes: Node) -> Records:
+    """Let the home node hold nothing, node 4 hold the page, and these owners know."""
+    record = world.nodes[4].hold(name)
+    for node in nodes:
+        node.know(record)
+    return record
+
+
+def test_home_and_an_owner_of_each_page_are_asked_at_once() -> None:
+    """One question a peer, all of them in one step."""
+    world = World(4)
+
+    world.get("a", "b", "c", "d")
+
+    first = world.asked(Lookup)[0]
+    assert len(first) == len(set(first))
+    assert 1 in first
+    for name in "abcd":
+        assert set(first) & {node.number for node in world.owners(name)[:2]}
+    assert len(world.steps) == 1
+
+
+def test_pages_that_two_nodes_own_between_them_cost_no_question_more() -> None:
+    """Of three nodes the home node and one other know everything, however often each is named."""
+    for count in range(1, 9):
+        world = World(3, replicas=2)
+
+        world.get(*[f"page-{count}-{i}" for i in range(count)])
+
+        assert len(world.asked(Lookup)[0]) <= 2
+
+
+def test_a_silent_owner_is_replaced_by_its_replica_within_the_deadline() -> None:
+    """Half of the time at most is spent on the first, so that the second can answer."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    owner.mood = "silent"
+    began = world.now
+
+    found = world.exists(name, timeout_s=0.1)
+
+    assert found == [True]
+    assert world.asked(Lookup) == [sorted([1, owner.number]), [replica.number]]
+    assert world.now - began < 0.1
+
+
+def test_a_home_node_that_knows_nothing_does_not_speak_for_a_silent_owner() -> None:
+    """To say "absent" is for owners; the home node was asked for what it holds itself."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    owner.mood = "silent"
+
+    assert world.get(name).hits == [True]
+    # The home node did answer.
+    assert any(isinstance(message, Lookup) for message in world.nodes[1].heard)
+
+
+def test_an_owner_that_refuses_connections_is_replaced_at_once() -> None:
+    """No time passes, and the next call does not ask it again."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    owner.mood = "away"
+    began = world.now
+
+    assert world.get(name).hits == [True]
+    world.cache.clear()
+    world.steps.clear()
+    assert world.get(name).hits == [True]
+
+    assert world.now - began < 0.02
+    assert world.asked(Lookup) == [sorted([1, replica.number])]
+
+
+def test_owner_and_replica_silent_is_unreachable_or_deadline() -> None:
+    """The reason tells whether there was still time when everybody had been asked."""
+    world = World(5)
+    name, owners = elsewhere(world)
+    for owner in owners:
+        owner.mood = "silent"
+
+    late = world.get(name, timeout_s=0.2)
+    world.now += 60
+    early = world.get(name, timeout_s=2.0)
+
+    assert (late.hits, late.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert (early.hits, early.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+
+
+def test_the_time_of_a_call_is_never_exceeded_however_many_are_silent() -> None:
+    """Silence everywhere: the call ends in time, and says why."""
+    world = World(6)
+    for node in world.nodes.values():
+        node.mood = "silent"
+    for timeout_s in (0.01, 0.1, 2.0):
+        began = world.now
+
+        got = world.get("a", "b", "c", timeout_s=timeout_s)
+
+        assert got.hits == [False] * 3
+        assert world.now - began <= timeout_s + 1e-6
+        assert set(got.reasons) <= {reasons.PEER_UNREACHABLE, reasons.DEADLINE}
+        world.now += 60
+
+
+def test_absent_is_the_last_word_outside_a_handover() -> None:
+    """An owner that knows nothing of a page is believed: its replica is not asked."""
+    world = World(5)
+    name, (owner, replica, former) = elsewhere(world)
+    held_by(world, name, replica, former)
+
+    got = world.get(name)
+
+    assert (got.hits, got.reasons) == ([False], [reasons.ABSENT])
+    assert world.asked(Lookup) == [sorted([1, owner.number])]
+
+
+def test_in_a_handover_the_next_owner_is_asked_and_the_one_before_the_change() -> None:
+    """For a while after a view change the new owner may not have been told yet."""
+    world = World(5, handover_until=200.0)
+    name, (owner, replica, former) = elsewhere(world)
+    held_by(world, name, former)
+
+    got = world.get(name)
+
+    assert got.hits == [True]
+    assert world.asked(Lookup) == [sorted([1, owner.number]), [replica.number], [former.number]]
+
+
+def test_a_handover_that_is_over_asks_one_owner_again() -> None:
+    """The time is looked at when it matters, not when the view was taken."""
+    world = World(5, handover_until=100.0)
+    name, (owner, _, former) = elsewhere(world)
+    held_by(world, name, former)
+
+    assert world.get(name).hits == [False]
+    assert world.asked(Lookup) == [sorted([1, owner.number])]
+
+
+def test_nobody_else_is_waited_for_when_home_finds_everything() -> None:
+    """The home node is near: what it holds needs no owner."""
+    world = World(5)
+    name, owners = elsewhere(world)
+    world.nodes[1].know(world.nodes[1].hold(name))
+    for owner in owners:
+        owner.mood = "silent"
+    began = world.now
+
+    assert world.get(name).hits == [True]
+    assert world.now - began < 0.01
+    # To be cut short is no failure of theirs.
+    assert world.breakers.opened_count == 0
+
+
+def test_a_silent_home_node_costs_no_hit() -> None:
+    """Owners know the page as well."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    world.nodes[1].mood = "silent"
+
+    assert world.get(name).hits == [True]
+
+
+def test_a_refusal_is_not_an_answer_about_pages() -> None:
+    """A peer that will not talk to us has not said that a page is absent."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, replica)
+    owner.script.append(lambda _: Refused(0, "credentials", "no"))
+
+    assert world.get(name).hits == [True]
+
+
+def test_records_nobody_asked_for_are_not_taken() -> None:
+    """What else an answer names neither fills the cache nor another place of the batch."""
+    world = World(3)
+    stray = world.nodes[2].hold("stray")
+    for node in world.nodes.values():
+        node.know(world.nodes[2].hold("a"))
+        node.shard[named("b").tobytes()] = [stray.tobytes()]
+
+    assert world.exists("a", "b") == [True, False]
+    assert len(world.cache) == 1
+
+
+def test_exists_believes_the_cache_for_a_second() -> None:
+    """A younger record answers without a question, an older one does not."""
+    world = World()
+    world.publish(world.nodes[2].hold("a"))
+    assert world.exists("a") == [True]
+
+    world.steps.clear()
+    world.now += 0.9
+    assert world.exists("a") == [True]
+    assert world.steps == []
+    world.now += 0.2
+    for node in world.nodes.values():
+        node.forget("a")
+    assert world.exists("a") == [False]
+    assert len(world.steps) > 0
+
+
+def test_get_believes_the_cache_however_old() -> None:
+    """There the word decides, so a hot prefix needs no question at all."""
+    world = World()
+    world.publish(world.nodes[2].hold("a"))
+    world.exists("a")
+    world.now += 3600
+    world.steps.clear()
+
+    assert world.get("a").hits == [True]
+    assert world.asked() == []
+
+
+def test_absence_is_never_remembered() -> None:
+    """A page may appear anywhere at any moment."""
+    world = World()
+    assert world.exists("a") == [False]
+
+    world.publish(world.nodes[2].hold("a"))
+
+    assert world.exists("a") == [True]
+
+
+def test_a_holder_whose_breaker_is_open_is_passed_over_until_a_probe_is_due() -> None:
+    """It owns nothing that we ask for, so only reading can find out that it is back."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    record = held_by(world, name, owner, replica)
+    holder = world.nodes[4]
+    holder.data_mood = "away"
+    assert world.get(name).reasons == [reasons.PEER_UNREACHABLE]
+    holder.data_mood = "up"
+
+    soon = world.get(name)
+    world.steps.clear()
+    world.now += BACKOFF_MIN_S
+    # Asking whether it exists does not use the probe up.
+    assert world.exists(name) == [True]
+    later = world.get(name)
+
+    assert (soon.hits, soon.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert later.hits == [True]
+    assert record["holder"][0] == 4
+    assert not world.breakers.is_open(data_port(4))
+
+
+def test_a_holder_that_is_silent_on_its_control_port_is_read_all_the_same() -> None:
+    """Over shared memory nothing needs the holder, and its data port has a breaker of its own."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    world.breakers.failed(4, world.now)
+
+    assert world.get(name).hits == [True]
+
+
+def test_answers_on_the_control_port_do_not_vouch_for_the_data_port() -> None:
+    """Behind a firewall each get would wait for the stall again."""
+    world = World(2)
+    world.publish(world.nodes[2].hold("a"))
+    world.nodes[2].data_mood = "silent"
+    world.get("a")
+    began = world.now
+
+    for _ in range(5):
+        assert world.get("a").hits == [False]
+
+    assert world.now - began < 0.1
+
+
+def test_a_large_batch_is_asked_in_messages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer beyond the size of a message would cost the connection."""
+    monkeypatch.setattr("peercache.paths.locating.LOOKUP_KEYS_MAX", 10)
+    world = World(1)
+    names = [f"p{i}" for i in range(35)]
+    world.publish(*[world.nodes[1].hold(name, content=content_of(name)) for name in names])
+
+    assert world.exists(*names) == [True] * 35
+    assert [len(m.keys) // 16 for m in world.nodes[1].heard if isinstance(m, Lookup)] == [
+        10, 10, 10, 5,
+    ]  # fmt: skip
+
+
+def test_a_cluster_of_nobody_finds_nothing() -> None:
+    """Before the first view there is nobody to ask."""
+    world = World(1)
+    world.cluster = world.seen({})
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert world.steps == []
+
+
+def test_of_several_owners_each_is_asked_for_its_own_keys_only() -> None:
+    """The home node is asked for everything, once."""
+    world = World(4)
+    names = [f"p{i}" for i in range(40)]
+
+    world.exists(*names)
+
+    asked = {
+        number: [message.keys for message in node.heard if isinstance(message, Lookup)]
+        for number, node in world.nodes.items()
+    }
+    assert asked[1] == [named(*names).tobytes()]
+    for name in names:
+        owners = [node.number for node in world.owners(name)[:2]]
+        about = [
+            number
+            for number in (2, 3, 4)
+            if named(name).tobytes() in _split(b"".join(asked[number]))
+        ]
+        # The home node's word is enough for what it owns itself.
+        assert len(about) == (0 if 1 in owners else 1)
+        assert set(about) <= set(owners)
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def test_as_few_owners_as_will_do_are_asked() -> None:
+    """Of three nodes with two owners a page, the home node and one other know everything."""
+    world = World(3)
+
+    world.exists(*[f"p{i}" for i in range(40)])
+
+    heard = [
+        node for node in world.nodes.values() if any(isinstance(m, Lookup) for m in node.heard)
+    ]
+    assert len(heard) == 2
+    assert world.nodes[1] in heard
+
+
+def test_world_keeps_its_own_contract() -> None:
+    """A fake that found nothing would make every test above pass."""
+    world = World()
+    record = world.nodes[2].hold("a")
+    world.publish(record)
+
+    assert sum(named("a").tobytes() in node.shard for node in world.nodes.values()) == 2
+    assert keys_of(record) == [named("a").tobytes()]
+
+
+def test_exists_does_not_believe_the_cache_about_a_holder_that_is_out_of_reach() -> None:
+    """Dead in the view, or its breaker open: what was known of it is not good enough."""
+    world = World()
+    name = "a"
+    world.publish(world.nodes[2].hold(name))
+    assert world.exists(name) == [True]
+
+    world.breakers.failed(data_port(world.nodes[2].number), world.now)
+    assert world.exists(name) == [False]
+
+    world.now += BACKOFF_MIN_S
+    assert world.exists(name) == [True]
+    world.cluster = world.seen(
+        {i: m for i, m in world.cluster.members.items() if i != world.nodes[2].number}
+    )
+    assert world.exists(name) == [False]
+
+
+def test_exists_believes_the_cache_only_if_it_knows_every_key_and_all_in_memory() -> None:
+    """One key unknown, or known to be on disk only: the directory is asked."""
+    world = World()
+    world.publish(world.nodes[2].hold("a"))
+    on_disk = world.nodes[2].hold("b")
+    on_disk["flags"] = ON_DISK
+    world.cache.store(on_disk, world.now)
+    world.exists("a")
+    world.steps.clear()
+
+    assert world.exists("a", "c") == [True, False]
+    assert len(world.steps) > 0
+    world.steps.clear()
+    world.exists("a", "b")
+    assert len(world.steps) > 0

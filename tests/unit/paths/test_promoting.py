@@ -1,0 +1,322 @@
+"""Reading what is on a holder's disk only: asked for, loaded, read in portions, or missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from peercache.model.records import from_bytes
+from peercache.observability import reasons
+from peercache.wire.envelope import Message
+from peercache.wire.messages.directory import Disputed, Lookup
+from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
+from peercache.wire.messages.session import Refused
+from tests.unit.paths.world import PAGE, World, content_of, named
+
+NAMES = [f"page-{number}" for number in range(6)]
+
+
+def kept(world: World, holder: int, *names: str) -> None:
+    """Let a node have pages on its disk, and their owners know."""
+    for name in names:
+        world.publish(world.nodes[holder].keep(name))
+
+
+def asked_for_pages(world: World) -> int:
+    """Return how many questions for pages on disk there were."""
+    return len([peers for peers in world.asked(Promote) if peers])
+
+
+def test_page_on_a_disk_is_promoted_and_read() -> None:
+    """One question to its holder, one read under the fresh record, the very bytes."""
+    world = World()
+    kept(world, 2, "a")
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+    assert world.asked(Promote)[-1] == [2]
+    assert world.fetched_from() == [[2]]
+
+
+def test_copy_in_memory_is_read_before_one_on_a_disk() -> None:
+    """Even where the disk is the home node's own and the memory another host's."""
+    world = World(remote=frozenset({3}))
+    kept(world, 1, "a")
+    world.publish(world.nodes[3].hold("a"))
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert world.fetched_from() == [[3]]
+    assert not asked_for_pages(world)
+
+
+def test_copy_in_memory_that_is_told_later_wins_over_one_on_a_disk() -> None:
+    """The first answer, of what is on disk, does not end the search for something better."""
+    world = World()
+    name = world.page_owned_by(2, 3)
+    world.nodes[1].know(world.nodes[1].keep(name))
+    world.nodes[2].know(world.nodes[3].hold(name))
+    world.nodes[2].latency_s = 0.01
+
+    got = world.get(name)
+
+    assert got.hits == [True]
+    assert world.fetched_from() == [[3]]
+
+
+def test_copy_in_memory_is_not_given_up_for_one_on_a_nearer_disk() -> None:
+    """What a slower peer says of its disk changes nothing for a page that is in memory."""
+    world = World(4, remote=frozenset({3}))
+    first, second = world.page_owned_by(2, 3), world.page_owned_by(3, 4)
+    world.nodes[1].know(world.nodes[3].hold(first))
+    world.nodes[2].know(world.nodes[2].keep(first))
+    world.nodes[3].know(world.nodes[3].hold(second))
+    world.nodes[2].latency_s, world.nodes[3].latency_s = 0.01, 0.02
+
+    got = world.get(first, second)
+
+    assert got.hits == [True, True]
+    assert not asked_for_pages(world)
+
+
+def test_newer_word_of_one_holder_counts_wherever_the_page_is() -> None:
+    """A page that was evicted to disk is not read under the older record of another owner."""
+    world = World()
+    name = world.page_owned_by(2, 3)
+    world.nodes[2].know(world.nodes[3].hold(name))
+    world.nodes[1].know(world.nodes[3].keep(name))
+
+    got = world.get(name)
+
+    assert got.hits == [True]
+    assert world.asked(Promote)[-1] == [3]
+
+
+def test_newer_word_of_one_holder_counts_among_answers_looked_at_together() -> None:
+    """The first answer lacks a page, so both are looked at at once: the same must come of it."""
+    world = World()
+    name = world.page_owned_by(2, 3)
+    other = next(each for i in range(99) if world.owners(each := f"other-{i}")[0].number == 2)
+    world.nodes[1].know(world.nodes[3].hold(name))
+    world.nodes[2].know(world.nodes[3].keep(name))
+    world.nodes[2].know(world.nodes[3].hold(other))
+    world.nodes[2].latency_s = 0.01
+
+    got = world.get(name, other)
+
+    assert got.hits == [True, True]
+    assert world.asked(Promote)[-1] == [3]
+
+
+def test_batch_comes_in_portions_that_are_read_before_the_next_is_asked_for() -> None:
+    """What was promoted first may be evicted for what is promoted next."""
+    world = World()
+    kept(world, 2, *NAMES)
+    holder = world.nodes[2]
+    holder.portion = 2
+
+    def serve(message: Message) -> Message | None:
+        if isinstance(message, Promote):
+            for record in holder.loaded.values():
+                holder.evict(from_bytes(record), content_of("other"))
+            holder.loaded.clear()
+        return holder.serve(message)
+
+    holder.script.extend([serve] * 10)
+
+    got = world.get(*NAMES)
+
+    assert got.hits == [True] * 6
+    assert [page.tobytes() for page in got.pages] == [content_of(n).tobytes() for n in NAMES]
+    assert asked_for_pages(world) == 3
+
+
+def test_page_that_does_not_come_in_time_is_a_miss_with_its_reason() -> None:
+    """The deadline covers the disk."""
+    world = World()
+    kept(world, 2, "a")
+    world.nodes[2].portion = 0
+    world.nodes[2].latency_s = 0.1
+    started = world.now
+
+    got = world.get("a", timeout_s=1.0)
+
+    assert got.hits == [False]
+    assert got.reasons == [reasons.NOT_PROMOTED]
+    assert world.now - started <= 1.0
+    assert got.is_untouched()
+
+
+def test_pages_in_memory_are_hits_although_a_disk_is_too_slow() -> None:
+    """They are read first."""
+    world = World()
+    kept(world, 2, "a")
+    world.publish(world.nodes[3].hold("b"))
+    world.nodes[2].portion = 0
+    world.nodes[2].latency_s = 0.1
+
+    got = world.get("a", "b", timeout_s=0.5)
+
+    assert got.hits == [False, True]
+
+
+def test_lost_page_is_disputed_and_looked_for_elsewhere() -> None:
+    """A holder that has not what it told of is no end: another one may have the page."""
+    world = World()
+    name = world.page_owned_by(2, 3)
+    world.nodes[2].know(world.nodes[1].keep(name))
+
+    def lose(message: Message) -> Message | None:
+        if not isinstance(message, Promote):
+            return world.nodes[1].serve(message)
+        world.nodes[2].know(world.nodes[3].hold(name))
+        return Promoted(0, bytes([LOST]), b"")
+
+    world.nodes[1].script.extend([lose] * 2)
+
+    got = world.get(name)
+
+    assert got.hits == [True]
+    assert world.posts(Disputed)
+
+
+@pytest.mark.parametrize("mood", ["silent", "away"])
+def test_holder_that_does_not_answer_is_given_up(mood: str) -> None:
+    """Two silences open its breaker, and the rest of the time is for others."""
+    world = World()
+    kept(world, 2, "a")
+    name = world.page_owned_by(1, 3)
+    world.nodes[1].know(world.nodes[2].keep(name))
+    world.nodes[2].mood = mood
+    started = world.now
+
+    got = world.get(name)
+
+    assert got.hits == [False]
+    assert got.reasons == [reasons.PEER_UNREACHABLE]
+    assert world.now - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Refused(0, "role", "not you"),
+        Promoted(0, b"", b""),
+        Promoted(0, bytes([PROMOTED]), b""),
+        Promoted(0, bytes([LOST]), b""),
+    ],
+)
+def test_holder_that_answers_nonsense_is_not_asked_for_ever(answer: Message) -> None:
+    """Whatever it says, the call ends, and soon."""
+    world = World()
+    name = world.page_owned_by(1, 3)
+    world.nodes[1].know(world.nodes[2].keep(name))
+    world.nodes[2].script.extend([lambda _: answer] * 50)
+
+    got = world.get(name)
+
+    assert got.hits == [False]
+    assert asked_for_pages(world) <= 3
+
+
+def test_record_of_another_length_is_not_read_into_the_destination() -> None:
+    """A holder that promotes another page than it told of has nothing for us."""
+    world = World()
+    name = world.page_owned_by(1, 3)
+    record = world.nodes[2].keep(name)
+    world.nodes[1].know(record)
+    world.nodes[2].disk[named(name).tobytes()] = (name, content_of(name, 2 * PAGE))
+
+    got = world.get(name)
+
+    assert got.hits == [False]
+    assert got.is_untouched()
+
+
+def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
+    """The get that follows finds it loaded; nobody waits for that."""
+    world = World()
+    kept(world, 2, *NAMES[:3])
+    world.publish(world.nodes[3].hold(NAMES[3]))
+
+    found = world.exists(*NAMES[:4])
+
+    assert found == [True] * 4
+    ((peer, wish),) = world.posts(Promote)
+    assert (peer, wish.patience_s, len(wish.keys)) == (2, 0.0, 3 * 16)
+    assert len(world.nodes[2].loaded) == 3
+
+
+def test_exists_wishes_for_nothing_behind_a_gap() -> None:
+    """What comes after a page that is nowhere will not be read."""
+    world = World()
+    kept(world, 2, NAMES[0], NAMES[2])
+
+    assert world.exists(*NAMES[:3]) == [True, False, True]
+
+    ((_, wish),) = world.posts(Promote)
+    assert wish.keys == named(NAMES[0]).tobytes()
+
+
+def test_exists_of_pages_in_memory_wishes_for_nothing() -> None:
+    """The hot way is as it was."""
+    world = World()
+    world.publish(*[world.nodes[2].hold(name) for name in NAMES])
+
+    world.exists(*NAMES)
+    steps = len(world.steps)
+
+    assert world.exists(*NAMES) == [True] * 6
+    assert len(world.steps) == steps
+    assert not world.posts(Promote)
+
+
+def test_remembered_page_on_disk_costs_no_lookup() -> None:
+    """What `exists` has found is asked for at its holder at once."""
+    world = World()
+    kept(world, 2, "a")
+    world.exists("a")
+    lookups = len([peers for peers in world.asked(Lookup) if peers])
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert len([peers for peers in world.asked(Lookup) if peers]) == lookups
+
+
+def test_promoted_page_is_remembered_as_in_memory() -> None:
+    """The next get reads it at once."""
+    world = World()
+    kept(world, 2, "a")
+    world.get("a")
+    asked = len(world.asked())
+
+    assert world.get("a").hits == [True]
+
+    assert len(world.asked()) == asked
+
+
+def test_page_asked_for_twice_in_a_batch_is_read_into_both_destinations() -> None:
+    """Both places get the bytes."""
+    world = World()
+    kept(world, 2, "a")
+
+    got = world.get("a", "a")
+
+    assert got.hits == [True, True]
+    assert got.content(0) == got.content(1) == content_of("a").tobytes()
+
+
+def test_later_is_asked_again_until_it_has_come() -> None:
+    """A slow disk costs questions, not the page."""
+    world = World()
+    kept(world, 2, "a")
+    later = Promoted(0, bytes([LATER]), b"")
+    world.get()
+    world.nodes[2].script.extend(
+        [lambda m: later if isinstance(m, Promote) else world.nodes[2].serve(m)] * 4
+    )
+
+    assert world.get("a").hits == [True]

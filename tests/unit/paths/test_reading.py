@@ -1,0 +1,495 @@
+"""The read path: whatever happens around it, a hit is the page that was asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import numpy as np
+import pytest
+
+from peercache.client.bridge import checksums_of
+from peercache.model.member import DEAD
+from peercache.model.records import HAS_CHECKSUM, RESIDENT, Records
+from peercache.model.runs import PageRuns
+from peercache.observability import reasons
+from peercache.paths.reading import TOUCHES_MAX, Touches
+from peercache.paths.steps import Checksum, Fetch, Post
+from peercache.wire.envelope import Message
+from peercache.wire.messages.directory import Disputed, Lookup
+from tests.unit.paths.world import PAGE, Node, World, content_of, named
+
+
+def checksum_of(name: str) -> int:
+    page = content_of(name)
+    return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]))[0])
+
+
+def held(world: World, holder: int, name: str, **fields: int) -> Records:
+    """Let a node hold a page, and its owners know."""
+    record = world.nodes[holder].hold(name, content=None, **fields)
+    world.publish(record)
+    return record
+
+
+def evict_between(world: World, record: Records, instead: str) -> None:
+    """Once, after the bytes of the first page have been read and before its word is."""
+
+    def between(node: Node, _page: int) -> None:
+        world.between = lambda _node, _page: None
+        node.evict(record, content_of(instead))
+
+    world.between = between
+
+
+def test_a_page_is_found_read_and_verified() -> None:
+    """The plain case: one question, one read, the very bytes."""
+    world = World()
+    held(world, 2, "a")
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.reasons == [""]
+    assert got.content() == content_of("a").tobytes()
+    assert got.pages_by_fabric == {"world": 1}
+
+
+def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss() -> None:
+    """The word is read last, so it tells that the bytes may be anybody's."""
+    world = World()
+    record = held(world, 2, "a")
+    evict_between(world, record, "b")
+    for owner in world.owners("a"):
+        owner.script.append(partial(_then_forget, owner, "a"))
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert got.reasons == [reasons.EVICTED]
+
+
+def test_a_page_overwritten_while_its_bytes_are_read_is_a_miss() -> None:
+    """Even before the first byte: what lies there is another page."""
+    world = World()
+    record = held(world, 2, "a")
+    world.before = lambda node, _page: node.evict(record, content_of("b"))
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert got.content() == content_of("b").tobytes()
+
+
+def test_an_evict_between_exists_and_get_is_a_miss() -> None:
+    """The fault of the field: 16 of 16 hits had another page's bytes."""
+    world = World()
+    names = [f"p{i}" for i in range(16)]
+    records = [held(world, 2, name) for name in names]
+    assert world.exists(*names) == [True] * 16
+    for record in records:
+        world.nodes[2].evict(record, content_of("other"))
+    for name in names:
+        for owner in world.owners(name):
+            owner.forget(name)
+
+    got = world.get(*names)
+
+    assert got.hits == [False] * 16
+    assert set(got.reasons) == {reasons.EVICTED}
+
+
+def test_a_stale_cached_record_is_replaced_by_the_directorys() -> None:
+    """The cache may be old: the word says so, the directory knows better, the get is a hit."""
+    world = World()
+    old = held(world, 2, "a")
+    assert world.get("a").hits == [True]
+    world.nodes[2].evict(old, content_of("b"))
+    for owner in world.owners("a"):
+        owner.forget("a")
+    held(world, 3, "a")
+    world.steps.clear()
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+    assert world.fetched_from() == [[2], [3]]
+    # What came from the cache is no evidence against the directory.
+    assert world.posts(Disputed) == []
+
+
+def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
+    """Its owners are told, the cache does not keep it, and the page is a miss: evicted."""
+    world = World()
+    record = held(world, 2, "a")
+    world.nodes[2].evict(record, content_of("b"))
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert got.reasons == [reasons.EVICTED]
+    told = world.posts(Disputed)
+    assert [peer for peer, _ in told] == sorted(node.number for node in world.owners("a")[:2])
+    assert {message.records for _, message in told} == {record.tobytes()}
+    assert len(world.cache) == 0
+
+
+def test_a_directory_that_insists_on_a_lie_costs_three_attempts() -> None:
+    """Attempts are bounded, whatever the owners go on saying."""
+    world = World()
+    record = held(world, 2, "a")
+    world.nodes[2].evict(record, content_of("b"))
+    for owner in world.owners("a"):
+        owner.script.extend([partial(_insisted, owner)] * 20)
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert len(world.fetched_from()) == 3
+
+
+def test_a_word_that_equals_an_odd_generation_is_no_hit() -> None:
+    """A slot that is being rewritten may have the very word that a liar's record names."""
+    world = World()
+    record = held(world, 2, "a")
+    record["generation"] |= np.uint64(1)
+    world.nodes[2].words[0] = record["generation"][0]
+    for owner in world.owners("a"):
+        owner.forget("a")
+    world.publish(record)
+
+    assert world.get("a").hits == [False]
+
+
+def test_generation_zero_is_no_hit() -> None:
+    """A table that was never written is all zeros: nothing was ever committed there."""
+    world = World()
+    record = held(world, 2, "a", generation=0)
+    world.nodes[2].words[int(record["offset"][0]) // 4096] = 0
+
+    assert world.get("a").hits == [False]
+
+
+def test_a_destination_of_another_size_is_left_untouched() -> None:
+    """Not one byte is read for it, and the others of the batch are hits."""
+    world = World()
+    held(world, 2, "a")
+    world.publish(world.nodes[2].hold("long", content=content_of("long", 2 * PAGE)))
+
+    got = world.get("long", "a")
+
+    assert got.hits == [False, True]
+    assert got.reasons == [reasons.WRONG_SIZE, ""]
+    assert got.is_untouched(0)
+
+
+def test_a_remembered_record_of_another_size_is_asked_about_anew() -> None:
+    """The page may have been set anew since: a record that never fits must not hide it for ever."""
+    world = World()
+    old = world.nodes[2].hold("a", content=content_of("a", 2 * PAGE))
+    world.publish(old)
+    assert world.exists("a") == [True]
+    world.nodes[2].evict(old, content_of("b"))
+    for owner in world.owners("a"):
+        owner.forget("a")
+    held(world, 3, "a")
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+
+
+def test_an_unreachable_holder_gives_way_to_another() -> None:
+    """One failed read, then the copy elsewhere; the holder is not asked again."""
+    world = World(4)
+    held(world, 2, "a")
+    held(world, 3, "a")
+    world.nodes[2].data_mood = "away"
+    world.cache.store(world.nodes[2].hold("a"), world.now)
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+    assert world.fetched_from() == [[2], [3]]
+
+
+def test_a_holder_that_refuses_gives_way_to_another() -> None:
+    """It is well, so nothing opens; in this call it is not asked a second time."""
+    world = World(4)
+    held(world, 2, "a")
+    held(world, 3, "a")
+    world.nodes[2].data_mood = "refusing"
+    world.cache.store(world.nodes[2].hold("a"), world.now)
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert world.fetched_from() == [[2], [3]]
+    assert world.breakers.opened_count == 0
+
+
+def test_a_holder_that_refuses_alone_is_asked_once() -> None:
+    """The directory's fresh record of the same holder is no reason to ask again."""
+    world = World()
+    held(world, 2, "a")
+    world.nodes[2].data_mood = "refusing"
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.REFUSED])
+    assert world.fetched_from() == [[2]]
+
+
+def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may have put the stale record back: the second attempt asks the directory."""
+    world = World()
+    old = held(world, 2, "a")
+    assert world.get("a").hits == [True]
+    world.nodes[2].evict(old, content_of("b"))
+    for owner in world.owners("a"):
+        owner.forget("a")
+    held(world, 3, "a")
+    monkeypatch.setattr(world.cache, "drop", lambda _records: None)
+
+    assert world.get("a").hits == [True]
+
+
+def test_a_page_whose_only_holder_is_unreachable_says_so() -> None:
+    """The reason of the first attempt stays: the directory's answer afterwards adds nothing."""
+    world = World()
+    held(world, 2, "a")
+    world.nodes[2].data_mood = "away"
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert world.fetched_from() == [[2]]
+    assert world.posts(Disputed) == []
+
+
+def test_the_nearest_holder_is_read() -> None:
+    """The home node before another process of this host, that before another host."""
+    world = World(3, remote=frozenset({3}))
+    for holder in (3, 2, 1):
+        held(world, holder, "a")
+        held(world, holder, "b") if holder > 1 else None
+        held(world, holder, "c") if holder > 2 else None
+    for node in world.nodes.values():
+        node.latency_s = 0.0
+
+    for name, holder in (("a", 1), ("b", 2), ("c", 3)):
+        world.steps.clear()
+        assert world.get(name).hits == [True]
+        assert world.fetched_from() == [[holder]], name
+
+
+def test_of_one_holders_records_the_newest_is_read() -> None:
+    """Two owners may know different commits of one holder."""
+    world = World()
+    old = held(world, 2, "a")
+    world.nodes[2].evict(old, content_of("b"))
+    held(world, 2, "a")
+
+    assert world.get("a").hits == [True]
+    assert world.fetched_from() == [[2]]
+
+
+def test_records_of_dead_holders_are_not_read() -> None:
+    """Neither the directory's nor the cache's."""
+    world = World()
+    record = held(world, 3, "a")
+    world.cache.store(record, world.now)
+    view = {node.number: node.member for node in world.nodes.values()}
+    view[3] = attrs.evolve(view[3], state=DEAD)
+    world.cluster = world.seen(view)
+    for number in (1, 2):
+        world.nodes[number].know(record)
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert world.fetched_from() == []
+    assert 3 not in [peer for peers in world.asked() for peer in peers]
+
+
+def test_a_repeated_key_fills_every_destination_of_it() -> None:
+    """It is looked up once and read as often as it is wanted."""
+    world = World()
+    held(world, 2, "a")
+    held(world, 3, "b")
+
+    got = world.get("a", "b", "a", "none", "a")
+
+    assert got.hits == [True, True, True, False, True]
+    assert [got.content(i) for i in (0, 2, 4)] == [content_of("a").tobytes()] * 3
+    assert got.reasons[3] == reasons.ABSENT
+    lookups = [m for node in world.nodes.values() for m in node.heard if isinstance(m, Lookup)]
+    assert max(len(lookup.keys) for lookup in lookups) == 3 * 16
+
+
+def test_an_empty_batch_asks_nobody() -> None:
+    """No keys, no steps, no answers."""
+    world = World()
+
+    got = world.get()
+
+    assert got.hits == []
+    assert world.steps == []
+    assert world.exists() == []
+
+
+def test_pages_finished_at_the_deadline_are_a_leading_run() -> None:
+    """What is in place and verified counts; the rest says that time was up."""
+    world = World()
+    names = [f"p{i}" for i in range(10)]
+    for name in names:
+        held(world, 2, name)
+    world.page_s = 0.1
+
+    got = world.get(*names, timeout_s=0.45)
+
+    leading = got.hits.index(False)
+    assert 0 < leading < 10
+    assert got.hits == [True] * leading + [False] * (10 - leading)
+    assert got.reasons == [""] * leading + [reasons.DEADLINE] * (10 - leading)
+    # A deadline is no evidence against the holder, nor against what is known of its pages.
+    assert world.breakers.opened_count == 0
+    assert len(world.cache) == 10
+
+
+def test_a_deadline_that_has_passed_asks_nobody() -> None:
+    """A call that comes too late is a miss at once."""
+    world = World()
+    held(world, 2, "a")
+
+    got = world.get("a", timeout_s=0.0)
+
+    assert (got.hits, got.reasons) == ([False], [reasons.DEADLINE])
+    assert world.steps == []
+
+
+def test_another_checksum_is_a_miss_and_never_a_hit() -> None:
+    """The word was right and the bytes were not: a miss, disputed, told apart from an eviction."""
+    world = World(verify="full")
+    flags = RESIDENT | HAS_CHECKSUM
+    held(world, 2, "good", checksum=checksum_of("good"), flags=flags)
+    held(world, 2, "bad", checksum=checksum_of("good"), flags=flags)
+    held(world, 2, "without")
+
+    got = world.get("good", "bad", "without")
+
+    assert got.hits == [True, False, True]
+    assert got.reasons == ["", reasons.VERIFY_FAILED, ""]
+    assert {message.records[:16] for _, message in world.posts(Disputed)} == {
+        named("bad").tobytes()
+    }
+
+
+def test_checksums_are_sampled_by_key() -> None:
+    """Writer and reader choose the same keys, about one in 64."""
+    world = World(verify="sampled")
+    names = [f"p{i}" for i in range(512)]
+    wrong = next(name for name in names if named(name)[0].tobytes()[15] % 64 == 0)
+    held(world, 2, wrong, checksum=1, flags=RESIDENT | HAS_CHECKSUM)
+    held(world, 2, "p1", checksum=1, flags=RESIDENT | HAS_CHECKSUM)
+
+    got = world.get(wrong, "p1")
+
+    assert named("p1")[0].tobytes()[15] % 64 != 0
+    assert got.hits == [False, True]
+
+
+def test_pages_whose_checksum_there_was_no_time_for_are_misses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checksums are made in portions; the first always, the others only before the deadline."""
+    monkeypatch.setattr("peercache.paths.verify.CHECKSUM_PORTION_BYTES", PAGE)
+    world = World(verify="full")
+    names = [f"p{i}" for i in range(4)]
+    for name in names:
+        held(world, 2, name, checksum=checksum_of(name), flags=RESIDENT | HAS_CHECKSUM)
+    world.page_s = 0.1
+
+    got = world.get(*names, timeout_s=0.4)
+
+    assert got.hits == [True, False, False, False]
+    assert got.reasons[1:] == [reasons.DEADLINE] * 3
+    assert sum(isinstance(step, Checksum) for step in world.steps) == 1
+
+
+def test_several_holders_are_read_in_one_step() -> None:
+    """One Fetch for the batch, one read a holder, in the order of the keys."""
+    world = World()
+    held(world, 3, "a")
+    held(world, 2, "b")
+    held(world, 3, "c")
+
+    got = world.get("a", "b", "c")
+
+    assert got.hits == [True] * 3
+    assert world.fetched_from() == [[3, 2]]
+    assert [got.content(i) for i in range(3)] == [content_of(n).tobytes() for n in "abc"]
+
+
+def test_disputes_of_one_attempt_are_posted_together() -> None:
+    """One message an owner and attempt, however many holders were wrong."""
+    world = World(5)
+    for i in range(20):
+        record = held(world, 2 + i % 4, f"p{i}")
+        world.nodes[2 + i % 4].evict(record, content_of("x"))
+
+    world.get(*[f"p{i}" for i in range(20)])
+
+    posts = [step for step in world.steps if isinstance(step, Post)]
+    assert len(posts) == 1
+    assert len(posts[0].messages) <= 5
+
+
+def test_readers_remember_what_they_read_from_whom() -> None:
+    """Hits and only hits are told to their holders, keys and generations."""
+    world = World()
+    records = {name: held(world, 2, name) for name in "ab"}
+    world.nodes[2].evict(records["b"], content_of("x"))
+
+    world.get("a", "b")
+
+    told = world.reader.touches.take()
+    record = records["a"]
+    assert told == {2: record["key"].tobytes() + record["generation"].tobytes()}
+    assert world.reader.touches.take() == {}
+
+
+def test_touches_are_bounded() -> None:
+    """A holder that is never told costs no more than its share."""
+    touches = Touches()
+    records = np.repeat(World().nodes[1].hold("a"), TOUCHES_MAX - 1)
+
+    for _ in range(10):
+        touches.add(1, records)
+
+    assert len(touches.take()[1]) == 24 * TOUCHES_MAX
+
+
+def test_a_page_without_residence_is_not_read() -> None:
+    """A record of a page on disk names no bytes in memory."""
+    world = World()
+    held(world, 2, "a", flags=2)
+
+    assert world.get("a").hits == [False]
+    assert not any(isinstance(step, Fetch) for step in world.steps)
+
+
+def _insisted(node: Node, message: Message) -> Message | None:
+    """Answer as ever, but hear of no dispute."""
+    return None if isinstance(message, Disputed) else node.serve(message)
+
+
+def _then_forget(node: Node, name: str, message: Message) -> Message | None:
+    answer = node.serve(message)
+    node.forget(name)
+    return answer

@@ -1,0 +1,89 @@
+"""The one verification, against the obvious slow one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.model.reads import ODD
+from peercache.model.records import HAS_CHECKSUM, RECORD
+from peercache.paths.verify import (
+    CHECKSUM_PORTION_BYTES,
+    checksum_portions,
+    checksums_agree,
+    verified,
+    wants_checksum,
+)
+from tests.unit.paths.world import named
+
+WORDS = st.sampled_from([0, 1, 2, 3, 4, 6, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1])
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), max_size=20))
+def test_a_hit_is_an_even_generation_that_the_word_still_equals(
+    pairs: list[tuple[int, int]],
+) -> None:
+    """Odd generations and zero were never committed; another word is another page."""
+    records = np.zeros(len(pairs), RECORD)
+    records["generation"] = [generation for generation, _ in pairs]
+    words = np.array([word for _, word in pairs], np.uint64)
+
+    expected = [g == w and g % 2 == 0 and g != 0 for g, w in pairs]
+    assert verified(records, words).tolist() == expected
+
+
+def test_a_page_that_did_not_arrive_is_no_hit_under_any_record() -> None:
+    """What word buffers are filled with before a read is odd."""
+    records = np.zeros(3, RECORD)
+    records["generation"] = [0, 2, ODD]
+
+    assert not verified(records, np.full(3, ODD)).any()
+
+
+def test_every_record_has_a_word_of_its_own() -> None:
+    """One word for a whole batch would be compared with each record of it."""
+    records = np.zeros(3, RECORD)
+    records["generation"] = 2
+
+    with pytest.raises(AssertionError, match="1"):
+        verified(records, np.array([2], np.uint64))
+
+
+def test_sampling_chooses_by_key_one_in_sixty_four() -> None:
+    """Any two processes choose the same, about as many as the name says."""
+    keys = named(*[f"p{i}" for i in range(6400)])
+
+    sampled = wants_checksum(keys, "sampled")
+
+    assert 50 < len(sampled) < 150
+    assert (
+        keys[sampled].tolist() == keys[sampled][wants_checksum(keys[sampled], "sampled")].tolist()
+    )
+    assert wants_checksum(keys, "full").tolist() == list(range(6400))
+    assert wants_checksum(keys, "generation").tolist() == []
+
+
+def test_a_record_without_a_checksum_agrees_with_everything() -> None:
+    """Its flag says whether there is one; a checksum of 0 with the flag is one."""
+    records = np.zeros(3, RECORD)
+    records["checksum"] = [5, 5, 0]
+    records["flags"] = [0, HAS_CHECKSUM, HAS_CHECKSUM]
+
+    assert checksums_agree(records, np.array([6, 6, 6], np.uint64)).tolist() == [True, False, False]
+    assert checksums_agree(records, np.array([5, 5, 0], np.uint64)).all()
+
+
+@given(st.lists(st.integers(1, 3 * CHECKSUM_PORTION_BYTES), max_size=12))
+def test_portions_are_all_places_in_order_and_no_larger_than_a_page_more(sizes: list[int]) -> None:
+    """Nothing is left out, nothing twice, and each part is bounded."""
+    lengths = np.array(sizes, np.uint64)
+    places = np.arange(len(sizes))
+
+    parts = checksum_portions(places, lengths)
+
+    assert [int(place) for part in parts for place in part] == list(range(len(sizes)))
+    for part in parts:
+        assert len(part)
+        assert int(lengths[part[:-1]].sum()) < CHECKSUM_PORTION_BYTES

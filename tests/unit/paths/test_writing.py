@@ -1,0 +1,489 @@
+"""The write path: what is stored was wholly copied in time, and nothing is read afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.client.bridge import checksums_of
+from peercache.observability import reasons
+from peercache.paths.reserving import Reservations
+from peercache.paths.steps import Ask, Checksum, Place, Step
+from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_S
+from peercache.wire.envelope import Message
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    REFUSED_TOO_LARGE,
+    REPEATED,
+    RESERVED,
+    Abort,
+    Commit,
+    Committed,
+    Granted,
+    LiveReservations,
+    Reserve,
+)
+from peercache.wire.messages.session import Refused
+from tests.unit.paths.world import PAGE, Page, World, content_of, named, runs_of
+
+
+def home_that_grants(world: World, *answers: list[int]) -> None:
+    """Let the home node grant the next Reserves with these states, then as it likes."""
+    home = world.nodes[1]
+    queue = list(answers)
+
+    def answer(message: Message) -> Message | None:
+        if isinstance(message, Reserve) and queue:
+            return home.grant(message, queue.pop(0))
+        assert isinstance(message, (Reserve, Commit))
+        return home.grant(message) if isinstance(message, Reserve) else home.commit(message)
+
+    home.script.clear()
+    home.script.extend([answer] * 100)
+
+
+def _lost(_answer: Message | None) -> None:
+    return
+
+
+def told_home(world: World, kind: type[Any]) -> list[Any]:
+    return [message for message in world.nodes[1].heard if isinstance(message, kind)]
+
+
+def test_pages_are_reserved_copied_and_committed() -> None:
+    """Three steps; then they are readable, byte for byte, without a question."""
+    world = World()
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [True, True]
+    assert outcome.reasons == ["", ""]
+    assert (outcome.copied, outcome.copied_bytes, outcome.here) == (2, 2 * PAGE, 0)
+    assert [type(step) for step in world.steps] == [Ask, Place, Ask]
+    world.steps.clear()
+    got = world.get("a", "b")
+    assert [got.content(0), got.content(1)] == [content_of(n).tobytes() for n in "ab"]
+    assert world.asked() == []
+
+
+def test_a_page_that_is_here_is_not_copied() -> None:
+    """A second set of a resident key copies nothing and is stored."""
+    world = World()
+    home_that_grants(world, [HERE, HERE])
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [True, True]
+    assert (outcome.copied, outcome.here) == (0, 2)
+    assert [type(step) for step in world.steps] == [Ask]
+    # Nothing was granted, so there is nothing to end.
+    assert world.posts(Abort) == []
+
+
+def test_only_pages_wholly_copied_in_time_are_committed() -> None:
+    """The rest is aborted by the same Commit, and says that time was up."""
+    world = World()
+    names = [f"p{i}" for i in range(10)]
+    world.page_s = 0.3
+
+    outcome = world.set(names, timeout_s=1.0)
+
+    commit = told_home(world, Commit)[0]
+    assert list(commit.written) == [1, 1] + [0] * 8
+    assert outcome.stored.tolist() == [True] * 2 + [False] * 8
+    assert outcome.reasons[2:] == [reasons.DEADLINE] * 8
+
+
+def test_time_is_kept_back_for_the_commit() -> None:
+    """What was copied until the last moment would else never be stored."""
+    world = World()
+    world.page_s = 0.05
+    until = world.now + 2.0
+
+    outcome = world.set([f"p{i}" for i in range(60)], timeout_s=2.0)
+
+    place = next(step for step in world.steps if isinstance(step, Place))
+    assert place.until == pytest.approx(until - COMMIT_S)
+    assert 30 < outcome.stored.sum() < 60
+    assert world.now <= until
+
+
+def test_nothing_is_read_after_the_return() -> None:
+    """Whatever the source becomes later, the page is what it was."""
+    world = World()
+    page = content_of("a")
+
+    world.set(["a"], [page])
+    page[:] = 0xFF
+
+    assert world.get("a").content() == content_of("a").tobytes()
+
+
+def test_every_step_that_reads_the_source_ends_before_the_deadline() -> None:
+    """The copy has an earlier deadline than the call, and no checksum begins after it."""
+    world = World(verify="full")
+    world.page_s = 0.2
+    until = world.now + 1.0
+    steps: list[tuple[float, Step]] = []
+    path = world.writer.set(
+        named(*[f"p{i}" for i in range(9)]),
+        runs_of([content_of(f"p{i}") for i in range(9)]),
+        home=1,
+        reservations=world.reservations,
+        until=until,
+    )
+    answer: Any = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            step = path.send(answer)
+            steps.append((world.now, step))
+            answer = world._do(step)
+
+    (place,) = [step for _, step in steps if isinstance(step, Place)]
+    assert place.until < until
+    assert [at for at, step in steps if isinstance(step, Checksum) and at >= place.until] == []
+
+
+def test_nothing_written_is_an_abort() -> None:
+    """Its slots may be used again at once; nobody waits for an answer."""
+    world = World()
+    world.page_s = 5.0
+
+    outcome = world.set(["a", "b"], timeout_s=1.0)
+
+    assert outcome.stored.tolist() == [False, False]
+    assert outcome.reasons == [reasons.DEADLINE] * 2
+    assert world.posts(Abort) == [(1, Abort(1))]
+    assert told_home(world, Commit) == []
+
+
+def test_a_lost_grant_is_asked_for_again() -> None:
+    """Reserve is idempotent: the same sequence, the same slots."""
+    world = World()
+    world.nodes[1].script.append(lambda _: None)
+
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [True]
+    assert [reserve.sequence for reserve in told_home(world, Reserve)] == [1, 1]
+    assert world.breakers.opened_count == 0
+
+
+def test_a_lost_answer_to_a_commit_is_asked_for_again() -> None:
+    """Commit is idempotent too; one lost message does not make the home node a hung one."""
+    world = World()
+    home = world.nodes[1]
+    home.script.extend([home.serve, lambda message: _lost(home.serve(message))])
+
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [True]
+    assert len(told_home(world, Commit)) == 2
+    assert world.breakers.opened_count == 0
+
+
+def test_a_home_node_that_stays_silent_is_given_up_after_two_silences() -> None:
+    """Then its breaker is open, and the next set does not wait at all."""
+    world = World()
+    world.nodes[1].mood = "silent"
+    began = world.now
+
+    outcome = world.set(["a"])
+    after_first = world.now
+    world.set(["a"])
+
+    assert outcome.stored.tolist() == [False]
+    assert outcome.reasons == [reasons.NO_HOME]
+    assert after_first - began == pytest.approx(2 * RESEND_S)
+    assert world.now == after_first
+
+
+def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
+    """The home node may take its whole patience; the client waits longer than that."""
+    world = World()
+    home = world.nodes[1]
+
+    def slow(message: Message) -> Message:
+        assert isinstance(message, Commit)
+        assert message.patience_s <= PUBLISH_PATIENCE_S
+        world.now += message.patience_s
+        return home.commit(message)
+
+    home.script.extend([home.serve, slow])
+
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [True]
+    commit_ask = [step for step in world.steps if isinstance(step, Ask)][1]
+    assert commit_ask.until - 100.0 > PUBLISH_PATIENCE_S + RESEND_S / 2
+    assert world.breakers.opened_count == 0
+
+
+def test_a_commit_that_is_never_answered_stores_nothing_for_us() -> None:
+    """It may have happened; we do not say so."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.extend([lambda _: None] * 20)
+
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [False]
+    assert outcome.reasons == [reasons.DEADLINE]
+
+
+def test_a_refusal_is_not_asked_again() -> None:
+    """Whoever will not serve us will not a microsecond later either."""
+    world = World()
+    world.nodes[1].script.append(lambda _: Refused(0, "gone", "this client has exited"))
+
+    outcome = world.set(["a"])
+
+    assert outcome.reasons == [reasons.NO_HOME]
+    assert len(world.steps) == 1
+
+
+def test_a_pool_without_room_is_asked_in_portions() -> None:
+    """What found no room comes again after the first part has been committed."""
+    world = World()
+    full, room = REFUSED_FULL, RESERVED
+    home_that_grants(world, [room, room, full, full, full], [room, full, full])
+
+    outcome = world.set(list("abcde"))
+
+    assert outcome.stored.tolist() == [True] * 5
+    # Whoever was stored at the second try has no reason not to be.
+    assert outcome.reasons == [""] * 5
+    assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [5, 3, 2]
+    assert [r.sequence for r in told_home(world, Reserve)] == [1, 2, 3]
+
+
+def test_a_pool_that_stays_full_ends_the_call() -> None:
+    """A portion without any progress is the last one."""
+    world = World()
+    home_that_grants(world, [REFUSED_FULL] * 3)
+
+    outcome = world.set(list("abc"))
+
+    assert outcome.stored.tolist() == [False] * 3
+    assert outcome.reasons == [reasons.POOL_FULL] * 3
+    assert len(told_home(world, Reserve)) == 1
+
+
+def test_one_page_of_progress_at_a_time_still_ends() -> None:
+    """Each portion settles at least one page, so the number of portions is bounded."""
+    world = World()
+    names = [f"p{i}" for i in range(12)]
+    home_that_grants(world, *[[RESERVED] + [REFUSED_FULL] * (11 - i) for i in range(12)])
+
+    outcome = world.set(names)
+
+    assert outcome.stored.all()
+    assert len(told_home(world, Reserve)) == 12
+
+
+def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One Reserve is never larger than the home node likes."""
+    monkeypatch.setattr("peercache.paths.writing.RESERVE_PAGES_MAX", 4)
+    world = World()
+
+    outcome = world.set([f"p{i}" for i in range(10)])
+
+    assert outcome.stored.all()
+    assert [len(c.written) for c in told_home(world, Commit)] == [4, 4, 2]
+    assert max(len(r.lengths) // 8 for r in told_home(world, Reserve)) == 4
+
+
+def test_a_second_size_under_one_key_is_refused() -> None:
+    """The first stays; the second is told why."""
+    world = World()
+    home_that_grants(world, [RESERVED, REFUSED_SIZE])
+
+    outcome = world.set(["a", "a"], [content_of("a"), content_of("a", 2 * PAGE)])
+
+    assert outcome.stored.tolist() == [True, False]
+    assert outcome.reasons == ["", reasons.WRONG_SIZE]
+
+
+def test_a_repeated_key_shares_the_outcome_of_its_first_place() -> None:
+    """One copy; both places are stored, or neither."""
+    world = World()
+    home_that_grants(world, [RESERVED, RESERVED, REPEATED, REPEATED])
+
+    outcome = world.set(["a", "b", "a", "b"])
+
+    assert outcome.stored.tolist() == [True] * 4
+    assert outcome.copied == 2
+    home_that_grants(world, [REFUSED_TOO_LARGE, REPEATED])
+    refused = world.set(["c", "c"])
+    assert refused.reasons == [reasons.TOO_LARGE] * 2
+
+
+def test_pages_that_cannot_be_are_not_asked_for() -> None:
+    """An empty page is refused here; the others of the batch are stored."""
+    world = World()
+
+    outcome = world.set(["empty", "a"], [np.empty(0, np.uint8), content_of("a")])
+
+    assert outcome.stored.tolist() == [False, True]
+    assert outcome.reasons == [reasons.WRONG_SIZE, ""]
+    assert told_home(world, Reserve)[0].keys == named("a").tobytes()
+
+
+def test_an_empty_batch_does_nothing() -> None:
+    """No keys, no steps."""
+    world = World()
+
+    assert world.set([]).stored.tolist() == []
+    assert world.steps == []
+
+
+@pytest.mark.parametrize(
+    "granted",
+    [
+        Granted(0, 1, bytes([RESERVED]), bytes(16)),
+        Granted(0, 1, bytes([RESERVED] * 3), bytes(24)),
+        Granted(0, 1, bytes([RESERVED] * 2), bytes(8)),
+        Granted(0, 1, bytes([RESERVED] * 2), bytes(24)),
+    ],
+)
+def test_a_grant_that_does_not_fit_is_not_believed(granted: Granted) -> None:
+    """Nothing is copied by it."""
+    world = World()
+    world.nodes[1].script.append(lambda _: granted)
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [False, False]
+    assert not any(isinstance(step, Place) for step in world.steps)
+
+
+@pytest.mark.parametrize("states", [[], [COMMITTED], [COMMITTED] * 3])
+def test_a_committed_that_does_not_fit_is_not_believed(states: list[int]) -> None:
+    """Its states would be those of other pages."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.append(lambda _: Committed(0, 1, bytes(states), b"", 0))
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [False, False]
+
+
+def test_a_page_committed_that_was_not_written_is_not_believed() -> None:
+    """We know what we copied."""
+    world = World()
+    world.page_s = 0.5
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.append(lambda _: Committed(0, 1, bytes([COMMITTED] * 3), b"", 0))
+
+    outcome = world.set(["a", "b", "c"], timeout_s=1.0)
+
+    assert outcome.stored.tolist() == [True, False, False]
+
+
+def test_a_rival_that_was_faster_counts_as_stored() -> None:
+    """The first commit wins; the page is here, with this length."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.append(lambda _: Committed(0, 1, bytes([HERE, REFUSED_SIZE, ABORTED]), b"", 0))
+
+    outcome = world.set(["a", "b", "c"])
+
+    assert outcome.stored.tolist() == [True, False, False]
+    assert outcome.reasons == ["", reasons.WRONG_SIZE, reasons.DEADLINE]
+    assert (outcome.copied, outcome.here) == (0, 1)
+
+
+def test_what_no_owner_acknowledged_is_counted() -> None:
+    """It is stored, and known to the home node alone for a while."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(home.serve)
+
+    def unpublished(message: Message) -> Message:
+        assert isinstance(message, Commit)
+        done = home.commit(message)
+        return Committed(0, done.sequence, done.states, done.records, 1)
+
+    home.script.append(unpublished)
+
+    assert world.set(["a", "b", "c"]).unpublished == 2
+
+
+def test_a_reservation_is_live_until_its_commit_is_answered() -> None:
+    """One that is not listed may be freed, with its Commit still on the way."""
+    world = World()
+    home = world.nodes[1]
+    reports: list[LiveReservations] = []
+
+    def listening(message: Message) -> Message:
+        reports.append(world.reservations.report(0.0))
+        answer = home.serve(message)
+        assert answer is not None
+        return answer
+
+    home.script.extend([listening, listening])
+
+    world.set(["a"])
+
+    assert reports == [LiveReservations(1, (1,))] * 2
+    assert world.reservations.report(0.0) == LiveReservations(1, ())
+
+
+def test_a_path_that_is_dropped_ends_its_reservation() -> None:
+    """A call that fails in the middle leaves nothing that is listed for ever."""
+    world = World()
+    page = content_of("a")
+    path = world.writer.set(
+        named("a"), runs_of([page]), home=1, reservations=world.reservations, until=200.0
+    )
+    path.send(None)
+    assert world.reservations.report(0.0).sequences == (1,)
+
+    path.close()
+
+    assert world.reservations.report(0.0).sequences == ()
+
+
+def test_numbers_rise_and_are_never_used_twice() -> None:
+    """The home node tells a lost Grant by them."""
+    reservations = Reservations()
+
+    numbers = [reservations.begin() for _ in range(3)]
+    reservations.end(2)
+
+    assert numbers == [1, 2, 3]
+    assert reservations.report(0.0) == LiveReservations(3, (1, 3))
+
+
+def test_checksums_are_those_of_the_source() -> None:
+    """Writer and reader make the same of the same bytes, whatever their runs."""
+    world = World(verify="full")
+    pages: list[Page] = [content_of("a"), content_of("b")]
+
+    world.set(["a", "b"], pages)
+
+    commit = told_home(world, Commit)[0]
+    assert commit.checksums == checksums_of(runs_of(pages)).tobytes()
+    assert world.get("a", "b").hits == [True, True]
+
+
+def test_a_set_after_its_deadline_asks_nobody() -> None:
+    """And says that time was up."""
+    world = World()
+
+    outcome = world.set(["a"], timeout_s=0.0)
+
+    assert outcome.reasons == [reasons.DEADLINE]
+    assert world.steps == []

@@ -1,0 +1,515 @@
+"""A scripted cluster for the sans-IO paths: owners with records, holders with bytes and words.
+
+Time is virtual: an answer takes its node's `latency_s`, a page `page_s`, silence lasts until the
+asker gives up. `between` and `before` run beside each page that is read, as another process would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.client.bridge import checksums_of
+from peercache.model.keys import PageKeys, page_keys
+from peercache.model.member import ALIVE, Member
+from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
+from peercache.model.records import from_bytes as records_from_bytes
+from peercache.model.runs import U64, PageRuns
+from peercache.observability import reasons
+from peercache.paths.breaker import Breakers, data_port
+from peercache.paths.cluster import Cluster
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.reading import Reader
+from peercache.paths.reserving import Reservations
+from peercache.paths.steps import Ask, Checksum, Fetch, Hear, Place, Post, Step
+from peercache.paths.writing import Writer
+from peercache.wire.envelope import Message
+from peercache.wire.messages.directory import Disputed, Located, Lookup
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    RESERVED,
+    Abort,
+    Commit,
+    Committed,
+    Granted,
+    Reserve,
+)
+from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
+
+GRANULE = 4096
+PAGE = 512
+SLOTS = 512
+
+Result = TypeVar("Result")
+Page = npt.NDArray[np.uint8]
+
+
+def named(*names: str) -> PageKeys:
+    """Return page keys for readable names."""
+    return page_keys(names, bytes(16))
+
+
+def content_of(name: str, size: int = PAGE) -> Page:
+    """Return bytes that tell whose they are."""
+    unit = f"<{name}>".encode()
+    content: Page = np.frombuffer((unit * (size // len(unit) + 1))[:size], np.uint8).copy()
+    return content
+
+
+def runs_of(pages: Sequence[Page]) -> PageRuns:
+    """Return the runs of pages that are one piece each."""
+    return PageRuns.of([[(page.ctypes.data, page.nbytes)] for page in pages])
+
+
+@attrs.define(eq=False)
+class Node:
+    """One node: published memory, a directory shard, and how it behaves.
+
+    mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
+    data_mood: the same of the data port, or "refusing", which will not serve us.
+    """
+
+    member: Member
+    memory: Page = attrs.field(factory=lambda: np.zeros(SLOTS * GRANULE, np.uint8))
+    words: U64 = attrs.field(factory=lambda: np.ones(SLOTS, np.uint64))
+    shard: dict[bytes, list[bytes]] = attrs.field(factory=dict)
+    mood: str = "up"
+    data_mood: str = "up"
+    latency_s: float = 0.001
+    sequence: int = 1000
+    taken: int = 0
+    script: deque[Callable[[Message], Message | None]] = attrs.field(factory=deque)
+    """What it answers to the next messages, instead of what a correct node would."""
+    heard: list[Message] = attrs.field(factory=list)
+    late: deque[Granted] = attrs.field(factory=deque)
+    """What it has said and nobody has heard yet."""
+
+    @property
+    def number(self) -> int:
+        """Return its incarnation."""
+        return self.member.incarnation
+
+    def slot(self) -> int:
+        """Return a slot that was never used."""
+        self.taken += 1
+        return self.taken - 1
+
+    def hold(self, name: str, *, content: Page | None = None, **fields: int) -> Records:
+        """Commit a page; return its record, which nobody knows yet."""
+        content = content_of(name) if content is None else content
+        slot = self.slot()
+        self.memory[slot * GRANULE : slot * GRANULE + len(content)] = content
+        self.sequence += 2
+        self.words[slot] = self.sequence
+        record = np.zeros(1, RECORD)
+        record["key"], record["holder"] = named(name), self.number
+        record["offset"], record["length"] = slot * GRANULE, len(content)
+        record["generation"], record["flags"] = self.sequence, RESIDENT
+        for field, value in fields.items():
+            record[field] = value
+        return record
+
+    def evict(self, record: Records, instead: Page) -> None:
+        """Give a record's slot to another page, word first, as every holder does."""
+        slot = int(record["offset"][0]) // GRANULE
+        self.words[slot] |= np.uint64(1)
+        self.memory[slot * GRANULE : slot * GRANULE + len(instead)] = instead
+        self.sequence += 2
+        self.words[slot] = self.sequence
+
+    def know(self, *records: Records) -> None:
+        """Take records into the shard."""
+        for record in records:
+            self.shard.setdefault(record["key"].tobytes(), []).append(record.tobytes())
+
+    def forget(self, name: str) -> None:
+        """Drop what the shard knows of a page."""
+        self.shard.pop(named(name).tobytes(), None)
+
+    def answer(self, message: Message) -> Message | None:
+        """Return what this node says to a message; None: nothing."""
+        self.heard.append(message)
+        return self.script.popleft()(message) if self.script else self.serve(message)
+
+    def serve(self, message: Message) -> Message | None:
+        """Return what a correct node says."""
+        match message:
+            case Lookup(request, keys):
+                known = [self.shard.get(keys[i : i + 16], []) for i in range(0, len(keys), 16)]
+                return Located(request, b"".join(r for records in known for r in records))
+            case Disputed(records):
+                for record in records_from_bytes(records):
+                    kept = self.shard.get(record["key"].tobytes(), [])
+                    if record.tobytes() in kept:
+                        kept.remove(record.tobytes())
+            case Promote():
+                return self.promote(message)
+            case Reserve():
+                return self.grant(message)
+            case Commit():
+                return self.commit(message)
+        return None
+
+    # --- as a holder with a disk ------------------------------------------------------------------
+
+    disk: dict[bytes, tuple[str, Page]] = attrs.field(factory=dict)
+    portion: int = 1000
+    """Pages that it loads for one question."""
+    loaded: dict[bytes, bytes] = attrs.field(factory=dict)
+
+    def keep(self, name: str, *, content: Page | None = None) -> Records:
+        """Have a page on disk; return the record that says so."""
+        content = content_of(name) if content is None else content
+        self.disk[named(name).tobytes()] = (name, content)
+        self.sequence += 2
+        record = np.zeros(1, RECORD)
+        record["key"], record["holder"], record["length"] = named(name), self.number, len(content)
+        record["generation"], record["flags"] = self.sequence, ON_DISK
+        return record
+
+    def promote(self, message: Promote) -> Promoted | None:
+        """Load the first of what is asked for; a wish is heard, and nothing is said."""
+        keys = [message.keys[at : at + 16] for at in range(0, len(message.keys), 16)]
+        states, records, room = bytearray(), b"", self.portion
+        for key in keys:
+            if key not in self.loaded and key in self.disk and room:
+                name, content = self.disk[key]
+                self.loaded[key] = self.hold(name, content=content).tobytes()
+                room -= 1
+            if key in self.loaded:
+                states.append(PROMOTED)
+                records += self.loaded[key]
+            else:
+                states.append(LATER if key in self.disk else LOST)
+        return Promoted(0, bytes(states), records) if message.patience_s else None
+
+    # --- as a home node ---------------------------------------------------------------------------
+
+    reserved: dict[int, tuple[Reserve, Granted]] = attrs.field(factory=dict)
+    held_back: list[Granted] = attrs.field(factory=list)
+    """Slots ahead that the answer to the next Commit tells of."""
+
+    def grant(self, reserve: Reserve, states: Sequence[int] | None = None) -> Granted:
+        """Grant a Reserve, page by page as `states` says; the same again to a repeated one."""
+        if reserve.sequence not in self.reserved:
+            count = len(reserve.lengths) // 8
+            states = [RESERVED] * count if states is None else states
+            offsets = np.array([self.slot() * GRANULE for _ in range(count)], np.uint64)
+            granted = Granted(0, reserve.sequence, bytes(states), offsets.tobytes())
+            self.reserved[reserve.sequence] = (reserve, granted)
+        return self.reserved[reserve.sequence][1]
+
+    def commit(self, commit: Commit) -> Committed:
+        """Commit what was written."""
+        reserve, granted = self.reserved[commit.sequence]
+        states = bytearray(granted.states[: len(commit.written)])
+        assert bool(reserve.keys) != bool(commit.keys), "pages are named once"
+        keys = np.frombuffer(reserve.keys or commit.keys, "V16")
+        lengths = np.frombuffer(reserve.lengths, np.uint64)
+        offsets = np.frombuffer(granted.offsets, np.uint64)
+        checksums = np.frombuffer(commit.checksums, np.uint64)
+        made = []
+        for i, written in enumerate(commit.written):
+            if granted.states[i] != RESERVED:
+                continue
+            if not written:
+                states[i] = ABORTED
+                continue
+            states[i] = COMMITTED
+            self.sequence += 2
+            self.words[int(offsets[i]) // GRANULE] = self.sequence
+            record = np.zeros(1, RECORD)
+            record["key"], record["holder"], record["offset"] = keys[i], self.number, offsets[i]
+            record["length"], record["generation"] = lengths[i], self.sequence
+            record["flags"] = RESIDENT | (HAS_CHECKSUM if checksums[i] else 0)
+            record["checksum"] = checksums[i]
+            made.append(record.tobytes())
+        told = self.held_back.pop(0) if self.held_back else Granted(0, 0, b"", b"")
+        for place, number in enumerate(commit.ahead):
+            asked = self.grant(Reserve(0, number, reserve.namespace, b"", reserve.lengths))
+            # The client needs one at once, unless it was told of one just now.
+            (self.held_back if place or told.sequence else self.late).append(asked)
+        return Committed(
+            0, commit.sequence, bytes(states), b"".join(made), len(made),
+            told.sequence, told.offsets,
+        )  # fmt: skip
+
+
+class World:
+    """Nodes 1, 2, … as one client sees them; the client's home is node 1."""
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        *,
+        replicas: int = 2,
+        verify: str = "generation",
+        handover_until: float = -1.0,
+        cache_entries: int = 1000,
+        home: int = 1,
+        remote: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start them; those in `remote` are on another host."""
+        self.now = 100.0
+        self.page_s = 0.0
+        self.before: Callable[[Node, int], None] = _nothing
+        self.between: Callable[[Node, int], None] = _nothing
+        self.posted: list[tuple[int, Message]] = []
+        self.steps: list[Step] = []
+        self.nodes = {
+            number: Node(_member(number, "there" if number in remote else "here"))
+            for number in range(1, nodes + 1)
+        }
+        self.breakers = Breakers()
+        self.cache = LocationCache(entries_max=cache_entries)
+        self.locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
+        self.reader = Reader(
+            locator=self.locator, cache=self.cache, verify=verify, clock=self.clock
+        )
+        self.writer = Writer(
+            cache=self.cache,
+            breakers=self.breakers,
+            verify=verify,
+            namespace_tag=7,
+            clock=self.clock,
+        )
+        self.reservations = Reservations()
+        self.home = home
+        self.replicas = replicas
+        self.handover_until = handover_until
+        self.cluster = self.seen({node.number: node.member for node in self.nodes.values()})
+
+    def clock(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+    def seen(self, view: dict[int, Member]) -> Cluster:
+        """Return the cluster as the client sees it with this view."""
+        return Cluster.of(
+            view,
+            home=self.home,
+            boot_id="here",
+            replicas=self.replicas,
+            virtual_nodes=16,
+            handover_until=self.handover_until,
+        )
+
+    def owners(self, name: str) -> list[Node]:
+        """Return the nodes that own a page's record, as they are asked, the old one last."""
+        members = self.cluster.ring.members
+        return [self.nodes[members[place]] for place in self.cluster.owners(named(name))[0]]
+
+    def page_owned_by(self, *numbers: int) -> str:
+        """Return a name whose first owners are these, in this order."""
+        for i in range(10_000):
+            name = f"page-{i}"
+            if [node.number for node in self.owners(name)[: len(numbers)]] == list(numbers):
+                return name
+        raise AssertionError(f"no page is owned by {numbers}")
+
+    def publish(self, *records: Records) -> None:
+        """Tell the owners of each record about it."""
+        for record in records:
+            owners = self.cluster.ring.owners(np.ascontiguousarray(record["key"]))[0]
+            for number in owners[: self.cluster.replicas]:
+                self.nodes[int(number)].know(record)
+
+    # --- the calls --------------------------------------------------------------------------------
+
+    def get(self, *names: str, timeout_s: float = 2.0, size: int = PAGE) -> Got:
+        """Get pages; return what came of it, and what lies in the destinations."""
+        pages = [np.full(size, 0xEE, np.uint8) for _ in names]
+        path = self.reader.get(named(*names), runs_of(pages), self.cluster, self.now + timeout_s)
+        outcome = self.run(path)
+        return Got(outcome.hits.tolist(), outcome.reasons, pages, outcome.pages_by_fabric)
+
+    def exists(self, *names: str, timeout_s: float = 0.1) -> list[bool]:
+        """Ask which pages exist."""
+        path = self.reader.exists(named(*names), self.cluster, self.now + timeout_s)
+        known: list[bool] = self.run(path)[0].tolist()
+        return known
+
+    def set(
+        self, names: Sequence[str], pages: Sequence[Page] | None = None, timeout_s: float = 2.0
+    ) -> Any:
+        """Set pages at home; return the outcome."""
+        pages = [content_of(name) for name in names] if pages is None else pages
+        path = self.writer.set(
+            named(*names),
+            runs_of(pages),
+            home=self.home,
+            reservations=self.reservations,
+            until=self.now + timeout_s,
+        )
+        return self.run(path)
+
+    # --- the driver -------------------------------------------------------------------------------
+
+    def run(self, path: Generator[Step, Any, Result]) -> Result:
+        """Drive a path to its end; no path takes more than a few steps."""
+        answer: Any = None
+        for _ in range(200):
+            try:
+                step = path.send(answer)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            self.steps.append(step)
+            answer = self._do(step)
+        raise AssertionError("the path does not end")
+
+    def asked(self, kind: type[Message] | None = None) -> list[list[int]]:
+        """Return whom each Ask went to, in order."""
+        return [
+            [peer for peer, message in step.questions if kind is None or type(message) is kind]
+            for step in self.steps
+            if isinstance(step, Ask)
+        ]
+
+    def fetched_from(self) -> list[list[int]]:
+        """Return which holders each Fetch read from, in order."""
+        return [
+            [read.member.incarnation for read in step.reads]
+            for step in self.steps
+            if isinstance(step, Fetch)
+        ]
+
+    def posts(self, kind: type[Message]) -> list[tuple[int, Any]]:
+        """Return the messages of a kind that were posted, with their addressees."""
+        return [(peer, message) for peer, message in self.posted if type(message) is kind]
+
+    def _do(self, step: Step) -> Any:
+        match step:
+            case Ask():
+                return self._ask(step)
+            case Post(messages):
+                self.posted.extend(messages)
+                for peer, message in messages:
+                    if self.nodes[peer].mood == "up":
+                        self.nodes[peer].answer(message)
+                return None
+            case Hear(peer):
+                while self.nodes[peer].late:
+                    self.reservations.granted(self.nodes[peer].late.popleft())
+                return None
+            case Fetch():
+                return [self._read(read, step.until) for read in step.reads]
+            case Place():
+                return self._place(step)
+            case Checksum(runs):
+                return checksums_of(runs)
+
+    def _ask(self, step: Ask) -> list[Message | None]:
+        answers: list[Message | None] = [None] * len(step.questions)
+        asked_at = self.now
+        silent = []
+        by_latency = sorted(
+            enumerate(step.questions), key=lambda item: self.nodes[item[1][0]].latency_s
+        )
+        for place, (peer, message) in by_latency:
+            node = self.nodes[peer]
+            if node.mood == "away":
+                self.breakers.failed(peer, self.now)
+                continue
+            arrives_at = asked_at + node.latency_s
+            answer = None
+            if node.mood == "up" and arrives_at <= step.until:
+                answer = node.answer(message)
+            if answer is None:
+                silent.append(peer)
+                continue
+            self.now = max(self.now, arrives_at)
+            self.breakers.answered(peer)
+            answers[place] = answer
+            if step.enough is not None and step.enough(answer):
+                return answers
+        if silent:
+            self.now = max(self.now, step.until)
+            for peer in silent:
+                self.breakers.waited(peer, self.now - asked_at, self.now)
+        return answers
+
+    def _read(self, read: PeerRead, until: float) -> Fetched:
+        node = self.nodes[read.member.incarnation]
+        words = np.full(len(read.offsets), ODD, np.uint64)
+        breaker = data_port(node.number)
+        if node.data_mood == "refusing":
+            return Fetched(words, reasons.REFUSED, "world")
+        if node.data_mood != "up" or not self.breakers.available(breaker, self.now):
+            if node.data_mood == "silent":
+                self.now = min(until, self.now + 0.25)
+            self.breakers.failed(breaker, self.now)
+            return Fetched(words, reasons.PEER_UNREACHABLE, "world")
+        for page in range(len(words)):
+            if self.now >= until:
+                return Fetched(words, reasons.DEADLINE, "world")
+            self.now += self.page_s
+            offset, size = int(read.offsets[page]), int(read.lengths[page])
+            self.before(node, page)
+            _scatter(read.runs, page, node.memory[offset : offset + size])
+            self.between(node, page)
+            words[page] = node.words[offset // GRANULE]
+        self.breakers.answered(breaker)
+        return Fetched(words, "", "world")
+
+    def _place(self, step: Place) -> int:
+        home = self.nodes[self.home]
+        for page, begin in enumerate(step.offsets.tolist()):
+            if self.now + self.page_s > step.until:
+                self.now = step.until
+                return page
+            self.now += self.page_s
+            offset = begin
+            for run in range(int(step.runs.starts[page]), int(step.runs.starts[page + 1])):
+                address, size = int(step.runs.addresses[run]), int(step.runs.sizes[run])
+                piece = np.frombuffer(ctypes.string_at(address, size), np.uint8)
+                home.memory[offset : offset + size] = piece
+                offset += size
+        return len(step.offsets)
+
+
+@attrs.frozen(eq=False)
+class Got:
+    """What a get came to."""
+
+    hits: list[bool]
+    reasons: list[str]
+    pages: list[Page]
+    pages_by_fabric: dict[str, int]
+
+    def content(self, place: int = 0) -> bytes:
+        """Return the bytes in one destination."""
+        return self.pages[place].tobytes()
+
+    def is_untouched(self, place: int = 0) -> bool:
+        """Return whether nothing was written to one destination."""
+        return bool((self.pages[place] == 0xEE).all())
+
+
+def _scatter(runs: PageRuns, page: int, content: Page) -> None:
+    position = 0
+    for run in range(int(runs.starts[page]), int(runs.starts[page + 1])):
+        size = int(runs.sizes[run])
+        piece = content[position : position + size].tobytes()
+        ctypes.memmove(int(runs.addresses[run]), piece, size)
+        position += size
+
+
+def _member(number: int, boot_id: str) -> Member:
+    return Member(number, 1, ALIVE, 255, f"n{number}", f"h:{number}", f"h:{number}", boot_id, "")
+
+
+def _nothing(_node: Node, _page: int) -> None:
+    return
+
+
+__all__ = ["PAGE", "Abort", "Got", "Node", "World", "content_of", "named", "runs_of"]

@@ -1,0 +1,280 @@
+"""Damage to what lies on disk: never wrong bytes, a line that names the file, and it goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peercache.actors.storage_port import DISK_DAMAGED, DISK_FULL
+from tests.unit.storage.rig import MIB, Rig, key_of
+
+DAMAGED = str(DISK_DAMAGED)
+
+
+def flip(file: Path, offset: int) -> None:
+    """Flip one bit."""
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+# Where a bit may flip, from the slot's beginning, and what the log says of it.
+FLIPS = {
+    "magic": (0, "no header of ours"),
+    "version": (8, "no header of ours"),
+    "key": (20, "no header of ours"),
+    "checksum": (60, "no header of ours"),
+    "first byte": (4096, "its checksum is wrong"),
+    "in the middle": (4096 + 50_000, "its checksum is wrong"),
+    "last byte": (4096 + 99_999, "its checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("where", FLIPS)
+def test_flipped_bit_is_a_miss(tmp_path: Path, where: str) -> None:
+    """One bit in a header or in the bytes: that page is damaged, its neighbours are right."""
+    offset, problem = FLIPS[where]
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2, 3])
+        file, at = rig.file_of(2)
+        flip(file, at + offset)
+
+        assert rig.load([1, 2, 3]) == ["right", DAMAGED, "right"]
+        said = [facts for _, event, facts in rig.log.lines if event == "disk.page_damaged"]
+        assert [(facts["file"], facts["problem"]) for facts in said] == [(str(file), problem)]
+    # The row of a damaged page is gone: nobody asks for it again.
+    with Rig(tmp_path) as again:
+        assert len(again.opened.entries) == 2
+
+
+def test_page_that_lies_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
+    """A whole slot copied over another is not taken for it: a header names its place."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+        file, first = rig.file_of(1)
+        _, second = rig.file_of(2)
+        bytes_all = bytearray(file.read_bytes())
+        bytes_all[second : second + 102_400] = bytes_all[first : first + 102_400]
+        with file.open("r+b") as opened:
+            opened.write(bytes_all)
+
+        assert rig.load([1, 2]) == ["right", DAMAGED]
+    (tmp_path / "0" / "index.sqlite").unlink()
+    with Rig(tmp_path) as again:
+        # The copy is not page 1 either, though it has its key and its bytes.
+        assert again.opened.entries["place"].tolist() == [first]
+
+
+def test_truncated_slab_is_a_miss_and_takes_pages_again(tmp_path: Path) -> None:
+    """What lay behind the cut is damaged; new pages may be written there."""
+    with Rig(tmp_path) as rig:
+        rig.spill(list(range(5)))
+        file, at = rig.file_of(2)
+        with file.open("r+b") as opened:
+            opened.truncate(at + 6000)
+
+        assert rig.load([0, 1, 2, 3, 4]) == ["right"] * 2 + [DAMAGED] * 3
+        rig.index.remove(rig.index.find(b"".join(key_of(n) for n in (2, 3, 4))))
+        assert rig.spill([2, 3, 4]) == bytes(3)
+        assert rig.load([2, 3, 4]) == ["right"] * 3
+
+
+def test_missing_slab_is_a_miss_and_is_made_anew(tmp_path: Path) -> None:
+    """A slab file that somebody removed while the node runs."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+        file, _ = rig.file_of(1)
+        file.unlink()
+        rig.store._opened.files.forget(0)
+
+        assert rig.load([1]) == [DAMAGED]
+        rig.index.remove(rig.index.find(key_of(1) + key_of(2)))
+        assert rig.spill([3, 4]) == bytes(2)
+        assert rig.load([3, 4]) == ["right"] * 2
+        assert file.exists()
+
+
+def test_slab_that_is_missing_at_start_takes_its_pages_with_it(tmp_path: Path) -> None:
+    """Only pages of slabs that are there are told, and the rest serve."""
+    with Rig(tmp_path) as rig:
+        for begin in range(0, 60, 20):
+            rig.spill(list(range(begin, begin + 20)))
+        file, _ = rig.file_of(0)
+    file.unlink()
+
+    with Rig(tmp_path) as again:
+        left = [n for n in range(60) if again.index.find(key_of(n))[0] >= 0]
+        assert 0 < len(left) < 60
+        assert 0 not in left
+        assert again.load(left) == ["right"] * len(left)
+        assert "disk.entries_dropped" in again.log.events()
+
+
+def _remove(index: Path) -> None:
+    index.unlink()
+
+
+def _overwrite(index: Path) -> None:
+    index.write_bytes(b"no database at all" * 1000)
+
+
+def _cut(index: Path) -> None:
+    index.write_bytes(index.read_bytes()[: index.stat().st_size // 2])
+
+
+def _scramble(index: Path) -> None:
+    whole = bytearray(index.read_bytes())
+    for at in range(4096, len(whole)):
+        whole[at] ^= 0x5A
+    index.write_bytes(whole)
+
+
+@pytest.mark.parametrize("damage", [_remove, _overwrite, _cut, _scramble])
+def test_index_is_made_from_the_slots_when_it_is_lost(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Missing, overwritten, cut or scrambled: all pages are found, none twice, all right."""
+    with Rig(tmp_path) as rig:
+        rig.spill(list(range(30)))
+        rig.spill(list(range(100, 120)), 20_000)
+    damage(tmp_path / "0" / "index.sqlite")
+
+    with Rig(tmp_path) as again:
+        numbers = [*range(30), *range(100, 120)]
+        assert len(again.opened.entries) == 50
+        assert again.load(numbers) == ["right"] * 50
+        assert "disk.index_rebuilding" in again.log.events()
+
+
+def test_rebuilt_index_has_the_newest_page_of_a_key(tmp_path: Path) -> None:
+    """Two slots with one key: the page that was evicted, and the one that was written later."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2], 100_000)
+        rig.forget([1], wipe=False)
+        rig.spill([1], 20_000)
+    (tmp_path / "0" / "index.sqlite").unlink()
+
+    with Rig(tmp_path) as again:
+        assert sorted(again.opened.entries["length"].tolist()) == [20_000, 100_000]
+        assert again.load([1, 2]) == ["right"] * 2
+
+
+def test_old_index_beside_newer_slots_gives_no_wrong_page(tmp_path: Path) -> None:
+    """An index from before (a restored copy) names places that have other pages now."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2, 3])
+    index = tmp_path / "0" / "index.sqlite"
+    old = index.read_bytes()
+    with Rig(tmp_path) as rig:
+        rig.forget([1, 2, 3], wipe=False)
+        rig.spill([4, 5, 6])
+    index.write_bytes(old)
+
+    with Rig(tmp_path) as again:
+        assert again.load([1, 2, 3]) == [DAMAGED] * 3
+
+
+def test_lost_superblock_loses_no_page(tmp_path: Path) -> None:
+    """Every slab says how large slabs are."""
+    with Rig(tmp_path, size_bytes=64 * MIB) as rig:
+        rig.spill([1, 2])
+        size = rig.opened.slab_bytes
+    (tmp_path / "0" / "store.json").write_text("{")
+
+    with Rig(tmp_path, size_bytes=256 * MIB) as again:
+        assert again.opened.slab_bytes == size
+        assert again.load([1, 2]) == ["right"] * 2
+
+
+def test_store_of_another_format_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of another version are no entries; their room is used anew, and the rest is left."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+    (tmp_path / "0" / "notes.txt").write_text("somebody's")
+    for module in ("layout", "folder", "index_file"):
+        monkeypatch.setattr(f"peercache.storage.{module}.FORMAT_VERSION", 2)
+
+    with Rig(tmp_path) as again:
+        assert len(again.opened.entries) == 0
+        assert again.spill([1]) == bytes(1)
+        assert again.load([1]) == ["right"]
+    assert (tmp_path / "0" / "notes.txt").read_text() == "somebody's"
+
+
+def test_folder_that_vanishes_ends_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open files would go on as if nothing were; the folder is looked after."""
+    monkeypatch.setattr("peercache.storage.jobs.HOUSEKEEPING_S", 0.2)
+    with Rig(tmp_path / "disk") as rig:
+        rig.spill([1])
+        shutil.rmtree(tmp_path / "disk")
+
+        assert "has gone" in rig.ended()
+
+
+def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) -> None:
+    """ENOSPC is DISK_FULL for what needs a new slab; nothing half made is left behind."""
+    with Rig(small, size_bytes=32 * MIB) as rig:
+        (small / "others").write_bytes(bytes(3 * MIB))
+        outcomes = [rig.spill(list(range(begin, begin + 9))) for begin in range(0, 90, 9)]
+        good = [n for n in range(90) if outcomes[n // 9][n % 9] == 0]
+
+        assert bytes([DISK_FULL]) * 9 in outcomes
+        assert len(good) >= 27
+        assert rig.load(good) == ["right"] * len(good)
+        sizes = {file.stat().st_size for file in (small / "0").glob("slab-*")}
+        assert sizes == {rig.opened.slab_bytes}
+        (small / "others").unlink()
+        assert rig.spill([200]) == bytes(1), "there is room again"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_slab_that_cannot_be_allocated_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Somebody else was faster, or a quota is full: DISK_FULL, and nothing half made."""
+    allocate = os.posix_fallocate
+
+    def fail(file: int, offset: int, size: int) -> None:
+        allocate(file, offset, size // 2)
+        raise OSError(number, os.strerror(number))
+
+    with Rig(tmp_path) as rig:
+        monkeypatch.setattr("peercache.storage.slab_files.os.posix_fallocate", fail)
+        assert rig.spill([1]) == bytes([DISK_FULL])
+        assert list((tmp_path / "0").glob("slab-*")) == []
+        monkeypatch.undo()
+        assert rig.spill([2]) == bytes(1)
+        assert rig.load([2]) == ["right"]
+
+
+def test_floor_of_free_space_is_left(small: Path) -> None:
+    """No slab is made that would leave less than the floor."""
+    with Rig(small, size_bytes=32 * MIB, free_floor=0.5) as rig:
+        for begin in range(0, 90, 9):
+            rig.spill(list(range(begin, begin + 9)))
+
+        free, total = rig.store._opened.folder.free_bytes()
+        assert free >= total // 2
+        assert len(list((small / "0").glob("slab-*"))) >= 2
+
+
+def test_start_on_a_read_only_file_system_is_no_tier(small: Path) -> None:
+    """The tier is off from the start, with a reason; the node goes on without it."""
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+
+    rig = Rig(small, opened=False)
+
+    assert "Read-only" in rig.ended()
+    rig.store.close()

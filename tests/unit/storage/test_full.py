@@ -1,0 +1,94 @@
+"""A file system that is full when a node starts: it serves what lies there, and waits for room."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from peercache.actors.storage_port import DISK_FULL, DiskOpened
+from tests.unit.storage.rig import MIB, PATIENCE_S, Rig
+
+NUMBERS = list(range(20))
+
+
+def fill(folder: Path) -> Path:
+    """Take every free byte of a file system, as somebody else; return the file."""
+    others = folder / "others"
+    others.write_bytes(bytes(shutil.disk_usage(folder).free))
+    assert shutil.disk_usage(folder).free == 0
+    return others
+
+
+def leave_as_killed(folder: Path) -> None:
+    """Have the index as kill -9 leaves it, its log not folded in."""
+    with Rig(folder, size_bytes=32 * MIB) as rig:
+        # The answer comes when the index is written; all pages but one stay.
+        rig.forget(NUMBERS[:1], wipe=False)
+        names = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+        left = {name: (folder / "0" / name).read_bytes() for name in names}
+    assert left["index.sqlite-wal"]
+    for name, said in left.items():
+        (folder / "0" / name).write_bytes(said)
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_start_on_a_full_file_system_serves_what_lies_there(
+    small: Path, was_killed: bool, has_index: bool
+) -> None:
+    """What needs a new slab is DISK_FULL until there is room; nothing is lost on the way."""
+    with Rig(small, size_bytes=32 * MIB) as rig:
+        rig.spill(NUMBERS)
+    there = NUMBERS[was_killed:]
+    if was_killed:
+        leave_as_killed(small)
+    if not has_index:
+        (small / "0" / "index.sqlite").unlink()
+        there = NUMBERS
+    others = fill(small)
+
+    with Rig(small, size_bytes=32 * MIB) as full:
+        found = full.load(there)
+        # What SQLite maps there would end the process where its blocks cannot be allocated.
+        assert not (small / "0" / "index.sqlite-shm").exists()
+        refused = full.spill([100], 300_000)
+        others.unlink()
+        taken = full.spill([101], 300_000)
+        again = full.load([101, *there])
+
+    assert found == ["right"] * len(there)
+    assert refused == bytes([DISK_FULL])
+    assert taken == bytes(1)
+    assert again == ["right"] * (1 + len(there))
+    with Rig(small, size_bytes=32 * MIB) as later:
+        assert later.load([101, *there]) == ["right"] * (1 + len(there))
+
+
+def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier is not off: it waits, says so once, and needs no restart."""
+    monkeypatch.setattr("peercache.storage.store.ROOM_S", 0.05)
+    others = fill(small)
+
+    rig = Rig(small, size_bytes=32 * MIB, opened=False)
+    with pytest.raises(AssertionError, match="told \\[\\]"):
+        rig.await_fact(DiskOpened, patience_s=0.5)
+    others.unlink()
+    rig.await_fact(DiskOpened)
+    rig.store.close()
+
+    assert rig.log.events().count("disk.no_room") == 1
+
+
+def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:
+    """Nobody waits for room that may never come, and the folder is free."""
+    fill(small)
+    rig = Rig(small, size_bytes=32 * MIB, opened=False)
+
+    rig.store.close()
+    rig.store._opening.join(PATIENCE_S)
+
+    assert not rig.store._opening.is_alive()

@@ -1,0 +1,162 @@
+"""The index on disk: rows come and go in order, in batches, and a failure of it is heard."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peercache.actors.storage_port import DISK_ENTRY, DISK_UNTRIED
+from peercache.storage.index_file import IndexWriter, load_entries, open_index, store_entries
+from tests.unit.storage.rig import PATIENCE_S, Log, Rig
+
+BYTES_MAX = 16 * 2**20
+
+
+def entries_of(places: list[int], sequence: int = 1) -> np.ndarray:
+    """Return rows of pages at these places."""
+    rows = np.zeros(len(places), DISK_ENTRY)
+    rows["place"] = places
+    rows["key"] = np.array(places, "<u8").repeat(2).view("V16")
+    rows["length"], rows["sequence"] = 1000, sequence
+    return rows
+
+
+def places(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.uint64)
+
+
+def wait_for(index: IndexWriter) -> None:
+    """Return once everything before is written."""
+    done = threading.Event()
+    index.drop(places(), done.set)
+    assert done.wait(PATIENCE_S)
+
+
+def rows_in(folder: Path) -> np.ndarray:
+    """Return what another process would find, by place."""
+    with closing(open_index(folder, bytes_max=2**30)) as connection:
+        return np.sort(load_entries(connection), order="place")
+
+
+def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    """Put, drop and put again of one place leaves the last; what was used says when."""
+    index = IndexWriter(open_index(tmp_path, bytes_max=BYTES_MAX), failed=print, log=Log())
+
+    index.put(entries_of([1, 2, 3]))
+    index.drop(places(2, 3))
+    index.put(entries_of([3], sequence=9))
+    index.use(places(1), 77)
+    wait_for(index)
+    assert index.close(PATIENCE_S)
+
+    found = rows_in(tmp_path)
+    assert found["place"].tolist() == [1, 3]
+    assert found["sequence"].tolist() == [1, 9]
+    assert found["used"].tolist() == [77, 0]
+
+
+def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once; what goes is kept all the same, and what was used is left out."""
+    monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 4)
+    log = Log()
+    index = IndexWriter(open_index(tmp_path, bytes_max=2**30), failed=print, log=log)
+    with index._changed:  # Its thread stands still.
+        index.put(entries_of([1, 2, 3]))
+        before = index.has_room()
+        index.put(entries_of([4]))
+        behind = [index.has_room(), index.has_room()]
+        index.drop(places(2))
+        index.use(places(1), 5)
+    wait_for(index)
+    after = index.has_room()
+    assert index.close(PATIENCE_S)
+
+    assert (before, *behind, after) == (True, False, False, True)
+    found = rows_in(tmp_path)
+    assert found["place"].tolist() == [1, 3, 4]
+    assert found["used"].tolist() == [0] * 3
+    assert log.lines == [("warning", "disk.index_behind", {"rows": 4})]
+
+
+def test_nothing_is_written_while_the_index_does_not_keep_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of an index that is stuck do not grow with its slabs; no page is wrong for it."""
+    monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 10)
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+        rig.forget([1], wipe=True)
+        index, go_on = rig.store._opened.index, threading.Event()
+        write = index._write
+        index._write = lambda *taken: go_on.wait(PATIENCE_S) and write(*taken)
+
+        outcomes = [rig.spill(list(range(at, at + 3))) for at in range(10, 100, 3)]
+        waiting = index._backlog
+        found = rig.load([2, 10, 11, 12])
+        go_on.set()
+        taken = outcomes.count(bytes(3))
+
+        assert outcomes == [bytes(3)] * taken + [bytes([DISK_UNTRIED]) * 3] * (30 - taken)
+        assert 10 <= waiting <= 10 + 3
+        assert found == ["right"] * 4
+        rig.forget([2], wipe=False)
+        assert rig.spill([100]) == bytes(1), "it has caught up"
+    written = [2, *range(10, 10 + 3 * taken), 100][1:]
+    with Rig(tmp_path) as again:
+        assert len(again.opened.entries) == len(written)
+        assert again.load(written) == ["right"] * len(written)
+
+
+def test_failure_is_heard_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    """An index that grows over its part of the cap breaks; who waited for it hears, too."""
+    heard: list[str] = []
+    index = IndexWriter(open_index(tmp_path, bytes_max=64 * 1024), failed=heard.append, log=Log())
+
+    index.put(entries_of(list(range(20_000))))
+    wait_for(index)
+
+    assert len(heard) == 1
+    assert "full" in heard[0]
+    wait_for(index)
+    assert index.close(PATIENCE_S)
+
+
+def test_index_of_another_format_is_refused(tmp_path: Path) -> None:
+    """Its rows are not read; whoever opens it makes a new one."""
+    connection = open_index(tmp_path, bytes_max=BYTES_MAX)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+    with pytest.raises(sqlite3.DatabaseError, match="format 99"):
+        open_index(tmp_path, bytes_max=BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    ("entry", "used"), [(b"0", 0), ("text", 0), (bytes(56), "text"), (bytes(56), 2.5e300)]
+)
+def test_rows_that_are_not_ours_are_damage(tmp_path: Path, entry: object, used: object) -> None:
+    """SQLite takes any value in any column; none of them is believed in part."""
+    connection = open_index(tmp_path, bytes_max=BYTES_MAX)
+    connection.execute("INSERT INTO slots VALUES (1, ?, ?)", (entry, used))
+
+    with pytest.raises(sqlite3.DatabaseError):
+        load_entries(connection)
+    connection.close()
+
+
+def test_whole_table_is_replaced(tmp_path: Path) -> None:
+    """After a rebuild nothing of before is there."""
+    connection = open_index(tmp_path, bytes_max=BYTES_MAX)
+    store_entries(connection, entries_of([1, 2, 3]))
+
+    store_entries(connection, entries_of([7]))
+
+    assert load_entries(connection)["place"].tolist() == [7]
+    connection.close()
