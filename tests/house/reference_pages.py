@@ -142,18 +142,13 @@ def _logged() -> Iterator[list[str]]:
                 continue
             teller = ast.unparse(node.func.value)
             is_log = node.func.attr in LEVELS and "log" in teller
-            # What `rdma.peer_warnings` tells once a peer and reason.
-            is_news = node.func.attr == "tell" and teller.endswith("_news")
-            # What a switchboard warns of once a peer and reason.
-            is_once = node.func.attr == "_log_once"
-            if not (is_log or is_news or is_once) or not node.args:
+            is_once = node.func.attr == "_warn_once"
+            if not (is_log or is_once) or not node.args:
                 continue
             for event in _events(node.args[0], constants):
                 level = node.func.attr.replace("exception", "error")
-                level = "warning" if is_news or is_once else level
+                level = "warning" if is_once else level
                 words = [word.arg for word in node.keywords if word.arg not in (None, "exc_info")]
-                words = [*(["peer", "reason"] if is_news else []), *words]
-                words = ["peer", "reason", "detail"] if is_once else words
                 facts = ", ".join(f"`{word}`" for word in words)
                 yield [f"`{event}`", level, facts, f"`{module}`"]
 

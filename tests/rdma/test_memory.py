@@ -286,7 +286,7 @@ def test_forked_child_neither_ends_nor_makes_registrations(device: Device) -> No
     region = regions.add("engine", ours.address, ours.length, remote=False)
     assert regions.wait(region, PATIENCE_S)
 
-    regions._process = os.getpid() + 1
+    regions._fork._owner = os.getpid() + 1
     regions.remove(region)
     other = regions.add("engine", ours.address + 4096, 4096, remote=False)
     regions.grow(region, ours.length)
@@ -294,7 +294,7 @@ def test_forked_child_neither_ends_nor_makes_registrations(device: Device) -> No
 
     assert len(device.live) == 1
     assert (device.calls, other.pending) == (1, 0)
-    regions._process = os.getpid()
+    regions._fork._owner = os.getpid()
     regions.close()
 
 

@@ -20,7 +20,7 @@ from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace
 from peercache.net.asking import Asker
 from peercache.node.embedded import EmbeddedNode
-from peercache.observability.log import get_logger
+from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import Report
 from peercache.paths.breaker import Breakers
@@ -32,9 +32,6 @@ from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
 from peercache.wire.messages.session import Hello, Refused
-
-REFUSALS_LOGGED_MAX = 1024
-"""Refusals are logged once a peer and reason; so many are remembered."""
 
 
 @final
@@ -49,7 +46,7 @@ class Wiring:
         self.clock = time.monotonic
         self.identity = new_client_id(random.SystemRandom())
         self.log = get_logger(client=name_of(self.identity))
-        self._refusals_logged: set[tuple[int, str]] = set()
+        self._warn_once = WarnOnce(self.log)
         self._alive: set[int] = set()
         # First of all, because it may find that there can be no such client here.
         rails = self._open_rails()
@@ -230,12 +227,13 @@ class Wiring:
         self.home.heard_late(peer, message)
 
     def _refused(self, peer: int, refusal: Refused) -> None:
-        key = (peer, refusal.reason)
-        if key not in self._refusals_logged and len(self._refusals_logged) < REFUSALS_LOGGED_MAX:
-            self._refusals_logged.add(key)
-            self.log.warning(
-                "client.refused", peer=name_of(peer), reason=refusal.reason, detail=refusal.detail
-            )
+        self._warn_once(
+            "client.refused",
+            (peer, refusal.reason),
+            peer=name_of(peer),
+            reason=refusal.reason,
+            detail=refusal.detail,
+        )
 
     def _view_changed(self, alive: set[int]) -> None:
         self.breakers.forget(alive)

@@ -23,6 +23,7 @@ import numpy as np
 from peercache.client.assembly import Wiring
 from peercache.client.buffers import UnusableBuffers, runs_of_buffers
 from peercache.config.settings import Config
+from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
 from peercache.model.keys import Key, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
@@ -66,7 +67,7 @@ class Client:
         self._log = wiring.log
         self._clock = wiring.clock
         self._digest = namespace.digest()
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._calls = Condition()
         self._calls_in_flight = 0
         self._is_closed = False
@@ -188,7 +189,7 @@ class Client:
 
     def stats(self) -> dict[str, int | float | str]:
         """Return figures of this client and of its home node, for people and tests."""
-        if os.getpid() != self._pid:
+        if self._fork.is_child:
             # In a forked child a lock of the metrics may be held for ever.
             return {}
         figures = self._own_figures()
@@ -200,7 +201,7 @@ class Client:
 
     def close(self) -> None:
         """End calls, connections and mappings, and leave the cluster; bounded, may be repeated."""
-        if os.getpid() != self._pid:
+        if self._fork.is_child:
             return
         with self._calls:
             if self._is_closed:
@@ -332,7 +333,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> Result:
         """Run one call; whatever goes wrong, the answer is `miss`, counted."""
-        if os.getpid() != self._pid:
+        if self._fork.is_child:
             return miss
         started = self._clock()
         timeout_s = self.config.op_timeout_s if timeout_s is None else timeout_s

@@ -30,7 +30,7 @@ from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.runs import U64
-from peercache.observability.log import get_logger
+from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 
 SEGMENTS_MAX = 64
@@ -77,7 +77,7 @@ class ShmFabric:
         self._segments: OrderedDict[int, AttachedSegment] = OrderedDict()
         self._retry_at: OrderedDict[int, float] = OrderedDict()
         self._keeps_order = not verify_arch or platform.machine() in ORDERED_PROCESSORS
-        self._told = False
+        self._warn_once = WarnOnce(get_logger())
 
     def reaches(self, member: Member) -> bool:
         """Return whether the member's segment is mapped here, or can be."""
@@ -179,10 +179,10 @@ class ShmFabric:
         return found
 
     def _may_order(self) -> bool:
-        if not self._keeps_order and not self._told:
-            self._told = True
-            get_logger().warning(
+        if not self._keeps_order:
+            self._warn_once(
                 "shm.refused_processor",
+                "",
                 processor=platform.machine(),
                 reason="it may reorder loads; peers on this host are read over rdma or tcp",
             )

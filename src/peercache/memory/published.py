@@ -24,6 +24,7 @@ import numpy.typing as npt
 from peercache.errors import AddressTaken, PoolTooLarge
 from peercache.memory.kernel import Bytes, prefault, unfault
 from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
+from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import Incarnation
 from peercache.model.runs import I64, U64
 
@@ -55,7 +56,7 @@ class PublishedSegment:
         self.incarnation = incarnation
         self.usable_bytes = 0
         self._file = file
-        self._process = os.getpid()
+        self._fork = ForkGuard()
         self._populating = threading.Lock()
         self._closed = False
         mapping = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED)
@@ -145,7 +146,7 @@ class PublishedSegment:
             if self._closed:
                 return
             self._closed = True
-        if os.getpid() == self._process:
+        if not self._fork.is_child:
             # A forked child has the lock and the descriptor too, but the file is its parent's.
             self.path.unlink(missing_ok=True)
         unfault(self._whole)

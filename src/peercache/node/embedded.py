@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import final
 
@@ -10,6 +9,7 @@ import trio
 
 from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
+from peercache.model.fork_guard import ForkGuard
 from peercache.node.node import Node, Ready, describe
 from peercache.observability.metrics import Metrics
 
@@ -28,7 +28,7 @@ class EmbeddedNode:
         """Start and wait until it serves; raise what kept it from doing so."""
         self._config = config
         self._metrics = metrics
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._token: trio.lowlevel.TrioToken | None = None
         self._node: Node | None = None
         self._ready: Ready | None = None
@@ -54,7 +54,7 @@ class EmbeddedNode:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Leave the cluster; returns within `timeout_s`, whatever the loop does."""
-        if os.getpid() != self._pid or self._token is None or self._node is None:
+        if self._fork.is_child or self._token is None or self._node is None:
             return
         try:
             self._token.run_sync_soon(self._node.stop)

@@ -16,10 +16,12 @@ from peercache.actors.effects import Effect, Origin, SendTo, StoreWords, Tell
 from peercache.actors.runtime import SELF, TURN_MESSAGES, Mailbox
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import Rejected, RemoteProtocolError
+from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.net.link import Link
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission, Session
+from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
@@ -31,9 +33,6 @@ BURST_MESSAGES = 16
 STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
 fits, and a megabyte would be a gift of a second of our time to whoever can connect."""
-
-REFUSALS_LOGGED_MAX = 256
-"""Refusals are logged once a peer and reason; so many are remembered."""
 
 
 @final
@@ -76,7 +75,8 @@ class Switchboard:
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._links: dict[str, Link] = {}
-        self._logged: dict[tuple[object, ...], None] = {}
+        # A refused node says Hello again every second.
+        self._warn_once = WarnOnce(log)
         self._nursery: trio.Nursery | None = None
 
     # --- in ---------------------------------------------------------------------------------------
@@ -192,19 +192,15 @@ class Switchboard:
 
     def _refuse(self, pipe: int, refusal: Rejected, request: int, sender: int = 0) -> None:
         self._metrics.messages_dropped.labels(refusal.reason).inc()
-        self._log_once("peer.refused", sender, refusal.reason, refusal.detail)
+        key, name = (sender, refusal.reason), name_of(sender)
+        self._warn_once(
+            "peer.refused", key, peer=name, reason=refusal.reason, detail=refusal.detail
+        )
         self._reply(pipe, sender, Refused(request, refusal.reason, refusal.detail))
 
     def _drop(self, reason: str, detail: str = "") -> None:
         self._metrics.messages_dropped.labels(reason).inc()
         self._log.debug("message.dropped", reason=reason, detail=detail)
-
-    def _log_once(self, event: str, peer: int, reason: str, detail: str) -> None:
-        """Warn once a peer and reason: a refused node says Hello again every second."""
-        key = (event, peer, reason)
-        if key not in self._logged and len(self._logged) < REFUSALS_LOGGED_MAX:
-            self._logged[key] = None
-            self._log.warning(event, peer=f"{peer:016x}", reason=reason, detail=detail)
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -272,12 +268,15 @@ class Switchboard:
             message = decode(raw, cluster=self._cluster).message
         except RemoteProtocolError as error:
             self._drop("malformed", detail=error.what)
-            self._log_once("node.rejected", 0, address, error.what)
+            self._warn_once("node.rejected", address, at=address, reason=error.what)
             return
         if isinstance(message, SayHello) and address in self._links:
             self._links[address].greet_again()
         elif isinstance(message, Refused):
-            self._log_once("node.rejected", 0, f"{address}: {message.reason}", message.detail)
+            key = (address, message.reason)
+            self._warn_once(
+                "node.rejected", key, at=address, reason=message.reason, detail=message.detail
+            )
 
     def _encode(self, target: int, message: Message) -> bytes:
         return encode(Envelope(self._me.incarnation, target, message), cluster=self._cluster)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, final
 
 import structlog
 
@@ -12,12 +15,18 @@ LOGGER = "peercache"
 """The standard library's logger that every line goes through: an engine's own logging settings
 decide what becomes of it, and a command sets it up with `configure_logging`."""
 
+WARNED_KEYS_MAX = 1024
+"""Keys that one `WarnOnce` remembers; while it is full, it writes no new warning."""
+
+WARNED_FORGET_S = 3600.0
+"""A full `WarnOnce` forgets all keys this long after the first of them, and starts anew."""
+
 _PLAIN = structlog.processors.LogfmtRenderer(key_order=["event"], bool_as_flag=False)
 _rendering: dict[str, Any] = {"renderer": _PLAIN}
 
 
 def configure_logging(*, log_format: str, level: str) -> None:
-    """Write our log to stderr, as JSON or for a console: a command's business, not a library's."""
+    """Write the log to stderr, as JSON or for a console; only commands call this."""
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     _rendering["renderer"] = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
@@ -58,3 +67,35 @@ def _render(logger: Any, name: str, event: Any) -> Any:
     if _rendering["renderer"] is _PLAIN:
         event.pop("level", None)
     return _rendering["renderer"](logger, name, event)
+
+
+@final
+class WarnOnce:
+    """Writes a warning the first time that its event meets a key. Thread-safe.
+
+    A fault that lasts is met by every call, and its log line says nothing new. The memory of keys
+    is bounded, and so is the log: a peer may invent a new key with each message.
+    """
+
+    def __init__(self, log: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Write to `log`."""
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written: set[tuple[str, Hashable]] = set()
+        self._since_s = 0.0
+
+    def __call__(self, event: str, key: Hashable, **facts: object) -> None:
+        """Write the warning, unless this event and key were written before."""
+        with self._lock:
+            if (event, key) in self._written:
+                return
+            if not self._written:
+                self._since_s = self._clock()
+            elif len(self._written) >= WARNED_KEYS_MAX:
+                if self._clock() - self._since_s < WARNED_FORGET_S:
+                    return
+                self._written.clear()
+                self._since_s = self._clock()
+            self._written.add((event, key))
+        self._log.warning(event, **facts)

@@ -21,7 +21,7 @@ from peercache.fabric.port import Fabric
 from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
-from peercache.observability.log import get_logger
+from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import (
     DEADLINE,
@@ -35,7 +35,6 @@ from peercache.observability.reasons import (
 from peercache.rdma.channel import Channel
 from peercache.rdma.client_rail import Side, end_of, published_by
 from peercache.rdma.leasing import Channels, Reserved
-from peercache.rdma.peer_warnings import News
 from peercache.rdma.progress import Progress
 from peercache.rdma.rail import Rail
 from peercache.rdma.reading import Poller, Transfer, drive
@@ -115,7 +114,7 @@ class RdmaFabric:
         self.between: Callable[[], None] | None = None
         self._channels = Channels(self._sides, clock)
         self._absences = Absences()
-        self._news = News(self._log)
+        self._warn_once = WarnOnce(self._log)
         # Guards what follows.
         self._lock = threading.Lock()
         self._is_released = False
@@ -258,7 +257,7 @@ class RdmaFabric:
                 return channel, ""
             why = REFUSED if isinstance(answer, Refused) else PEER_UNREACHABLE
         except (side.rail.verbs.Error, OSError, OverflowError, ValueError) as error:
-            self._news.tell("channel.failed", progress.peer, str(error), rail=side.rail.name)
+            self._warn_channel(progress.peer, side, str(error))
             why = PEER_UNREACHABLE
         except BaseException:
             if channel is not None:
@@ -354,7 +353,13 @@ class RdmaFabric:
                 why = LINK_DOWN
             if why == LINK_DOWN:
                 side.leave_out(self._clock())
-                self._news.tell("rail.left_out", progress.peer, why, rail=side.rail.name)
+                self._warn_once(
+                    "rail.left_out",
+                    (progress.peer, side.index),
+                    peer=name_of(progress.peer),
+                    reason=why,
+                    rail=side.rail.name,
+                )
             elif why in (PEER_UNREACHABLE, REFUSED) and share.leased.reserved.lease.is_new:
                 progress.avoided.add(side.index)
             elif why in (PEER_UNREACHABLE, REFUSED):
@@ -374,7 +379,7 @@ class RdmaFabric:
             try:
                 leased.channel.published = published_by(answer)
             except ValueError as error:
-                self._news.tell("channel.failed", progress.peer, str(error))
+                self._warn_channel(progress.peer, leased.reserved.side, str(error))
 
     def _fall_back(
         self, fallback: Fabric, progress: Progress, failure: str, deadline: float
@@ -382,7 +387,8 @@ class RdmaFabric:
         """Have the other fabric read what is not there."""
         pages, peer = progress.elsewhere(), progress.peer
         self._metrics.rdma_fallbacks.labels(failure).inc(len(pages))
-        self._news.tell("rdma.fell_back", peer, failure, to=fallback.name)
+        key, name = (peer, failure), name_of(peer)
+        self._warn_once("rdma.fell_back", key, peer=name, reason=failure, to=fallback.name)
         if failure == PEER_UNREACHABLE:
             self._away(peer, self._clock() + AWAY_S, failure)
         got = fallback.read(progress.part(pages), deadline)
@@ -395,4 +401,8 @@ class RdmaFabric:
     def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
         """Believe, until a time, that a peer cannot be read over rdma, or over one rail."""
         self._absences.note(peer, until, rail)
-        self._news.tell("rdma.not_reached", peer, why)
+        self._warn_once("rdma.not_reached", (peer, why), peer=name_of(peer), reason=why)
+
+    def _warn_channel(self, peer: int, side: Side, why: str) -> None:
+        key, name = (peer, why), name_of(peer)
+        self._warn_once("channel.failed", key, peer=name, reason=why, rail=side.rail.name)

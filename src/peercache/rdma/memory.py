@@ -11,7 +11,6 @@ Limits  THREADS_MAX threads, which end when nothing is left to do.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import attrs
 import numpy as np
 
 from peercache.memory.kernel import populate_range
+from peercache.model.fork_guard import ForkGuard
 from peercache.observability.log import get_logger
 from peercache.rdma.key_table import KeyTable, Piece
 from peercache.rdma.registrar import (
@@ -130,7 +130,7 @@ class Regions:
         self._regions: list[Region] = []
         self._tasks: deque[Task] = deque()
         self._threads = 0
-        self._process = os.getpid()
+        self._fork = ForkGuard()
         self._is_closed = False
         self._table = KeyTable.of(())
         if registrar is None and protect_from_fork():
@@ -157,7 +157,7 @@ class Regions:
         is_urgent:   ahead of all that no thread has begun: little memory that a read waits for.
         """
         access = ACCESS_REMOTE_READ if remote else ACCESS_LOCAL_WRITE
-        if os.getpid() != self._process:
+        if self._fork.is_child:
             # A forked child: the device is its parent's, and so may be who holds the lock.
             return Region(name, address, length, access, owner)
         with self._changed:
@@ -177,7 +177,7 @@ class Regions:
         is_final: no more will become ready, so that an unfinished chunk is registered too.
         """
         ready_bytes = min(ready_bytes, region.length)
-        if os.getpid() != self._process:
+        if self._fork.is_child:
             return
         with self._changed:
             if self._is_closed or region.is_removed or region.failure:
@@ -241,7 +241,7 @@ class Regions:
 
         No READ of ours may be filling it: one that does is ended with an error by the device.
         """
-        if os.getpid() != self._process:
+        if self._fork.is_child:
             return
         with self._changed:
             region.uses -= 1
@@ -262,7 +262,7 @@ class Regions:
         After the last queue pair, before the protection domain: bounded by the registrations in
         progress. In a forked child it does nothing: the registrations are its parent's.
         """
-        if os.getpid() != self._process:
+        if self._fork.is_child:
             return
         with self._changed:
             if self._is_closed:

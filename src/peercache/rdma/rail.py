@@ -7,12 +7,12 @@ Keeps   children are closed before their parents: queue pairs and completion que
 
 from __future__ import annotations
 
-import os
 from typing import Any, final
 
 import attrs
 
 from peercache.config.settings import Config
+from peercache.model.fork_guard import ForkGuard
 from peercache.rdma import device, neighbours
 from peercache.rdma.device import Chosen
 from peercache.rdma.memory import Regions
@@ -73,7 +73,7 @@ class Rail:
         self.chosen = chosen
         self.name = chosen.port.name
         self._settings = settings
-        self._process = os.getpid()
+        self._fork = ForkGuard()
         self.context: Any = open_context(verbs, chosen.port.device)
         self._pd: Any = None
         try:
@@ -91,7 +91,7 @@ class Rail:
 
     def is_ours(self) -> bool:
         """Return whether this process opened it: a forked child may close nothing of it."""
-        return os.getpid() == self._process
+        return not self._fork.is_child
 
     def is_up(self) -> bool:
         """Return whether the link is up at this moment."""

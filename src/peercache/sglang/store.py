@@ -72,7 +72,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._change = threading.Lock()
         self._attached: _Attached | None = None
         self._idle_reason = reasons.NO_HOME
-        self._told: set[tuple[str, ...]] = set()
+        self._warn_once = log.WarnOnce(self._log)
         if isinstance(extra.get("interface_v1"), str):
             self._log.warning(
                 "interface.ambiguous",
@@ -277,8 +277,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             return ask(attached)
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))
-            if self._is_new("batch.refused", operation, unusable.reason):
-                self._log.warning("batch.refused", operation=operation, why=str(unusable))
+            key = (operation, unusable.reason)
+            self._warn_once("batch.refused", key, operation=operation, why=str(unusable))
         except Exception:
             self._refuse(operation, reasons.INTERNAL, len(keys))
             self._log.exception("store.failed", operation=operation, pages=len(keys))
@@ -320,19 +320,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 metrics.sets_refused.labels(reason).inc(pages)
 
     def _tell_hybrid(self) -> None:
-        if self._is_new("hybrid.unserved"):
-            self._log.warning(
-                "hybrid.unserved",
-                why="this model keeps state in side pools (Mamba, sliding window, indexer, "
-                "draft), which PeerCache does not store yet: it recomputes",
-            )
-
-    def _is_new(self, *what: str) -> bool:
-        """Return True the first time: what an engine repeats for ever is logged once."""
-        with self._change:
-            is_new = what not in self._told
-            self._told.add(what)
-        return is_new
+        self._warn_once(
+            "hybrid.unserved",
+            "",
+            why="this model keeps state in side pools (Mamba, sliding window, indexer, "
+            "draft), which PeerCache does not store yet: it recomputes",
+        )
 
     def _detach(self, idle_reason: str) -> None:
         with self._change:

@@ -28,7 +28,7 @@ from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
-from peercache.observability.log import get_logger
+from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.reasons import CLOSED, DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 
 STALL_S = 0.25
@@ -39,8 +39,6 @@ CONNECT_TIMEOUT_S = 0.5
 CLOSE_MARGIN_S = 1.0
 """What `close` waits beyond the last deadline it knows. Only a thread that is no more (we are its
 forked child) keeps a channel for longer."""
-TOLD_MAX = 1024
-"""Refusals remembered so that each is logged once; then they are told anew."""
 
 _log = get_logger(actor="tcp")
 
@@ -77,7 +75,7 @@ class TcpFabric:
         self._channels: dict[int, TcpChannel] = {}
         self._last_deadline = 0.0
         self._closed = False
-        self._told: set[tuple[int, str]] = set()
+        self._warn_once = WarnOnce(_log)
 
     def reaches(self, member: Member) -> bool:
         """Return whether the member says where it serves; whether it does, only a read tells."""
@@ -223,16 +221,9 @@ class TcpFabric:
         if not failure.startswith(REFUSED_BECAUSE):
             return failure
         reason = failure.removeprefix(REFUSED_BECAUSE)
-        told = (member.incarnation, reason)
-        with self._changed:
-            if len(self._told) >= TOLD_MAX:
-                self._told.clear()
-            is_news = told not in self._told
-            self._told.add(told)
-        if is_news:
-            _log.warning(
-                "tcp.refused", peer=name_of(member.incarnation), at=member.data, reason=reason
-            )
+        key = (member.incarnation, reason)
+        name = name_of(member.incarnation)
+        self._warn_once("tcp.refused", key, peer=name, at=member.data, reason=reason)
         return REFUSED
 
     def _drop(self, channels: Sequence[int]) -> None:

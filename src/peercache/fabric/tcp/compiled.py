@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import trio
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.native import HAS_COMPILED, compiled
 from peercache.fabric.tcp.serving import End, PageSource, Patience
+from peercache.model.fork_guard import ForkGuard
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 
@@ -112,7 +112,7 @@ class CompiledPages:
         self._next_name = 1
         self._talking: dict[int, _Talk] = {}
         self._serves = False
-        self._process = os.getpid()
+        self._fork = ForkGuard()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; every connection is closed when this returns.
@@ -199,7 +199,7 @@ class CompiledPages:
 
     def _stop(self) -> bool:
         """End the thread; return whether it has ended."""
-        if os.getpid() != self._process:
+        if self._fork.is_child:
             # A forked child has no such thread, and its copy of the lock may be held for ever.
             return False
         if self._server is None:
