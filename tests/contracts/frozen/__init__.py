@@ -1,0 +1,1 @@
+"""Files that earlier builds wrote, and the script that records new ones."""
