@@ -63,4 +63,6 @@ def test_everything_works_without_rdma_and_says_so() -> None:
     assert all((buffer == page_of(key)).all() for key, buffer in zip(keys, buffers, strict=True))
     assert figures[0] != "serves"
     assert figures[1] == "this node has fabric = tcp"
-    assert [line["reason"] for line in told if line["event"] == "rdma.absent"] == [figures[0]]
+    assert [line["reason"] for line in told if line["event"] == "rdma.devices_missing"] == [
+        figures[0]
+    ]

@@ -207,7 +207,9 @@ def test_refusal_is_told_once_and_what_is_registered_stays(
     assert region.registered_bytes == 2 * CHUNK
     assert device.calls == 3
     regions.close()
-    assert [(name, facts["level"]) for name, facts in events] == [("memory.refused", "warning")]
+    assert [(name, facts["level"]) for name, facts in events] == [
+        ("rdma.register_failed", "warning")
+    ]
     assert events[0][1]["problem"] == "no room"
 
 
@@ -223,7 +225,7 @@ def test_finished_registration_is_told_with_its_time(
     regions.close()
 
     name, facts = events[-1]
-    assert (name, facts["level"], facts["region"]) == ("memory.registered", "info", "pool")
+    assert (name, facts["level"], facts["region"]) == ("rdma.memory_registered", "info", "pool")
     assert facts["ready_bytes"] == facts["of_bytes"] == ours.length
 
 
@@ -314,7 +316,7 @@ def test_listener_that_fails_stops_no_registration(
     assert region.registered_bytes == ours.length
     regions.close()
     assert [name for name, facts in events if facts["level"] == "exception"] == [
-        "memory.untold"
+        "rdma.report_failed"
     ] * 3
 
 

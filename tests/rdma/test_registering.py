@@ -169,7 +169,7 @@ def test_limit_of_locked_memory_is_named_with_its_fix_and_costs_only_the_rest() 
     ready, _, failure = process.stdout.partition(" ")
     assert 0 < int(ready) < 2**23
     assert "ulimit -l unlimited" in failure
-    assert "memory.refused" in process.stderr
+    assert "rdma.register_failed" in process.stderr
 
 
 FORKED = """
@@ -207,4 +207,4 @@ def test_forked_child_that_closes_leaves_the_parents_registrations() -> None:
     )
 
     assert process.returncode == 0, process.stderr
-    assert "memory.kept" not in process.stderr
+    assert "rdma.deregister_failed" not in process.stderr

@@ -158,7 +158,7 @@ def test_a_client_that_does_not_fit_is_refused_with_the_reason(
         three.client(three.nodes[0], **settings)
 
     assert refusal.value.reason == reason
-    assert "peer.refused" in three.nodes[0].said()
+    assert "node.peer_refused" in three.nodes[0].said()
 
 
 @pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
@@ -178,7 +178,7 @@ def test_a_client_of_another_cluster_is_refused(three: LocalCluster) -> None:
     with pytest.raises(PeerCacheError, match="other"):
         Client.open(cluster="other", home=three.nodes[0].ready["home"])
 
-    assert "peer.refused" in three.nodes[0].said()
+    assert "node.peer_refused" in three.nodes[0].said()
 
 
 def test_unusable_buffers_are_misses_not_exceptions(three: LocalCluster) -> None:

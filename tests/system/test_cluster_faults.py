@@ -502,4 +502,4 @@ def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None
 
         assert hits == [True, True, False, True]
         assert client.stats()["pages_missed_verify_failed"] == 1
-        assert "page.corrupt" in "".join(lines)
+        assert "client.checksum_failed" in "".join(lines)

@@ -168,14 +168,14 @@ def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> N
         keys = keys_of("alone", 4)
         assert client.batch_set(keys, pages_of(keys)) == [True] * 4
         assert client.stats()["home_members_alive"] == 1
-        wait_until(lambda: "node.alone" in alone.said())
+        wait_until(lambda: "node.started_alone" in alone.said())
 
         late_head = cluster.start(flags=("--listen", head))
 
         wait_until(lambda: client.stats()["home_members_alive"] == 2)
         reader = cluster.client(late_head)
         wait_until(lambda: read(reader, keys) == [True] * 4)
-        wait_until(lambda: "member.changed" in alone.said())
+        wait_until(lambda: "membership.member_changed" in alone.said())
 
 
 def test_with_a_dead_head_a_newcomer_joins_through_any_other_address() -> None:
@@ -197,8 +197,8 @@ def test_nodes_of_two_clusters_refuse_each_other_loudly() -> None:
         node = cluster.start()
         stranger = other.start(flags=("--discovery-addr", node.ready["control"]))
 
-        wait_until(lambda: "peer.refused" in node.said())
-        wait_until(lambda: "node.rejected" in stranger.said())
+        wait_until(lambda: "node.peer_refused" in node.said())
+        wait_until(lambda: "node.join_rejected" in stranger.said())
         assert cluster.client(node).stats()["home_members_alive"] == 1
 
 

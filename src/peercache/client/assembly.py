@@ -171,7 +171,9 @@ class Wiring:
         if not rails and self._config.fabric == "rdma":
             what = "; ".join(problems)
             raise ConfigError("fabric", f"rdma is asked for, and there is none: {what}")
-        self.log.info("rdma.rails", rails=[rail.name for rail in rails], problems=list(problems))
+        self.log.info(
+            "rdma.rails_opened", rails=[rail.name for rail in rails], problems=list(problems)
+        )
         return rails
 
     def _rdma_over(self, rails: tuple[Rail, ...]) -> RdmaFabric:

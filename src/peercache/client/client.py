@@ -266,7 +266,9 @@ class Client:
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a driver or we have changed bytes under a right word.
             wrong = [i for i, why in enumerate(outcome.reasons) if why == reasons.VERIFY_FAILED]
-            self._log.error("page.corrupt", keys=[names[i].tobytes().hex() for i in wrong[:8]])
+            self._log.error(
+                "client.checksum_failed", keys=[names[i].tobytes().hex() for i in wrong[:8]]
+            )
         hits: list[bool] = outcome.hits.tolist()
         return hits
 
@@ -348,7 +350,7 @@ class Client:
             return self._unusable(operation, miss, error)
         except Exception:
             # A bug of ours must not become the engine's: a miss is always a right answer.
-            self._log.error("call.failed", operation=operation, pages=pages, exc_info=True)
+            self._log.error("client.call_failed", operation=operation, pages=pages, exc_info=True)
             self._count(operation, reasons.INTERNAL, pages)
             return miss
         finally:
@@ -361,7 +363,7 @@ class Client:
                 self.metrics.deadlines_overrun.inc()
 
     def _unusable(self, operation: str, miss: Result, error: UnusableBuffers) -> Result:
-        self._log.warning("call.unusable", operation=operation, problem=str(error))
+        self._log.warning("client.call_refused", operation=operation, problem=str(error))
         self._count(operation, reasons.WRONG_SIZE, len(miss) if isinstance(miss, list) else 0)
         return miss
 

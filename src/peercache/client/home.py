@@ -187,5 +187,5 @@ class Home:
 
     def _view_came(self, before: Cluster, cluster: Cluster) -> None:
         if cluster.ring.version != before.ring.version:
-            self._log.info("view.changed", members=len(cluster.members))
+            self._log.info("home.view_changed", members=len(cluster.members))
         self._on_view(set(cluster.members))

@@ -172,7 +172,7 @@ class ShmFabric:
             self._retry_at.move_to_end(incarnation)
             if len(self._retry_at) > FAILURES_MAX:
                 self._retry_at.popitem(last=False)
-            get_logger().info("shm.not_reached", node=name_of(incarnation), reason=str(error))
+            get_logger().info("shm.attach_failed", node=name_of(incarnation), reason=str(error))
             return None
         self._retry_at.pop(incarnation, None)
         get_logger().info("shm.attached", node=name_of(incarnation), bytes=found.page_bytes)
@@ -181,7 +181,7 @@ class ShmFabric:
     def _may_order(self) -> bool:
         if not self._keeps_order:
             self._warn_once(
-                "shm.refused_processor",
+                "shm.processor_refused",
                 "",
                 processor=platform.machine(),
                 reason="it may reorder loads; peers on this host are read over rdma or tcp",

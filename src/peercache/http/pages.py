@@ -16,10 +16,10 @@ from peercache.http.overview import overview
 from peercache.model.member import Member
 from peercache.observability.log import get_logger
 
-PAGE_FAILED = "page.failed"
+PAGE_FAILED = "http.page_failed"
 """Log event: a page could not be made, which is a bug of ours."""
 
-HEALTH_FAILED = "health.failed"
+HEALTH_FAILED = "http.health_failed"
 """Log event: the callable that tells the health raised, which is a bug of ours."""
 
 

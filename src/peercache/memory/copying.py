@@ -224,7 +224,7 @@ def vector_copy_works() -> bool:
         moved = vector_copy(_halves(local), _halves(remote), to_remote=to_remote)
         if moved != source.size or not np.array_equal(source, target):
             reason = errno.errorcode.get(-moved, str(moved)) if moved < 0 else f"{moved} bytes"
-            get_logger().warning("vector_copy.unavailable", reason=reason)
+            get_logger().warning("memory.vector_copy_missing", reason=reason)
             return False
     return True
 

@@ -25,7 +25,7 @@ def remove_leftovers(shm_dir: str | os.PathLike[str]) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(folder) if is_segment_name(name))  # noqa: PTH208 - names are wanted, not paths
     except OSError as error:
-        get_logger().warning("leftovers.unseen", shm_dir=str(folder), reason=str(error))
+        get_logger().warning("segment.scan_failed", shm_dir=str(folder), reason=str(error))
         return []
     removed = []
     for name in names:
@@ -34,9 +34,9 @@ def remove_leftovers(shm_dir: str | os.PathLike[str]) -> list[str]:
                 removed.append(name)
         except OSError as error:  # noqa: PERF203 - one bad file must not keep the others
             # Gone meanwhile, another user's, or no segment at all.
-            get_logger().debug("leftover.kept", name=name, reason=str(error))
+            get_logger().debug("segment.leftover_kept", name=name, reason=str(error))
     if removed:
-        get_logger().info("leftovers.removed", names=removed)
+        get_logger().info("segment.leftovers_removed", names=removed)
     return removed
 
 

@@ -65,7 +65,7 @@ async def populate(
             if not done:
                 raise
             # Somebody else took the memory meanwhile; what is there goes on serving.
-            log.warning("pool.cut_short", usable_bytes=done, problem=str(error))
+            log.warning("pool.growth_stopped", usable_bytes=done, problem=str(error))
             return
         if done <= before:
             return  # The segment has been closed meanwhile.

@@ -319,9 +319,11 @@ class Node:
         for member in members:
             if known.get(member.incarnation) != member.state and member.control != self._control:
                 state, name = STATE_NAMES[member.state], name_of(member.incarnation)
-                self.log.info("member.changed", member=name, state=state, at=member.control)
+                self.log.info(
+                    "membership.member_changed", member=name, state=state, at=member.control
+                )
         if not known and len(members) == 1 and self.config.discovery_addr:
-            self.log.info("node.alone", asked=list(self.config.discovery_addr))
+            self.log.info("node.started_alone", asked=list(self.config.discovery_addr))
         known.clear()
         known.update({member.incarnation: member.state for member in members})
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
@@ -342,7 +344,7 @@ class Node:
             self.metrics.messages_dropped.labels("no_hello").inc(len(overstaying))
 
     async def _leave(self) -> None:
-        self.log.info("node.leaving")
+        self.log.info("node.leave_started")
         for effect in self._crew.membership.leave(trio.current_time()):
             self._switchboard.perform(effect)
         await self._switchboard.flush(GOODBYE_S)

@@ -194,13 +194,13 @@ class Switchboard:
         self._metrics.messages_dropped.labels(refusal.reason).inc()
         key, name = (sender, refusal.reason), name_of(sender)
         self._warn_once(
-            "peer.refused", key, peer=name, reason=refusal.reason, detail=refusal.detail
+            "node.peer_refused", key, peer=name, reason=refusal.reason, detail=refusal.detail
         )
         self._reply(pipe, sender, Refused(request, refusal.reason, refusal.detail))
 
     def _drop(self, reason: str, detail: str = "") -> None:
         self._metrics.messages_dropped.labels(reason).inc()
-        self._log.debug("message.dropped", reason=reason, detail=detail)
+        self._log.debug("node.message_dropped", reason=reason, detail=detail)
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -268,14 +268,14 @@ class Switchboard:
             message = decode(raw, cluster=self._cluster).message
         except RemoteProtocolError as error:
             self._drop("malformed", detail=error.what)
-            self._warn_once("node.rejected", address, at=address, reason=error.what)
+            self._warn_once("node.join_rejected", address, at=address, reason=error.what)
             return
         if isinstance(message, SayHello) and address in self._links:
             self._links[address].greet_again()
         elif isinstance(message, Refused):
             key = (address, message.reason)
             self._warn_once(
-                "node.rejected", key, at=address, reason=message.reason, detail=message.detail
+                "node.join_rejected", key, at=address, reason=message.reason, detail=message.detail
             )
 
     def _encode(self, target: int, message: Message) -> bytes:

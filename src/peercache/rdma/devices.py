@@ -102,15 +102,15 @@ class RdmaServing:
     def _is_absent(self, reason: str) -> None:
         if self._is_required:
             raise ConfigError("fabric", f"rdma is asked for, and there is none: {reason}")
-        self._log.info("rdma.absent", reason=reason)
+        self._log.info("rdma.devices_missing", reason=reason)
         self._tell(RdmaAbsent(reason))
 
     def _serve(self, server: ChannelServer, problems: tuple[str, ...]) -> None:
         for problem in problems:
-            self._log.info("rdma.unused", problem=problem)
+            self._log.info("rdma.rail_skipped", problem=problem)
         for rail in server.rails:
             self._log.info(
-                "rdma.serves", rail=rail.name, gid=rail.chosen.gid.text(),
+                "rdma.rail_served", rail=rail.name, gid=rail.chosen.gid.text(),
                 gid_index=rail.chosen.gid.index, mtu=128 << rail.abilities.mtu,
             )  # fmt: skip
         # What was populated while the devices were opened is told by nobody else.

@@ -354,7 +354,7 @@ class RdmaFabric:
             if why == LINK_DOWN:
                 side.leave_out(self._clock())
                 self._warn_once(
-                    "rail.left_out",
+                    "rdma.rail_left_out",
                     (progress.peer, side.index),
                     peer=name_of(progress.peer),
                     reason=why,
@@ -401,8 +401,8 @@ class RdmaFabric:
     def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
         """Believe, until a time, that a peer cannot be read over rdma, or over one rail."""
         self._absences.note(peer, until, rail)
-        self._warn_once("rdma.not_reached", (peer, why), peer=name_of(peer), reason=why)
+        self._warn_once("rdma.connect_failed", (peer, why), peer=name_of(peer), reason=why)
 
     def _warn_channel(self, peer: int, side: Side, why: str) -> None:
         key, name = (peer, why), name_of(peer)
-        self._warn_once("channel.failed", key, peer=name, reason=why, rail=side.rail.name)
+        self._warn_once("rdma.channel_failed", key, peer=name, reason=why, rail=side.rail.name)

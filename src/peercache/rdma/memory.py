@@ -134,7 +134,7 @@ class Regions:
         self._is_closed = False
         self._table = KeyTable.of(())
         if registrar is None and protect_from_fork():
-            self._log.warning("fork.unprotected", hint="start with RDMAV_FORK_SAFE=1 set")
+            self._log.warning("rdma.fork_unprotected", hint="start with RDMAV_FORK_SAFE=1 set")
 
     # --- registering ------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Regions:
                 thread.start()
             except RuntimeError as error:
                 # No thread is to be had now: the next that is asks, or one that runs, does it all.
-                self._log.warning("memory.no_thread", problem=str(error))
+                self._log.warning("rdma.thread_failed", problem=str(error))
                 with self._changed:
                     self._threads -= wanted - started
                     self._changed.notify_all()
@@ -274,7 +274,9 @@ class Regions:
             regions, self._regions = self._regions, []
             self._table = KeyTable.of(())
             if not self._changed.wait_for(lambda: self._threads == 0, CLOSE_S):
-                self._log.warning("memory.stuck", threads=self._threads, waited_s=CLOSE_S)
+                self._log.warning(
+                    "rdma.registration_stuck", threads=self._threads, waited_s=CLOSE_S
+                )
         for region in regions:
             pieces, region.pieces = region.pieces, {}
             self._deregister(region, pieces)
@@ -319,7 +321,7 @@ class Regions:
             return None, str(failed)
         except Exception as error:
             # Whatever it is, it must not end this thread: `close` waits for the count of them.
-            self._log.exception("memory.failed", region=region.name)
+            self._log.exception("rdma.register_crashed", region=region.name)
             return None, f"{type(error).__name__}: {error}"
 
     def _tell(self, region: Region, failure: str) -> None:
@@ -328,20 +330,24 @@ class Regions:
         name, of = region.name, region.length
         if failure:
             self._log.warning(
-                "memory.refused", region=name, ready_bytes=done, of_bytes=of, problem=failure
+                "rdma.register_failed", region=name, ready_bytes=done, of_bytes=of, problem=failure
             )
         elif done == of or now - region.told_s >= PROGRESS_S:
             region.told_s = now
             seconds = round(now - region.begun_s, 3)
             self._log.info(
-                "memory.registered", region=name, ready_bytes=done, of_bytes=of, seconds=seconds
+                "rdma.memory_registered",
+                region=name,
+                ready_bytes=done,
+                of_bytes=of,
+                seconds=seconds,
             )
         if self._on_registered is not None:
             try:
                 self._on_registered(region)
             except Exception:
                 # This thread must go on: `close` waits for it.
-                self._log.exception("memory.untold", region=region.name)
+                self._log.exception("rdma.report_failed", region=region.name)
 
     def _drop_tasks_of(self, region: Region) -> None:
         """Give up what no thread has begun; the caller holds the lock."""
@@ -364,4 +370,4 @@ class Regions:
     def _deregister(self, region: Region, pieces: dict[int, tuple[int, Registered]]) -> None:
         problems = [self._registrar.deregister(piece) for _, piece in pieces.values()]
         for problem in filter(None, problems):
-            self._log.warning("memory.kept", region=region.name, problem=problem)
+            self._log.warning("rdma.deregister_failed", region=region.name, problem=problem)

@@ -114,7 +114,7 @@ class ChannelServer:
             try:
                 served = self._connect(rail, theirs, wanted)
             except (rail.verbs.Error, OSError, OverflowError) as error:
-                self._log.warning("channel.refused", peer=name_of(client), problem=str(error))
+                self._log.warning("rdma.channel_refused", peer=name_of(client), problem=str(error))
                 return Refused(wanted.request, NO_PATH, str(error))
             self._served[key] = served
         return self._opened(wanted, served)
@@ -138,7 +138,7 @@ class ChannelServer:
             served.pair.destroy()
         except served.rail.verbs.Error as error:
             # A device that was taken away: the kernel has ended its queue pairs.
-            self._log.warning("channel.stuck", peer=name_of(client), problem=str(error))
+            self._log.warning("rdma.channel_close_failed", peer=name_of(client), problem=str(error))
 
     def close_all(self) -> None:
         """Destroy every channel, end every registration, close the devices."""

@@ -75,7 +75,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._warn_once = log.WarnOnce(self._log)
         if isinstance(extra.get("interface_v1"), str):
             self._log.warning(
-                "interface.ambiguous",
+                "sglang.interface_guessed",
                 interface_v1=extra["interface_v1"],
                 hint="SGLang reads any non-empty string as true: write 1 or 0, without quotes",
             )
@@ -93,7 +93,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             pages = HostPages.of(mem_pool_host)
         except UnservedPool as unserved:
             self._detach(reasons.UNSUPPORTED)
-            self._log.warning("pool.unserved", pool=type(mem_pool_host).__name__, why=str(unserved))
+            self._log.warning(
+                "sglang.pool_refused", pool=type(mem_pool_host).__name__, why=str(unserved)
+            )
             return
         namespace = namespace_of(self._storage_config, mem_pool_host, pages.page_bytes)
         with self._change:
@@ -111,7 +113,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         with self._change:
             self._attached = _Attached(client, pages, namespace, registered)
         self._log.info(
-            "store.attached",
+            "sglang.store_attached",
             namespace=namespace.name,
             geometry=namespace.geometry,
             coordinates=namespace.coordinates,
@@ -278,10 +280,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))
             key = (operation, unusable.reason)
-            self._warn_once("batch.refused", key, operation=operation, why=str(unusable))
+            self._warn_once("sglang.batch_refused", key, operation=operation, why=str(unusable))
         except Exception:
             self._refuse(operation, reasons.INTERNAL, len(keys))
-            self._log.exception("store.failed", operation=operation, pages=len(keys))
+            self._log.exception("sglang.call_failed", operation=operation, pages=len(keys))
         return miss
 
     def _read(self, at: _Attached, keys: Sequence[str], runs: PageRuns) -> list[bool]:
@@ -321,7 +323,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def _tell_hybrid(self) -> None:
         self._warn_once(
-            "hybrid.unserved",
+            "sglang.hybrid_pool_refused",
             "",
             why="this model keeps state in side pools (Mamba, sliding window, indexer, "
             "draft), which PeerCache does not store yet: it recomputes",

@@ -166,7 +166,7 @@ class IndexWriter:
             return True
         if not self._is_behind:
             self._is_behind = True
-            self._log.warning("disk.index_behind", rows=self._backlog)
+            self._log.warning("disk.index_fell_behind", rows=self._backlog)
         return False
 
     def put(self, entries: Entries) -> None:

@@ -75,7 +75,7 @@ def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
         except sqlite3.Error as error:
             problem = str(error)
     if problem:
-        log.warning("disk.index_rebuilding", folder=str(folder.path), problem=problem)
+        log.warning("disk.index_rebuild_started", folder=str(folder.path), problem=problem)
     remove_index(folder.path)
     return consistent(scan(files, log), files, folder.slab_count), False
 

@@ -268,7 +268,7 @@ class Workers:
             else:
                 self._perform(unit)
         except Exception as error:
-            self._log.error("disk.bug", error=repr(error), exc_info=True)
+            self._log.error("disk.internal_error", error=repr(error), exc_info=True)
             unit.outcomes[:] = bytes((DISK_FAILED,)) * len(unit.outcomes)
         with self._changed:
             self._running.remove(unit)

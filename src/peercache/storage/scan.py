@@ -60,7 +60,7 @@ def scan(files: SlabFiles, log: Any) -> Entries:
                 for h in headers_of(files, number, memory)
             )
         except OSError as error:
-            log.warning("disk.slab_unreadable", file=slab_name(number), error=str(error))
+            log.warning("disk.slab_read_failed", file=slab_name(number), error=str(error))
         return np.array(found, DISK_ENTRY)
 
     numbers = sorted(files.blocks_of)

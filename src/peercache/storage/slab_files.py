@@ -181,7 +181,7 @@ class SlabFiles:
             try:
                 count = self.read(number * self.folder.slab_bytes, [memory])
             except OSError as error:
-                self._log.warning("disk.slab_unreadable", file=slab_name(number), error=str(error))
+                self._log.warning("disk.slab_read_failed", file=slab_name(number), error=str(error))
                 return None
             header = parse_slab(memory[:count])
         if header is None or (header.number, header.slab_bytes) != (number, self.folder.slab_bytes):
@@ -214,7 +214,7 @@ class SlabFiles:
         finally:
             path.unlink(missing_ok=True)
         if not works:
-            self._log.warning("disk.buffered", folder=str(self.folder.path))
+            self._log.warning("disk.direct_io_refused", folder=str(self.folder.path))
         return works
 
 

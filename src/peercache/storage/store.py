@@ -182,10 +182,10 @@ class DiskStore:
         try:
             self._open_when_there_is_room()
         except (OSError, ConfigError, sqlite3.Error) as error:
-            self._log.warning("disk.unusable", path=self._disk_path, error=str(error))
+            self._log.warning("disk.open_failed", path=self._disk_path, error=str(error))
             self._tell(DiskEnded(str(error)))
         except Exception as error:
-            self._log.error("disk.bug", error=repr(error), exc_info=True)
+            self._log.error("disk.internal_error", error=repr(error), exc_info=True)
             self._tell(DiskEnded(f"a bug: {error!r}"))
 
     def _open_when_there_is_room(self) -> None:
@@ -199,7 +199,7 @@ class DiskStore:
                 if error.errno not in NO_ROOM:
                     raise
                 if not is_said:
-                    self._log.warning("disk.no_room", path=self._disk_path, error=str(error))
+                    self._log.warning("disk.space_ran_out", path=self._disk_path, error=str(error))
                     is_said = True
             self._closed.wait(ROOM_S)
 

@@ -52,5 +52,5 @@ def test_batch_is_copied_where_the_kernel_call_is_forbidden(error: str) -> None:
     if finished.returncode == 77:
         pytest.skip("may not install a seccomp filter")
     assert finished.returncode == 0, finished.stderr
-    assert "vector_copy.unavailable" in finished.stderr
+    assert "memory.vector_copy_missing" in finished.stderr
     assert error in finished.stderr

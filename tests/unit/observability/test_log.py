@@ -29,12 +29,12 @@ def test_warning_is_written_once_for_each_event_and_key() -> None:
 
     for peer in (1, 2, 1):
         warn_once("rdma.fell_back", peer, peer=peer)
-    warn_once("rdma.not_reached", 1, peer=1)
+    warn_once("rdma.connect_failed", 1, peer=1)
 
     assert written.lines == [
         ("rdma.fell_back", {"peer": 1}),
         ("rdma.fell_back", {"peer": 2}),
-        ("rdma.not_reached", {"peer": 1}),
+        ("rdma.connect_failed", {"peer": 1}),
     ]
 
 
@@ -47,11 +47,11 @@ def test_keys_that_a_peer_invents_fill_neither_memory_nor_log(
     warn_once = WarnOnce(written, clock=lambda: now[0])
 
     for key in range(10):
-        warn_once("peer.refused", key)
+        warn_once("node.peer_refused", key)
     before = len(written.lines)
     now[0] += WARNED_FORGET_S
-    warn_once("peer.refused", 11)
-    warn_once("peer.refused", 0)
+    warn_once("node.peer_refused", 11)
+    warn_once("node.peer_refused", 0)
 
     assert before == 3
     assert len(written.lines) == 5

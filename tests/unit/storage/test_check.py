@@ -80,7 +80,7 @@ def test_lost_index_is_made_anew(filled: Path, capsys: pytest.CaptureFixture[str
     assert found["pages"] == 30
     with Rig(filled) as rig:
         assert rig.load(list(range(30))) == ["right"] * 30
-        assert "disk.index_rebuilding" not in rig.log.events()
+        assert "disk.index_rebuild_started" not in rig.log.events()
 
 
 def test_evicted_page_stays_out_of_a_whole_index(

@@ -80,7 +80,7 @@ def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(
     rig.await_fact(DiskOpened)
     rig.store.close()
 
-    assert rig.log.events().count("disk.no_room") == 1
+    assert rig.log.events().count("disk.space_ran_out") == 1
 
 
 def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:

@@ -82,7 +82,7 @@ def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
     found = rows_in(tmp_path)
     assert found["place"].tolist() == [1, 3, 4]
     assert found["used"].tolist() == [0] * 3
-    assert log.lines == [("warning", "disk.index_behind", {"rows": 4})]
+    assert log.lines == [("warning", "disk.index_fell_behind", {"rows": 4})]
 
 
 def test_nothing_is_written_while_the_index_does_not_keep_up(

@@ -68,7 +68,7 @@ def test_restart_finds_what_was_written(tmp_path: Path) -> None:
     with Rig(tmp_path) as again:
         assert len(again.opened.entries) == 3
         assert again.load([2, 3, 1]) == ["right"] * 3
-        assert "disk.index_rebuilding" not in again.log.events()
+        assert "disk.index_rebuild_started" not in again.log.events()
 
 
 def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
@@ -347,4 +347,4 @@ def test_file_system_without_direct_io_is_used_through_the_cache(
         rig.spill([1, 2])
 
         assert rig.load([2, 1]) == ["right"] * 2
-        assert rig.log.events().count("disk.buffered") == 1
+        assert rig.log.events().count("disk.direct_io_refused") == 1

@@ -223,7 +223,7 @@ class TcpFabric:
         reason = failure.removeprefix(REFUSED_BECAUSE)
         key = (member.incarnation, reason)
         name = name_of(member.incarnation)
-        self._warn_once("tcp.refused", key, peer=name, at=member.data, reason=reason)
+        self._warn_once("tcp.read_refused", key, peer=name, at=member.data, reason=reason)
         return REFUSED
 
     def _drop(self, channels: Sequence[int]) -> None:

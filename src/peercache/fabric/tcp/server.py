@@ -239,7 +239,7 @@ class _Service:
         if reason not in self.told:
             # Once each: who can connect must not be able to fill the log.
             self.told.add(reason)
-            _log.warning("tcp.refused", reason=reason)
+            _log.warning("tcp.request_refused", reason=reason)
 
 
 def _close(connection: socket.socket) -> None:
