@@ -106,7 +106,7 @@ class SimDisk:
         if isinstance(effect, (Spill, Load)):
             self._nursery.start_soon(self._work, effect)
         elif isinstance(effect, Forget):
-            self._store.forget(effect.places.tolist(), wipe=effect.wipe)
+            self._store.forget(effect.places.tolist())
             if effect.job:
                 self._asked.append(effect.job)
 

@@ -171,12 +171,10 @@ class Store:
             return DISK_DAMAGED, 0
         return DISK_DONE, stored.checksum
 
-    def forget(self, places: list[int], *, wipe: bool) -> None:
-        """Take rows away, and headers too where somebody wants the pages gone."""
+    def forget(self, places: list[int]) -> None:
+        """Take rows away."""
         for place in places:
             self.image.note(place, None)
-            if wipe:
-                self.image.slots.pop(place, None)
 
     def _steps(self, length: int) -> Iterator[tuple[int, int]]:
         steps = self.steps_a_page

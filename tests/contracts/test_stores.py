@@ -74,7 +74,7 @@ class AtOnce:
             checksums: U64 = np.array([checksum for _, checksum in found], np.uint64)
             self._tell(LoadDone(effect.job, bytes(outcome for outcome, _ in found), checksums))
         elif isinstance(effect, Forget):
-            self._store.forget(effect.places.tolist(), wipe=effect.wipe)
+            self._store.forget(effect.places.tolist())
             self._store.image.sync()
             self._tell(ForgetDone(effect.job))
 
@@ -206,12 +206,11 @@ def test_checksum_of_a_load_is_that_of_the_page(open_store: OpenStore) -> None:
         assert done.checksums.tolist() == [xxhash.xxh3_64_intdigest(page)]
 
 
-@pytest.mark.parametrize("wipe", [False, True])
-def test_forgotten_page_stays_forgotten_over_a_restart(open_store: OpenStore, wipe: bool) -> None:
+def test_forgotten_page_stays_forgotten_over_a_restart(open_store: OpenStore) -> None:
     """Once ForgetDone has been told."""
     with open_store() as rig:
         rig.spill([1, 2])
-        rig.forget([1], wipe=wipe)
+        rig.forget([1])
 
     with open_store() as again:
         assert again.index.find(key_of(1) + key_of(2)).tolist()[0] == -1

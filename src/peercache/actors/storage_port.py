@@ -101,14 +101,12 @@ class Forget:
 
     A Spill to a forgotten place may follow at once: the row goes first.
 
-    places: (n,) uint64.
-    wipe:   True for pages that somebody removed or cleared: their headers are overwritten too, so
-            that not even an index rebuilt from the slots brings them back. False for evictions.
-    job:    with a number, ForgetDone tells when a restart can no longer bring them back.
+    places: (n,) uint64. Their slots stay as they are until they are written again: an index that
+            is rebuilt from slots finds those pages.
+    job:    0, or a number for ForgetDone, which tells that the rows are gone for good.
     """
 
     places: U64
-    wipe: bool = False
     job: int = 0
 
 

@@ -1,14 +1,14 @@
-"""Jobs and their threads: bounded, with deadlines that hold even where the kernel does not answer.
+"""The jobs of a page store and its threads: bounded, with deadlines that always hold.
 
-Owns    the threads that do input and output, and the one that watches them.
-Keeps   every job is answered exactly once, and by its deadline. A page whose call is under way then
-        is DISK_LATE, and is named by LateEnded when the call has returned.
+Owns    the threads that do input and output, and the watcher thread that keeps their deadlines.
+Keeps   each job has exactly one answer, by its deadline. A page whose call is in flight at the
+        deadline is DISK_LATE; LateEnded names it when the call has returned.
         Facts are told outside the lock, DiskEnded last.
-Limits  WAITING_PAGES_MAX pages wait to be moved; what comes beyond is DISK_UNTRIED at once. Slots
-        that wait to be wiped are bounded by those that there are.
+Limits  WAITING_PAGES_MAX pages are pending; pages beyond are DISK_UNTRIED at once.
 
-A thread that is still stuck `stuck_s` after a deadline ends the tier: it cannot be taken back, and
-the next call would take another. Threads are daemons, and `close` does not wait for a stuck one.
+A thread that is still stuck `stuck_s` after a deadline ends the tier: a stuck call cannot be taken
+back, and the next call would block another thread. Threads are daemons; `close` abandons a stuck
+one.
 """
 
 from __future__ import annotations
@@ -38,72 +38,57 @@ from peercache.actors.storage_port import (
 from peercache.model.runs import U64
 
 WAITING_PAGES_MAX: Final = 65_536
-"""More than any batch; the actor bounds what it hands over in bytes."""
-
-LAST_S: Final = 0.25
-"""How long `close` waits for the very last call, when it has given up the rest."""
+"""More than any batch; the disk actor bounds in bytes what it submits."""
 
 LOOK_S: Final = 0.05
 """How late a deadline may be noticed."""
 
 LOOKS_TO_DOZE: Final = 20
-"""Looks without anything to do, a second of them, before the watcher waits to be woken: waking it
-for every single load would cost each a hand-over of the interpreter more."""
+"""Idle looks, one second of them, before the watcher sleeps until a job wakes it. A wake-up for
+each load would cost the load one more hand-over of the interpreter."""
 
 HOUSEKEEPING_S: Final = 5.0
 
-LOADS, ERRANDS, SPILLS = 0, 1, 2
-"""Loads go first, as somebody waits for them; wipes before the spills to the same places."""
-
-
-@attrs.frozen(eq=False)
-class Errand:
-    """Something else that needs the file system. do: raises nothing for what the world does.
-
-    patience_s: how long it may take from when a thread begins with it.
-    """
-
-    do: Callable[[Unit], None]
-    then: DiskFact | None = None
-    patience_s: float = inf
+LOADS, LOOKS, SPILLS = 0, 1, 2
+"""The queues, by priority: readers wait for loads; a look at the folder takes microseconds."""
 
 
 @attrs.define(eq=False)
 class Job:
-    """One Load, Spill or Errand; it is answered when the last of its units is."""
+    """One Load or Spill, answered with the last of its units. None: a look at the folder."""
 
-    effect: Load | Spill | Errand
+    effect: Load | Spill | None
     outcomes: bytearray
     checksums: U64
     units_left: int = 0
 
     @classmethod
-    def of(cls, effect: Load | Spill | Errand, pages: int) -> Job:
-        """Begin a job of so many pages."""
+    def of(cls, effect: Load | Spill | None, pages: int) -> Job:
+        """Begin a job of `pages` pages."""
         return cls(effect, bytearray((DISK_UNTRIED,)) * pages, np.zeros(pages, np.uint64))
 
     def answer(self) -> list[DiskFact]:
-        """Return what is told at the end."""
+        """Return the facts that answer the job."""
         if isinstance(self.effect, Load):
             return [LoadDone(self.effect.job, bytes(self.outcomes), self.checksums)]
         if isinstance(self.effect, Spill):
             return [SpillDone(self.effect.job, bytes(self.outcomes))]
-        return [self.effect.then] if self.effect.then is not None else []
+        return []
 
     @property
     def kind(self) -> int:
-        """Return which queue it waits in."""
+        """Return the queue of the job."""
         if isinstance(self.effect, Load):
             return LOADS
-        return SPILLS if isinstance(self.effect, Spill) else ERRANDS
+        return SPILLS if isinstance(self.effect, Spill) else LOOKS
 
 
 @attrs.define(eq=False)
 class Unit:
-    """Pages of one job that one thread takes care of.
+    """Pages of one job that one thread moves.
 
     outcomes: of these pages; the thread sets each as soon as it is known.
-    is_over:  the deadline has passed, and its pages were answered without waiting for the thread.
+    is_over:  the deadline has passed, and the pages were answered without waiting for the thread.
     """
 
     job: Job
@@ -116,11 +101,6 @@ class Unit:
     def __attrs_post_init__(self) -> None:
         """Begin with nothing tried."""
         self.outcomes = bytearray((DISK_UNTRIED,)) * len(self.pages)
-
-    @property
-    def moved(self) -> int:
-        """Return how many pages of the bound it takes."""
-        return 0 if isinstance(self.job.effect, Errand) else len(self.pages)
 
 
 class Workers:
@@ -135,21 +115,21 @@ class Workers:
         clock: Callable[[], float],
         judged: Callable[[Unit, bytes], None],
         tell: Callable[[DiskFact], None],
-        look: Callable[[Unit], None],
+        look: Callable[[], None],
         log: Any,
     ) -> None:
         """Start.
 
         perform: does a unit, setting its outcomes; raises nothing for what the world does.
         judged:  hears a unit's outcomes before its job is answered: rows are kept or dropped.
-        look:    an errand every HOUSEKEEPING_S: whether the folder still is there.
+        look:    called on a thread every HOUSEKEEPING_S: checks that the folder is there.
         """
         self._perform = perform
         self._stuck_s = stuck_s
         self._clock = clock
         self._judged = judged
         self._tell = tell
-        self._look_after = look
+        self._check_folder = look
         self._facts: deque[DiskFact] = deque()
         self._telling = threading.RLock()
         self._log = log
@@ -163,7 +143,6 @@ class Workers:
         self._running: list[Unit] = []
         self._reason = ""
         self._ending = ""
-        self._moves_no_more = False
         self._closing = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"peercache-disk-{n}", daemon=True)
@@ -175,12 +154,11 @@ class Workers:
 
     def submit(self, job: Job, units: list[Unit]) -> None:
         """Queue a job; never waits."""
-        pages = sum(unit.moved for unit in units)
+        pages = sum(len(unit.pages) for unit in units)
         job.units_left = len(units)
         with self._changed:
             takes = not self._reason and not self._closing
             takes = takes and self._waiting_pages + pages <= WAITING_PAGES_MAX
-            takes = takes and not (self._moves_no_more and job.kind != ERRANDS)
             if takes and units:
                 self._waiting[job.kind].extend(units)
                 self._waiting_pages += pages
@@ -192,7 +170,7 @@ class Workers:
         self._flush()
 
     def end_soon(self, reason: str) -> None:
-        """End the tier as soon as the unit that found out about it has been answered."""
+        """End the tier as soon as the unit that found the reason has been answered."""
         self._ending = reason
 
     def end(self, reason: str) -> None:
@@ -207,32 +185,14 @@ class Workers:
         self._log.warning("disk.ended", reason=reason)
         self._flush()
 
-    def move_no_more(self, timeout_s: float) -> None:
-        """Take errands only, and wait for the pages that are being moved."""
-        with self._changed:
-            self._moves_no_more = True
-            self._expire(inf, of=(LOADS, SPILLS))
-            self._changed.wait_for(lambda: not any(u.moved for u in self._running), timeout_s)
-        self._flush()
-
     def close(self, timeout_s: float) -> bool:
-        """Do what errands there are, and stop; False if a thread is stuck in the kernel."""
+        """Stop after the units in flight; False if a thread is stuck in the kernel."""
         with self._changed:
             self._closing = True
-            self._expire(inf, of=(LOADS, SPILLS))
+            self._expire_pending(inf)
             self._changed.notify_all()
             self._look_again.notify()
         self._flush()
-        if not self._have_ended(timeout_s):
-            with self._changed:
-                self._expire(inf, of=(ERRANDS,))
-                for unit in self._running:
-                    # Nobody is told any more: the thread need not go on with it.
-                    unit.is_over = unit.is_over or not unit.moved
-            self._flush()
-        return self._have_ended(LAST_S)
-
-    def _have_ended(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -251,9 +211,7 @@ class Workers:
                 if is_late:
                     self._report(unit, bytes(unit.outcomes))
                 else:
-                    if isinstance(unit.job.effect, Errand):
-                        unit.until = min(unit.until, self._clock() + unit.job.effect.patience_s)
-                    # Whatever the thread has not judged when the deadline comes, is late.
+                    # A page that the thread has not judged by the deadline is late.
                     unit.outcomes[:] = bytes((DISK_LATE,)) * len(unit.outcomes)
                     self._running.append(unit)
             if not is_late:
@@ -263,8 +221,8 @@ class Workers:
     def _do(self, unit: Unit) -> None:
         effect = unit.job.effect
         try:
-            if isinstance(effect, Errand):
-                effect.do(unit)
+            if effect is None:
+                self._check_folder()
             else:
                 self._perform(unit)
         except Exception as error:
@@ -272,17 +230,15 @@ class Workers:
             unit.outcomes[:] = bytes((DISK_FAILED,)) * len(unit.outcomes)
         with self._changed:
             self._running.remove(unit)
-            if self._moves_no_more:
-                self._changed.notify_all()
             if not unit.is_over:
                 self._report(unit, bytes(unit.outcomes))
-            elif unit.late and not isinstance(effect, Errand):
+            elif unit.late and effect is not None:
                 self._facts.append(LateEnded(effect.job, unit.late))
         if self._ending:
             self.end(self._ending)
 
     def _look(self) -> None:
-        """Watch the deadlines, and send somebody to look after the folder now and then."""
+        """Watch the deadlines, and have a thread look at the folder every HOUSEKEEPING_S."""
         looked = time.monotonic()
         looks = 0
         while True:
@@ -301,7 +257,7 @@ class Workers:
                 self.end("a call does not return: the file system is stuck")
             elif time.monotonic() - looked >= HOUSEKEEPING_S:
                 looked = time.monotonic()
-                job = Job.of(Errand(self._look_after), 0)
+                job = Job.of(None, 0)
                 self.submit(job, [Unit(job, range(0), now + HOUSEKEEPING_S)])
 
     # --- under the lock ---------------------------------------------------------------------------
@@ -310,21 +266,25 @@ class Workers:
         for queue in self._waiting:
             if queue:
                 unit = queue.popleft()
-                self._waiting_pages -= unit.moved
+                self._waiting_pages -= len(unit.pages)
                 return unit
         return None
 
-    def _expire(self, now: float, *, of: tuple[int, ...] = ()) -> None:
-        """Answer for units whose deadline has come. of: only those that wait in these queues."""
-        for queue in [self._waiting[kind] for kind in of] or self._waiting:
-            for unit in [unit for unit in queue if unit.until <= now or now == inf]:
+    def _expire_pending(self, now: float) -> None:
+        """Answer for pending units whose deadline has come."""
+        for queue in self._waiting:
+            for unit in [unit for unit in queue if unit.until <= now]:
                 queue.remove(unit)
-                self._waiting_pages -= unit.moved
+                self._waiting_pages -= len(unit.pages)
                 self._report(unit, bytes(unit.outcomes))
-        for unit in self._running if not of else ():
-            if not unit.is_over and (unit.until <= now or now == inf):
+
+    def _expire(self, now: float) -> None:
+        """Answer for all units whose deadline has come."""
+        self._expire_pending(now)
+        for unit in self._running:
+            if not unit.is_over and unit.until <= now:
                 unit.is_over = True
-                # The thread may go on judging; what counts is what it has said by now.
+                # The thread may go on judging; the outcomes of this moment count.
                 said = bytes(unit.outcomes)
                 unit.late = tuple(
                     page for page, one in zip(unit.pages, said, strict=True) if one == DISK_LATE
@@ -332,7 +292,7 @@ class Workers:
                 self._report(unit, said)
 
     def _report(self, unit: Unit, said: bytes) -> None:
-        """Take a unit's outcomes into its job, which is answered with the last one."""
+        """Take a unit's outcomes into its job; the last unit answers the job."""
         job = unit.job
         job.outcomes[unit.pages.start : unit.pages.stop] = said
         job.units_left -= 1
@@ -341,7 +301,7 @@ class Workers:
             self._facts += job.answer()
 
     def _flush(self) -> None:
-        """Tell what there is to tell, in order, whichever thread has come to it."""
+        """Tell the pending facts in order, on the calling thread."""
         with self._telling:
             while self._facts:
                 self._tell(self._facts.popleft())

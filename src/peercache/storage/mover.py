@@ -44,9 +44,6 @@ UNIT_BYTES: Final = 4 * 2**20
 UNIT_PAGES: Final = 64
 """Pages of a unit: two buffers each, far below the kernel's 1,024 a call."""
 
-WIPE_LOOK_S: Final = 0.05
-"""Between two looks whether a spill that waits for a wipe is over itself."""
-
 FAILURES_MAX: Final = 64
 """So many calls in a row fail only where the disk has gone for good; a bad spot is smaller."""
 
@@ -73,9 +70,6 @@ class PageMover:
         self._log = log
         self._own = threading.local()
         self._failures = 0
-        self._wipes = threading.Condition()
-        self._to_wipe: dict[int, None] = {}
-        self._wiping: dict[int, None] = {}
 
     def perform(self, unit: Unit) -> None:
         """Do a unit and judge each of its pages."""
@@ -103,7 +97,6 @@ class PageMover:
         ]
         blocks: list[int] = slot_blocks(records["length"]).tolist()
         chosen = np.flatnonzero(good).tolist()
-        self._await_wipes(unit, [(places[index], lengths[index]) for index in chosen])
         for run in _runs(chosen, places, lengths):
             if unit.is_over:
                 return
@@ -112,7 +105,7 @@ class PageMover:
                 self._write(some, headers, views, blocks)
 
             verdicts = self._attempt(unit, run, places, write)
-            self._judge_written(verdicts, records, places)
+            self._judge_written(verdicts, records)
             _say(unit, verdicts)
 
     def _write(
@@ -136,66 +129,12 @@ class PageMover:
             self._files.prepare(slab, blocks[run[0]])
             self._files.write(place, buffers)
 
-    def _judge_written(
-        self, verdicts: dict[int, int], records: npt.NDArray[np.void], places: list[int]
-    ) -> None:
-        """Look at the words once more: a page that changed while it was written is not there."""
+    def _judge_written(self, verdicts: dict[int, int], records: npt.NDArray[np.void]) -> None:
+        """Compare the words once more: a page that changed while it was written is not on disk."""
         same = self._unchanged(records)
         for index, verdict in list(verdicts.items()):
             if verdict == DISK_DONE and not same[index]:
-                # It may have been removed for good: not even a rebuilt index may find it.
-                self._overwrite(places[index])
                 verdicts[index] = DISK_CHANGED
-
-    def expect_wipes(self, places: list[int]) -> None:
-        """Note that `wipe` will be called for these, unless they are written to before."""
-        with self._wipes:
-            self._to_wipe.update(dict.fromkeys(places))
-
-    def wipe(self, place: int) -> None:
-        """Overwrite a slot's header, if that is still expected."""
-        with self._wipes:
-            if place not in self._to_wipe:
-                return
-            del self._to_wipe[place]
-            self._wiping[place] = None
-        try:
-            self._overwrite(place)
-        finally:
-            with self._wipes:
-                del self._wiping[place]
-                self._wipes.notify_all()
-
-    def _await_wipes(self, unit: Unit, slots: list[tuple[int, int]]) -> None:
-        """Let a wipe end that has begun, and none begin: it must not end in a page of ours.
-
-        slots: place and length of what is written: a header of former days may have been anywhere
-        in it, where the slab had slots of another size. Only now, as a place that is not written to
-        after all is to be wiped as before.
-        """
-        with self._wipes:
-            if not self._to_wipe and not self._wiping:
-                return
-            blocks = [
-                block
-                for place, length in slots
-                for block in range(place, place + BLOCK_BYTES + _padded(length), BLOCK_BYTES)
-            ]
-            while not unit.is_over and any(block in self._wiping for block in blocks):
-                self._wipes.wait(WIPE_LOOK_S)
-            for block in blocks if not unit.is_over else ():
-                self._to_wipe.pop(block, None)
-
-    def _overwrite(self, place: int) -> None:
-        block = self._headers()[:BLOCK_BYTES]
-        block[:] = bytes(BLOCK_BYTES)
-        try:
-            self._files.write(place, [block])
-        except FileNotFoundError:
-            return  # Nothing is left to be wiped.
-        except (NoRoomError, OSError):
-            # It tells nothing new of the disk: what could not be written is wiped, too.
-            self._log.warning("disk.wipe_failed", file=self._files.name_of(place), place=place)
 
     def _unchanged(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return whose slots still are in the generation of their records."""

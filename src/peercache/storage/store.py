@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from typing import Any, Final, final
 
 import attrs
@@ -49,8 +48,8 @@ from peercache.observability.log import get_logger
 from peercache.storage.folder import Folder, claim
 from peercache.storage.index_file import IndexWriter, remove_index
 from peercache.storage.index_load import load_index
-from peercache.storage.jobs import Errand, Job, Unit, Workers
-from peercache.storage.mover import UNIT_PAGES, PageMover, units_of
+from peercache.storage.jobs import Job, Unit, Workers
+from peercache.storage.mover import PageMover, units_of
 from peercache.storage.slab_files import NO_ROOM, SlabFiles
 
 STUCK_S: Final = 10.0
@@ -61,9 +60,6 @@ ROOM_S: Final = 10.0
 
 CLOSE_S: Final = 2.0
 """How long `close` waits for calls that are under way."""
-
-WIPE_S: Final = 30.0
-"""A wipe is nobody's wait; after this time its slot is left to the index."""
 
 
 @attrs.frozen(eq=False)
@@ -162,10 +158,9 @@ class DiskStore:
             opened, self._opened = self._opened, None
         if opened is None:
             return
-        # What was just written belongs into the index; what was forgotten there is wiped next.
-        opened.workers.move_no_more(CLOSE_S / 2)
-        ended = opened.index.close(CLOSE_S)
-        ended = opened.workers.close(CLOSE_S / 2) and ended
+        # The workers first: the index keeps the rows of what they have just written.
+        ended = opened.workers.close(CLOSE_S / 2)
+        ended = opened.index.close(CLOSE_S) and ended
         # While a call may still reach the disk, the folder stays ours, till the process ends, and
         # so do the files: to close one may wait for the disk too.
         if ended:
@@ -257,26 +252,7 @@ class DiskStore:
 
     def _forget(self, opened: _Opened, effect: Forget) -> None:
         done = ForgetDone(effect.job) if effect.job else None
-        if not effect.wipe:
-            opened.index.drop(effect.places, partial(self._tell, done) if done else None)
-            return
-        places = effect.places.tolist()
-        opened.mover.expect_wipes(places)
-
-        def wipe(unit: Unit) -> None:
-            for page in unit.pages:
-                if unit.is_over:
-                    return
-                opened.mover.wipe(places[page])
-
-        def wipe_all() -> None:
-            job = Job.of(Errand(wipe, done, WIPE_S), len(places))
-            ranges = range(0, len(places), UNIT_PAGES)
-            units = [Unit(job, range(at, min(at + UNIT_PAGES, len(places))), inf) for at in ranges]
-            opened.workers.submit(job, units)
-
-        # The rows first: with them gone, only a lost index could bring the pages back.
-        opened.index.drop(effect.places, wipe_all)
+        opened.index.drop(effect.places, partial(self._tell, done) if done else None)
 
     def _refuse(self, effect: DiskEffect) -> None:
         """Answer that nothing was tried: the store is not open, or takes no more."""
@@ -300,7 +276,7 @@ class DiskStore:
         if opened is not None:
             opened.workers.end_soon(reason)
 
-    def _look_after(self, folder: Folder, unit: Unit) -> None:  # noqa: ARG002 - an Errand's
+    def _look_after(self, folder: Folder) -> None:
         if not folder.is_there():
             self._end(f"{folder.path} has gone")
 

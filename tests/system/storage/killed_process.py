@@ -30,7 +30,7 @@ def write_until_killed(folder: Path, seed: int) -> None:
         known = rig.index.find(b"".join(key_of(n) for n in numbers if n not in fresh))
         known = known[known >= 0]
         if len(known) and rng.random() < 0.3:
-            rig.perform(Forget(rig.index.remove(known).places, wipe=rng.random() < 0.5))
+            rig.perform(Forget(rig.index.remove(known).places))
         if not fresh:
             continue
         job = rig.send_spill(fresh, rng.choice(LENGTHS), finish=False)

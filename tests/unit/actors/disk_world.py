@@ -283,8 +283,8 @@ class DiskWorld:
                     self.post(actor, fact)
                 case Spill() | Load():
                     self._begin(effect)
-                case Forget(places, wipe, job):
-                    self.store.forget(places.tolist(), wipe=wipe)
+                case Forget(places, job):
+                    self.store.forget(places.tolist())
                     if job:
                         self.forgets.append(job)
                 case NoteUse():

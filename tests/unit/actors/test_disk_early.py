@@ -40,8 +40,8 @@ def opened(world: DiskWorld) -> list[Effect]:
 
 
 def on_disk(world: DiskWorld) -> set[int]:
-    """Return the pages whose headers lie there: what a rebuilt index would find."""
-    return {int.from_bytes(slot.key, "big") for slot in world.image.slots.values()}
+    """Return the pages that the index on disk has a row of."""
+    return {int.from_bytes(key, "big") for key in world.image.rows.values()}
 
 
 def test_many_removals_are_one_when_the_disk_opens() -> None:

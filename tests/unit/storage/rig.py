@@ -205,11 +205,11 @@ class Rig:
         )  # fmt: skip
         return self.jobs, offsets
 
-    def forget(self, numbers: list[int], *, wipe: bool) -> None:
+    def forget(self, numbers: list[int]) -> None:
         """Remove pages from the index and the store, and wait until that holds."""
         gone = self.index.remove(self.index.find(b"".join(key_of(n) for n in numbers)))
         self.jobs += 1
-        self.perform(Forget(gone.places, wipe=wipe, job=self.jobs))
+        self.perform(Forget(gone.places, job=self.jobs))
         self.await_fact(ForgetDone, self.jobs)
 
     def place_of(self, number: int) -> int:

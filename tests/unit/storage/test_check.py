@@ -88,7 +88,7 @@ def test_evicted_page_stays_out_of_a_whole_index(
 ) -> None:
     """Its slot still says what it held, and that is no reason to bring it back."""
     with Rig(filled) as rig:
-        rig.forget([3, 4], wipe=False)
+        rig.forget([3, 4])
 
     status, (found,) = run(capsys, "check", str(filled))
 
@@ -114,7 +114,7 @@ def test_folder_of_a_running_node_is_not_checked_but_counted(
     """A check says so and exits with 2; stats read beside the node."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2, 3])
-        rig.forget([3], wipe=True)  # tells when the rows are in the index
+        rig.forget([3])  # tells when the rows are in the index
 
         refused = main(["disk", "check", str(tmp_path)])
         said = capsys.readouterr().err

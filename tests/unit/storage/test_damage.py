@@ -158,7 +158,7 @@ def test_rebuilt_index_has_the_newest_page_of_a_key(tmp_path: Path) -> None:
     """Two slots with one key: the page that was evicted, and the one that was written later."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2], 100_000)
-        rig.forget([1], wipe=False)
+        rig.forget([1])
         rig.spill([1], 20_000)
     (tmp_path / "0" / "index.sqlite").unlink()
 
@@ -174,7 +174,7 @@ def test_old_index_beside_newer_slots_gives_no_wrong_page(tmp_path: Path) -> Non
     index = tmp_path / "0" / "index.sqlite"
     old = index.read_bytes()
     with Rig(tmp_path) as rig:
-        rig.forget([1, 2, 3], wipe=False)
+        rig.forget([1, 2, 3])
         rig.spill([4, 5, 6])
     index.write_bytes(old)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from peercache.actors.storage_port import DISK_FULL, DiskOpened
+from peercache.storage import store
+from peercache.storage.slab_files import SlabFiles
 from tests.unit.storage.rig import MIB, PATIENCE_S, Rig
 
 NUMBERS = list(range(20))
@@ -25,7 +30,7 @@ def leave_as_killed(folder: Path) -> None:
     """Have the index as kill -9 leaves it, its log not folded in."""
     with Rig(folder, size_bytes=32 * MIB) as rig:
         # The answer comes when the index is written; all pages but one stay.
-        rig.forget(NUMBERS[:1], wipe=False)
+        rig.forget(NUMBERS[:1])
         names = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
         left = {name: (folder / "0" / name).read_bytes() for name in names}
     assert left["index.sqlite-wal"]
@@ -92,3 +97,30 @@ def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:
     rig.store._opening.join(PATIENCE_S)
 
     assert not rig.store._opening.is_alive()
+
+
+def test_opening_that_fails_again_and_again_keeps_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full file system is tried for hours."""
+    with Rig(tmp_path) as rig:
+        for begin in (0, 50):
+            rig.spill(list(range(begin, begin + 50)))
+    monkeypatch.setattr(store, "ROOM_S", 0.01)
+    tries = threading.Semaphore(0)
+
+    def no_room(files: SlabFiles, log: object) -> None:
+        del log
+        files.prepare(0, 26)
+        tries.release()
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(store, "load_index", no_room)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
+    failing = Rig(tmp_path, opened=False)
+    for _ in range(5):
+        assert tries.acquire(timeout=PATIENCE_S)
+    failing.store.close()
+    failing.store._opening.join(PATIENCE_S)
+
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - a count

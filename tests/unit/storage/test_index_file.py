@@ -92,7 +92,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
     monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 10)
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
-        rig.forget([1], wipe=True)
+        rig.forget([1])
         index, go_on = rig.store._opened.index, threading.Event()
         write = index._write
         index._write = lambda *taken: go_on.wait(PATIENCE_S) and write(*taken)
@@ -106,7 +106,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         assert outcomes == [bytes(3)] * taken + [bytes([DISK_UNTRIED]) * 3] * (30 - taken)
         assert 10 <= waiting <= 10 + 3
         assert found == ["right"] * 4
-        rig.forget([2], wipe=False)
+        rig.forget([2])
         assert rig.spill([100]) == bytes(1), "it has caught up"
     written = [2, *range(10, 10 + 3 * taken), 100][1:]
     with Rig(tmp_path) as again:

@@ -250,7 +250,7 @@ class DiskTier:
         if self.coldest is not None:
             self._ahead_at = now
         # Of none of them anything was told yet, so there is nothing to withdraw.
-        return self.books.forgotten(Gone(b"", self._early.take(index).places), wipe=True)
+        return self.books.forgotten(Gone(b"", self._early.take(index).places))
 
     def _ended(self, now: float) -> list[Effect]:
         """Go on without a disk: what was on it only is found no more."""
@@ -367,10 +367,10 @@ class DiskTier:
         went = dict.fromkeys(split(removed.keys))
         removal.count += sum(key not in went for key in split(gone.keys))
         if not gone.count or len(self._removals) >= REMOVALS_MAX:
-            return [*self.books.forgotten(gone, wipe=True), *_removed(removal)]
+            return [*self.books.forgotten(gone), *_removed(removal)]
         job = self.books.next_job()
         self._removals[job] = removal
-        return self.books.forgotten(gone, wipe=True, job=job)
+        return self.books.forgotten(gone, job=job)
 
     def _gone(self, index: DiskIndex, message: Remove | Clear) -> Gone:
         """End the entries that a removal names, those that are being written included."""

@@ -105,15 +105,15 @@ class DiskBooks:
         """Tell that these pages are on disk no more, where no page in memory says more."""
         return changed(_NO_RECORDS, self.pages.drops_of(self.only_on_disk(keys)))
 
-    def forgotten(self, gone: Gone, *, wipe: bool = False, job: int = 0) -> list[Effect]:
+    def forgotten(self, gone: Gone, *, job: int = 0) -> list[Effect]:
         """Do what must follow when entries have gone."""
         effects: list[Effect] = []
         if len(gone.places) or job:
             cuts = range(PLACES_A_FORGET_MAX, len(gone.places), PLACES_A_FORGET_MAX)
             parts = np.split(gone.places, list(cuts))
             # The last one tells when all are forgotten: the store keeps their order.
-            effects += [Forget(part, wipe) for part in parts[:-1]]
-            effects.append(Forget(parts[-1], wipe, job))
+            effects += [Forget(part) for part in parts[:-1]]
+            effects.append(Forget(parts[-1], job))
         return [*effects, *self.withdrawn(gone.keys)]
 
 

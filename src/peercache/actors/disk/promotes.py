@@ -211,7 +211,7 @@ class Promotes:
                 effects += self.askers.settle(job.keys[at], LATER)
         if damaged and index is not None:
             # Of no use to anybody: its place is written anew when the load lets go of it.
-            effects += self.books.forgotten(index.remove(job.entries[damaged]), wipe=True)
+            effects += self.books.forgotten(index.remove(job.entries[damaged]))
         for at in damaged:
             effects += self.askers.settle(job.keys[at], LOST)
         return effects if job.late else [*effects, self._commit(number, job)]
@@ -370,7 +370,7 @@ class Promotes:
             index.touch(job.entries[index.is_held(job.entries)][::-1])
             places = index.unpin(job.entries)
             if len(places):
-                effects.append(Forget(places, wipe=True))
+                effects.append(Forget(places))
         for key in job.keys:
             del self._loading[key]
         again = [key for key in job.again if index is not None and self.askers.want(key)]

@@ -24,7 +24,6 @@ from peercache.actors.storage_port import (
     DISK_FULL,
     DISK_LATE,
     DISK_UNTRIED,
-    Forget,
     Spill,
 )
 from peercache.model.records import Records
@@ -161,11 +160,7 @@ class Spills:
         index.refuse(job.entries[states == DISK_FULL])
         index.abandon(job.entries[(states == DISK_CHANGED) | (states == DISK_UNTRIED)])
         has_failed = np.isin(states, [DISK_DONE, *DROPPED], invert=True)
-        failed = index.abandon(job.entries[has_failed])
-        if len(failed.places):
-            # A call that failed may have written nothing or all of it, and has called off the wipe
-            # of what was removed from there. Said before the place is written again.
-            effects.append(Forget(failed.places, wipe=True))
+        index.abandon(job.entries[has_failed])
         keys = split(job.keys)
         for at in np.flatnonzero(states == DISK_LATE).tolist():
             self._late[number, at] = (keys[at], int(job.entries[at]))
@@ -177,9 +172,8 @@ class Spills:
         entries = [late[1] for late in ended if late is not None]
         if self.books.index is None or not entries:
             return []
-        gone = self.books.index.abandon(np.array(entries, np.int64))
-        # The page may lie there in full, with a header that would bring it back.
-        return [Forget(gone.places, wipe=True)]
+        self.books.index.abandon(np.array(entries, np.int64))
+        return []
 
     def removed(self, keys: bytes) -> U64:
         """End what is being written of these keys; the queue finds out by itself.
@@ -273,7 +267,7 @@ class Spills:
         if self.books.metrics is not None:
             self.books.metrics.pages_spilled.inc(len(held))
             self.books.metrics.bytes_spilled.inc(sum(lengths[at] for at in held))
-        effects = self.books.forgotten(ended, wipe=True)
+        effects = self.books.forgotten(ended)
         told = b"".join([keys[at] for at in held])
         return [*effects, *self.books.published(told, [lengths[at] for at in held])]
 
