@@ -1,7 +1,7 @@
 """Questions of a simulated client: `net.asking.Asker` with simulated connections and waits.
 
 What is asked again, which answers count and who is to blame is production code
-(`net.exchange`); here is what stands for nng's sockets and for the poll.
+(`net.asking`); here is what stands for nng's sockets and for the poll.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peercache.net.exchange import Connections, Exchange, Greeting
+from peercache.net.asking import Connections, Exchange, Greeting
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.paths.breaker import Breakers
 from peercache.wire.envelope import Message
@@ -112,7 +112,7 @@ class SimAsker:
         url_of: Callable[[int], str | None],
         breakers: Breakers,
         on_refused: Callable[[int, Refused], None],
-        on_late: Callable[[int, Message], None],
+        on_unasked: Callable[[int, Message], None],
         nursery: Callable[[], trio.Nursery],
     ) -> None:
         """Say `hello_for(peer)` on a new connection to `url_of(peer)`."""
@@ -130,10 +130,10 @@ class SimAsker:
             breakers=breakers,
             clock=place.now,
             on_refused=on_refused,
-            on_late=on_late,
+            on_unasked=on_unasked,
         )
         self.post = self._connections.post
-        self.hear = self._connections.hear
+        self.drain = self._connections.drain
         self.forget = self._connections.forget
 
     async def ask(

@@ -28,7 +28,7 @@ from peercache.actors.runtime import SELF, Mailbox
 from peercache.model import records
 from peercache.model.member import ALIVE
 from peercache.model.reads import ODD
-from peercache.net.exchange import Exchange
+from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
 from peercache.paths import locating, reading, reserving

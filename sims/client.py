@@ -28,7 +28,7 @@ from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reading import Reader
-from peercache.paths.steps import Ask, Checksum, Fetch, Greet, Hear, Post, Step
+from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Greet, Post, Step
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
@@ -105,7 +105,7 @@ class SimClient:
             url_of=self._address_of,
             breakers=self.breakers,
             on_refused=self._refused,
-            on_late=self.tie.heard_late,
+            on_unasked=self.tie.take_unasked,
             nursery=self.nursery,
         )
         self.scope = trio.CancelScope()
@@ -167,8 +167,8 @@ class SimClient:
             return await self.asker.ask(step.questions, step.until, step.enough)
         if isinstance(step, Post):
             return self.asker.post(step.messages)
-        if isinstance(step, Hear):
-            return self.asker.hear(step.peer)
+        if isinstance(step, Drain):
+            return self.asker.drain(step.peer)
         if isinstance(step, Fetch):
             return await self._fetch(step)
         if isinstance(step, PlaceStep):
@@ -203,7 +203,7 @@ class SimClient:
     async def _place(self, step: PlaceStep, home: NodeMemory | None) -> int:
         if home is None:
             return 0
-        lengths = step.runs.lengths()
+        lengths = step.runs.lengths
         for page in range(len(step.runs)):
             offset = int(step.offsets[page])
             for begin, end in chunks(int(lengths[page]), self.fabrics.options.steps_a_page):

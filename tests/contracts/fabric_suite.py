@@ -92,7 +92,7 @@ class Destination:
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum([len(page) for page in sizes], out=starts[1:])
         runs = PageRuns(np.uint64(memory.ctypes.data) + ends - flat, flat, starts)
-        return cls(memory, runs, runs.lengths())
+        return cls(memory, runs, runs.lengths)
 
     def page(self, index: int) -> bytes:
         """Return the bytes of one page, its runs joined."""

@@ -105,7 +105,7 @@ class FakeClient:
     def _get(self, name: bytes, runs: PageRuns, index: int) -> bool:
         with self.cluster.lock:
             page = self.cluster.pages.get(name)
-        if self.closed or page is None or len(page) != int(runs.lengths()[index]):
+        if self.closed or page is None or len(page) != int(runs.lengths[index]):
             return False
         offset = 0
         for run in range(runs.starts[index], runs.starts[index + 1]):

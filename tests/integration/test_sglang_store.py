@@ -100,7 +100,7 @@ def test_addresses_by_arithmetic_are_those_sglang_names(kind: str, layout: str) 
     assert served.affine
     assert np.array_equal(runs.addresses.reshape(len(pages), -1), named)
     assert runs.sizes.tolist() == sizes
-    assert set(runs.lengths().tolist()) == {served.page_bytes}
+    assert set(runs.lengths.tolist()) == {served.page_bytes}
 
 
 def test_k_comes_before_v_wherever_they_were_allocated(cluster: FakeCluster) -> None:

@@ -490,7 +490,7 @@ def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error() -> None
         client = cluster.client(node, verify="full")
         keys = keys_of("flipped", 4)
         client.batch_set(keys, pages_of(keys))
-        attached = client._home.attached
+        attached = client._home.tie.attached
         assert attached is not None
         address = attached.memory.pages_address
         memory = (ctypes.c_ubyte * attached.memory.page_bytes).from_address(address)

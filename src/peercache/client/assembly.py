@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from peercache.client.bridge import Driver
+from peercache.client.bridge import Bridge
 from peercache.client.home import Home
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
@@ -81,7 +81,7 @@ class Wiring:
             breakers=self.breakers,
             clock=self.clock,
             on_refused=self._refused,
-            on_late=self._heard_late,
+            on_unasked=self._take_unasked,
         )
         self._shm = ShmFabric(boot_id=boot_id())
         self._tcp = TcpFabric(
@@ -91,7 +91,7 @@ class Wiring:
             max_channels_per_peer=config.max_channels_per_peer,
         )
         self._rdma = self._rdma_over(rails) if rails else None
-        self.driver = Driver(
+        self.bridge = Bridge(
             asker=self.asker,
             fabrics=self._fabrics(),
             breakers=self.breakers,
@@ -105,7 +105,7 @@ class Wiring:
         """End every part. is_quiet: no call is in flight any more."""
         self.home.stop()
         self.home.detach()
-        self.driver.close()
+        self.bridge.close()
         self.asker.close()
         self._shm.close()
         if self._rdma is not None:
@@ -140,7 +140,7 @@ class Wiring:
         return Home(
             url=url,
             config=self._config,
-            driver=self.driver,
+            bridge=self.bridge,
             breakers=self.breakers,
             touches=self.reader.touches,
             # An embedded node has the very same metrics.
@@ -211,7 +211,7 @@ class Wiring:
 
     def _hello(self, peer: int) -> Hello:
         # 0 is whoever listens at the home address: only there do we write.
-        is_home = peer == 0 or self.home.is_home(peer)
+        is_home = peer == 0 or self.home.tie.is_home(peer)
         return Hello(
             request=0,
             wire_oldest=WIRE_VERSION_OLDEST,
@@ -225,8 +225,8 @@ class Wiring:
             lock=self._lock_name if is_home else "",
         )
 
-    def _heard_late(self, peer: int, message: Message) -> None:
-        self.home.heard_late(peer, message)
+    def _take_unasked(self, peer: int, message: Message) -> None:
+        self.home.tie.take_unasked(peer, message)
 
     def _refused(self, peer: int, refusal: Refused) -> None:
         self._warn_once(
@@ -240,7 +240,7 @@ class Wiring:
     def _view_changed(self, alive: set[int]) -> None:
         self.breakers.forget(alive)
         self.asker.forget(alive)
-        self.driver.forget(alive)
+        self.bridge.forget(alive)
         for gone in sorted(self._alive - alive):
             self._shm.forget(gone)
             self._tcp.forget(gone)

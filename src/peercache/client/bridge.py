@@ -1,4 +1,4 @@
-"""The driver: does what the read and write paths ask for, in the caller's thread."""
+"""The bridge: does what the read and write paths ask for, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from peercache.model.runs import U64, PageRuns
 from peercache.net.asking import Asker
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
-from peercache.paths.steps import Ask, Fetch, Greet, Hear, Place, Post, Step
+from peercache.paths.steps import Ask, Drain, Fetch, Greet, Place, Post, Step
 
 FETCH_THREADS_MAX = 16
 """Holders read from at once over a network: their streams overlap, one thread each."""
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 @final
-class Driver:
+class Bridge:
     """Runs the steps of sans-IO paths with blocking calls. Thread-safe."""
 
     def __init__(
@@ -93,8 +93,8 @@ class Driver:
             return self._asker.ask(step.questions, step.until, step.enough)
         if isinstance(step, Post):
             return self._asker.post(step.messages)
-        if isinstance(step, Hear):
-            return self._asker.hear(step.peer)
+        if isinstance(step, Drain):
+            return self._asker.drain(step.peer)
         if isinstance(step, Fetch):
             return self._fetch(step)
         if isinstance(step, Place):
@@ -194,7 +194,7 @@ def _nothing(pages: int, failure: str) -> Fetched:
 def _place(step: Place, segment: AttachedSegment | None) -> int:
     if segment is None:
         return 0
-    lengths, page_bytes = step.runs.lengths(), np.uint64(segment.page_bytes)
+    lengths, page_bytes = step.runs.lengths, np.uint64(segment.page_bytes)
     # The home node is trusted with our pages, not with our memory. A sum could wrap around.
     inside = (lengths <= page_bytes) & (
         step.offsets <= page_bytes - np.minimum(lengths, page_bytes)

@@ -21,12 +21,11 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from peercache.client.assembly import Wiring
-from peercache.client.buffers import UnusableBuffers, runs_of_buffers
 from peercache.config.settings import Config
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
 from peercache.model.keys import Key, Namespace, PageKeys, page_keys
-from peercache.model.runs import PageRuns
+from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import Clear, Remove, Removed
@@ -63,7 +62,9 @@ class Client:
         self.namespace = namespace
         self._wiring = wiring = Wiring(config, namespace)
         self.metrics = wiring.metrics
+        self._bridge = wiring.bridge
         self._home = wiring.home
+        self._tie = wiring.home.tie
         self._log = wiring.log
         self._clock = wiring.clock
         self._digest = namespace.digest()
@@ -227,11 +228,11 @@ class Client:
 
     def _set(self, keys: Sequence[Key], segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
-        attached = self._home.attached
+        attached = self._tie.attached
         if attached is None:
             self._count_refused(reasons.NO_HOME, len(keys))
             return [False] * len(keys)
-        outcome = self._wiring.driver.run(
+        outcome = self._bridge.run(
             self._wiring.writer.set(
                 names,
                 runs,
@@ -256,15 +257,13 @@ class Client:
 
     def _get(self, keys: Sequence[Key], segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
-        outcome = self._wiring.driver.run(
-            self._wiring.reader.get(names, runs, self._home.cluster, until)
-        )
+        outcome = self._bridge.run(self._wiring.reader.get(names, runs, self._tie.cluster, until))
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
         self._count_missed(outcome.reasons)
         if reasons.VERIFY_FAILED in outcome.reasons:
-            # Never expected: memory, a driver or we have changed bytes under a right word.
+            # Never expected: memory, a device or a bug has changed bytes under a right word.
             wrong = [i for i, why in enumerate(outcome.reasons) if why == reasons.VERIFY_FAILED]
             self._log.error(
                 "client.checksum_failed", keys=[names[i].tobytes().hex() for i in wrong[:8]]
@@ -274,9 +273,7 @@ class Client:
 
     def _contains(self, keys: Sequence[Key], until: float) -> list[bool]:
         names = page_keys(keys, self._digest)
-        known, _ = self._wiring.driver.run(
-            self._wiring.reader.exists(names, self._home.cluster, until)
-        )
+        known, _ = self._bridge.run(self._wiring.reader.exists(names, self._tie.cluster, until))
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(int(np.argmin(known)) if not known.all() else len(known))
         found: list[bool] = known.tolist()
@@ -309,15 +306,13 @@ class Client:
         """Ask every live member; return the sum of what they dropped."""
         now = self._clock()
         open_peers = [
-            peer
-            for peer in self._home.cluster.members
-            if self._wiring.breakers.available(peer, now)
+            peer for peer in self._tie.cluster.members if self._wiring.breakers.available(peer, now)
         ]
         answers = self._wiring.asker.ask([(peer, message) for peer in open_peers], until)
         return sum(answer.count for answer in answers if isinstance(answer, Removed))
 
     def _home_figures(self, until: float) -> dict[str, int | float | str] | None:
-        attached = self._home.attached
+        attached = self._tie.attached
         if attached is None:
             return None
         patience = min(until, self._clock() + self.config.exists_timeout_s)
@@ -384,8 +379,8 @@ class Client:
     def _own_figures(self) -> dict[str, int | float | str]:
         figures: dict[str, int | float | str] = {
             "client": name_of(self._wiring.identity),
-            "attached": int(self._home.attached is not None),
-            "members": len(self._home.cluster.members),
+            "attached": int(self._tie.attached is not None),
+            "members": len(self._tie.cluster.members),
             "location_cache_entries": len(self._wiring.cache),
             "breakers_opened": self._wiring.breakers.opened_count,
         }

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
-from peercache.client.bridge import Driver
+from peercache.client.bridge import Bridge
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.memory.attached import AttachedSegment
@@ -48,7 +48,7 @@ class Home:
         *,
         url: str,
         config: Config,
-        driver: Driver,
+        bridge: Bridge,
         breakers: Breakers,
         touches: Touches,
         report: Report | None,
@@ -63,7 +63,7 @@ class Home:
         on_beat: called about once a second, in this thread.
         """
         self._url = url
-        self._driver = driver
+        self._bridge = bridge
         self._on_view = on_view
         self._renew_lock = renew_lock
         self._on_beat = on_beat
@@ -74,7 +74,7 @@ class Home:
         self._told_problem = ""
         self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
         self._thread: threading.Thread | None = None
-        self._tie: Tie[AttachedSegment] = Tie(
+        self.tie: Tie[AttachedSegment] = Tie(
             url=url,
             config=config,
             boot_id=boot_id(),
@@ -87,35 +87,23 @@ class Home:
             on_rejected=self._rejected,
             on_view=self._view_came,
         )
-        self.heard_late = self._tie.heard_late
-        self.is_home = self._tie.is_home
-
-    @property
-    def attached(self) -> Attached | None:
-        """The home incarnation that we write to, None while there is none."""
-        return self._tie.attached
-
-    @property
-    def cluster(self) -> Cluster:
-        """What is known of the cluster."""
-        return self._tie.cluster
 
     def url_of(self, peer: int) -> str | None:
         """Return where to dial an incarnation."""
-        if self.is_home(peer):
+        if self.tie.is_home(peer):
             return self._url
-        member = self.cluster.members.get(peer)
+        member = self.tie.cluster.members.get(peer)
         return f"tcp://{member.control}" if member is not None else None
 
     def open(self) -> None:
         """Attach, or raise why that cannot be; then look after it in a thread."""
         until = time.monotonic() + ATTACH_S
-        while not self._driver.run(self._tie.attach(until)):
+        while not self._bridge.run(self.tie.attach(until)):
             if time.monotonic() >= until:
                 raise self._problem
             time.sleep(LOST_BEAT_S / 5)
-        while not self.cluster.members and time.monotonic() < until:
-            self._driver.run(self._tie.ask_view())
+        while not self.tie.cluster.members and time.monotonic() < until:
+            self._bridge.run(self.tie.ask_view())
         self._thread = threading.Thread(target=self._main, name="peercache-home", daemon=True)
         self._thread.start()
 
@@ -132,17 +120,17 @@ class Home:
 
     def detach(self) -> None:
         """Tell the home node that nothing will be written any more, and unmap its segment."""
-        attached = self.attached
+        attached = self.tie.attached
         if attached is not None:
-            self._driver.run(self._tie.tell(attached, math.inf))
-            self._tie.attached = None
+            self._bridge.run(self.tie.tell(attached, math.inf))
+            self.tie.attached = None
             attached.memory.close(UNMAP_S)
 
     def _main(self) -> None:
         while not self._closing.is_set():
             is_well = False
             try:
-                is_well = self._driver.run(self._tie.beat())
+                is_well = self._bridge.run(self.tie.beat())
                 self._on_beat()
             except Exception:
                 # The thread must outlive any bug of ours: without it nothing heals.
@@ -181,7 +169,7 @@ class Home:
         """Fill the page tables of our mapping, as far as the node has come with its own."""
         while segment.populate() < segment.page_bytes:
             self._closing.wait(BEAT_S)
-            attached = self.attached
+            attached = self.tie.attached
             if self._closing.is_set() or attached is None or attached.memory is not segment:
                 return
 

@@ -199,5 +199,5 @@ def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
     # The word of an offset within a granule is another slot's.
     inside &= offsets % granule == 0
     # The copy goes by the destination's size.
-    inside &= lengths == read.runs.lengths()
+    inside &= lengths == read.runs.lengths
     return inside

@@ -109,14 +109,14 @@ def copy_pages(
 
     page_runs:      the caller's memory, n pages.
     slot_addresses: (n,) uint64, where each page's slot begins in our mapping of the segment; a slot
-                    is one contiguous range of `page_runs.lengths()[i]` bytes.
+                    is one contiguous range of `page_runs.lengths[i]` bytes.
     to_slots:       True copies from the caller into the slots.
     deadline:       in seconds of `clock`; overrun by one portion at most.
     mover:          what moves the bytes; tests name one, otherwise the best that works here.
 
     Pages after the count that is returned may have been copied in part. Never raises.
     """
-    lengths = page_runs.lengths()
+    lengths = page_runs.lengths
     first, last = (
         (int(page_runs.starts[0]), int(page_runs.starts[-1])) if len(page_runs) else (0, 0)
     )

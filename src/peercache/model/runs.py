@@ -1,13 +1,13 @@
 """Where the bytes of a batch of pages lie in the caller's memory.
 
-A page is gathered from, or scattered into, one or more *runs*: (address, size) pieces. A batch is
-three flat arrays, so that no step of the data path makes a Python object a page.
+A page is gathered from, or scattered into, one or more *runs*: (address, size) pieces. A batch is a
+few flat arrays, so that no step of the data path makes a Python object a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -24,11 +24,19 @@ class PageRuns:
     addresses: (runs,) uint64, where each run begins.
     sizes:     (runs,) uint64, its bytes.
     starts:    (pages + 1,) int64, the first run of each page; the last entry is the number of runs.
+    lengths:   (pages,) uint64, the bytes of each page; made from the others.
     """
 
     addresses: U64
     sizes: U64
     starts: I64
+    lengths: U64 = attrs.field(init=False)
+
+    @lengths.default
+    def _lengths(self) -> U64:
+        total = np.zeros(len(self.sizes) + 1, np.uint64)
+        np.cumsum(self.sizes, out=total[1:])
+        return total[self.starts[1:]] - total[self.starts[:-1]]
 
     def __len__(self) -> int:
         """Return the number of pages."""
@@ -50,12 +58,6 @@ class PageRuns:
         lengths = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
         return cls(flat, lengths, np.arange(pages + 1, dtype=np.int64) * per_page)
 
-    def lengths(self) -> U64:
-        """Return the bytes of each page, (pages,) uint64."""
-        total = np.zeros(len(self.sizes) + 1, np.uint64)
-        np.cumsum(self.sizes, out=total[1:])
-        return total[self.starts[1:]] - total[self.starts[:-1]]
-
     def take(self, pages: npt.NDArray[np.intp]) -> PageRuns:
         """Return the runs of the chosen pages, in the order given."""
         if len(pages) == len(self) and (pages == np.arange(len(self))).all():
@@ -66,3 +68,30 @@ class PageRuns:
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
         index = np.repeat(self.starts[:-1][pages], counts) + within
         return PageRuns(self.addresses[index], self.sizes[index], starts)
+
+
+class UnusableBuffers(Exception):
+    """The caller's buffers cannot be used; the message says which and why."""
+
+
+def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[Any], PageRuns]:
+    """Return the runs of one buffer a page, and views that keep the buffers in place."""
+    held: list[Any] = []
+    addresses = np.empty(len(buffers), np.uint64)
+    sizes = np.empty(len(buffers), np.uint64)
+    for place, buffer in enumerate(buffers):
+        try:
+            view = memoryview(buffer)
+        except Exception as error:  # A closed map, a released view; a class may raise anything.
+            raise UnusableBuffers(f"buffer {place} gives no buffer: {error}") from error
+        if "O" in view.format:
+            raise UnusableBuffers(f"buffer {place} holds references to objects, not bytes")
+        if not view.c_contiguous:
+            raise UnusableBuffers(f"buffer {place} is not C-contiguous")
+        if writable and view.readonly:
+            raise UnusableBuffers(f"buffer {place} is read-only")
+        flat = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+        held.append(flat)
+        addresses[place] = flat.__array_interface__["data"][0]
+        sizes[place] = view.nbytes
+    return held, PageRuns(addresses, sizes, np.arange(len(buffers) + 1, dtype=np.int64))

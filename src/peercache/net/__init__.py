@@ -1,1 +1,1 @@
-"""Control messages over nng: sockets, links, outboxes, questions and answers."""
+"""Control messages over nng: sockets, links, outboxes, questions and their answers."""

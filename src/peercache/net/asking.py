@@ -1,27 +1,389 @@
-"""Blocking questions from the caller's thread: one outstanding question a connection.
+"""Questions to peers and their answers: connections, retries, and which silence a breaker counts.
 
-Each peer has a few connections, leased for one question at a time; a question to several peers
-waits for all of them in one poll. Nothing here needs a loop, so an engine's thread never waits for
-another thread to be scheduled. What is asked and which answer counts: `net.exchange`.
+Blocking, in the caller's thread: a question to several peers waits for all of them in one poll, and
+no loop takes part, so an engine's thread never waits for another thread to be scheduled.
+
+A connection carries one pending question at a time; a few idle connections a peer are kept. A kept
+connection may be stale: a question that it swallowed is sent once more, over a new one. A new one
+that breaks is the peer's failure. A silence counts for the breakers only as far as it lasted.
+
+`Connections`, `Exchange` and `Greeting` know neither sockets nor waiting. Their driver waits as
+long as `wait_s` says, for the connections that `watch` named, and calls `turn`, until `wait_s` is
+None: with a poll here, with an event in a simulation.
 """
 
 from __future__ import annotations
 
+import itertools
 import select
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
+from typing import Any, Generic, Protocol, TypeVar, final
 
-from peercache.net.exchange import SLICE_S, Connections, Exchange, Greeting
+import attrs
+
+from peercache.errors import RemoteProtocolError
 from peercache.net.sockets import Dialer, UnusableAddress, reached
 from peercache.paths.breaker import Breakers
-from peercache.wire.envelope import Message
-from peercache.wire.messages.session import Hello, Refused
+from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
+from peercache.wire.envelope import Envelope, Message
+from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
 CONNECT_TIMEOUT_S = 0.25
+"""How long a greeting waits for a connection."""
+
+IDLE_CONNECTIONS_MAX = 8
+"""Connections kept to one peer: an engine has four storage threads."""
+
+SLICE_S = 0.02
+"""Longest wait between two looks at the connections: nng reports a broken one on a thread of its
+own, which cannot wake a poll. A connection that is not there after this time is probed: the kernel
+knows a refusal, nng does not tell it."""
+
+BURST_MESSAGES = 64
+"""Messages taken from one connection between two looks at the clock: a peer may go on sending."""
 
 
-class _Connection:
-    """One dialled socket to one incarnation."""
+class Connection(Protocol):
+    """One connection to one incarnation, dialled by us; messages wait in it until it is connected.
+
+    fd:        names it in a poll.
+    is_broken: it has ended, or must not be used again.
+    is_fresh:  this lease is its first.
+    is_probed: this lease has probed the address already.
+    """
+
+    fd: int
+    is_broken: bool
+    is_fresh: bool
+    is_probed: bool
+
+    def send(self, raw: bytes, /) -> bool:
+        """Hand a message over; it may never arrive."""
+
+    def receive(self) -> bytes | None:
+        """Return the next message that has arrived, or None."""
+
+    def is_refused(self, timeout_s: float, /) -> bool:
+        """Probe whether the address refuses: once a lease, and only until it is connected."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+Kind = TypeVar("Kind", bound=Connection)
+
+
+@final
+class Connections(Generic[Kind]):
+    """The connections of one client, and its messages over them. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        identity: int,
+        cluster: str,
+        hello_for: Callable[[int], Hello],
+        url_of: Callable[[int], str | None],
+        connect: Callable[[str], Kind | None],
+        breakers: Breakers,
+        clock: Callable[[], float],
+        on_refused: Callable[[int, Refused], None],
+        on_unasked: Callable[[int, Message], None],
+    ) -> None:
+        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
+
+        connect:    dials without waiting; None for an address that cannot be dialled.
+        on_unasked: takes each message that answers no pending question.
+        """
+        self.breakers = breakers
+        self.clock = clock
+        self.refused = on_refused
+        self.unasked = on_unasked
+        self._identity = identity
+        self._cluster = cluster
+        self._hello_for = hello_for
+        self._url_of = url_of
+        self._connect = connect
+        self._idle: dict[int, list[Kind]] = {}
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+        self._is_closed = False
+
+    def post(self, messages: Sequence[tuple[int, Message]]) -> None:
+        """Send without expecting an answer; a message to a peer without a connection is dropped."""
+        for peer, message in messages:
+            if self.breakers.is_open(peer):
+                continue
+            connection = self.lease(peer, fresh=False)
+            if connection is not None:
+                connection.send(self.encode(peer, message))
+                self.give_back(peer, connection)
+
+    def drain(self, peer: int) -> None:
+        """Take the messages of a peer that answer no pending question."""
+        with self._lock:
+            idle = self._idle.get(peer)
+            connection = idle.pop() if idle else None
+        if connection is None:
+            return
+        for _ in range(BURST_MESSAGES):
+            if (raw := connection.receive()) is None:
+                break
+            message = self.decode(raw)
+            if isinstance(message, (SayHello, Refused)):
+                # The next question goes over a new one, and learns why.
+                connection.is_broken = True
+            elif message is not None:
+                self.unasked(peer, message)
+        self.give_back(peer, connection)
+
+    def forget(self, alive: set[int]) -> None:
+        """Close the connections to peers that are not alive any more."""
+        with self._lock:
+            gone = [peer for peer in self._idle if peer not in alive]
+            connections = [c for peer in gone for c in self._idle.pop(peer)]
+        for connection in connections:
+            connection.close()
+
+    def close(self) -> None:
+        """Close every idle connection; leased ones close when they come back."""
+        self._is_closed = True
+        self.forget(set())
+
+    def lease(self, peer: int, *, fresh: bool) -> Kind | None:
+        """Return a connection, a new one if `fresh` or none is idle; None without an address.
+
+        Never waits: a new one is still connecting, and may never be connected.
+        """
+        with self._lock:
+            idle = self._idle.get(peer, [])
+            while idle and not fresh:
+                connection = idle.pop()
+                if not connection.is_broken:
+                    connection.is_fresh = connection.is_probed = False
+                    return connection
+                connection.close()
+        url = self._url_of(peer)
+        return None if url is None else self.greeting(url, peer)
+
+    def greeting(self, url: str, peer: int = 0) -> Kind | None:
+        """Return a new connection that begins with our Hello; None if it cannot be dialled."""
+        made = None if self._is_closed else self._connect(url)
+        if made is not None:
+            # A question may follow at once: on one connection the order is kept.
+            made.send(self.encode(0, self._hello_for(peer)))
+        return made
+
+    def give_back(self, peer: int, connection: Kind) -> None:
+        """Keep a connection for the next question."""
+        with self._lock:
+            idle = self._idle.setdefault(peer, [])
+            if (
+                not self._is_closed
+                and not connection.is_broken
+                and len(idle) < IDLE_CONNECTIONS_MAX
+            ):
+                idle.append(connection)
+                return
+        connection.close()
+
+    def number(self) -> int:
+        """Return a new correlation number."""
+        return next(self._numbers)
+
+    def encode(self, target: int, message: Message) -> bytes:
+        """Return the bytes of a message from us."""
+        return encode(Envelope(self._identity, target, message), cluster=self._cluster)
+
+    def decode(self, raw: bytes) -> Message | None:
+        """Return the message, or None for bytes that no correct peer sends."""
+        try:
+            return decode(raw, cluster=self._cluster).message
+        except (WrongCluster, WrongVersion) as error:
+            # We cannot read its refusal; that it speaks another language is the refusal.
+            reason = "cluster" if isinstance(error, WrongCluster) else "wire_version"
+            return Refused(0, reason, error.what)
+        except RemoteProtocolError as error:
+            self.refused(0, Refused(0, "protocol", str(error)))
+            return None
+
+
+@attrs.define(eq=False)
+class Question(Generic[Kind]):
+    """A pending question."""
+
+    place: int
+    peer: int
+    message: Message
+    number: int
+    connection: Kind
+    asked_at: float
+
+
+@final
+class Exchange(Generic[Kind]):
+    """The questions of one `ask`."""
+
+    def __init__(
+        self,
+        connections: Connections[Kind],
+        *,
+        count: int,
+        until: float,
+        enough: Callable[[Message], bool] | None,
+        watch: Callable[[Kind], object],
+        unwatch: Callable[[Kind], object],
+    ) -> None:
+        """Wait for `count` answers, for one that is `enough`, or until the time is up."""
+        self.answers: list[Message | None] = [None] * count
+        self._connections = connections
+        self._until = until
+        self._enough = enough
+        self._watch = watch
+        self._unwatch = unwatch
+        self._open: dict[int, Question[Kind]] = {}
+        self._is_done = False
+        self._is_last = False
+
+    def put(self, place: int, peer: int, message: Message, *, fresh: bool = False) -> None:
+        """Send one question; a peer without an address has failed at once."""
+        connections = self._connections
+        now = connections.clock()
+        if now >= self._until:
+            return
+        connection = connections.lease(peer, fresh=fresh)
+        if connection is None:
+            connections.breakers.failed(peer, now)
+            return
+        number = connections.number()
+        connection.send(connections.encode(peer, _numbered(message, number)))
+        self._open[connection.fd] = Question(place, peer, message, number, connection, now)
+        self._watch(connection)
+
+    def wait_s(self) -> float | None:
+        """Return how long to wait before the next turn; None when it is over."""
+        if not self._open or self._is_done or self._is_last:
+            return None
+        left_s = self._until - self._connections.clock()
+        # One more turn then: if it was this thread that slept, the answers lie there.
+        self._is_last = left_s <= 0
+        return min(max(left_s, 0.0), SLICE_S)
+
+    def turn(self, readable: Iterable[tuple[int, int]]) -> None:
+        """Take the messages of the connections that a poll names, then check every connection."""
+        for fd, _ in readable:
+            if fd in self._open:
+                self._take(self._open[fd])
+        for question in list(self._open.values()):
+            self._check(question)
+
+    def end(self) -> None:
+        """Give every connection back, and count the silence of the peers that did not answer."""
+        now = self._connections.clock()
+        for question in list(self._open.values()):
+            # A peer that was cut short because another answer was enough has not failed.
+            if not self._is_done:
+                self._connections.breakers.waited(question.peer, now - question.asked_at, now)
+            self._finish(question)
+
+    def _take(self, question: Question[Kind]) -> None:
+        connections = self._connections
+        for _ in range(BURST_MESSAGES):
+            if (raw := question.connection.receive()) is None:
+                return
+            message = connections.decode(raw)
+            if message is None or isinstance(message, Welcome):
+                continue
+            connections.breakers.answered(question.peer)
+            if isinstance(message, SayHello):
+                self._broke(question)
+                return
+            if isinstance(message, Refused) and message.request in (0, question.number):
+                if not question.connection.is_fresh:
+                    # Perhaps for what was posted over it before.
+                    self._broke(question)
+                    return
+                connections.refused(question.peer, message)
+                question.connection.is_broken = True
+                self.answers[question.place] = message
+                self._finish(question)
+                return
+            if getattr(message, "request", 0) == question.number:
+                self.answers[question.place] = message
+                self._finish(question)
+                if self._enough is not None and self._enough(message):
+                    self._is_done = True
+                return
+            # The answer to a posted message, or to a question that was given up.
+            connections.unasked(question.peer, message)
+
+    def _check(self, question: Question[Kind]) -> None:
+        """Notice a connection that has broken, and an address that refuses."""
+        connection, now = question.connection, self._connections.clock()
+        is_slow = now - question.asked_at >= SLICE_S and now < self._until
+        if connection.is_broken or (
+            is_slow and connection.is_refused(min(SLICE_S, self._until - now))
+        ):
+            self._broke(question)
+
+    def _broke(self, question: Question[Kind]) -> None:
+        """Retry on a new connection what a stale one swallowed; without one the peer has failed."""
+        was_fresh = question.connection.is_fresh
+        question.connection.is_broken = True
+        self._finish(question)
+        if was_fresh:
+            self._connections.breakers.failed(question.peer, self._connections.clock())
+        else:
+            self.put(question.place, question.peer, question.message, fresh=True)
+
+    def _finish(self, question: Question[Kind]) -> None:
+        self._unwatch(question.connection)
+        del self._open[question.connection.fd]
+        self._connections.give_back(question.peer, question.connection)
+
+
+@final
+class Greeting(Generic[Kind]):
+    """A Hello to the listener of an address, driven like an Exchange."""
+
+    def __init__(self, connections: Connections[Kind], connection: Kind, until: float) -> None:
+        """Wait for the answer on a connection of `Connections.greeting`."""
+        self.answer: Message | None = None
+        self._connections = connections
+        self._connection = connection
+        self._until = until
+        self._is_over = False
+        self._was_broken = False
+
+    def wait_s(self) -> float | None:
+        """Return how long to wait before the next turn; None when it is over."""
+        left_s = self._until - self._connections.clock()
+        if self._is_over or left_s <= 0:
+            return None
+        # A message that came before the connection broke still counts.
+        self._was_broken = self._connection.is_broken
+        return min(left_s, SLICE_S)
+
+    def turn(self, _readable: Iterable[tuple[int, int]]) -> None:
+        """Take the messages that have come."""
+        for _ in range(BURST_MESSAGES):
+            if (raw := self._connection.receive()) is None:
+                break
+            message = self._connections.decode(raw)
+            if isinstance(message, (Welcome, Refused)):
+                self.answer, self._is_over = message, True
+                return
+        self._is_over = self._was_broken
+
+
+def _numbered(message: Any, number: int) -> Message:
+    numbered: Message = attrs.evolve(message, request=number)
+    return numbered
+
+
+class _Dialled:
+    """One nng socket to one incarnation. Implements `Connection`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -29,29 +391,29 @@ class _Connection:
         self.is_broken = False
         self.is_fresh = True
         self.is_probed = False
-        self._dialer = Dialer(url, on_connected=self._came, on_removed=self._broke)
+        self._dialer = Dialer(url, on_connected=self._connected, on_removed=self._removed)
         self.fd = self._dialer.receive_fd
         self.send = self._dialer.send
         self.receive = self._dialer.receive
         self.close = self._dialer.close
 
-    def _came(self) -> None:
+    def _connected(self) -> None:
         self.is_connected = True
 
-    def _broke(self) -> None:
+    def _removed(self) -> None:
         self.is_broken = True
 
     def is_refused(self, timeout_s: float) -> bool:
-        """Return whether nobody is there; looks once a lease, and only until it is connected."""
+        """Probe whether the address refuses: once a lease, and only until it is connected."""
         if self.is_connected or self.is_probed:
             return False
         self.is_probed = True
         return reached(self.url, timeout_s) is False
 
 
-def _connected(url: str) -> _Connection | None:
+def _dialled(url: str) -> _Dialled | None:
     try:
-        return _Connection(url)
+        return _Dialled(url)
     except UnusableAddress:
         return None
 
@@ -70,24 +432,24 @@ class Asker:
         breakers: Breakers,
         clock: Callable[[], float],
         on_refused: Callable[[int, Refused], None],
-        on_late: Callable[[int, Message], None],
+        on_unasked: Callable[[int, Message], None],
     ) -> None:
-        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; 0 is whoever listens."""
+        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener."""
         self.breakers = breakers
         self._clock = clock
-        self._connections: Connections[_Connection] = Connections(
+        self._connections: Connections[_Dialled] = Connections(
             identity=identity,
             cluster=cluster,
             hello_for=hello_for,
             url_of=url_of,
-            connect=_connected,
+            connect=_dialled,
             breakers=breakers,
             clock=clock,
             on_refused=on_refused,
-            on_late=on_late,
+            on_unasked=on_unasked,
         )
         self.post = self._connections.post
-        self.hear = self._connections.hear
+        self.drain = self._connections.drain
         self.forget = self._connections.forget
         self.close = self._connections.close
 
@@ -119,7 +481,7 @@ class Asker:
         return exchange.answers
 
     def greet(self, url: str, until: float) -> Message | None:
-        """Say Hello at an address whoever listens there; return Welcome, Refused or None."""
+        """Say Hello to the listener of an address; return Welcome, Refused or None."""
         connect_s = max(SLICE_S, min(CONNECT_TIMEOUT_S, until - self._clock()))
         if reached(url, connect_s) is False:
             return None
@@ -136,7 +498,7 @@ class Asker:
             connection.close()
 
 
-def _drive(exchange: Exchange[_Connection] | Greeting[_Connection], poll: select.poll) -> None:
+def _drive(exchange: Exchange[_Dialled] | Greeting[_Dialled], poll: select.poll) -> None:
     """Wait and take, turn by turn, until it is over."""
     while (wait_s := exchange.wait_s()) is not None:
         exchange.turn(poll.poll(1000 * wait_s))

@@ -1,4 +1,4 @@
-"""One bare nng round trip between two processes: what the control plane is measured against."""
+"""One bare nng round trip between two processes: the limit of the control plane's questions."""
 
 from __future__ import annotations
 

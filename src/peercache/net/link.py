@@ -1,7 +1,7 @@
-"""A link: what this node says to one other, in order, through a bounded outbox.
+"""A link: the messages of this node to one other, in order, through a bounded outbox.
 
-The first thing on every new connection is a Hello; what waits in the outbox follows it. Answers to
-the Hello come back on the same connection.
+Every new connection begins with a Hello; the messages of the outbox follow it. Answers to the Hello
+come back over the same connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Link:
         on_answer: Callable[[bytes], None],
         on_dropped: Callable[[int], None],
     ) -> None:
-        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes what comes back."""
+        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes the peer's messages."""
         self.url = url
         self._hello = hello
         self._on_answer = on_answer
@@ -47,7 +47,7 @@ class Link:
         self._dialer: Dialer | None = None
 
     def send(self, raw: bytes) -> None:
-        """Send at once, or queue behind what waits; never blocks, may drop the oldest."""
+        """Send at once, or queue behind earlier messages; never blocks, may drop the oldest."""
         at_once = self._connected and self._greeted and not self._outbox
         if at_once and self._dialer is not None and self._dialer.send(raw):
             return
@@ -59,23 +59,23 @@ class Link:
         self._wake.set()
 
     def greet_again(self) -> None:
-        """Say Hello once more: the peer does not know us (any more)."""
+        """Say Hello once more: the peer does not know us, or has forgotten us."""
         self._greeted = False
         self._wake.set()
 
     def stop(self) -> None:
-        """End `run`; what waits is not sent."""
+        """End `run`; queued messages are not sent."""
         self._scope.cancel()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be handed to nng."""
+        """Whether nng has been handed every message."""
         return not self._outbox
 
     async def run(self) -> None:
         """Dial, greet, send and listen until stopped.
 
-        At an address that cannot be dialled it only drops: a peer may say of itself what it likes.
+        Drops every message where the address cannot be dialled: a peer announces its own address.
         """
         token = trio.lowlevel.current_trio_token()
 
@@ -84,7 +84,7 @@ class Link:
                 try:
                     token.run_sync_soon(fact)
                 except trio.RunFinishedError:
-                    return  # The node has gone; so has whoever would want to know.
+                    return  # The node has gone, and nothing waits for this.
 
             return tell
 

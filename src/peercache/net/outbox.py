@@ -1,4 +1,4 @@
-"""An outbox: what waits for one peer, in order, bounded in messages and in bytes."""
+"""An outbox: the queued messages to one peer, in order, bounded in messages and in bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import deque
 from typing import final
 
 OUTBOX_MESSAGES_MAX = 512
-"""Messages that wait while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
-what is newest is most likely still true."""
+"""Messages queued while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
+the newest message is most likely still true."""
 
 OUTBOX_BYTES_MAX = 64 * 2**20
 """The same in bytes: a dozen re-publications of 100,000 records."""
@@ -27,11 +27,11 @@ class Outbox:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Return how many messages wait."""
+        """Return how many messages are queued."""
         return len(self.waiting)
 
     def put(self, raw: bytes) -> int:
-        """Add a message; return how many had to go for it, perhaps itself."""
+        """Add a message; return how many were dropped for it, perhaps itself."""
         self.waiting.append(raw)
         self._bytes += len(raw)
         dropped = 0

@@ -1,8 +1,8 @@
-"""The nng sockets of the control plane.
+"""The nng sockets of the control plane: listening, dialling, and probing an address.
 
-One protocol everywhere, PAIR1. A node listens with one polyamorous socket on all its addresses;
-whoever has something to say dials it with an own socket. Members answer each other over their own
-links; a client, which listens nowhere, is answered on the pipe it dialled.
+One protocol everywhere, PAIR1. A node listens with one polyamorous socket on all its addresses; a
+peer dials it with a socket of its own. Members answer each other over their own links; a client
+listens nowhere, so the answer comes over the pipe that it dialled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import trio
 
 from peercache.config.settings import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
-from peercache.net import nonblocking as held
+from peercache.net.nonblocking import CLOSED, NonblockingSocket
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 
 # nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
@@ -48,10 +48,10 @@ os.register_at_fork(after_in_child=_disarm_in_child)
 
 
 def _disarm_finalisers() -> None:
-    """Keep the end of the interpreter from closing what nobody closed.
+    """Keep the end of the interpreter from closing the sockets that are still open.
 
-    To close a socket waits for callbacks that are under way, and those wait for an interpreter that
-    runs no other thread any more. The end of the process closes them anyway.
+    A close waits for callbacks in flight, and those wait for an interpreter that runs no other
+    thread any more. The end of the process closes the sockets anyway.
     """
     pynng.Socket.__del__ = _do_nothing
 
@@ -64,7 +64,7 @@ def _open(**options: Any) -> Any:
     if _state["is_forked"]:
         raise LocalProtocolError("a forked child cannot use nng: start PeerCache after the fork")
     _state["sockets_opened"] = True
-    # What is received has the protocol's header before it, and counts as a whole.
+    # A received message has the protocol's header before it, and counts as a whole.
     try:
         return pynng.Pair1(recv_max_size=MESSAGE_BYTES_MAX + HEADER_BYTES_MAX, **options)
     except (pynng.OutOfFiles, pynng.NoMemory) as error:
@@ -82,18 +82,18 @@ SEND_BUFFER_MESSAGES = 64
 RECEIVE_BUFFER_MESSAGES = 256
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 1000
-"""nng dials a lost peer again at this pace, for ever: partitions heal without us."""
+"""nng redials a lost peer with this back-off, without end: partitions heal without us."""
 
 PipeFact = Callable[[int], None]
 """Called with a pipe's number on a thread of nng: hand it on and return."""
 
 
 class UnusableAddress(DefiniteError):
-    """nng cannot dial what a peer says its address is."""
+    """nng cannot dial the address that a peer has announced."""
 
 
 class OutOfDescriptors(UnusableAddress):
-    """Too many files are open for another socket now; another time may do."""
+    """Too many files are open for another socket now; a later attempt may succeed."""
 
 
 class Listener:
@@ -113,7 +113,7 @@ class Listener:
         self._socket.add_post_pipe_connect_cb(self._pipe_settled)
         self._socket.add_post_pipe_remove_cb(self._pipe_removed)
         self._receive_fd: int = self._socket.recv_fd
-        self._held = held.HeldSocket(self._socket.socket.id)
+        self._nonblocking = NonblockingSocket(self._socket.socket.id)
         self._is_closed = False
 
     def _pipe_added(self, pipe: Any) -> None:
@@ -121,12 +121,12 @@ class Listener:
 
     def _pipe_settled(self, pipe: Any) -> None:
         if pipe.id not in self._open_pipes:
-            # Told after its end, which happens: pynng has just entered it again, for ever.
+            # pynng may report a pipe after its end, and has just entered it again, for good.
             self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
 
     def _pipe_removed(self, pipe: Any) -> None:
         number = pipe.id
-        # First, so that whoever finds a pipe open hears of its end later.
+        # First, so that a pipe that is found open has its end reported later.
         self._open_pipes.pop(number, None)
         self._on_removed(number)
 
@@ -161,20 +161,19 @@ class Listener:
             await trio.lowlevel.wait_readable(self._receive_fd)
 
     def receive_now(self) -> tuple[int, bytes] | None:
-        """Return a message that has arrived already, or None."""
+        """Return the pipe and the bytes of a message that has arrived already, or None."""
         if self._is_closed:
-            raise pynng.Closed("the listener is closed", held.CLOSED)
-        verdict, pipe, raw = self._held.receive_from()
-        return (pipe, raw) if verdict == 0 else None
+            raise pynng.Closed("the listener is closed", CLOSED)
+        return self._nonblocking.receive_from()
 
     def is_open(self, pipe: int) -> bool:
-        """Return whether a connection is still there; `on_removed` comes after it is not."""
+        """Return whether a connection is still there; `on_removed` is called after its end."""
         return pipe in self._open_pipes
 
     def reply(self, pipe: int, raw: bytes) -> bool:
         """Send on a pipe; False if it is gone or full. nng may still drop it silently."""
         is_there = pipe in self._open_pipes and not self._is_closed
-        return is_there and self._held.send_to(pipe, raw) == 0
+        return is_there and self._nonblocking.send_to(pipe, raw)
 
     def disconnect(self, pipe: int) -> None:
         """End one pipe."""
@@ -208,7 +207,7 @@ class Dialer:
     ) -> None:
         """Start dialling; the callbacks come on threads of nng.
 
-        Raises UnusableAddress, and OutOfDescriptors where another time may do.
+        Raises UnusableAddress, and OutOfDescriptors where a later attempt may succeed.
         """
         self._socket = _open(
             send_buffer_size=SEND_BUFFER_MESSAGES,
@@ -221,10 +220,11 @@ class Dialer:
         if on_removed is not None:
             self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
         try:
-            # nng opens a descriptor for each when it is asked for it.
+            # nng opens each descriptor on its first use.
             self.receive_fd: int = self._socket.recv_fd
             self.send_fd: int = self._socket.send_fd
-            self._held = held.HeldSocket(self._socket.socket.id)
+            nonblocking = NonblockingSocket(self._socket.socket.id)
+            self.send, self.receive = nonblocking.send, nonblocking.receive
             self._socket.dial(url, block=False)
         except (pynng.OutOfFiles, pynng.NoMemory) as error:
             self._socket.close()
@@ -232,15 +232,6 @@ class Dialer:
         except pynng.NNGException as error:
             self._socket.close()
             raise UnusableAddress(f"{url}: {error}") from error
-
-    def send(self, raw: bytes) -> bool:
-        """Hand a message to nng; False if its buffer is full. It may never arrive."""
-        return self._held.send(raw) != held.AGAIN
-
-    def receive(self) -> bytes | None:
-        """Return a message that has arrived, or None."""
-        verdict, raw = self._held.receive()
-        return raw if verdict == 0 else None
 
     def close(self) -> None:
         """Stop dialling and close."""
@@ -255,18 +246,17 @@ def local_path(url: str) -> str:
 def remove_dead_socket(url: str) -> None:
     """Remove the socket file of an ipc address whose listener has died."""
     path = Path(local_path(url))
-    # Only ever a socket: the path may be a slip of the keyboard, and the file somebody's.
+    # Only ever a socket: the path may be mistyped, and name a file of the user's.
     if path.is_socket() and reached(url, 0.5) is False:
         path.unlink()
 
 
 def reached(url: str, timeout_s: float) -> bool | None:
-    """Return whether nng answers at an address: True, False (nobody is there), None (who knows).
+    """Return whether nng answers at an address: True, False (nothing listens), None (unknown).
 
-    nng dials in the background and does not tell a refusal; the kernel does. The greeting of the
+    nng dials in the background and does not report a refusal; the kernel does. The greeting of the
     protocol is exchanged before we close: a connection without it makes the other side's nng
-    refuse all others for 100 ms. A host name is not looked up, which may take longer than anybody
-    has.
+    refuse all others for 100 ms. A host name is not looked up: that may outlast every deadline.
     """
     try:
         if url.startswith("tcp://"):

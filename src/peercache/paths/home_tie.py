@@ -94,7 +94,7 @@ class Tie(Generic[Memory]):
         attached = self.attached
         return attached is not None and attached.incarnation == peer
 
-    def heard_late(self, peer: int, message: Message) -> None:
+    def take_unasked(self, peer: int, message: Message) -> None:
         """Take what answers no question that waits: slots ahead, of the node we write to."""
         attached = self.attached
         # Another incarnation means another reservation by this number.

@@ -283,7 +283,7 @@ class _Batch:
     def __init__(self, keys: PageKeys, runs: PageRuns) -> None:
         self.keys = keys
         self.runs = runs
-        self.lengths = runs.lengths()
+        self.lengths = runs.lengths
         self.hits: Mask = np.zeros(len(keys), np.bool_)
         self.reasons = [""] * len(keys)
         self.open: Places = np.arange(len(keys))

@@ -41,7 +41,7 @@ class Greet:
 
 
 @attrs.frozen
-class Hear:
+class Drain:
     """Take what has come from a peer and answers nothing that anybody waits for."""
 
     peer: int
@@ -74,5 +74,5 @@ class Checksum:
     runs: PageRuns
 
 
-Step: TypeAlias = Ask | Post | Greet | Hear | Fetch | Place | Checksum
+Step: TypeAlias = Ask | Post | Greet | Drain | Fetch | Place | Checksum
 Answers: TypeAlias = Sequence[Message | None]

@@ -21,7 +21,7 @@ from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import Ahead, Reservations, offsets_of
-from peercache.paths.steps import Ask, Checksum, Hear, Place, Post, Step
+from peercache.paths.steps import Ask, Checksum, Drain, Place, Post, Step
 from peercache.paths.verify import checksum_portions, wants_checksum
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
@@ -124,7 +124,7 @@ class Writer:
     ) -> Generator[Step, Any, WriteOutcome]:
         """Store every page that fits, by `until`; in portions where the pool wants it."""
         outcome = WriteOutcome(np.zeros(len(keys), np.bool_), [""] * len(keys))
-        lengths = runs.lengths()
+        lengths = runs.lengths
         sane = (lengths > 0) & (lengths <= PAGE_BYTES_MAX)
         for place in np.flatnonzero(~sane).tolist():
             outcome.reasons[place] = reasons.TOO_LARGE if lengths[place] else reasons.WRONG_SIZE
@@ -184,8 +184,8 @@ class Writer:
         if self._cache.has_any_at(home, keys.tolist()):
             return None
         if reservations.awaits_grant():
-            yield Hear(home)
-        ahead = reservations.take_ahead(runs.lengths())
+            yield Drain(home)
+        ahead = reservations.take_ahead(runs.lengths)
         if ahead is None or ahead.offsets is not None:
             return ahead
         try:
@@ -204,7 +204,7 @@ class Writer:
         self, sequence: int, keys: PageKeys, runs: PageRuns, home: int, until: float
     ) -> Generator[Step, Any, _Slots | None]:
         """Ask the home node for slots; None where it does not answer."""
-        lengths = runs.lengths().tobytes()
+        lengths = runs.lengths.tobytes()
         reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths)
         granted = yield from self._insist(home, reserve, until)
         if not isinstance(granted, Granted) or not _fits(granted, len(keys)):
@@ -236,7 +236,7 @@ class Writer:
                 now = self._clock()
                 patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - now) / 2))
                 # A batch that was all new may be followed by another one.
-                ahead = reservations.ask_ahead(runs.lengths(), now) if written.all() else ()
+                ahead = reservations.ask_ahead(runs.lengths, now) if written.all() else ()
                 commit = Commit(
                     0,
                     slots.sequence,
@@ -252,7 +252,7 @@ class Writer:
                     committed = answer if len(answer.states) == len(keys) else None
             else:
                 yield Post(((home, Abort(slots.sequence)),))
-        return self._settle(places, runs.lengths(), slots.states, written, committed, outcome)
+        return self._settle(places, runs.lengths, slots.states, written, committed, outcome)
 
     def _copy(
         self,
@@ -271,7 +271,7 @@ class Writer:
         done = wanted[:count]
         written[done] = 1
         sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
-        for part in checksum_portions(sampled, runs.lengths()):
+        for part in checksum_portions(sampled, runs.lengths):
             # A page without a checksum is only checked less; one that is late is lost.
             if self._clock() >= copied_by:
                 break

@@ -190,7 +190,7 @@ class RdmaFabric:
     def _read(self, progress: Progress) -> str:
         """Read until nothing is left or nothing helps; return "" or why not."""
         read = progress.read
-        wanted = read.runs.lengths()
+        wanted = read.runs.lengths
         if wanted.shape != read.lengths.shape or (wanted != read.lengths).any():
             raise LocalProtocolError("lengths differ from the destinations' sizes")
         if self._absences.any():

@@ -268,7 +268,7 @@ def clipped(runs: PageRuns, begin: int, end: int) -> PageRuns:
 
 def bounced(runs: PageRuns) -> PageRuns:
     """Return runs that lay the stream of all pages out from address 0, one run a page."""
-    lengths = runs.lengths()
+    lengths = runs.lengths
     begins = np.cumsum(lengths, dtype=np.uint64) - lengths
     return PageRuns(begins, lengths, np.arange(len(runs) + 1, dtype=np.int64))
 
@@ -302,7 +302,7 @@ def _stream_of(
     ours = local.cut(runs.addresses, runs.sizes)
     if not ours.covered.all():
         # The peer's first: what lacks there cannot be helped with memory of ours.
-        is_open = opened(published, offsets, runs.lengths()).all()
+        is_open = opened(published, offsets, runs.lengths).all()
         return Missing.OURS if is_open else Missing.THEIRS
     if not ours.is_whole:
         before = ours.begins - runs.addresses[ours.sources]

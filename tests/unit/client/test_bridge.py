@@ -1,4 +1,4 @@
-"""The driver: steps done in the caller's thread, and nothing left running behind a call."""
+"""The bridge: steps done in the caller's thread, and nothing left running behind a call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.client import bridge as driver_module
-from peercache.client.bridge import Driver, checksums_of
+from peercache.client import bridge as bridge_module
+from peercache.client.bridge import Bridge, checksums_of
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
@@ -39,7 +39,7 @@ def read_of(incarnation: int, pages: int = 1) -> tuple[PeerRead, list[Any]]:
     into = [np.zeros(PAGE, np.uint8) for _ in range(pages)]
     runs = PageRuns.of([[(page.ctypes.data, PAGE)] for page in into])
     offsets = np.arange(pages, dtype=np.uint64) * np.uint64(GRANULE)
-    return PeerRead(member(incarnation), offsets, runs.lengths(), runs), into
+    return PeerRead(member(incarnation), offsets, runs.lengths, runs), into
 
 
 @attrs.define(eq=False)
@@ -89,8 +89,8 @@ class Mute:
         self.noted.append(messages)
 
 
-def driving(*fabrics: Pipe) -> Driver:
-    return Driver(
+def bridge_over(*fabrics: Pipe) -> Bridge:
+    return Bridge(
         asker=cast("Asker", Mute()),
         fabrics=fabrics,
         breakers=Breakers(),
@@ -99,8 +99,8 @@ def driving(*fabrics: Pipe) -> Driver:
     )
 
 
-def fetch(driver: Driver, *reads: PeerRead, timeout_s: float = PATIENCE_S) -> list[Fetched]:
-    found: list[Fetched] = driver._do(Fetch(reads, time.monotonic() + timeout_s), None)
+def fetch(bridge: Bridge, *reads: PeerRead, timeout_s: float = PATIENCE_S) -> list[Fetched]:
+    found: list[Fetched] = bridge._do(Fetch(reads, time.monotonic() + timeout_s), None)
     return found
 
 
@@ -116,7 +116,7 @@ def test_a_path_is_driven_to_its_end() -> None:
         seen.append((yield Place(np.empty(0, np.uint64), PageRuns.of([]), 0.0)))
         return "done"
 
-    assert driving().run(path()) == "done"
+    assert bridge_over().run(path()) == "done"
     assert seen == [[None], None, (1,), 0]
 
 
@@ -132,23 +132,23 @@ def test_a_path_lets_go_when_a_step_raises() -> None:
 
     kept = path()
     with pytest.raises(ZeroDivisionError):
-        driving(Pipe(raises=ZeroDivisionError())).run(kept)
+        bridge_over(Pipe(raises=ZeroDivisionError())).run(kept)
     assert closed == ["closed"]
 
 
 def test_holders_are_read_at_the_same_time_over_a_network() -> None:
     """Their streams overlap; the first is read in the caller's own thread."""
     pipe = Pipe()
-    driver = driving(pipe)
+    bridge = bridge_over(pipe)
     pipe.together = threading.Barrier(3, action=pipe.go.set)
 
-    found = fetch(driver, *[read_of(i)[0] for i in (1, 2, 3)])
+    found = fetch(bridge, *[read_of(i)[0] for i in (1, 2, 3)])
 
     assert [fetched.words.tolist() for fetched in found] == [[4]] * 3
     assert [fetched.fabric for fetched in found] == ["tcp"] * 3
     assert threading.get_ident() in pipe.threads
     assert len(pipe.threads) == 3
-    driver.close()
+    bridge.close()
 
 
 def test_memory_copies_stay_in_the_callers_thread() -> None:
@@ -156,7 +156,7 @@ def test_memory_copies_stay_in_the_callers_thread() -> None:
     pipe = Pipe(name="shm")
     pipe.go.set()
 
-    fetch(driving(pipe), *[read_of(i)[0] for i in (1, 2, 3)])
+    fetch(bridge_over(pipe), *[read_of(i)[0] for i in (1, 2, 3)])
 
     assert pipe.threads == {threading.get_ident()}
 
@@ -164,30 +164,30 @@ def test_memory_copies_stay_in_the_callers_thread() -> None:
 def test_nothing_reads_on_when_another_read_raises() -> None:
     """What is raised comes out after the last thread has left the destinations alone."""
     pipe = Pipe(raises=ZeroDivisionError())
-    driver = driving(pipe)
+    bridge = bridge_over(pipe)
     threading.Timer(0.2, pipe.go.set).start()
 
     with pytest.raises(ZeroDivisionError):
-        fetch(driver, *[read_of(i)[0] for i in (1, 2, 3)])
+        fetch(bridge, *[read_of(i)[0] for i in (1, 2, 3)])
 
     assert sorted(set(pipe.begun) - {1}) == sorted(pipe.ended)
-    driver.close()
+    bridge.close()
 
 
 def test_a_read_that_waits_behind_others_does_not_outlast_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other calls have later deadlines; what has not begun by ours never begins."""
-    monkeypatch.setattr(driver_module, "FETCH_THREADS_MAX", 1)
+    monkeypatch.setattr(bridge_module, "FETCH_THREADS_MAX", 1)
     pipe = Pipe()
-    driver = driving(pipe)
-    other = threading.Thread(target=lambda: fetch(driver, read_of(1)[0], read_of(2)[0]))
+    bridge = bridge_over(pipe)
+    other = threading.Thread(target=lambda: fetch(bridge, read_of(1)[0], read_of(2)[0]))
     other.start()
     while 2 not in pipe.begun:
         time.sleep(0.001)
 
     began = time.monotonic()
-    found = fetch(driver, read_of(3)[0], read_of(4)[0], timeout_s=0.1)
+    found = fetch(bridge, read_of(3)[0], read_of(4)[0], timeout_s=0.1)
     took_s = time.monotonic() - began
     pipe.go.set()
     other.join()
@@ -195,17 +195,17 @@ def test_a_read_that_waits_behind_others_does_not_outlast_its_call(
     assert took_s < PROMPT_S
     assert [fetched.failure for fetched in found] == [reasons.DEADLINE] * 2
     assert 4 not in pipe.begun
-    driver.close()
+    bridge.close()
 
 
 def test_after_close_reads_happen_without_threads() -> None:
     """A call that is still under way ends as ever; no pool of threads is made anew."""
     pipe = Pipe()
     pipe.go.set()
-    driver = driving(pipe)
-    driver.close()
+    bridge = bridge_over(pipe)
+    bridge.close()
 
-    found = fetch(driver, read_of(1)[0], read_of(2)[0])
+    found = fetch(bridge, read_of(1)[0], read_of(2)[0])
 
     assert [fetched.words.tolist() for fetched in found] == [[4], [4]]
     assert pipe.threads == {threading.get_ident()}
@@ -217,17 +217,17 @@ def test_the_first_fabric_that_reaches_a_holder_is_used() -> None:
     far = Pipe(name="tcp", reachable=lambda m: m.incarnation == 2)
     near.go.set()
     far.go.set()
-    driver = driving(near, far)
+    bridge = bridge_over(near, far)
 
-    found = fetch(driver, *[read_of(i, 2)[0] for i in (1, 2, 3)])
+    found = fetch(bridge, *[read_of(i, 2)[0] for i in (1, 2, 3)])
 
     assert [fetched.fabric for fetched in found] == ["shm", "tcp", ""]
     assert found[2].failure == reasons.PEER_UNREACHABLE
     assert (found[2].words == ODD).all()
-    assert driver.fabric_of_peers() == {1: "shm", 2: "tcp"}
-    driver.forget({2})
-    assert driver.fabric_of_peers() == {2: "tcp"}
-    driver.close()
+    assert bridge.fabric_of_peers() == {1: "shm", 2: "tcp"}
+    bridge.forget({2})
+    assert bridge.fabric_of_peers() == {2: "tcp"}
+    bridge.close()
 
 
 @pytest.mark.parametrize(
@@ -243,12 +243,12 @@ def test_only_an_unreachable_holder_opens_its_breaker(failure: str, opens: bool)
     """That a deadline came, or a slot was refused, is no evidence against it."""
     pipe = Pipe(failure=failure)
     pipe.go.set()
-    driver = driving(pipe)
+    bridge = bridge_over(pipe)
 
-    fetch(driver, read_of(1)[0])
-    again = fetch(driver, read_of(1)[0])
+    fetch(bridge, read_of(1)[0])
+    again = fetch(bridge, read_of(1)[0])
 
-    assert driver._breakers.is_open(data_port(1)) is opens
+    assert bridge._breakers.is_open(data_port(1)) is opens
     assert len(pipe.begun) == (1 if opens else 2)
     assert again[0].failure == failure
 
@@ -257,12 +257,12 @@ def test_a_read_that_works_closes_the_breaker() -> None:
     """The probe of one caller is enough."""
     pipe = Pipe()
     pipe.go.set()
-    driver = driving(pipe)
-    driver._breakers.failed(data_port(1), time.monotonic() - 60)
+    bridge = bridge_over(pipe)
+    bridge._breakers.failed(data_port(1), time.monotonic() - 60)
 
-    fetch(driver, read_of(1)[0])
+    fetch(bridge, read_of(1)[0])
 
-    assert not driver._breakers.is_open(data_port(1))
+    assert not bridge._breakers.is_open(data_port(1))
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def placed(segment: AttachedSegment | None, offsets: list[int], size: int = PAGE
     page = np.full(size, 7, np.uint8)
     runs = PageRuns.of([[(page.ctypes.data, size)]] * len(offsets))
     step = Place(np.array(offsets, np.uint64), runs, time.monotonic() + PATIENCE_S)
-    count: int = driving()._do(step, segment)
+    count: int = bridge_over()._do(step, segment)
     return count
 
 
@@ -335,8 +335,8 @@ def test_read_that_was_queued_without_a_thread_never_begins(
 ) -> None:
     """Where no thread can be started the executor says so, and has queued the read all the same."""
     pipe = Pipe()
-    driver = driving(pipe)
-    busy = driver._submit(read_of(9)[0], pipe, time.monotonic() + PATIENCE_S)
+    bridge = bridge_over(pipe)
+    busy = bridge._submit(read_of(9)[0], pipe, time.monotonic() + PATIENCE_S)
     while 9 not in pipe.begun:
         time.sleep(0.001)
     start = threading.Thread.start
@@ -347,11 +347,11 @@ def test_read_that_was_queued_without_a_thread_never_begins(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-    queued = driver._submit(read_of(1)[0], pipe, time.monotonic() + PATIENCE_S)
+    queued = bridge._submit(read_of(1)[0], pipe, time.monotonic() + PATIENCE_S)
     pipe.go.set()
     assert busy is not None
     busy.result(PATIENCE_S)
-    driver._threads.shutdown(wait=True)  # type: ignore[union-attr]
+    bridge._threads.shutdown(wait=True)  # type: ignore[union-attr]
 
     assert queued is None
     assert 1 not in pipe.begun

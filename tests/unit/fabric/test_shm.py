@@ -89,7 +89,7 @@ def asking(
     return PeerRead(
         peer,
         np.array(offsets, np.uint64),
-        runs.lengths() if lengths is None else np.array(lengths, np.uint64),
+        runs.lengths if lengths is None else np.array(lengths, np.uint64),
         runs,
     )
 

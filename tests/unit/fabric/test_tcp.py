@@ -570,7 +570,7 @@ def test_destination_that_is_no_memory_is_a_bug_of_ours(
 ) -> None:
     """The kernel says so, the read says so, and the fabric serves on."""
     runs = PageRuns.of([[(4096, 100)]])
-    nowhere = PeerRead(at(server), np.zeros(1, np.uint64), runs.lengths(), runs)
+    nowhere = PeerRead(at(server), np.zeros(1, np.uint64), runs.lengths, runs)
 
     got = fabric.read(nowhere, time.monotonic() + PATIENCE_S)
     after = read(fabric, at(server), Destination.of([[100]]))

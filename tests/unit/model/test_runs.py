@@ -30,7 +30,7 @@ def test_arrays_hold_the_lists_they_were_made_from(pages: list[list[tuple[int, i
     runs = PageRuns.of(pages)
 
     assert listed(runs) == pages
-    assert runs.lengths().tolist() == [sum(size for _, size in page) for page in pages]
+    assert runs.lengths.tolist() == [sum(size for _, size in page) for page in pages]
 
 
 @given(pages_of_runs, st.data())

@@ -167,7 +167,7 @@ class Asking:
         """Know these peers by incarnation."""
         self.urls = urls
         self.refusals: list[tuple[int, Message]] = []
-        self.late: list[tuple[int, Message]] = []
+        self.unasked: list[tuple[int, Message]] = []
         self.breakers = Breakers()
         self.asker = Asker(
             identity=CLIENT,
@@ -177,7 +177,7 @@ class Asking:
             breakers=self.breakers,
             clock=clock,
             on_refused=lambda peer, refusal: self.refusals.append((peer, refusal)),
-            on_late=lambda peer, message: self.late.append((peer, message)),
+            on_unasked=lambda peer, message: self.unasked.append((peer, message)),
         )
 
     def __enter__(self) -> Asking:

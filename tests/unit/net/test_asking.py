@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.net.exchange import IDLE_CONNECTIONS_MAX
+from peercache.net.asking import IDLE_CONNECTIONS_MAX
 from peercache.net.sockets import reached
 from peercache.paths.breaker import STALL_S
 from peercache.wire.codec import encode

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from peercache.model.member import ALIVE, Member
-from peercache.net.exchange import (
+from peercache.net.asking import (
     BURST_MESSAGES,
     IDLE_CONNECTIONS_MAX,
     SLICE_S,
@@ -69,7 +69,7 @@ class Side:
         self.lines: list[Line] = []
         self.watched: list[Line] = []
         self.refusals: list[tuple[int, Refused]] = []
-        self.late: list[tuple[int, Message]] = []
+        self.unasked: list[tuple[int, Message]] = []
         self.breakers = Breakers()
         numbers = itertools.count(3)
 
@@ -86,7 +86,7 @@ class Side:
             breakers=self.breakers,
             clock=lambda: self.now,
             on_refused=lambda peer, refused: self.refusals.append((peer, refused)),
-            on_late=lambda peer, message: self.late.append((peer, message)),
+            on_unasked=lambda peer, message: self.unasked.append((peer, message)),
         )
 
     def ask(
@@ -165,7 +165,7 @@ def test_a_late_answer_to_a_question_given_up_is_not_this_one() -> None:
 
     assert goes_on == SLICE_S
     assert exchange.answers == [Located(number_of(line), b"")]
-    assert side.late == [(7, Located(late, bytes(56)))]
+    assert side.unasked == [(7, Located(late, bytes(56)))]
 
 
 def test_what_nobody_waits_for_is_heard_between_two_questions() -> None:
@@ -175,10 +175,10 @@ def test_what_nobody_waits_for_is_heard_between_two_questions() -> None:
     line.comes(Located(0, bytes(56)))
     line.comes(Located(0, b""))
 
-    side.connections.hear(7)
-    side.connections.hear(8)
+    side.connections.drain(7)
+    side.connections.drain(8)
 
-    assert side.late == [(7, Located(0, bytes(56))), (7, Located(0, b""))]
+    assert side.unasked == [(7, Located(0, bytes(56))), (7, Located(0, b""))]
     assert side.connections.lease(7, fresh=False) is line
 
 
@@ -189,10 +189,10 @@ def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Messa
     line = side.pooled()
     line.comes(message)
 
-    side.connections.hear(7)
+    side.connections.drain(7)
 
     assert line.is_closed
-    assert side.late == []
+    assert side.unasked == []
     assert side.connections.lease(7, fresh=False) is not line
 
 

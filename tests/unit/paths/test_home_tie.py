@@ -99,9 +99,9 @@ def test_slots_ahead_are_taken_from_the_node_that_pages_are_written_to() -> None
     (number, _) = reservations.ask_ahead(lengths, 0.1)
     granted = Granted(0, number, bytes((RESERVED,)), np.array([8192], np.uint64).tobytes())
 
-    tie.heard_late(PREDECESSOR, granted)
+    tie.take_unasked(PREDECESSOR, granted)
     before = reservations.awaits_grant()
-    tie.heard_late(HOME, granted)
+    tie.take_unasked(HOME, granted)
 
     assert before
     assert not reservations.awaits_grant()

@@ -9,7 +9,7 @@ import pytest
 
 from peercache.observability import reasons
 from peercache.paths.reserving import AHEAD_S, SKIPPED, Reservations
-from peercache.paths.steps import Ask, Hear, Place
+from peercache.paths.steps import Ask, Drain, Place
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,
@@ -182,7 +182,7 @@ def test_a_batch_that_follows_two_others_reserves_nothing() -> None:
 
     assert outcome.stored.tolist() == [True, True]
     assert (outcome.copied, outcome.copied_bytes) == (2, 2 * PAGE)
-    assert kinds(world) == ["Hear", "Place", "Commit"]
+    assert kinds(world) == ["Drain", "Place", "Commit"]
     got = world.get("a", "c", "e", "f")
     assert [got.content(i) for i in range(4)] == [content_of(n).tobytes() for n in "acef"]
 
@@ -238,7 +238,7 @@ def test_slots_whose_grant_was_not_heard_are_asked_for_once_more() -> None:
     outcome = world.set(["e", "f"])
 
     assert outcome.stored.all()
-    assert kinds(world) == ["Hear", "Reserve", "Place", "Commit"]
+    assert kinds(world) == ["Drain", "Reserve", "Place", "Commit"]
     reserve = next(m for m in reversed(world.nodes[1].heard) if isinstance(m, Reserve))
     assert reserve.keys == b""
     assert reserve.sequence not in world.reservations.report(0.0).sequences
@@ -258,7 +258,7 @@ def test_slots_that_were_refused_ahead_are_asked_for_by_name() -> None:
     outcome = world.set(["e", "f"])
 
     assert outcome.stored.all()
-    assert kinds(world) == ["Hear", "Reserve", "Place", "Commit"]
+    assert kinds(world) == ["Drain", "Reserve", "Place", "Commit"]
     assert world.get("e").content(0) == content_of("e").tobytes()
 
 
@@ -271,7 +271,7 @@ def test_pages_known_to_be_at_home_are_asked_for_by_name() -> None:
 
     world.set(["a", "b"])
 
-    assert not any(isinstance(step, Hear) for step in world.steps)
+    assert not any(isinstance(step, Drain) for step in world.steps)
     assert kinds(world)[0] == "Reserve"
 
 

@@ -29,7 +29,7 @@ from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import Reservations
-from peercache.paths.steps import Ask, Checksum, Fetch, Hear, Place, Post, Step
+from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Place, Post, Step
 from peercache.paths.writing import Writer
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed, Located, Lookup
@@ -397,7 +397,7 @@ class World:
                     if self.nodes[peer].mood == "up":
                         self.nodes[peer].answer(message)
                 return None
-            case Hear(peer):
+            case Drain(peer):
                 while self.nodes[peer].late:
                     self.reservations.granted(self.nodes[peer].late.popleft())
                 return None

@@ -252,7 +252,7 @@ def _rtt_us(node: NodeProcess) -> float:
 def _question_s(client: Client) -> float:
     """Ask the home node's directory for one page; return how long it took."""
     wiring = client._wiring  # noqa: SLF001 - the question alone, nothing of what a call adds
-    home = wiring.home.attached
+    home = wiring.home.tie.attached
     if home is None:
         raise RuntimeError("the home node was lost")
     question = ((home.incarnation, Lookup(0, bytes(KEY_BYTES))),)

@@ -118,7 +118,7 @@ class TcpFabric:
         self._watchdog.close()
 
     def _read(self, read: PeerRead, words: U64, deadline: float) -> tuple[int, str]:
-        if not np.array_equal(read.lengths, read.runs.lengths()):
+        if not np.array_equal(read.lengths, read.runs.lengths):
             raise LocalProtocolError("lengths differ from the destinations' sizes")
         if int(read.lengths.max()) > PAGE_BYTES_MAX:
             return 0, REFUSED

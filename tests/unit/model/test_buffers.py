@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peercache.client.buffers import UnusableBuffers, runs_of_buffers
+from peercache.model.runs import UnusableBuffers, runs_of_buffers
 
 
 def content_of(runs: Any, place: int) -> bytes:
@@ -75,7 +75,7 @@ def test_empty_buffers_and_batches_have_no_bytes() -> None:
     """They are refused further on, as pages of no size."""
     held, runs = runs_of_buffers([b"", bytearray()], writable=False)
 
-    assert runs.lengths().tolist() == [0, 0]
+    assert runs.lengths.tolist() == [0, 0]
     assert len(held) == 2
     assert len(runs_of_buffers([], writable=True)[1]) == 0
 
