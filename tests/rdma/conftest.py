@@ -27,4 +27,4 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have both sides wait for each other where the machine is slow."""
     nobody_is_taken_for_hung(monkeypatch)
     monkeypatch.setattr("peercache.rdma.fabric.EXCHANGE_S", PATIENCE_S)
-    monkeypatch.setattr("peercache.rdma.blocks.REGISTER_S", PATIENCE_S)
+    monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", PATIENCE_S)

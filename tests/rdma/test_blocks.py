@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from peercache.rdma import blocks
-from peercache.rdma.blocks import Blocks
-from peercache.rdma.memory import Regions
+from peercache.rdma import memory
+from peercache.rdma.memory import Blocks, Regions
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.rdma.gated_device import CHUNK, Device
 
@@ -36,11 +35,11 @@ def test_nobody_waits_long_for_a_block_behind_a_registration_and_the_next_one_ha
     device = Device()
     regions, lent = lender(device)
     started_s = time.monotonic()
-    monkeypatch.setattr(blocks, "REGISTER_S", 0.01)
+    monkeypatch.setattr(memory, "REGISTER_S", 0.01)
 
     assert lent.lend(until()) is None
     # While that one is late, others do not even wait for a moment, nor ask for more memory.
-    monkeypatch.setattr(blocks, "REGISTER_S", LONG_S)
+    monkeypatch.setattr(memory, "REGISTER_S", LONG_S)
     assert [lent.lend(until()) for _ in range(2)] == [None] * 2
     assert time.monotonic() - started_s < PROMPT_S
     device.gate.set()
@@ -59,7 +58,7 @@ def test_who_waits_for_a_block_to_come_back_leaves_when_one_is_late(
     """The fifth of five readers must not have to wait for each of the four in turn."""
     device = Device()
     regions, lent = lender(device, blocks_max=1)
-    monkeypatch.setattr(blocks, "REGISTER_S", 0.05)
+    monkeypatch.setattr(memory, "REGISTER_S", 0.05)
     got: list[object] = []
     readers = [threading.Thread(target=lambda: got.append(lent.lend(until()))) for _ in range(3)]
 
@@ -84,7 +83,7 @@ def test_half_of_the_time_left_is_the_other_fabrics(
     """Where there is one; otherwise a block that comes late is better than none."""
     device = Device()
     regions, lent = lender(device, has_fallback=has_fallback, clock=lambda: 100.0)
-    monkeypatch.setattr(blocks, "REGISTER_S", 0.25)
+    monkeypatch.setattr(memory, "REGISTER_S", 0.25)
     waited: list[float] = []
     monkeypatch.setattr(regions, "wait", lambda _, timeout_s: bool(waited.append(timeout_s)))
 
@@ -135,7 +134,7 @@ def test_block_for_which_no_thread_was_to_be_had_is_made_when_there_is_one(
     device = Device()
     device.gate.set()
     regions, lent = lender(device)
-    monkeypatch.setattr(blocks, "REGISTER_S", 0.01)
+    monkeypatch.setattr(memory, "REGISTER_S", 0.01)
 
     def none(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -166,7 +165,7 @@ def test_block_whose_making_was_cut_short_is_not_lost(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((blocks.mmap, at) if at == "mmap" else (regions, at)), fails)
+        patched.setattr(*((memory.mmap, at) if at == "mmap" else (regions, at)), fails)
         with pytest.raises(KeyboardInterrupt):
             lent.lend(until())
     for region in lent._late:

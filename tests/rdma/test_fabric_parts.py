@@ -19,10 +19,9 @@ from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import DEADLINE, INTERNAL, NO_MEMORY, PEER_UNREACHABLE, REFUSED
-from peercache.rdma import client_rail as sides
-from peercache.rdma import leasing
-from peercache.rdma.blocks import Block, Blocks
+from peercache.rdma import channels
 from peercache.rdma.fabric import RdmaFabric
+from peercache.rdma.memory import Block, Blocks
 from peercache.rdma.registrar import Registered
 from peercache.rdma.serving import ChannelServer
 from peercache.wire.envelope import Message
@@ -281,7 +280,7 @@ def test_channel_that_failed_is_never_used_again(bench: FakeBench) -> None:
 
     refused = bench.get(offsets, Destination.of([[GRANULE]]))
     bench.world.fails = lambda address: 0
-    bench.fabric._absences.clear()
+    bench.fabric._unreachable.clear()
     into = Destination.of([[GRANULE]])
     again = bench.get(offsets, into)
 
@@ -311,7 +310,7 @@ def test_channel_that_cannot_be_destroyed_blocks_nobody(bench: FakeBench) -> Non
     missed = bench.get(offsets, Destination.of([[GRANULE]]))
     left = dict(bench.fabric._channels._numbers)
     bench.world.fails = lambda address: 0
-    bench.fabric._absences.clear()
+    bench.fabric._unreachable.clear()
     into = Destination.of([[GRANULE]])
     again = bench.get(offsets, into)
 
@@ -359,7 +358,7 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     make_bench: Callable[..., FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link says it is up: what tells is that it alone makes no progress."""
-    monkeypatch.setattr(sides, "BACKOFF_S", 3.0)
+    monkeypatch.setattr(channels, "BACKOFF_S", 3.0)
     bench = make_bench(rails=2)
     offsets, contents = bench.pages(8, 2**18)
     into = Destination.of([[2**18]] * 8)
@@ -375,7 +374,7 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     before = bench.world.doorbells
     soon = bench.get(offsets, Destination.of([[2**18]] * 8))
     alone = bench.world.doorbells - before
-    time.sleep(sides.BACKOFF_S)
+    time.sleep(channels.BACKOFF_S)
     later = bench.get(offsets, Destination.of([[2**18]] * 8))
 
     assert (got.failure, soon.failure, later.failure) == ("", "", "")
@@ -422,7 +421,7 @@ def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_it
     bench = make_bench(fallback=other)
     offsets, contents = bench.pages(2)
     bench.get(offsets, Destination.of([[GRANULE]] * 2))
-    monkeypatch.setattr("peercache.rdma.blocks.REGISTER_S", 0.01)
+    monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", 0.01)
     regions, side = bench.ours[0].regions, bench.fabric._sides[0]
     side.bounce._idle.clear()
     register, gate = regions._registrar.register, threading.Event()
@@ -457,7 +456,7 @@ def test_client_that_finds_nobody_never_connects_and_reads_elsewhere(
     offsets, contents = bench.pages(2)
     bench.ours[0].finds_others = False
     connected: list[object] = []
-    monkeypatch.setattr("peercache.rdma.channel.Channel.connect", connected.append)
+    monkeypatch.setattr("peercache.rdma.channels.Channel.connect", connected.append)
     into = Destination.of([[GRANULE]] * 2)
 
     got = bench.get(offsets, into)
@@ -589,7 +588,7 @@ def test_list_of_channels_is_repeated_because_messages_get_lost(
 ) -> None:
     """A node ends what nobody lists for a while."""
     bench.get(bench.pages(1)[0], Destination.of([[GRANULE]]))
-    monkeypatch.setattr(leasing, "HELD_S", 0.0)
+    monkeypatch.setattr(channels, "HELD_S", 0.0)
 
     assert bench.fabric.held() == bench.fabric.held() != []
 

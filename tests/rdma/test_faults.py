@@ -17,7 +17,7 @@ from peercache.memory.published import PublishedSegment
 from peercache.model.reads import ODD, Fetched
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import device
-from peercache.rdma.client_rail import Side
+from peercache.rdma.channels import ClientRail
 from peercache.rdma.fabric import REFUSED_S
 from peercache.rdma.rail import Settings
 from peercache.wire.messages.rdma import ChannelOpened
@@ -340,13 +340,13 @@ def test_reads_go_on_over_the_other_rail_while_one_dies(
     left_out_s: list[float] = []
     broken_s: list[float] = []
     died, healthy = threading.Event(), 40
-    leave_out = Side.leave_out
+    leave_out = ClientRail.leave_out
 
-    def noted(side: Side, now: float) -> None:
+    def noted(side: ClientRail, now: float) -> None:
         left_out_s.append(now)
         leave_out(side, now)
 
-    monkeypatch.setattr(Side, "leave_out", noted)
+    monkeypatch.setattr(ClientRail, "leave_out", noted)
 
     def break_it() -> None:
         died.wait()

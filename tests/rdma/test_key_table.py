@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.rdma.key_table import Cut, KeyTable, Piece
+from peercache.rdma.key_table import Cut, MemoryKeys, Piece
 
 
 def u64(*values: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def parts(cut: Cut) -> list[tuple[int, int, int, int]]:
 
 def test_range_inside_a_piece_is_one_part() -> None:
     """The usual page lies in one registration, and needs one key."""
-    table = KeyTable.of([(1000, 500, 7), (2000, 500, 8)])
+    table = MemoryKeys.of([(1000, 500, 7), (2000, 500, 8)])
 
     cut = table.cut(u64(2100, 1000), u64(400, 500))
 
@@ -32,7 +32,7 @@ def test_range_inside_a_piece_is_one_part() -> None:
 
 def test_range_over_a_border_is_cut_there() -> None:
     """A page that straddles two chunks is read with two keys, its parts in order."""
-    table = KeyTable.of([(1000, 500, 7), (1500, 500, 8), (2000, 10, 9)])
+    table = MemoryKeys.of([(1000, 500, 7), (1500, 500, 8), (2000, 10, 9)])
 
     cut = table.cut(u64(1900, 1400), u64(50, 605))
 
@@ -41,7 +41,7 @@ def test_range_over_a_border_is_cut_there() -> None:
 
 def test_range_that_is_not_wholly_registered_has_no_parts() -> None:
     """Half a page is no page: it goes another way, and its neighbours are not held up."""
-    table = KeyTable.of([(1000, 500, 7), (1600, 500, 8)])
+    table = MemoryKeys.of([(1000, 500, 7), (1600, 500, 8)])
 
     cut = table.cut(u64(1400, 1100, 900, 2099, 5000), u64(200, 10, 200, 2, 1))
 
@@ -51,7 +51,7 @@ def test_range_that_is_not_wholly_registered_has_no_parts() -> None:
 
 def test_piece_inside_another_hides_nothing_of_it() -> None:
     """Memory that was registered twice is open as far as the larger piece goes."""
-    table = KeyTable.of([(1000, 1000, 7), (1200, 100, 8)])
+    table = MemoryKeys.of([(1000, 1000, 7), (1200, 100, 8)])
 
     cut = table.cut(u64(1250), u64(700))
 
@@ -61,7 +61,7 @@ def test_piece_inside_another_hides_nothing_of_it() -> None:
 
 def test_range_of_no_bytes_is_covered_by_no_part() -> None:
     """A READ of nothing would be a work request for nothing."""
-    cut = KeyTable.of([(1000, 500, 7)]).cut(u64(1000, 1100), u64(0, 10))
+    cut = MemoryKeys.of([(1000, 500, 7)]).cut(u64(1000, 1100), u64(0, 10))
 
     assert parts(cut) == [(1, 1100, 10, 7)]
     assert cut.covered.all()
@@ -69,7 +69,7 @@ def test_range_of_no_bytes_is_covered_by_no_part() -> None:
 
 def test_empty_table_opens_nothing() -> None:
     """Before the first registration every range goes another way."""
-    cut = KeyTable.of([]).cut(u64(0, 5), u64(1, 0))
+    cut = MemoryKeys.of([]).cut(u64(0, 5), u64(1, 0))
 
     assert cut.covered.tolist() == [False, True]
     assert parts(cut) == []
@@ -89,7 +89,7 @@ def test_cut_agrees_with_a_walk_over_every_byte(
         for byte in range(120)
     }
 
-    cut = KeyTable.of(pieces).cut(
+    cut = MemoryKeys.of(pieces).cut(
         u64(*[begin for begin, _ in ranges]), u64(*[length for _, length in ranges])
     )
 

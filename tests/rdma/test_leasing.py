@@ -12,8 +12,8 @@ import pytest
 
 from peercache.actors.channels.actor import ChannelPool
 from peercache.model.reads import PeerRead
-from peercache.rdma.leasing import STRIPE_BYTES_MIN, Channels, Reserved
-from peercache.rdma.progress import Progress
+from peercache.rdma.channels import STRIPE_BYTES_MIN, Channels, Reserved
+from peercache.rdma.plan import ReadProgress
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
 from tests.pace import PATIENCE_S
 
@@ -30,12 +30,12 @@ def channels(rails: int) -> Channels:
     return Channels(sides, time.monotonic)
 
 
-def small() -> Progress:
+def small() -> ReadProgress:
     """Return a read of one small page."""
     into = Destination.of([[GRANULE]])
     read = PeerRead(member_of(INCARNATION), np.zeros(1, np.uint64), into.lengths, into.runs)
     assert read.lengths.sum() < STRIPE_BYTES_MIN
-    return Progress(read, time.monotonic() + PATIENCE_S)
+    return ReadProgress(read, time.monotonic() + PATIENCE_S)
 
 
 def reserve(ours: Channels) -> Reserved:

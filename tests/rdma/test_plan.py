@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.model.runs import PageRuns
-from peercache.rdma.key_table import KeyTable, Piece
+from peercache.rdma.key_table import MemoryKeys, Piece
 from peercache.rdma.plan import (
     PORTION_WORK_MAX,
     WORD_BYTES,
     WORD_GAP_BYTES,
     Limits,
     Missing,
-    Plan,
     Portion,
     Published,
+    ReadPlan,
     bounced,
     clipped,
     inside,
@@ -39,12 +39,12 @@ LOCAL_KEY, REMOTE_KEY, WORDS_KEY = 11, 22, 33
 
 def published_with(pieces: list[Piece]) -> Published:
     """Return page memory that these regions open."""
-    return Published(PAGES_ADDRESS, PAGE_BYTES, WORDS_ADDRESS, GRANULE, KeyTable.of(pieces))
+    return Published(PAGES_ADDRESS, PAGE_BYTES, WORDS_ADDRESS, GRANULE, MemoryKeys.of(pieces))
 
 
 WORDS_PIECE = (WORDS_ADDRESS, PAGE_BYTES // GRANULE * WORD_BYTES, WORDS_KEY)
 WHOLE = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), WORDS_PIECE])
-ALL_OURS = KeyTable.of([(OURS, OURS_BYTES, LOCAL_KEY)])
+ALL_OURS = MemoryKeys.of([(OURS, OURS_BYTES, LOCAL_KEY)])
 LIMITS = Limits(pieces=4, work=64, read_bytes=4 * GRANULE, portion_bytes=16 * GRANULE)
 
 
@@ -59,7 +59,7 @@ class Peer:
         self.ours = np.full(OURS_BYTES, 255, np.uint8)
         self.got: dict[int, int] = {}
 
-    def run(self, made: Plan, keys: Published, local: KeyTable) -> None:
+    def run(self, made: ReadPlan, keys: Published, local: MemoryKeys) -> None:
         """Carry out a plan; every address must be open under its key."""
         for portion in made.portions:
             self._read(portion, keys, local)
@@ -75,7 +75,7 @@ class Peer:
                 assert page not in self.got, f"the word of page {page} is read twice"
                 self.got[page] = int(buffer[slot])
 
-    def _read(self, portion: Portion, keys: Published, local: KeyTable) -> None:
+    def _read(self, portion: Portion, keys: Published, local: MemoryKeys) -> None:
         at = 0
         for remote, key, count in zip(portion.remote, portion.keys, portion.pieces, strict=True):
             sizes = portion.sizes[at : at + count]
@@ -91,7 +91,7 @@ class Peer:
         assert at == len(portion.addresses)
 
 
-def key_of(table: KeyTable, begin: int, length: int) -> int:
+def key_of(table: MemoryKeys, begin: int, length: int) -> int:
     """Return the one key that opens a range."""
     cut = table.cut(np.array([begin], np.uint64), np.array([length], np.uint64))
     assert cut.covered.all()
@@ -103,14 +103,14 @@ def run(
     slots: list[tuple[int, list[tuple[int, int]]]],
     *,
     published: Published = WHOLE,
-    local: KeyTable = ALL_OURS,
+    local: MemoryKeys = ALL_OURS,
     limits: Limits = LIMITS,
-) -> tuple[Plan, Peer]:
+) -> tuple[ReadPlan, Peer]:
     """Plan to read (offset, runs) slots, carry it out, and check every byte and word."""
     offsets = np.array([offset for offset, _ in slots], np.uint64)
     runs = PageRuns.of([[(OURS + at, size) for at, size in pieces] for _, pieces in slots])
     made = plan(published, offsets, runs, local, limits)
-    assert isinstance(made, Plan), made
+    assert isinstance(made, ReadPlan), made
     peer = Peer()
     peer.run(made, published, local)
     expected = np.full(OURS_BYTES, 255, np.uint8)
@@ -127,7 +127,7 @@ def run(
     return made, peer
 
 
-def check_limits(made: Plan, limits: Limits) -> None:
+def check_limits(made: ReadPlan, limits: Limits) -> None:
     """Assert what a queue pair and its word buffer have room for."""
     for portion in made.portions:
         work = len(portion.remote) + len(portion.words.remote)
@@ -196,14 +196,14 @@ def test_words_far_apart_are_read_one_by_one() -> None:
         2 * far * GRANULE,
         WORDS_ADDRESS,
         GRANULE,
-        KeyTable.of([(PAGES_ADDRESS, 2 * far * GRANULE, 1), (WORDS_ADDRESS, 2 * far * 8, 2)]),
+        MemoryKeys.of([(PAGES_ADDRESS, 2 * far * GRANULE, 1), (WORDS_ADDRESS, 2 * far * 8, 2)]),
     )
     offsets = np.array([far * GRANULE, 0], np.uint64)
     runs = PageRuns.of([[(OURS, 8)], [(OURS + 8, 8)]])
 
     made = plan(published, offsets, runs, ALL_OURS, LIMITS)
 
-    assert isinstance(made, Plan)
+    assert isinstance(made, ReadPlan)
     words = made.portions[0].words
     assert (words.lengths, words.slots.tolist()) == ([8, 8], [1, 0])
 
@@ -222,7 +222,7 @@ def test_read_stops_at_the_border_of_a_registration() -> None:
     published = published_with(
         [(PAGES_ADDRESS, third, 1), (PAGES_ADDRESS + third, PAGE_BYTES - third, 2), WORDS_PIECE]
     )
-    local = KeyTable.of([(OURS, 1000, 5), (OURS + 1000, OURS_BYTES - 1000, 6)])
+    local = MemoryKeys.of([(OURS, 1000, 5), (OURS + 1000, OURS_BYTES - 1000, 6)])
     at = third // GRANULE * GRANULE
 
     made, _ = run([(at, [(0, GRANULE)])], published=published, local=local)
@@ -253,9 +253,9 @@ def test_memory_that_is_not_registered_is_named() -> None:
     half = published_with([(PAGES_ADDRESS + GRANULE, GRANULE, 1), WORDS_PIECE])
     no_words = published_with([(PAGES_ADDRESS, PAGE_BYTES, 1)])
 
-    assert plan(WHOLE, one, runs, KeyTable.of([]), LIMITS) is Missing.OURS
+    assert plan(WHOLE, one, runs, MemoryKeys.of([]), LIMITS) is Missing.OURS
     assert plan(half, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
-    assert plan(half, one, runs, KeyTable.of([]), LIMITS) is Missing.THEIRS
+    assert plan(half, one, runs, MemoryKeys.of([]), LIMITS) is Missing.THEIRS
     assert plan(no_words, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
     offsets, lengths = np.array([0, GRANULE], np.uint64), np.array([8, 8], np.uint64)
     assert opened(half, offsets, lengths).tolist() == [False, True]
@@ -288,14 +288,14 @@ def test_small_pages_never_fill_a_queue_pair_over() -> None:
     count = 5000
     published = Published(
         PAGES_ADDRESS, count * 2 * GRANULE, WORDS_ADDRESS, GRANULE,
-        KeyTable.of([(PAGES_ADDRESS, count * 2 * GRANULE, 1), (WORDS_ADDRESS, count * 16, 2)]),
+        MemoryKeys.of([(PAGES_ADDRESS, count * 2 * GRANULE, 1), (WORDS_ADDRESS, count * 16, 2)]),
     )  # fmt: skip
     offsets = np.random.default_rng(2).permutation(count).astype(np.uint64) * np.uint64(2 * GRANULE)
     runs = PageRuns.of([[(OURS + page, 1)] for page in range(count)])
 
     made = plan(published, offsets, runs, ALL_OURS, Limits(pieces=16))
 
-    assert isinstance(made, Plan)
+    assert isinstance(made, ReadPlan)
     pages = [page for portion in made.portions for page in portion.words.pages.tolist()]
     assert pages == list(range(count))
     for portion in made.portions:
@@ -396,6 +396,6 @@ def test_any_batch_brings_the_very_bytes_within_the_limits(
     run(
         slots,
         published=published_with([*remote, WORDS_PIECE]),
-        local=KeyTable.of(local),
+        local=MemoryKeys.of(local),
         limits=limits,
     )

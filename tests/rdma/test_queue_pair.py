@@ -14,11 +14,11 @@ import pytest
 
 from peercache.rdma import neighbours, verbs
 from peercache.rdma.device import Gid
-from peercache.rdma.queue_pair import RETRIES_MAX, TRANSITIONS, End, QueuePair, Sizes, State
+from peercache.rdma.queue_pair import RETRIES_MAX, TRANSITIONS, QpEnd, QueuePair, Sizes, State
 from tests.pace import PATIENCE_S
 from tests.rdma.fake_device import FakeRail, World
 
-OTHER = End(7, 8, 0, bytes(16))
+OTHER = QpEnd(7, 8, 0, bytes(16))
 
 
 def pair_of(world: World) -> tuple[FakeRail, QueuePair]:

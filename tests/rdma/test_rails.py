@@ -21,9 +21,8 @@ from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.reads import Fetched, PeerRead
 from peercache.observability.metrics import Metrics
-from peercache.rdma.client_rail import BACKOFF_S, Side
+from peercache.rdma.channels import BACKOFF_S, STRIPE_BYTES_MIN, ClientRail
 from peercache.rdma.fabric import RdmaFabric
-from peercache.rdma.leasing import STRIPE_BYTES_MIN
 from peercache.rdma.reading import RAIL_STALL_S
 from peercache.rdma.serving import ChannelServer
 from peercache.wire.envelope import Message
@@ -178,13 +177,13 @@ def rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rails]:
     )  # fmt: skip
     segment.populate(PAGE_MEMORY_BYTES)
     made = Rails(segment)
-    leave_out = Side.leave_out
+    leave_out = ClientRail.leave_out
 
-    def noted(side: Side, now: float) -> None:
+    def noted(side: ClientRail, now: float) -> None:
         made.left_out.append((side.rail.name, now))
         leave_out(side, now)
 
-    monkeypatch.setattr(Side, "leave_out", noted)
+    monkeypatch.setattr(ClientRail, "leave_out", noted)
     assert made.read()[0].failure == ""
     assert len(made.fabric._sides[1].channels) == 1
     yield made

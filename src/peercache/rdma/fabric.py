@@ -32,14 +32,10 @@ from peercache.observability.reasons import (
     REFUSED,
     UNREGISTERED,
 )
-from peercache.rdma.channel import Channel
-from peercache.rdma.client_rail import Side, end_of, published_by
-from peercache.rdma.leasing import Channels, Reserved
-from peercache.rdma.progress import Progress
+from peercache.rdma.channels import Channel, Channels, ClientRail, Reserved, end_of, published_by
+from peercache.rdma.plan import ReadProgress
 from peercache.rdma.rail import Rail
-from peercache.rdma.reading import Poller, Transfer, drive
-from peercache.rdma.striping import Leased, Share, Unprepared, shares_of
-from peercache.rdma.unreachable import ALL_RAILS, Absences
+from peercache.rdma.reading import Leased, Poller, Share, Transfer, Unprepared, drive, shares_of
 from peercache.wire.envelope import Message
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
 from peercache.wire.messages.session import Refused
@@ -71,8 +67,49 @@ ELSEWHERE = {
 }
 """Failures that another fabric may not have, and the miss reason where there is none."""
 
-Exchange: TypeAlias = Callable[[int, Message, float], "Message | None"]
+AskPeer: TypeAlias = Callable[[int, Message, float], "Message | None"]
 """Ask a peer by its incarnation, until a time: its answer, or None."""
+
+
+ALL_RAILS = -1
+
+
+@final
+class UnreachablePeers:
+    """What is believed of each member, until when. Thread-safe: each step is one of a dict's."""
+
+    def __init__(self) -> None:
+        """Believe nothing."""
+        self._until: dict[tuple[int, int], float] = {}
+
+    def note(self, peer: int, until: float, rail: int = ALL_RAILS) -> None:
+        """Believe until then that a member cannot be read, over one rail or over any."""
+        self._until[peer, rail] = until
+
+    def has(self, peer: int, now: float, rail: int = ALL_RAILS) -> bool:
+        """Return whether that is believed now."""
+        return self._until.get((peer, rail), 0.0) > now
+
+    def any(self) -> bool:
+        """Return whether there may be something believed of somebody."""
+        return bool(self._until)
+
+    def rails(self, peer: int, now: float) -> list[int]:
+        """Return the single rails over which a member cannot be read now."""
+        return [
+            rail
+            for (of, rail), until in list(self._until.items())
+            if of == peer and rail != ALL_RAILS and until > now
+        ]
+
+    def forget(self, peer: int) -> None:
+        """Forget a member."""
+        for key in [key for key in list(self._until) if key[0] == peer]:
+            self._until.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._until.clear()
 
 
 @final
@@ -85,7 +122,7 @@ class RdmaFabric:
         self,
         *,
         rails: Sequence[Rail],
-        exchange: Exchange,
+        exchange: AskPeer,
         max_channels_per_peer: int,
         rng: random.Random,
         metrics: Metrics,
@@ -99,7 +136,7 @@ class RdmaFabric:
         fallback: reads what cannot be read here, and says so; None makes that a miss.
         """
         self._sides = tuple(
-            Side(
+            ClientRail(
                 rail, index, max_channels_per_peer=max_channels_per_peer, rng=rng, clock=clock,
                 has_fallback=fallback is not None,
             )
@@ -113,7 +150,7 @@ class RdmaFabric:
         self._log = get_logger(actor="rdma")
         self.between: Callable[[], None] | None = None
         self._channels = Channels(self._sides, clock)
-        self._absences = Absences()
+        self._unreachable = UnreachablePeers()
         self._warn_once = WarnOnce(self._log)
         # Guards what follows.
         self._lock = threading.Lock()
@@ -122,18 +159,20 @@ class RdmaFabric:
     # --- the port `Fabric` ------------------------------------------------------------------------
 
     def reaches(self, member: Member) -> bool:
-        """Return whether a link is up, and nothing says that this member serves no rdma."""
-        now = self._clock()
+        """Return whether a link is up, and no failure says that this member serves no rdma."""
+        now, peer = self._clock(), member.incarnation
         if self._channels.is_closed or not (member.data or member.control):
             return False
-        peer, absences = member.incarnation, self._absences
-        return not absences.has(peer, now) and any(
-            side.is_usable(now) and not absences.has(peer, now, side.index) for side in self._sides
+        if self._unreachable.has(peer, now):
+            return False
+        return any(
+            side.is_usable(now) and not self._unreachable.has(peer, now, side.index)
+            for side in self._sides
         )
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
         """Fill the destinations in page order by `deadline`; see `Fabric`."""
-        progress = Progress(read, deadline - SET_ASIDE_S)
+        progress = ReadProgress(read, deadline - SET_ASIDE_S)
         if not len(read.offsets):
             return Fetched(progress.seen, "", self.name)
         try:
@@ -166,7 +205,7 @@ class RdmaFabric:
     def forget(self, incarnation: int) -> None:
         """Close the channels to a member that is dead, those in use when their reads end."""
         self._channels.forget(incarnation)
-        self._absences.forget(incarnation)
+        self._unreachable.forget(incarnation)
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
         """Return what to tell nodes about their channels now; call it each second."""
@@ -187,14 +226,14 @@ class RdmaFabric:
 
     # --- one read ---------------------------------------------------------------------------------
 
-    def _read(self, progress: Progress) -> str:
+    def _read(self, progress: ReadProgress) -> str:
         """Read until nothing is left or nothing helps; return "" or why not."""
         read = progress.read
         wanted = read.runs.lengths
         if wanted.shape != read.lengths.shape or (wanted != read.lengths).any():
             raise LocalProtocolError("lengths differ from the destinations' sizes")
-        if self._absences.any():
-            progress.avoided.update(self._absences.rails(progress.peer, self._clock()))
+        if self._unreachable.any():
+            progress.avoided.update(self._unreachable.rails(progress.peer, self._clock()))
         failure = ""
         # Every turn completes the read, or strikes out a rail or its idle channels.
         for _ in range(2 * len(self._sides) + 1):
@@ -212,10 +251,10 @@ class RdmaFabric:
                 return failure
         return failure
 
-    def _is_away(self, progress: Progress) -> bool:
-        return self._absences.has(progress.peer, self._clock())
+    def _is_away(self, progress: ReadProgress) -> bool:
+        return self._unreachable.has(progress.peer, self._clock())
 
-    def _lease(self, progress: Progress) -> tuple[list[Leased], str]:
+    def _lease(self, progress: ReadProgress) -> tuple[list[Leased], str]:
         """Return connected channels for what is left, waiting for one; or none, and why."""
         reserved, why = self._channels.reserve(progress)
         leased: list[Leased] = []
@@ -237,7 +276,7 @@ class RdmaFabric:
             raise
         return leased[::-1], why
 
-    def _connected(self, progress: Progress, mine: Reserved) -> tuple[Channel | None, str]:
+    def _connected(self, progress: ReadProgress, mine: Reserved) -> tuple[Channel | None, str]:
         """Return the channel of a lease, connected; or None and why it cannot be."""
         if not mine.lease.is_new:
             return self._channels.idle(mine), ""
@@ -267,7 +306,7 @@ class RdmaFabric:
             channel.close()
         return None, why
 
-    def _ask(self, progress: Progress, side: Side, channel: Channel) -> Message | None:
+    def _ask(self, progress: ReadProgress, side: ClientRail, channel: Channel) -> Message | None:
         """Ask the peer for its end of a channel; remember if it has none."""
         until = min(progress.deadline, self._clock() + EXCHANGE_S)
         answer = self._exchange(progress.peer, side.question(channel), until)
@@ -281,7 +320,7 @@ class RdmaFabric:
             self._away(progress.peer, now + AWAY_S, "no answer to the exchange of queue pairs")
         return answer
 
-    def _finds(self, progress: Progress, side: Side, answer: ChannelOpened) -> bool:
+    def _finds(self, progress: ReadProgress, side: ClientRail, answer: ChannelOpened) -> bool:
         """Return whether the node's end can be connected to; remember if it cannot.
 
         Connecting would look for it, too: for a second, and nothing of this process went on.
@@ -295,7 +334,7 @@ class RdmaFabric:
             self._away(progress.peer, now + REFUSED_S, why, side.index)
         return False
 
-    def _use(self, progress: Progress, leased: Sequence[Leased]) -> str:
+    def _use(self, progress: ReadProgress, leased: Sequence[Leased]) -> str:
         """Read what is left over these channels, which are back in the pool or closed after it."""
         shares: list[Share] = []
         try:
@@ -342,7 +381,7 @@ class RdmaFabric:
         for share in shares:
             share.give_back()
 
-    def _settle(self, progress: Progress, shares: Sequence[Share]) -> str:
+    def _settle(self, progress: ReadProgress, shares: Sequence[Share]) -> str:
         """Note what has arrived, and what failed: a rail is left out, or its idle channels go."""
         failure = ""
         for share in shares:
@@ -370,7 +409,7 @@ class RdmaFabric:
             failure = why if why == DEADLINE or not failure else failure
         return failure
 
-    def _refresh(self, progress: Progress, leased: Leased) -> None:
+    def _refresh(self, progress: ReadProgress, leased: Leased) -> None:
         """Ask again what the peer has registered."""
         if self._clock() - leased.channel.asked_at < REFRESH_S:
             return
@@ -382,7 +421,7 @@ class RdmaFabric:
                 self._warn_channel(progress.peer, leased.reserved.side, str(error))
 
     def _fall_back(
-        self, fallback: Fabric, progress: Progress, failure: str, deadline: float
+        self, fallback: Fabric, progress: ReadProgress, failure: str, deadline: float
     ) -> Fetched:
         """Have the other fabric read what is not there."""
         pages, peer = progress.elsewhere(), progress.peer
@@ -400,9 +439,9 @@ class RdmaFabric:
 
     def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
         """Believe, until a time, that a peer cannot be read over rdma, or over one rail."""
-        self._absences.note(peer, until, rail)
+        self._unreachable.note(peer, until, rail)
         self._warn_once("rdma.connect_failed", (peer, why), peer=name_of(peer), reason=why)
 
-    def _warn_channel(self, peer: int, side: Side, why: str) -> None:
+    def _warn_channel(self, peer: int, side: ClientRail, why: str) -> None:
         key, name = (peer, why), name_of(peer)
         self._warn_once("rdma.channel_failed", key, peer=name, reason=why, rail=side.rail.name)

@@ -40,7 +40,7 @@ class Cut:
 
 
 @attrs.frozen(eq=False)
-class KeyTable:
+class MemoryKeys:
     """Registered pieces, by begin and by end. Never changed: a new table takes its place."""
 
     begins: U64
@@ -48,7 +48,7 @@ class KeyTable:
     keys: U64
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> KeyTable:
+    def of(cls, pieces: Iterable[Piece]) -> MemoryKeys:
         """Build from (begin, length, key) in any order; they may overlap."""
         table = np.array(sorted(pieces), np.uint64).reshape(-1, 3)
         begins, ends = table[:, 0], table[:, 0] + table[:, 1]

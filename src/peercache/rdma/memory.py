@@ -11,6 +11,7 @@ Limits  THREADS_MAX threads, which end when nothing is left to do.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -19,11 +20,12 @@ from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from peercache.memory.kernel import populate_range
+from peercache.memory.kernel import address_of, populate_range
 from peercache.model.fork_guard import ForkGuard
 from peercache.observability.log import get_logger
-from peercache.rdma.key_table import KeyTable, Piece
+from peercache.rdma.key_table import MemoryKeys, Piece
 from peercache.rdma.registrar import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_READ,
@@ -34,7 +36,7 @@ from peercache.rdma.registrar import (
     registrar_for,
 )
 
-__all__ = ["KeyTable", "Piece", "Region", "Regions", "RegistrationFailed"]
+__all__ = ["MemoryKeys", "Piece", "Region", "Regions", "RegistrationFailed"]
 
 THREADS_MAX = 4
 """One thread pins some 10 GB/s of touched memory; more of them meet at the kernel's locks."""
@@ -132,7 +134,7 @@ class Regions:
         self._threads = 0
         self._fork = ForkGuard()
         self._is_closed = False
-        self._table = KeyTable.of(())
+        self._table = MemoryKeys.of(())
         if registrar is None and protect_from_fork():
             self._log.warning("rdma.fork_unprotected", hint="start with RDMAV_FORK_SAFE=1 set")
 
@@ -217,7 +219,7 @@ class Regions:
     # --- looking up -------------------------------------------------------------------------------
 
     @property
-    def table(self) -> KeyTable:
+    def table(self) -> MemoryKeys:
         """Return the lkeys of all usable memory by address, as they are now: a value to keep."""
         return self._table
 
@@ -272,7 +274,7 @@ class Regions:
                 region.is_removed = True
                 self._drop_tasks_of(region)
             regions, self._regions = self._regions, []
-            self._table = KeyTable.of(())
+            self._table = MemoryKeys.of(())
             if not self._changed.wait_for(lambda: self._threads == 0, CLOSE_S):
                 self._log.warning(
                     "rdma.registration_stuck", threads=self._threads, waited_s=CLOSE_S
@@ -358,7 +360,7 @@ class Regions:
 
     def _tabulate(self) -> None:
         """Make the table anew; the caller holds the lock."""
-        self._table = KeyTable.of(
+        self._table = MemoryKeys.of(
             [
                 (region.address + offset, length, piece.lkey)
                 for region in self._regions
@@ -371,3 +373,127 @@ class Regions:
         problems = [self._registrar.deregister(piece) for _, piece in pieces.values()]
         for problem in filter(None, problems):
             self._log.warning("rdma.deregister_failed", region=region.name, problem=problem)
+
+
+REGISTER_S = 0.25
+"""Patience with a new block where another fabric could read instead: it takes 30 ms, or as long as
+the registration that goes on at that moment."""
+
+
+LATE_LOOK_S = 0.02
+"""How often whoever has nothing else to wait for looks whether a late block is there."""
+
+
+@attrs.frozen(eq=False)
+class Block:
+    """Memory to borrow. address, key: as a scatter entry names it."""
+
+    address: int
+    key: int
+    memory: npt.NDArray[np.uint8]
+    region: Region
+
+
+@final
+class Blocks:
+    """Lends blocks of one size, registered with one rail. Thread-safe."""
+
+    def __init__(
+        self, regions: Regions, name: str, *, block_bytes: int, blocks_max: int,
+        has_fallback: bool, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """Start with none. has_fallback: whether who gets none is served by another fabric."""
+        self.block_bytes = block_bytes
+        self._regions = regions
+        self._name = name
+        self._blocks_max = blocks_max
+        self._has_fallback = has_fallback
+        self._clock = clock
+        # Guards what follows; whoever waits on it waits for a block to come back.
+        self._changed = threading.Condition()
+        self._idle: list[Block] = []
+        self._late: list[Region] = []
+        self._count = 0
+
+    def lend(self, until: float) -> Block | None:
+        """Return a block, or None if none came free in time, or none can be registered soon."""
+        with self._changed:
+            self._take_late()
+            while not self._idle and self._count >= self._blocks_max:
+                left = until - self._clock()
+                if left <= 0 or self._leaves_it():
+                    return None
+                # The end of a registration wakes nobody who waits for a block.
+                self._changed.wait(min(left, LATE_LOOK_S) if self._late else left)
+                self._take_late()
+            if self._idle:
+                return self._idle.pop()
+            if self._leaves_it():
+                return None
+            self._count += 1
+        region: Region | None = None
+        try:
+            region = self._begin()
+            self._regions.wait(region, self._patience_s(until))
+        except BaseException:
+            with self._changed:
+                if region is None:
+                    self._count -= 1
+                else:
+                    self._late.append(region)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            block = self._made(region)
+            self._changed.notify_all()
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Take a block back: nothing writes to it any more."""
+        with self._changed:
+            self._idle.append(block)
+            self._changed.notify_all()
+
+    def _begin(self) -> Region:
+        """Begin to register memory for one more block."""
+        memory = np.frombuffer(mmap.mmap(-1, self.block_bytes), np.uint8)
+        return self._regions.add(
+            self._name, address_of(memory), self.block_bytes,
+            remote=False, owner=memory, is_urgent=True,
+        )  # fmt: skip
+
+    def _leaves_it(self) -> bool:
+        """Return whether another fabric is to read: one more block would come later still."""
+        return self._has_fallback and bool(self._late)
+
+    def _patience_s(self, until: float) -> float:
+        left = until - self._clock()
+        # Half of it is the other fabric's.
+        return min(REGISTER_S, left / 2) if self._has_fallback else left
+
+    def _made(self, region: Region) -> Block | None:
+        """Return the block that a region is, if it is registered; the caller holds the lock."""
+        if not self._regions.wait(region, 0.0):
+            # Not given up: begun anew by each read, one might never be there.
+            self._late.append(region)
+            return None
+        found = self._regions.find(region.address, self.block_bytes)
+        if len(found) == 1:
+            return Block(region.address, found[0][2], region.owner, region)
+        # It failed, which Regions has told; a later read tries again.
+        self._regions.remove(region)
+        self._count -= 1
+        return None
+
+    def _take_late(self) -> None:
+        """Take what was late and is registered by now; the caller holds the lock."""
+        late, self._late = self._late, []
+        for region in late:
+            # Asks for a thread again, if there was none to be had.
+            self._regions.grow(region, self.block_bytes)
+            block = self._made(region)
+            if block is not None:
+                self._idle.append(block)
+        if len(self._late) < len(late):
+            # One came, or there is room for another.
+            self._changed.notify_all()

@@ -21,7 +21,7 @@ from peercache.observability.metrics import Metrics
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.memory import Regions
-from peercache.rdma.queue_pair import End, Path, QueuePair, Sizes
+from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
 from peercache.rdma.registrar import DIRECT_CHUNK_BYTES, Registered
 from peercache.rdma.verbs import Verbs
@@ -95,13 +95,13 @@ class InstantRail:
         """Return a queue pair that completes what it is given."""
         return QueuePair(self.verbs, context=None, pd=None, cq=cq, port=1, sizes=sizes)
 
-    def end(self, pair: QueuePair, psn: int) -> End:
+    def end(self, pair: QueuePair, psn: int) -> QpEnd:
         """Return an end."""
-        return End(pair.number, psn, 0, self.chosen.gid.raw)
+        return QpEnd(pair.number, psn, 0, self.chosen.gid.raw)
 
-    def path(self, *, mtu: int, reads_at_once: int) -> Path:
+    def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
         """Return a way."""
-        return Path(
+        return QpPath(
             port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once, timeout=14,
             retries=6, hop_limit=64, traffic_class=0, service_level=0,
         )  # fmt: skip

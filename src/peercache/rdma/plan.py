@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from typing import TypeAlias, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.model.reads import ODD, PeerRead
 from peercache.model.runs import I64, U64, PageRuns
-from peercache.rdma.key_table import KeyTable
+from peercache.rdma.key_table import MemoryKeys
 
 READ_BYTES_MAX = 2**20
 """Most bytes of one READ, but for its last piece: sixteen of them outstanding fill any link, and a
@@ -56,7 +58,7 @@ class Published:
     page_bytes: int
     words_address: int
     granule: int
-    keys: KeyTable
+    keys: MemoryKeys
 
     def word_addresses(self, offsets: U64) -> U64:
         """Return where the generation word of each slot lies."""
@@ -110,7 +112,7 @@ class Missing(Enum):
 
 
 @attrs.frozen(eq=False)
-class Plan:
+class ReadPlan:
     """A whole read. buffer_bytes: the largest word buffer that a portion needs."""
 
     portions: tuple[Portion, ...]
@@ -164,8 +166,8 @@ def opened(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.b
 
 
 def plan(
-    published: Published, offsets: U64, runs: PageRuns, local: KeyTable, limits: Limits
-) -> Plan | Missing:
+    published: Published, offsets: U64, runs: PageRuns, local: MemoryKeys, limits: Limits
+) -> ReadPlan | Missing:
     """Plan to read slots, which are `inside`, into runs that `local` covers."""
     whole = _stream_of(published, offsets, runs, local)
     if isinstance(whole, Missing):
@@ -175,7 +177,7 @@ def plan(
         return words
     stream = _cut_to_size(whole, limits.read_bytes)
     if not len(stream):
-        return Plan((), 0)
+        return ReadPlan((), 0)
     starts_piece, starts_read = _joints(stream, limits)
     pieces_at = starts_piece.nonzero()[0]
     reads_at = starts_read.nonzero()[0]
@@ -212,7 +214,7 @@ def plan(
             )
         )
     largest = max((portion.words.buffer_bytes for portion in portions), default=0)
-    return Plan(tuple(portions), largest)
+    return ReadPlan(tuple(portions), largest)
 
 
 def _keys_of_words(published: Published, offsets: U64) -> tuple[U64, U64] | Missing:
@@ -289,7 +291,7 @@ def stripes(lengths: U64, rails: int, block_bytes: int) -> list[npt.NDArray[np.i
 
 
 def _stream_of(
-    published: Published, offsets: U64, runs: PageRuns, local: KeyTable
+    published: Published, offsets: U64, runs: PageRuns, local: MemoryKeys
 ) -> _Stream | Missing:
     pages: I64 = np.arange(len(runs), dtype=np.int64)
     remote = np.uint64(published.pages_address) + offsets
@@ -378,3 +380,67 @@ def _spans(
         last = max(fits, first + 1)
         yield first, last
         first = last
+
+
+PageIndices: TypeAlias = npt.NDArray[np.intp]
+"""Places of pages in a read."""
+
+
+@final
+class ReadProgress:
+    """The state of one read over all its attempts.
+
+    complete: (n,) bool, pages whose word was read after all of their bytes.
+    seen:     (n,) uint64, the words of the complete ones; else ODD.
+    outside:  (n,) bool, slots that lie outside the peer's page memory: never asked for.
+    unopened: (n,) bool, slots that the peer has not registered yet.
+    total_bytes: of all pages.
+    avoided:  rails that have failed in this read, on a new channel.
+    """
+
+    def __init__(self, read: PeerRead, deadline: float) -> None:
+        """Start with nothing read."""
+        count = len(read.offsets)
+        self.read = read
+        self.total_bytes = int(read.lengths.sum())
+        self.deadline = deadline
+        self.seen: U64 = np.full(count, ODD, np.uint64)
+        self.complete = np.zeros(count, np.bool_)
+        self.outside = np.zeros(count, np.bool_)
+        self.unopened = np.zeros(count, np.bool_)
+        self.avoided: set[int] = set()
+
+    @property
+    def peer(self) -> int:
+        """Return the incarnation that is read from."""
+        return self.read.member.incarnation
+
+    def left(self) -> PageIndices:
+        """Return the pages that are still to be read here, in order."""
+        return (~(self.complete | self.outside | self.unopened)).nonzero()[0]
+
+    def elsewhere(self) -> PageIndices:
+        """Return the pages that another fabric might read."""
+        return np.flatnonzero(~(self.complete | self.outside))
+
+    def part(self, pages: PageIndices) -> PeerRead:
+        """Return the read of some pages only."""
+        read = self.read
+        if len(pages) == len(read.offsets):
+            return read
+        runs = read.runs.take(pages)
+        return PeerRead(read.member, read.offsets[pages], read.lengths[pages], runs)
+
+    def keep_inside(self, pages: PageIndices, published: Published) -> PageIndices:
+        """Return those of the pages that lie in the peer's page memory; note the others."""
+        good = inside(published, self.read.offsets[pages], self.read.lengths[pages])
+        if good.all():
+            return pages
+        self.outside[pages[~good]] = True
+        return pages[good]
+
+    def take(self, pages: PageIndices, words: U64, complete: npt.NDArray[np.bool_]) -> None:
+        """Note what an attempt has brought for these pages."""
+        done = pages[complete]
+        self.seen[done] = words[complete]
+        self.complete[done] = True

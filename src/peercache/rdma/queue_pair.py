@@ -1,18 +1,24 @@
-"""Queue pairs: their states as a table, and the one object of pyverbs that goes through them.
+"""Queue pairs and completion queues: their states, and the objects of pyverbs behind them.
 
-Keeps   a state is what we made it or what the device says when asked, never pyverbs' cached field,
-        which still says "ready to send" after an error.
-        Once destroyed, no property of the object is touched again: its reference is dropped first.
+Keeps   a state is the one this module set or the one the device reports, never the field that
+        pyverbs caches: it still says "ready to send" after an error.
+        No property of a destroyed object is read again: its reference is dropped first.
+        Every completion event is acknowledged at once. Otherwise destroying the queue would wait
+        for it, with the interpreter's lock held.
+        A completion queue is as large as its send queue: some devices report no overrun, and after
+        an error every request completes, signaled or not.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from enum import Enum
 from typing import Any, Final, final
 
 import attrs
 
-from peercache.rdma.verbs import Verbs, outlives_fork
+from peercache.rdma.verbs import Verbs, completion_channel, outlives_fork
 
 
 class State(Enum):
@@ -59,7 +65,7 @@ class Sizes:
 
 
 @attrs.frozen
-class Path:
+class QpPath:
     """How to reach the other end, from one port of ours.
 
     gid_index, port:  ours.
@@ -81,7 +87,7 @@ class Path:
 
 
 @attrs.frozen
-class End:
+class QpEnd:
     """What one end tells the other. lid: 0 on Ethernet; gid: 16 bytes."""
 
     qp_num: int
@@ -132,7 +138,7 @@ class QueuePair:
         """Return the state that we brought it to."""
         return self._state
 
-    def connect(self, path: Path, other: End, *, psn: int) -> None:
+    def connect(self, path: QpPath, other: QpEnd, *, psn: int) -> None:
         """Make it ready to receive, then to send. Raises verbs.Error."""
         verbs = self._verbs
         attributes = verbs.QPAttr(port_num=path.port, path_mtu=path.mtu)
@@ -176,7 +182,7 @@ class QueuePair:
         assert following in TRANSITIONS[self._state], (self._state, following)
 
 
-def _address(verbs: Verbs, path: Path, other: End) -> Any:
+def _address(verbs: Verbs, path: QpPath, other: QpEnd) -> Any:
     if not path.is_global:
         return verbs.AHAttr(dlid=other.lid, sl=path.service_level, port_num=path.port, is_global=0)
     text = ":".join(other.gid[at : at + 2].hex() for at in range(0, 16, 2))
@@ -193,3 +199,75 @@ def _address(verbs: Verbs, path: Path, other: End) -> Any:
         sl=path.service_level,
         port_num=path.port,
     )
+
+
+SUCCESS = 0
+REMOTE_ACCESS_ERROR = 10
+RETRY_EXCEEDED = 12
+FLUSHED = 5
+"""Numbers of enum ibv_wc_status, compared by value: newer pyverbs has an enum, older plain ints."""
+
+BURST = 16
+"""Completions taken at a time: an object each, though mostly there is one."""
+
+
+@attrs.frozen
+class Completion:
+    """One finished work request. number: the wr_id it was posted with; status: see above."""
+
+    number: int
+    status: int
+
+
+@final
+class Completions:
+    """One completion queue; used by one thread at a time."""
+
+    def __init__(self, verbs: Verbs, context: Any, entries: int) -> None:
+        """Make a queue for so many entries. Raises verbs.Error."""
+        self._error = verbs.Error
+        self._channel, self.descriptor = completion_channel(verbs, context)
+        # Else taking an event that is not there would wait for it.
+        os.set_blocking(self.descriptor, False)
+        try:
+            self._queue: Any = outlives_fork(verbs.CQ(context, entries, None, self._channel, 0))
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @property
+    def queue(self) -> Any:
+        """Return the queue for a queue pair to complete into; only until `close`."""
+        return self._queue
+
+    def take(self) -> list[Completion]:
+        """Return what has completed since the last look; never waits."""
+        _, found = self._queue.poll(BURST)
+        return [Completion(int(each.wr_id), int(each.status)) for each in found]
+
+    def arm(self) -> None:
+        """Have the descriptor become readable with the next completion.
+
+        Look once more with `take` after it: what came before it makes no event.
+        """
+        self._queue.req_notify()
+
+    def acknowledge(self) -> None:
+        """Take every event that waits, after the descriptor was found readable."""
+        while True:
+            try:
+                self._channel.get_cq_event(self._queue)
+            except self._error as error:
+                if abs(getattr(error, "error_code", 0)) == errno.EAGAIN:
+                    return
+                raise
+            self._queue.ack_events(1)
+
+    def close(self) -> None:
+        """Destroy the queue and its channel; every queue pair of it is destroyed already."""
+        queue, self._queue = self._queue, None
+        channel, self._channel = self._channel, None
+        if queue is not None:
+            queue.close()
+        if channel is not None:
+            channel.close()

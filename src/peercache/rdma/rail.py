@@ -16,7 +16,7 @@ from peercache.model.fork_guard import ForkGuard
 from peercache.rdma import device, neighbours
 from peercache.rdma.device import Chosen
 from peercache.rdma.memory import Regions
-from peercache.rdma.queue_pair import End, Path, QueuePair, Sizes
+from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
 
 READS_AT_ONCE_DEFAULT = 16
@@ -117,16 +117,16 @@ class Rail:
             sizes=sizes,
         )
 
-    def end(self, pair: QueuePair, psn: int) -> End:
+    def end(self, pair: QueuePair, psn: int) -> QpEnd:
         """Return what the other end needs to know."""
         # Asked for anew: an InfiniBand subnet manager may have changed the address.
         lid = int(self.context.query_port(self.chosen.port.number).lid)
-        return End(pair.number, psn, lid, self.chosen.gid.raw)
+        return QpEnd(pair.number, psn, lid, self.chosen.gid.raw)
 
-    def path(self, *, mtu: int, reads_at_once: int) -> Path:
+    def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
         """Return how to reach another end that can do so much."""
         settings = self._settings
-        return Path(
+        return QpPath(
             port=self.chosen.port.number,
             gid_index=self.chosen.gid.index,
             is_global=self.link_layer == device.ETHERNET,

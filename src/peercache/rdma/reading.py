@@ -13,16 +13,39 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import Protocol, final
 
+import attrs
 import numpy as np
 
 from peercache.memory.copying import copy_pages
-from peercache.model.reads import ODD
+from peercache.model.reads import ODD, PeerRead
 from peercache.model.runs import U64, PageRuns
-from peercache.observability.reasons import DEADLINE, INTERNAL, LINK_DOWN, PEER_UNREACHABLE, REFUSED
-from peercache.rdma.blocks import Block
-from peercache.rdma.channel import PORTIONS_AT_ONCE, Channel
-from peercache.rdma.completions import REMOTE_ACCESS_ERROR, SUCCESS, Completion
-from peercache.rdma.plan import WORD_BYTES, Plan, Portion, clipped
+from peercache.observability.reasons import (
+    DEADLINE,
+    INTERNAL,
+    LINK_DOWN,
+    NO_MEMORY,
+    PEER_UNREACHABLE,
+    REFUSED,
+)
+from peercache.rdma.channels import PORTIONS_AT_ONCE, Channel, Reserved
+from peercache.rdma.key_table import MemoryKeys
+from peercache.rdma.memory import Block, Blocks
+from peercache.rdma.plan import (
+    PORTION_BYTES,
+    WORD_BYTES,
+    Missing,
+    PageIndices,
+    Portion,
+    Published,
+    ReadPlan,
+    ReadProgress,
+    bounced,
+    clipped,
+    opened,
+    plan,
+    stripes,
+)
+from peercache.rdma.queue_pair import REMOTE_ACCESS_ERROR, SUCCESS, Completion
 
 SLICE_S = 0.01
 """How often the links are looked at, and how long a wait may be: an event may be lost, too."""
@@ -57,7 +80,7 @@ class Transfer:
     def __init__(
         self,
         channel: Channel,
-        plan: Plan,
+        plan: ReadPlan,
         *,
         words_block: Block,
         bounce: Block | None,
@@ -266,3 +289,138 @@ def _others_go_on(transfer: Transfer, transfers: Sequence[Transfer]) -> bool:
         for other in transfers
         if other is not transfer
     )
+
+
+class Unprepared(Exception):
+    """A read cannot begin; `failure` says why."""
+
+    def __init__(self, failure: str) -> None:
+        """Give up with this failure."""
+        super().__init__(failure)
+        self.failure = failure
+
+
+@attrs.frozen(eq=False)
+class Leased:
+    """A connected channel that a read uses."""
+
+    reserved: Reserved
+    channel: Channel
+
+
+@final
+@attrs.define(eq=False)
+class Share:
+    """The part of a read that goes over one rail. borrowed: what `give_back` returns."""
+
+    leased: Leased
+    pages: PageIndices
+    transfer: Transfer
+    borrowed: list[tuple[Blocks, Block]]
+
+    def give_back(self) -> None:
+        """Return what was borrowed: the channel has ended its work, or is destroyed."""
+        while self.borrowed:
+            blocks, block = self.borrowed.pop()
+            blocks.give_back(block)
+
+
+def shares_of(
+    progress: ReadProgress,
+    leased: Sequence[Leased],
+    *,
+    refresh: Callable[[Leased], None],
+    between: Callable[[], None] | None,
+    clock: Callable[[], float],
+) -> list[Share]:
+    """Deal what is left of a read out to connected channels; raise Unprepared.
+
+    refresh: asks a peer again what it has registered, if it was not asked just now.
+    """
+    published = _published(leased[0])
+    left = progress.keep_inside(progress.left(), published)
+    lengths = progress.read.lengths[left]
+    shares: list[Share] = []
+    try:
+        for each, dealt in zip(leased, stripes(lengths, len(leased), PORTION_BYTES), strict=True):
+            share = _share(progress, each, left[dealt], refresh, between, clock)
+            if share is not None:
+                shares.append(share)
+    except BaseException:
+        for share in shares:
+            share.give_back()
+        raise
+    return shares
+
+
+def _share(
+    progress: ReadProgress,
+    leased: Leased,
+    pages: PageIndices,
+    refresh: Callable[[Leased], None],
+    between: Callable[[], None] | None,
+    clock: Callable[[], float],
+) -> Share | None:
+    if not len(pages):
+        return None
+    side = leased.reserved.side
+    part = progress.part(pages)
+    table = side.rail.regions.table
+    made = _plan(leased, part, table)
+    if made is Missing.THEIRS:
+        refresh(leased)
+        good = opened(_published(leased), part.offsets, part.lengths)
+        progress.unopened[pages[~good]] = True
+        pages = pages[good]
+        if not len(pages):
+            return None
+        part = progress.part(pages)
+        made = _plan(leased, part, table)
+    borrowed: list[tuple[Blocks, Block]] = []
+    try:
+        words = _borrow(side.words, progress, borrowed, clock)
+        bounce = None
+        if made is Missing.OURS:
+            bounce = _borrow(side.bounce, progress, borrowed, clock)
+            own = MemoryKeys.of([(0, int(part.lengths.sum()), bounce.key)])
+            made = _plan(leased, attrs.evolve(part, runs=bounced(part.runs)), own)
+        assert isinstance(made, ReadPlan), made
+        transfer = Transfer(
+            leased.channel,
+            made,
+            words_block=words,
+            bounce=bounce,
+            runs=part.runs,
+            between=between,
+            deadline=progress.deadline,
+            clock=clock,
+        )
+    except BaseException:
+        for blocks, block in borrowed:
+            blocks.give_back(block)
+        raise
+    return Share(leased, pages, transfer, borrowed)
+
+
+def _plan(leased: Leased, part: PeerRead, table: MemoryKeys) -> ReadPlan | Missing:
+    limits = leased.channel.limits
+    return plan(_published(leased), part.offsets, part.runs, table, limits)
+
+
+def _published(leased: Leased) -> Published:
+    published = leased.channel.published
+    assert published is not None, "a channel that was never connected"
+    return published
+
+
+def _borrow(
+    blocks: Blocks,
+    progress: ReadProgress,
+    borrowed: list[tuple[Blocks, Block]],
+    clock: Callable[[], float],
+) -> Block:
+    block = blocks.lend(progress.deadline)
+    if block is None:
+        raise Unprepared(DEADLINE if clock() >= progress.deadline else NO_MEMORY)
+    borrowed.append((blocks, block))
+    return block

@@ -24,7 +24,7 @@ from peercache.model.ids import name_of
 from peercache.observability.log import get_logger
 from peercache.rdma.memory import Region
 from peercache.rdma.plan import WORD_BYTES
-from peercache.rdma.queue_pair import PSN_MAX, End, QueuePair, Sizes
+from peercache.rdma.queue_pair import PSN_MAX, QpEnd, QueuePair, Sizes
 from peercache.rdma.rail import Rail
 from peercache.rdma.verbs import outlives_fork
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
@@ -42,8 +42,8 @@ class _Served:
 
     rail: Rail
     pair: QueuePair
-    ours: End
-    end: End
+    ours: QpEnd
+    end: QpEnd
     mtu: int
     reads_at_once: int
 
@@ -106,7 +106,7 @@ class ChannelServer:
             return Refused(wanted.request, NO_RDMA, what)
         if len(wanted.gid) != 16 or not 1 <= wanted.mtu <= 5 or wanted.psn > PSN_MAX:
             return Refused(wanted.request, "malformed", "no queue pair has such an end")
-        theirs = End(wanted.qp_num, wanted.psn, wanted.lid, wanted.gid)
+        theirs = QpEnd(wanted.qp_num, wanted.psn, wanted.lid, wanted.gid)
         key = (client, wanted.channel)
         served = self._served.get(key)
         if served is None or served.end != theirs:
@@ -156,7 +156,7 @@ class ChannelServer:
         """Return how much of the page memory every rail serves."""
         return min(pages.registered_bytes for _, pages in self._regions.values())
 
-    def _connect(self, rail: Rail, theirs: End, wanted: OpenChannel) -> _Served:
+    def _connect(self, rail: Rail, theirs: QpEnd, wanted: OpenChannel) -> _Served:
         pair = rail.queue_pair(self._queues[rail.name], _NOTHING_POSTED)
         try:
             psn = self._rng.randrange(PSN_MAX + 1)

@@ -18,8 +18,7 @@ from pathlib import Path
 import attrs
 
 from peercache.cli.bench.own_time import own_time_us
-from peercache.rdma.bare_loop import BareLoop
-from peercache.rdma.loopback import Loopback, LoopbackFailed
+from peercache.rdma.loopback import BareLoop, Loopback, LoopbackFailed
 from peercache.rdma.rail import Settings
 
 PAGE_BYTES = (2**20, 128 * 2**10)
