@@ -16,8 +16,8 @@ from peercache.actors.directory import actor as directory
 from peercache.actors.directory.holdings import Holdings
 from peercache.actors.disk.bookkeeping import DiskBooks
 from peercache.actors.disk.promotes import Promotes
-from peercache.actors.effects import Send, Tell
-from peercache.actors.facts import ClientGone, RecordsChanged
+from peercache.actors.effects import Send, TellDirectory, TellPublisher
+from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
 from peercache.actors.pool import actor as pool
 from peercache.actors.pool import reservations
@@ -71,7 +71,7 @@ def _early(right: Any) -> Any:
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
         *published, told = self._commit_open(origin, commit, found)
         changed = RecordsChanged(told.fact.records, pool._NO_DROPS)
-        return [*effects, *published, Tell("publisher", changed)]
+        return [*effects, *published, TellPublisher(changed)]
 
     return grant
 
@@ -189,8 +189,7 @@ def _frees(right: Any) -> Any:
         session = self.admission.sessions.get(pipe)
         right(self, pipe)
         if session is not None and session.role.value == "writer":
-            told = self.crew.mailboxes["pool"]
-            told.tell(SELF, ClientGone(session.identity))
+            self.crew.mailboxes.pool.tell(SELF, ClientGone(session.identity))
 
     return pipe_ended
 
@@ -283,7 +282,7 @@ OUTBOX_WITHOUT_BOUND: Patches = ((Outbox, "put", _takes_everything),)
 
 
 def _refuses_nothing(_: Any) -> Any:
-    def offer(self: Mailbox, sender: Any, message: Any, size_bytes: int) -> bool:
+    def offer(self: Mailbox[Any], sender: Any, message: Any, size_bytes: int) -> bool:
         self._put(sender, message, size_bytes)
         return True
 
@@ -335,7 +334,7 @@ def _stays_known(right: Any) -> Any:
         kept = right(self, pages, reserved, **more)
         if self._on_disk is None:
             return kept
-        return [effect for effect in kept if not isinstance(effect, Tell)]
+        return [effect for effect in kept if not isinstance(effect, (TellDirectory, TellPublisher))]
 
     return end
 

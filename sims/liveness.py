@@ -165,7 +165,7 @@ class Liveness:
             open_count = node.crew.pool.figures()["pool_reservations"]
             if open_count:
                 return f"reservations: {open_count} at {node.place.name} never ended"
-            for name, mailbox in node.crew.mailboxes.items():
+            for name, mailbox in node.crew.mailboxes.named().items():
                 if len(mailbox):
                     return f"mailboxes: {len(mailbox)} wait for {name} of {node.place.name}"
             figures = node.crew.disk.figures()

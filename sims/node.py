@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import trio
 
-from peercache.actors.effects import Effect, StoreWords, Tell
-from peercache.actors.facts import ClientGone, PoolGrew, RecordsChanged
+from peercache.actors.effects import Effect, StoreWords, TellDirectory, TellPublisher
+from peercache.actors.mailboxes import ClientGone, PoolGrew, RecordsChanged
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
 from peercache.model.ids import new_incarnation
 from peercache.model.member import ALIVE, SUSPECT, Member
-from peercache.model.records import ON_DISK, Records, keys_of
+from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission
@@ -98,7 +98,7 @@ class SimNode:
             metrics=self.metrics,
         )
         self.memory.may_write = self._has_reserved
-        for mailbox in self.crew.mailboxes.values():
+        for mailbox in self.crew.mailboxes.in_order:
             mailbox.messages_max = options.mailbox_messages
         self.admission = Admission(
             granule=GRANULE,
@@ -115,13 +115,13 @@ class SimNode:
             rng=disk_rng,
             network=network,
             trace=trace,
-            tell=lambda fact: self.crew.mailboxes["disk"].tell(SELF, fact),
+            tell=lambda fact: self.crew.mailboxes.disk.tell(SELF, fact),
         )
         self.watched = {
-            name: WatchedActor(
-                name, actor, self.crew.mailboxes[name], place, trace, truth, self._check_told
+            named.name: WatchedActor(
+                named.name, named.actor, named.mailbox, place, trace, truth, self._check_told
             )
-            for name, actor in self.crew.actors.items()
+            for named in self.crew.actors
         }
 
     async def run(self) -> None:
@@ -178,9 +178,9 @@ class SimNode:
             perform_disk=self.disk.perform,
         )
         await nursery.start(self.switchboard.run)
-        for name, watched in self.watched.items():
-            busy = BusyMailbox(self.crew.mailboxes[name], self._options.busy, self._network, rng)
-            nursery.start_soon(run_actor, watched, cast("Mailbox", busy), self.perform)
+        for watched in self.watched.values():
+            busy = BusyMailbox(watched.mailbox, self._options.busy, self._network, rng)
+            nursery.start_soon(run_actor, watched, cast("Mailbox[Any]", busy), self.perform)
         for effect in self.crew.membership.start(self.place.local(trio.current_time())):
             self.perform(effect)
         nursery.start_soon(self._populate)
@@ -189,10 +189,8 @@ class SimNode:
 
     def perform(self, effect: Effect) -> None:
         """Do what an actor returned; records that come into force are checked first."""
-        if isinstance(effect, Tell) and effect.actor == "directory":
-            fact: Any = effect.fact
-            if isinstance(fact, RecordsChanged) and len(fact.records):
-                published: Records = fact.records
+        match effect:
+            case TellDirectory(RecordsChanged(published)) if len(published):
                 self.memory.published(published, trio.current_time())
         self.switchboard.perform(effect)
 
@@ -203,7 +201,7 @@ class SimNode:
         """
         told: dict[bytes, int] = {}
         for effect in effects:
-            fact: Any = effect.fact if isinstance(effect, Tell) else None
+            fact = effect.fact if isinstance(effect, (TellDirectory, TellPublisher)) else None
             if isinstance(fact, RecordsChanged):
                 on_disk = fact.records[(fact.records["flags"] & ON_DISK) != 0]
                 told.update(zip(keys_of(on_disk), on_disk["generation"].tolist(), strict=True))
@@ -222,7 +220,7 @@ class SimNode:
     async def _populate(self) -> None:
         whole = self.memory.pages.nbytes
         for usable in (whole // 2, whole):
-            self.crew.mailboxes["pool"].tell(SELF, PoolGrew(usable))
+            self.crew.mailboxes.pool.tell(SELF, PoolGrew(usable))
             await trio.sleep(POPULATED_S)
 
     async def _keep_house(self) -> None:
@@ -230,7 +228,7 @@ class SimNode:
             await self.place.awake()
             for client in self.admission.exited():
                 self._trace.line("exited", self.place.name, f"{client:016x}")
-                self.crew.mailboxes["pool"].tell(SELF, ClientGone(client))
+                self.crew.mailboxes.pool.tell(SELF, ClientGone(client))
             members = self.crew.membership.view.members()
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
             self.switchboard.keep_links(kept | set(self.config.discovery_addr))

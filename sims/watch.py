@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Effect, Origin, Send, StateActor
+from peercache.actors.effects import Effect, Send, StateActor
+from peercache.actors.origin import Origin
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, Mailbox
 from peercache.model import records
@@ -42,7 +43,7 @@ class BusyMailbox:
     chance: that it is kept, each time that it would wait for a message.
     """
 
-    mailbox: Mailbox
+    mailbox: Mailbox[Any]
     chance: float
     network: Network
     rng: random.Random
@@ -53,7 +54,7 @@ class BusyMailbox:
             await trio.sleep(self.rng.expovariate(1 / BUSY_MEAN_S))
         await self.mailbox.wait(step)
 
-    def take(self) -> tuple[Origin, object] | None:
+    def take(self) -> tuple[Origin, Any] | None:
         """Return the oldest message, or None."""
         return self.mailbox.take()
 
@@ -63,8 +64,8 @@ class WatchedActor:
     """One actor of one node, with that node's clock, its pauses and its checks."""
 
     name: str
-    actor: StateActor
-    mailbox: Mailbox
+    actor: StateActor[Any]
+    mailbox: Mailbox[Any]
     place: Place
     trace: Trace
     truth: Truth
@@ -72,7 +73,7 @@ class WatchedActor:
     """Called with all effects of a step, before any is performed."""
     steps: int = 0
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: Any, now: float) -> list[Effect]:
         """Hand on a message; check what the directory does with it."""
         self.steps += 1
         check_bounds(self.mailbox, self.name)
@@ -114,7 +115,7 @@ class WatchedActor:
             self.trace.line("act", self.place.name, self.name, cause, *kinds)
 
 
-def check_bounds(mailbox: Mailbox, name: str) -> None:
+def check_bounds(mailbox: Mailbox[Any], name: str) -> None:
     """Nothing from the network waits beyond the bound, and facts stay in proportion."""
     if len(mailbox) > mailbox.messages_max:
         offered = sum(size_bytes > 0 for _, _, size_bytes in mailbox.waiting)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Origin
+from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_BYTES_MAX, SELF, Mailbox
 from peercache.errors import RemoteProtocolError
 from peercache.model.records import RECORD

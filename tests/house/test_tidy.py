@@ -82,7 +82,7 @@ HOMES: dict[str, frozenset[str]] = {
     "trio": frozenset({"actors", "fabric", "http", "net", "node", "rdma"}),
     "xxhash": frozenset({"client", "storage"}),
     "tomli": frozenset({"config"}),
-    "typing_extensions": frozenset({"actors"}),
+    "typing_extensions": frozenset({"actors", "node", "rdma"}),
     "matplotlib": frozenset({"cli"}),
     "sqlite3": frozenset({"storage"}),
     "asyncio": frozenset(),

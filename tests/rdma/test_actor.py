@@ -10,8 +10,15 @@ import attrs
 import pytest
 import trio
 
-from peercache.actors.effects import Origin
-from peercache.actors.facts import DropPair, PairOpened, PoolGrew, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.mailboxes import (
+    DropPair,
+    PairOpened,
+    PoolGrew,
+    RdmaAbsent,
+    RdmaServes,
+    WantPair,
+)
+from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox
 from peercache.errors import ConfigError
 from peercache.memory.published import PublishedSegment

@@ -1,34 +1,32 @@
-"""The seams: what actors and paths ask of the world, as protocols and plain values.
+"""Effects: what actors ask of the world, as plain values, and the protocol of a state actor.
 
 State actors return *effects*, values that say what to do, in the order in which it must be done.
-Whoever performs them (the node in production, the simulated world in `sims/`) keeps that order.
-The read and write paths (`transfer/`) yield *steps* and are driven by the caller's thread.
+The performer (the node in production, the simulated world in `sims/`) keeps that order.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.actors.mailboxes import (
+    DirectoryHears,
+    DiskHears,
+    PoolHears,
+    PublisherHears,
+    RdmaHears,
+    RingHears,
+    VerbsHears,
+)
+from peercache.actors.origin import Origin
 from peercache.actors.storage_port import DiskEffect
 from peercache.model.runs import U64
 from peercache.wire.envelope import Message
 
-
-@attrs.frozen
-class Origin:
-    """Who sent a message, and the way back.
-
-    identity: incarnation of a node, or id of a client.
-    pipe:     the connection that the answer goes back on; 0 for a member, which is answered over
-              our own link to it.
-    """
-
-    identity: int
-    pipe: int = 0
+Hears_contra = TypeVar("Hears_contra", contravariant=True)
 
 
 @attrs.frozen
@@ -41,7 +39,7 @@ class Send:
 
 @attrs.frozen
 class SendTo:
-    """Send to whoever listens at an address (HOST:PORT), as target 0. May be lost."""
+    """Send to the node that listens at an address (HOST:PORT), as target 0. May be lost."""
 
     address: str
     message: Message
@@ -55,21 +53,70 @@ class StoreWords:
     values: U64
 
 
+# --- facts to the other actors of this node: never lost, never encoded ----------------------------
+# One class a receiver, so that mypy refuses a fact that its receiver does not hear.
+
+
 @attrs.frozen
-class Tell:
-    """Hand a fact to another actor of this node; never lost, never encoded."""
+class TellRing:
+    """Hand a fact to the ring."""
 
-    actor: str
-    fact: object
+    fact: RingHears
 
+
+@attrs.frozen
+class TellDirectory:
+    """Hand a fact to the directory shard of this node."""
+
+    fact: DirectoryHears
+
+
+@attrs.frozen
+class TellPublisher:
+    """Hand a fact to the publisher."""
+
+    fact: PublisherHears
+
+
+@attrs.frozen
+class TellPool:
+    """Hand a fact to the pool."""
+
+    fact: PoolHears
+
+
+@attrs.frozen
+class TellDisk:
+    """Hand a fact to the disk actor."""
+
+    fact: DiskHears
+
+
+@attrs.frozen
+class TellRdma:
+    """Hand a fact to the rdma actor."""
+
+    fact: RdmaHears
+
+
+@attrs.frozen
+class TellVerbs:
+    """Hand a fact to the keeper of the rdma devices."""
+
+    fact: VerbsHears
+
+
+Tell: TypeAlias = (
+    TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellRdma | TellVerbs
+)
 
 Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect
 
 
-class StateActor(Protocol):
+class StateActor(Protocol[Hears_contra]):
     """A state machine that never awaits. `now` is monotonic seconds, handed in."""
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: Hears_contra, now: float) -> list[Effect]:
         """Take one message and return what must be done."""
 
     def on_tick(self, now: float) -> list[Effect]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from typing import Generic, TypeVar, final
 
+import attrs
 import trio
 
-from peercache.actors.effects import Effect, Origin, StateActor
+from peercache.actors.effects import Effect, StateActor
+from peercache.actors.origin import Origin
 
 MAILBOX_MESSAGES_MAX = 4096
 """Messages from the network that wait for an actor: more than a second of work. Beyond it they are
@@ -27,17 +29,19 @@ TURN_MESSAGES = 16
 SELF = Origin(0)
 """The sender of facts that another actor of this node tells."""
 
+Hears = TypeVar("Hears")
+
 
 @final
-class Mailbox:
-    """What waits for one actor. Facts from inside the node are never dropped: each is the effect of
+class Mailbox(Generic[Hears]):
+    """The queue of one actor. Facts from inside the node are never dropped: each is the effect of
     a message that was let in, so they are as bounded as those are.
     """
 
     def __init__(self, *, messages_max: int = MAILBOX_MESSAGES_MAX) -> None:
         """Start empty."""
         self.messages_max = messages_max
-        self.waiting: deque[tuple[Origin, object, int]] = deque()
+        self.waiting: deque[tuple[Origin, Hears, int]] = deque()
         """Oldest first; for others only to look whether there is anything."""
         self._waiting_bytes = 0
         self._wake = trio.Event()
@@ -50,14 +54,14 @@ class Mailbox:
         """Return how many messages wait."""
         return len(self.waiting)
 
-    def offer(self, sender: Origin, message: object, size_bytes: int) -> bool:
+    def offer(self, sender: Origin, message: Hears, size_bytes: int) -> bool:
         """Take a message from the network, of so many bytes there; False if the mailbox is full."""
         if len(self.waiting) >= self.messages_max or self._waiting_bytes >= MAILBOX_BYTES_MAX:
             return False
         self._put(sender, message, size_bytes)
         return True
 
-    def tell(self, sender: Origin, message: object) -> None:
+    def tell(self, sender: Origin, message: Hears) -> None:
         """Take a fact from inside the node."""
         self._put(sender, message, 0)
 
@@ -67,7 +71,7 @@ class Mailbox:
         self.waiting.clear()
         self._waiting_bytes = 0
 
-    def take(self) -> tuple[Origin, object] | None:
+    def take(self) -> tuple[Origin, Hears] | None:
         """Return the oldest message, or None."""
         if not self.waiting:
             return None
@@ -101,7 +105,7 @@ class Mailbox:
         if self.waiting:
             self._wake.set()
 
-    def _put(self, sender: Origin, message: object, size_bytes: int) -> None:
+    def _put(self, sender: Origin, message: Hears, size_bytes: int) -> None:
         if self._is_closed:
             return
         self.waiting.append((sender, message, size_bytes))
@@ -110,7 +114,19 @@ class Mailbox:
             self._wake.set()
 
 
-async def run_actor(actor: StateActor, mailbox: Mailbox, perform: Callable[[Effect], None]) -> None:
+@final
+@attrs.frozen(eq=False)
+class NamedActor(Generic[Hears]):
+    """An actor with the mailbox that it takes its messages from."""
+
+    name: str
+    actor: StateActor[Hears]
+    mailbox: Mailbox[Hears]
+
+
+async def run_actor(
+    actor: StateActor[Hears], mailbox: Mailbox[Hears], perform: Callable[[Effect], None]
+) -> None:
     """Hand the actor one message, or one tick, at a time until cancelled.
 
     `perform` never blocks: outboxes are bounded, and a drop is counted.

@@ -120,7 +120,7 @@ class NoteUse:
 DiskEffect: TypeAlias = Spill | Load | Forget | NoteUse
 
 
-# --- facts from the page store (Tell, mailbox "disk") ---------------------------------------------
+# --- facts from the page store (to the disk actor) ---------------------------------------------
 
 
 @attrs.frozen(eq=False)

@@ -62,35 +62,35 @@ class Role(Enum):
 _ANY = (Role.NODE, Role.READER, Role.WRITER)
 _CLIENTS = (Role.READER, Role.WRITER)
 
-ROUTES: dict[type[Message], tuple[str, tuple[Role, ...]]] = {
-    Join: ("membership", (Role.NODE,)),
-    Heartbeat: ("membership", (Role.NODE,)),
-    HeartbeatSeen: ("membership", (Role.NODE,)),
-    ViewShared: ("membership", (Role.NODE,)),
-    ViewAsked: ("membership", _ANY),
-    Lookup: ("directory", _CLIENTS),
-    Disputed: ("directory", _CLIENTS),
-    Put: ("directory", (Role.NODE,)),
-    Delete: ("directory", (Role.NODE,)),
-    StreamSummary: ("directory", (Role.NODE,)),
-    Repair: ("directory", (Role.NODE,)),
-    Acknowledged: ("publisher", (Role.NODE,)),
-    SummaryDiffers: ("publisher", (Role.NODE,)),
-    SummaryMatches: ("publisher", (Role.NODE,)),
-    Touched: ("pool", _CLIENTS),
-    Remove: ("pool", _CLIENTS),
-    Clear: ("pool", _CLIENTS),
-    Reserve: ("pool", (Role.WRITER,)),
-    Commit: ("pool", (Role.WRITER,)),
-    Abort: ("pool", (Role.WRITER,)),
-    LiveReservations: ("pool", (Role.WRITER,)),
-    Promote: ("disk", _CLIENTS),
-    OpenChannel: ("rdma", _CLIENTS),
-    ChannelsHeld: ("rdma", _CLIENTS),
-    StatsAsked: ("node", _CLIENTS),
-    Counted: ("node", (Role.WRITER,)),
+SENDERS: dict[type[Message], tuple[Role, ...]] = {
+    Join: (Role.NODE,),
+    Heartbeat: (Role.NODE,),
+    HeartbeatSeen: (Role.NODE,),
+    ViewShared: (Role.NODE,),
+    ViewAsked: _ANY,
+    Lookup: _CLIENTS,
+    Disputed: _CLIENTS,
+    Put: (Role.NODE,),
+    Delete: (Role.NODE,),
+    StreamSummary: (Role.NODE,),
+    Repair: (Role.NODE,),
+    Acknowledged: (Role.NODE,),
+    SummaryDiffers: (Role.NODE,),
+    SummaryMatches: (Role.NODE,),
+    Touched: _CLIENTS,
+    Remove: _CLIENTS,
+    Clear: _CLIENTS,
+    Reserve: (Role.WRITER,),
+    Commit: (Role.WRITER,),
+    Abort: (Role.WRITER,),
+    LiveReservations: (Role.WRITER,),
+    Promote: _CLIENTS,
+    OpenChannel: _CLIENTS,
+    ChannelsHeld: _CLIENTS,
+    StatsAsked: _CLIENTS,
+    Counted: (Role.WRITER,),
 }
-"""Which actor a message is for, and who may send it; what is not here nobody may."""
+"""Which roles may send a message to a node. A message that is missing here is refused."""
 
 
 @attrs.frozen
@@ -170,10 +170,9 @@ class Admission:
             if place < too_many or now - since >= STRANGER_S
         ]
 
-    def route(self, session: Session, message: Message) -> str | None:
-        """Return the actor for a message, or None if this peer may not send it."""
-        actor, roles = ROUTES.get(type(message), ("", ()))
-        return actor if session.role in roles else None
+    def may_send(self, session: Session, message: Message) -> bool:
+        """Tell whether this peer may send a message of this kind."""
+        return session.role in SENDERS.get(type(message), ())
 
     def exited(self) -> list[int]:
         """Return the clients whose processes have exited since the last look, and forget them."""

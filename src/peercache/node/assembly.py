@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.disk.actor import DiskTier
-from peercache.actors.effects import Effect, StateActor
+from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.page_table import Page
 from peercache.actors.publisher.actor import Publisher
-from peercache.actors.rdma.actor import VERBS, ServedChannels
+from peercache.actors.rdma.actor import ServedChannels
 from peercache.actors.ring.actor import RingActor
-from peercache.actors.runtime import Mailbox, run_actor
+from peercache.actors.runtime import NamedActor, run_actor
 from peercache.config.settings import Config
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member
+from peercache.node.routing import NodeMailboxes
 from peercache.observability.metrics import Metrics
 
 SPILL_DELAY_S = 0.02
@@ -91,25 +92,23 @@ class Crew:
         self.rdma = ServedChannels(
             channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer
         )
-        self.actors: dict[str, StateActor] = {
-            "membership": self.membership,
-            "ring": self.ring,
-            # Before the directory: it answers whoever commits, and what it tells others takes time.
-            "publisher": self.publisher,
-            "directory": self.directory,
-            "pool": self.pool,
-            "disk": self.disk,
-            "rdma": self.rdma,
-        }
-        # Who keeps the devices is no state actor, and not on every host.
-        self.mailboxes = {name: Mailbox() for name in (*self.actors, VERBS)}
+        self.mailboxes = boxes = NodeMailboxes()
+        self.actors: tuple[NamedActor[Any], ...] = (
+            NamedActor("membership", self.membership, boxes.membership),
+            NamedActor("ring", self.ring, boxes.ring),
+            NamedActor("publisher", self.publisher, boxes.publisher),
+            NamedActor("directory", self.directory, boxes.directory),
+            NamedActor("pool", self.pool, boxes.pool),
+            NamedActor("disk", self.disk, boxes.disk),
+            NamedActor("rdma", self.rdma, boxes.rdma),
+        )
 
     def _on_disk(self, pages: Sequence[Page]) -> list[int]:
         return self.disk.on_disk(pages)
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
         """Run each actor in a task of its own, and let membership begin."""
-        for name, actor in self.actors.items():
-            nursery.start_soon(run_actor, actor, self.mailboxes[name], perform)
+        for named in self.actors:
+            nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)

@@ -8,7 +8,8 @@ from typing import Any, final
 
 import trio
 
-from peercache.actors.disk.bookkeeping import DiskIndexed
+from peercache.actors.disk.bookkeeping import indexed_of
+from peercache.actors.mailboxes import DiskIndexed
 from peercache.actors.storage_port import DiskEffect, DiskEnded, DiskFact, DiskOpened
 from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
@@ -61,7 +62,7 @@ class NodeDisk:
     def _hear(self, fact: DiskFact) -> None:
         """Take a fact from a thread of the store."""
         # Here and not on the loop: it would stand still meanwhile.
-        told = DiskIndexed.of(fact) if isinstance(fact, DiskOpened) else fact
+        told = indexed_of(fact) if isinstance(fact, DiskOpened) else fact
         try:
             self._token.run_sync_soon(self._take, told)
         except trio.RunFinishedError:

@@ -19,8 +19,8 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors.facts import ClientGone, PoolGrew, RdmaAbsent
-from peercache.actors.rdma.actor import VERBS
+from peercache.actors.effects import TellDisk
+from peercache.actors.mailboxes import ClientGone, DiskHears, PoolGrew, RdmaAbsent
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
 from peercache.config.settings import Config, format_address
@@ -202,8 +202,8 @@ class Node:
         if not self.config.disk_enabled:
             return None
 
-        def tell(fact: object) -> None:
-            self._switchboard.tell("disk", fact)
+        def tell(fact: DiskHears) -> None:
+            self._switchboard.tell(TellDisk(fact))
 
         self._disk = NodeDisk(self.config, segment, tell, self.log)
         return self._disk.perform
@@ -259,16 +259,16 @@ class Node:
         """Begin to look for devices; where rdma is asked for, wait for what comes of it."""
         boxes = self._crew.mailboxes
         if self.config.fabric not in ("auto", "rdma"):
-            boxes["rdma"].tell(SELF, RdmaAbsent(f"this node has fabric = {self.config.fabric}"))
-            boxes[VERBS].close()
+            boxes.rdma.tell(SELF, RdmaAbsent(f"this node has fabric = {self.config.fabric}"))
+            boxes.verbs.close()
             return
         is_required = self.config.fabric == "rdma"
         serving = RdmaServing(
             Settings.of(self.config),
             segment,
-            boxes[VERBS],
+            boxes.verbs,
             is_required=is_required,
-            tell=lambda fact: boxes["rdma"].tell(SELF, fact),
+            tell=lambda fact: boxes.rdma.tell(SELF, fact),
             rng=self._rng,
             metrics=self.metrics,
             log=self.log,
@@ -295,8 +295,8 @@ class Node:
         return self._crew.membership.view.members()
 
     def _pool_grew(self, usable_bytes: int) -> None:
-        for actor in ("pool", VERBS):
-            self._crew.mailboxes[actor].tell(SELF, PoolGrew(usable_bytes))
+        self._crew.mailboxes.pool.tell(SELF, PoolGrew(usable_bytes))
+        self._crew.mailboxes.verbs.tell(SELF, PoolGrew(usable_bytes))
 
     def _pipe_ended(self, pipe: int) -> None:
         if self._admission is not None:
@@ -307,7 +307,7 @@ class Node:
         while True:
             for client in admission.exited():
                 self.log.info("client.exited", client=name_of(client))
-                self._crew.mailboxes["pool"].tell(SELF, ClientGone(client))
+                self._crew.mailboxes.pool.tell(SELF, ClientGone(client))
             members = self._members()
             self._follow_members(members, known)
             self._show_out_strangers(admission, listener)

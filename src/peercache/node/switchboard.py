@@ -12,8 +12,9 @@ from typing import Any, final
 
 import trio
 
-from peercache.actors.effects import Effect, Origin, SendTo, StoreWords, Tell
-from peercache.actors.runtime import SELF, TURN_MESSAGES, Mailbox
+from peercache.actors.effects import Effect, SendTo, StoreWords, Tell
+from peercache.actors.origin import Origin
+from peercache.actors.runtime import TURN_MESSAGES
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import Rejected, RemoteProtocolError
 from peercache.model.ids import name_of
@@ -21,11 +22,19 @@ from peercache.model.member import Member
 from peercache.net.link import Link
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission, Session
+from peercache.node.routing import NodeMailboxes
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.session import (
+    Counted,
+    Hello,
+    Refused,
+    SayHello,
+    StatsAsked,
+    Welcome,
+)
 
 BURST_MESSAGES = 16
 """Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
@@ -49,7 +58,7 @@ class Switchboard:
         credentials: str,
         segment_bytes: int,
         listener: Listener,
-        mailboxes: dict[str, Mailbox],
+        mailboxes: NodeMailboxes,
         store_words: Callable[[StoreWords], None],
         member_of: Callable[[int], Member | None],
         answer: Callable[[Message], Message | None],
@@ -101,15 +110,15 @@ class Switchboard:
         with self._serving():
             self._take(pipe, raw)
 
-    def tell(self, actor: str, fact: object) -> None:
-        """Tell an actor what no message brought, and let all follow that does."""
+    def tell(self, told: Tell) -> None:
+        """Hand an actor a fact that no message brought, and all that follows from it."""
         with self._serving():
-            self._mailboxes[actor].tell(SELF, fact)
+            self._mailboxes.tell(told)
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
         """Have what is put into mailboxes meanwhile handled at the end, without waking anybody."""
-        mailboxes = self._mailboxes.values()
+        mailboxes = self._mailboxes.in_order
         for mailbox in mailboxes:
             mailbox.is_attended = True
         try:
@@ -155,19 +164,18 @@ class Switchboard:
         self._route(pipe, session, message, len(raw))
 
     def _route(self, pipe: int, session: Session, message: Message, size_bytes: int) -> None:
-        actor = self._admission.route(session, message)
         origin = Origin(session.identity, 0 if session.role.value == "node" else pipe)
-        if actor is None:
+        if not self._admission.may_send(session, message):
             self._drop("not_allowed", detail=type(message).__name__)
             self._reply_refused(pipe, session, message)
             return
         self._metrics.messages_received.labels(type(message).__name__).inc()
-        if actor == "node":
+        if isinstance(message, (StatsAsked, Counted)):
             answer = self._answer(message)
             if answer is not None:
                 self._reply(pipe, session.identity, answer)
-        elif not self._mailboxes[actor].offer(origin, message, size_bytes):
-            self._drop("mailbox_full", detail=actor)
+        elif not self._mailboxes.offer(origin, message, size_bytes):
+            self._drop("mailbox_full", detail=type(message).__name__)
 
     def _reply_refused(self, pipe: int, session: Session, message: Message) -> None:
         what = type(message).__name__
@@ -207,7 +215,7 @@ class Switchboard:
     def perform(self, effect: Effect) -> None:
         """Do what an actor returned; never blocks."""
         if isinstance(effect, Tell):
-            self._mailboxes[effect.actor].tell(SELF, effect.fact)
+            self._mailboxes.tell(effect)
         elif isinstance(effect, StoreWords):
             self._store_words(effect)
         elif isinstance(effect, (Spill, Load, Forget, NoteUse)):

@@ -14,8 +14,18 @@ from collections.abc import Callable
 from typing import Any, final
 
 import trio
+from typing_extensions import assert_never
 
-from peercache.actors.facts import DropPair, PairOpened, PoolGrew, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.mailboxes import (
+    DropPair,
+    PairOpened,
+    PoolGrew,
+    RdmaAbsent,
+    RdmaHears,
+    RdmaServes,
+    VerbsHears,
+    WantPair,
+)
 from peercache.actors.rdma.actor import NO_PATH
 from peercache.actors.runtime import Mailbox
 from peercache.errors import ConfigError
@@ -37,10 +47,10 @@ class RdmaServing:
         self,
         settings: Settings,
         segment: PublishedSegment,
-        mailbox: Mailbox,
+        mailbox: Mailbox[VerbsHears],
         *,
         is_required: bool,
-        tell: Callable[[object], None],
+        tell: Callable[[RdmaHears], None],
         rng: random.Random,
         metrics: Metrics,
         log: Any,
@@ -117,7 +127,7 @@ class RdmaServing:
         server.grew(self._segment.usable_bytes)
         self._tell(RdmaServes())
 
-    async def _do(self, server: ChannelServer, fact: object) -> None:
+    async def _do(self, server: ChannelServer, fact: VerbsHears) -> None:
         if isinstance(fact, WantPair):
             answer = await self._open(server, fact)
             is_open = isinstance(answer, ChannelOpened)
@@ -129,6 +139,8 @@ class RdmaServing:
             server.close(fact.client, fact.channel)
         elif isinstance(fact, PoolGrew):
             server.grew(fact.usable_bytes)
+        else:
+            assert_never(fact)
         self._metrics.rdma_channels.set(server.channel_count)
         self._metrics.rdma_registered_bytes.set(server.registered_bytes())
 

@@ -14,8 +14,17 @@ import attrs
 import numpy as np
 
 from peercache.actors.disk.actor import DiskTier
-from peercache.actors.effects import Effect, Origin, Send, StoreWords, Tell
-from peercache.actors.facts import PagesCommitted, PoolGrew, RecordsChanged
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    StoreWords,
+    TellDirectory,
+    TellDisk,
+    TellPool,
+    TellPublisher,
+)
+from peercache.actors.mailboxes import PagesCommitted, PoolGrew, RecordsChanged
+from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import (
@@ -273,14 +282,16 @@ class DiskWorld:
                 case StoreWords(indices, values):
                     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
                         self.memory.words[index] = value
-                case Tell("directory", RecordsChanged() as changed):
+                case TellDirectory(RecordsChanged() as changed):
                     self._apply(changed)
-                case Tell("publisher", PagesCommitted() as committed):
+                case TellPublisher(PagesCommitted() as committed):
                     self.answers.append(committed)
-                case Tell("publisher"):
+                case TellPublisher():
                     pass
-                case Tell(actor, fact):
-                    self.post(actor, fact)
+                case TellPool(fact):
+                    self.post("pool", fact)
+                case TellDisk(fact):
+                    self.post("disk", fact)
                 case Spill() | Load():
                     self._begin(effect)
                 case Forget(places, job):

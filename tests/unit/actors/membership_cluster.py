@@ -16,9 +16,10 @@ from typing import Any
 
 import attrs
 
-from peercache.actors.effects import Effect, Origin, Send, SendTo, Tell
-from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.effects import Effect, Send, SendTo, TellDirectory, TellPublisher, TellRing
+from peercache.actors.mailboxes import Republish, ViewChanged
 from peercache.actors.membership.actor import Membership
+from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, Member
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope, Message
@@ -239,12 +240,11 @@ class Cluster:
 
     def _perform(self, process: Process, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Tell):
-                if isinstance(effect.fact, Republish):
-                    process.republished += 1
-                elif effect.actor == "ring":
-                    assert isinstance(effect.fact, ViewChanged)
-                    process.views.append(effect.fact)
+            if isinstance(effect, TellRing):
+                process.views.append(effect.fact)
+                continue
+            if isinstance(effect, (TellDirectory, TellPublisher)):
+                process.republished += isinstance(effect.fact, Republish)
                 continue
             self.sent[process.address, int(self.now)] += 1
             if isinstance(effect, SendTo):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from peercache.actors.effects import Effect, Origin, Send, SendTo, Tell
-from peercache.actors.facts import Republish
+from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
+from peercache.actors.mailboxes import Republish
 from peercache.actors.membership.actor import Membership
+from peercache.actors.origin import Origin
 from peercache.model.member import Member
 from peercache.wire.messages.membership import HeartbeatSeen, ViewShared
 from tests.unit.actors.membership_cluster import DEAD_S, HEARTBEAT_S, SUSPECT_S, member
@@ -74,4 +75,4 @@ def calls(effects: list[Effect]) -> list[str]:
 
 
 def republishes(effects: list[Effect]) -> int:
-    return sum(isinstance(e, Tell) and isinstance(e.fact, Republish) for e in effects)
+    return sum(isinstance(e, TellPublisher) and isinstance(e.fact, Republish) for e in effects)

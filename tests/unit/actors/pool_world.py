@@ -14,14 +14,21 @@ from math import inf
 
 import numpy as np
 
-from peercache.actors.effects import Effect, Origin, Send, StoreWords, Tell
-from peercache.actors.facts import (
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    StoreWords,
+    TellDirectory,
+    TellPublisher,
+)
+from peercache.actors.mailboxes import (
     ClientGone,
     PagesCommitted,
     PoolGrew,
     RecordsChanged,
     ReserveAhead,
 )
+from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.reservations import Reservation
 from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
@@ -167,7 +174,7 @@ class World:
         effects = self.say(client, Commit(11, sequence, written, sums, 0.5, names, ahead))
         if isinstance(effects[-1], Send):
             return effects[-1].message
-        assert isinstance(effects[-1], Tell)
+        assert isinstance(effects[-1], TellPublisher)
         return effects[-1].fact
 
     def _fits(self, reserve: Reserve, written: int, sums: int, named: int) -> bool:
@@ -280,11 +287,12 @@ class World:
                 case StoreWords(indices, values):
                     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
                         self._store_word(index, value)
-                case Tell(actor, RecordsChanged() as changed):
-                    self._told[actor].append(changed)
-                    if actor == "directory":
-                        self._apply(changed)
-                case Tell("publisher", PagesCommitted() as committed):
+                case TellDirectory(RecordsChanged() as changed):
+                    self._told["directory"].append(changed)
+                    self._apply(changed)
+                case TellPublisher(RecordsChanged() as changed):
+                    self._told["publisher"].append(changed)
+                case TellPublisher(PagesCommitted() as committed):
                     ahead.extend(committed.then)
                     self._committed(committed)
                     if committed.ahead:
@@ -420,8 +428,8 @@ class World:
 def kinds(effects: list[object]) -> list[str]:
     """Return what effects are, in order."""
     return [
-        f"{effect.actor}:{type(effect.fact).__name__}"
-        if isinstance(effect, Tell)
+        f"{type(effect).__name__}:{type(effect.fact).__name__}"
+        if isinstance(effect, (TellDirectory, TellPublisher))
         else type(getattr(effect, "message", effect)).__name__
         for effect in effects
     ]

@@ -10,13 +10,22 @@ import hashlib
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Effect, Origin, Send, Tell
-from peercache.actors.facts import PagesCommitted, RecordsChanged, ViewChanged
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    StateActor,
+    TellDirectory,
+    TellPublisher,
+    TellRing,
+)
+from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.ring.actor import RingActor
 from peercache.model.member import ALIVE, DEAD, Member
@@ -185,10 +194,14 @@ class Cluster:
         self.tell(incarnation, "directory", changed)
         self.tell(incarnation, "publisher", changed)
 
-    def tell(self, incarnation: int, actor: str, fact: object) -> None:
+    def tell(self, incarnation: int, actor: str, fact: Any) -> None:
         """Hand a fact to an actor of a node, and do what it says."""
         node = self.nodes[incarnation]
-        actors = {"ring": node.ring, "directory": node.shard, "publisher": node.publisher}
+        actors: dict[str, StateActor[Any]] = {
+            "ring": node.ring,
+            "directory": node.shard,
+            "publisher": node.publisher,
+        }
         self._perform(node, actors[actor].on_message(Origin(incarnation), fact, self.now))
 
     def deliver(self, index: int = 0, *, twice: bool = False) -> None:
@@ -255,13 +268,21 @@ class Cluster:
         node.shard.check()
         node.publisher.check()
         for effect in effects:
-            if isinstance(effect, Tell):
-                self.tell(node.incarnation, effect.actor, effect.fact)
-                continue
-            assert isinstance(effect, Send)
-            target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
-            if isinstance(effect.message, Committed):
-                self.answers.append((target, effect.message))
-                continue
-            envelope = Envelope(node.incarnation, target, effect.message)
-            self.flying.append(codec.decode(codec.encode(envelope, cluster="c"), cluster="c"))
+            match effect:
+                case TellRing(fact):
+                    self.tell(node.incarnation, "ring", fact)
+                case TellDirectory(fact):
+                    self.tell(node.incarnation, "directory", fact)
+                case TellPublisher(fact):
+                    self.tell(node.incarnation, "publisher", fact)
+                case _:
+                    self._send(node, effect)
+
+    def _send(self, node: Node, effect: Effect) -> None:
+        assert isinstance(effect, Send)
+        target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
+        if isinstance(effect.message, Committed):
+            self.answers.append((target, effect.message))
+            return
+        envelope = Envelope(node.incarnation, target, effect.message)
+        self.flying.append(codec.decode(codec.encode(envelope, cluster="c"), cluster="c"))

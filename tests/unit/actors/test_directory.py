@@ -9,9 +9,9 @@ import pytest
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Origin, Send
-from peercache.actors.facts import RecordsChanged, ViewChanged
-from peercache.errors import LocalProtocolError
+from peercache.actors.effects import Send
+from peercache.actors.mailboxes import RecordsChanged, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.model.member import DEAD, LEFT
 from peercache.model.records import Content, Records, buckets_of, digest_of
 from peercache.observability.metrics import Metrics
@@ -506,12 +506,6 @@ def test_count_of_records_is_told() -> None:
     heard(shard, ME, view(ME, member(A, DEAD)))
 
     assert (before, gauge.get()) == (3, 1)
-
-
-def test_shard_refuses_what_it_does_not_hear() -> None:
-    """A message for another actor is a wiring bug, and said so."""
-    with pytest.raises(LocalProtocolError, match="Located"):
-        shard_of().on_message(Origin(1), Located(1, b""), 0.0)
 
 
 def test_view_without_members_ends_everybody_but_us() -> None:

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 
 from peercache.actors.directory import actor as directory
-from peercache.actors.effects import Origin
-from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.mailboxes import Republish, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.model.member import DEAD

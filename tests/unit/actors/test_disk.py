@@ -17,7 +17,6 @@ from peercache.actors.storage_port import (
     Load,
     Spill,
 )
-from peercache.errors import LocalProtocolError
 from peercache.wire.messages.pool import Removed
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promoted
 from tests.unit.actors.disk_world import CLIENT, GRANULE, LENGTH, DiskWorld, key, keys
@@ -731,12 +730,6 @@ def test_late_end_of_an_unknown_job_is_nothing() -> None:
     world.tell("disk", LateEnded(12345, (0, 1)))
 
     world.check_records()
-
-
-def test_tier_refuses_what_it_does_not_hear() -> None:
-    """A wrong wire is a bug of ours."""
-    with pytest.raises(LocalProtocolError):
-        DiskWorld().tell("disk", object())
 
 
 def test_page_is_not_written_before_its_commit_is_answered() -> None:

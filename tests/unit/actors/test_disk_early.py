@@ -6,7 +6,7 @@ import numpy as np
 
 from peercache.actors.disk.early_removals import KEYS_MAX, NAMESPACES_MAX
 from peercache.actors.effects import Effect
-from peercache.actors.facts import PagesRemoved
+from peercache.actors.mailboxes import PagesRemoved
 from peercache.actors.storage_port import DISK_ENTRY, DiskEnded, DiskOpened, Forget
 from peercache.wire.messages.pool import Clear, Remove
 from tests.unit.actors.disk_world import CLIENT, SLAB, DiskWorld, key, keys

@@ -5,14 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.effects import Origin, Send, SendTo, Tell
-from peercache.actors.facts import ViewChanged
+from peercache.actors.effects import Send, SendTo, TellDirectory, TellPublisher, TellRing
+from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.membership import actor as membership_module
 from peercache.actors.membership.actor import SHARES_PER_BEAT
-from peercache.errors import LocalProtocolError
+from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.directory import Lookup  # fmt: skip
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -33,7 +32,7 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    assert node.first[:3] == [Tell(actor, view) for actor in ("ring", "directory", "publisher")]
+    assert node.first[:3] == [TellRing(view), TellDirectory(view), TellPublisher(view)]
     assert node.first[3:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)
 
@@ -64,7 +63,7 @@ def test_any_node_answers_a_join_with_its_view() -> None:
     answer = sends(effects, ViewShared)
     assert answer == [Send(Origin(NINE, 77), ViewShared(0, node.actor.view.members()))]
     assert node.state(NINE) == ALIVE
-    assert [e.fact for e in effects if isinstance(e, Tell)] == [
+    assert [e.fact for e in effects if isinstance(e, (TellRing, TellDirectory, TellPublisher))] == [
         ViewChanged(node.actor.view.members())
     ] * 3
 
@@ -96,12 +95,6 @@ def test_view_of_a_stranger_that_does_not_name_itself_is_ignored() -> None:
 
     assert node.told_by(NINE, member(TEN)) == []
     assert len(node.actor.view) == 1
-
-
-def test_message_of_another_actor_is_a_bug_of_ours() -> None:
-    """Wiring that hands membership a Lookup is found at once."""
-    with pytest.raises(LocalProtocolError, match="Lookup"):
-        Node().hears(NINE, Lookup(1, b""))
 
 
 def test_view_asked_is_answered_in_full_unless_the_digest_is_ours() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from peercache.actors.effects import Effect, Origin, Send, SendTo
+from peercache.actors.effects import Effect, Send, SendTo
 from peercache.actors.membership.actor import SHARES_PER_BEAT, Membership
+from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import is_newer
 from peercache.wire.codec import decode, encode

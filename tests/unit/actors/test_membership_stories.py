@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from peercache.actors.effects import Origin
+from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT
 from peercache.wire.messages.membership import ViewAsked
 from tests.unit.actors.membership_cluster import DEAD_S, HEAL_S, SUSPECT_S, Cluster, cluster_of

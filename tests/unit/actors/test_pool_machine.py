@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from peercache.actors.facts import PagesCommitted
+from peercache.actors.mailboxes import PagesCommitted
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,

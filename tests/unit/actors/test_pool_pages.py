@@ -8,8 +8,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from peercache.actors.effects import Origin
-from peercache.actors.facts import RecordsChanged
+from peercache.actors.mailboxes import RecordsChanged
+from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.model.ids import Incarnation
 from peercache.observability.metrics import Metrics
@@ -132,7 +132,7 @@ def test_remove_drops_pages_and_answers_how_many() -> None:
     effects = world.say(BOB, Remove(8, key(1) + key(9) + key(2) + key(1)))
 
     assert kinds(effects) == [
-        "StoreWords", "directory:RecordsChanged", "publisher:RecordsChanged", "Removed",
+        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged", "Removed",
     ]  # fmt: skip
     assert effects[3].message.count == 2
     assert effects[3].message.request == 8

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Effect, Origin, Send, Tell
-from peercache.actors.facts import (
+from peercache.actors.effects import Effect, Send, TellPool
+from peercache.actors.mailboxes import (
     PagesCommitted,
     RecordsChanged,
     Republish,
     ReserveAhead,
     RingChanged,
 )
+from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import pending as waiting
 from peercache.actors.publisher import streams
 from peercache.actors.publisher.actor import ASK_AGAIN_S, SLICE_S, Publisher
-from peercache.errors import LocalProtocolError
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import DEAD
 from peercache.model.records import Records, from_bytes
@@ -29,7 +29,6 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
-    Lookup,
     Put,
     Repair,
     StreamSummary,
@@ -224,8 +223,8 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
     records = records_of(ME, [1, 2, 3], 2)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, then=(then,))
     effects = heard(made, ME, commit, 10.0)
-    told = [Tell("pool", then)]
-    at_once = [effect for effect in effects if isinstance(effect, Tell)]
+    told = [TellPool(then)]
+    at_once = [effect for effect in effects if isinstance(effect, TellPool)]
 
     if heard_at > 10.2:
         effects = ticked(made, 10.2)
@@ -233,7 +232,7 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
         effects += heard(made, owner, Acknowledged(1), heard_at)
 
     assert at_once == []
-    assert [effect for effect in effects if isinstance(effect, Tell)] == told
+    assert [effect for effect in effects if isinstance(effect, TellPool)] == told
     answered = next(effect for effect in effects if answers([effect]))
     assert effects.index(answered) < effects.index(told[0])
 
@@ -777,12 +776,6 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
     assert sorted(b"".join(m.buckets for m in repairs)) == list(range(256))
     assert sum(len(m.records) // 56 for m in repairs) == 400
     assert 0.3 <= now - 5.0 <= 0.8
-
-
-def test_publisher_refuses_what_it_does_not_hear() -> None:
-    """A message for another actor is a wiring bug, and said so."""
-    with pytest.raises(LocalProtocolError, match="Lookup"):
-        publisher_in(ring_of(A)).on_message(Origin(1), Lookup(1, b""), 0.0)
 
 
 def test_view_changes_nothing_by_itself() -> None:

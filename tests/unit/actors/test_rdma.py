@@ -7,15 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peercache.actors.effects import Effect, Origin, Send, Tell
-from peercache.actors.facts import DropPair, PairOpened, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.effects import Effect, Send, TellVerbs
+from peercache.actors.mailboxes import DropPair, PairOpened, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.origin import Origin
 from peercache.actors.rdma.actor import (
     BUSY,
     CHANNELS_MAX,
     NO_RDMA,
     SILENT_S,
     TOO_MANY,
-    VERBS,
     WANTED_MAX,
     ServedChannels,
 )
@@ -68,7 +68,7 @@ def test_channel_is_asked_of_whoever_has_the_devices_and_the_answer_passed_on() 
     asked = ask(actor, ALICE, 1)
     answered = actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=True, answer=opened(1)), 0)
 
-    assert asked == [Tell(VERBS, WantPair(ALICE, wanted(1)))]
+    assert asked == [TellVerbs(WantPair(ALICE, wanted(1)))]
     assert answered == [Send(ALICE, opened(1))]
     assert actor.figures()["rdma_channels"] == 1
 
@@ -110,7 +110,7 @@ def test_client_has_a_bounded_number_of_channels() -> None:
     assert isinstance(refused, Send)
     assert isinstance(refused.message, Refused)
     assert refused.message.reason == TOO_MANY
-    assert isinstance(served, Tell)
+    assert isinstance(served, TellVerbs)
 
 
 def test_node_has_a_bounded_number_of_channels() -> None:
@@ -140,7 +140,7 @@ def test_questions_that_wait_are_bounded() -> None:
     assert isinstance(refused, Send)
     assert isinstance(refused.message, Refused)
     assert refused.message.reason == BUSY
-    assert isinstance(served, Tell)
+    assert isinstance(served, TellVerbs)
 
 
 def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
@@ -151,7 +151,7 @@ def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
 
     effects = actor.on_message(ALICE, ChannelsHeld(newest=2, channels=(2,)), 1.0)
 
-    assert effects == [Tell(VERBS, DropPair(1, 1))]
+    assert effects == [TellVerbs(DropPair(1, 1))]
     assert actor.figures()["rdma_channels"] == 2
 
 
@@ -176,7 +176,7 @@ def test_client_that_is_silent_loses_its_channels_and_no_other_does() -> None:
     assert actor.deadline() == SILENT_S
     effects = actor.on_tick(SILENT_S)
 
-    assert effects == [Tell(VERBS, DropPair(1, 1))]
+    assert effects == [TellVerbs(DropPair(1, 1))]
     assert actor.deadline() == 10.0 + SILENT_S
 
 
@@ -217,7 +217,7 @@ class ServedChannelsMachine(RuleBasedStateMachine):
     def open(self, who: Origin, channel: int, *, works: bool) -> None:
         """Ask for a channel, which "verbs" makes or cannot make."""
         (effect,) = self.actor.on_message(who, wanted(channel), self.now)
-        if isinstance(effect, Tell):
+        if isinstance(effect, TellVerbs):
             known = (who.identity, channel) in self.pairs
             is_open = works or known
             if is_open:
@@ -243,7 +243,7 @@ class ServedChannelsMachine(RuleBasedStateMachine):
     def drop(self, effects: list[Effect]) -> None:
         """Do what the actor says."""
         for effect in effects:
-            assert isinstance(effect, Tell)
+            assert isinstance(effect, TellVerbs)
             assert isinstance(effect.fact, DropPair)
             self.pairs.remove((effect.fact.client, effect.fact.channel))
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from peercache.actors.effects import Origin, Tell
-from peercache.actors.facts import RingChanged, ViewChanged
+from peercache.actors.effects import TellPublisher
+from peercache.actors.mailboxes import RingChanged, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
-from peercache.errors import LocalProtocolError
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import DEAD, LEFT, SUSPECT
-from peercache.wire.messages.directory import Lookup
 from tests.unit.actors.record_cluster import member, view
 
 
@@ -26,8 +23,7 @@ def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
     actor.check()
     rings = []
     for effect in effects:
-        assert isinstance(effect, Tell)
-        assert effect.actor == "publisher"
+        assert isinstance(effect, TellPublisher)
         assert isinstance(effect.fact, RingChanged)
         assert isinstance(effect.fact.ring, HashRing)
         rings.append(effect.fact.ring)
@@ -71,9 +67,3 @@ def test_ring_changes_when_a_suspect_dies() -> None:
     rings = shown(actor, view(1, member(2, DEAD)))
 
     assert [ring.members for ring in rings] == [(1,)]
-
-
-def test_ring_refuses_what_it_does_not_hear() -> None:
-    """A message for another actor is a wiring bug, and said so."""
-    with pytest.raises(LocalProtocolError, match="Lookup"):
-        ring_actor().on_message(Origin(1), Lookup(1, b""), 0.0)

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peercache.actors.effects import Origin, Tell
-from peercache.actors.facts import RingChanged, ViewChanged
+from peercache.actors.effects import TellPublisher
+from peercache.actors.mailboxes import RingChanged, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY
@@ -73,7 +74,7 @@ class RingMachine(RuleBasedStateMachine):
         effects = self.actor.on_message(Origin(1), ViewChanged(tuple(entries)), 0.0)
         self.actor.check()
         for effect in effects:
-            assert isinstance(effect, Tell)
+            assert isinstance(effect, TellPublisher)
             assert isinstance(effect.fact, RingChanged)
             assert isinstance(effect.fact.ring, HashRing)
             self.told = effect.fact.ring

@@ -13,8 +13,15 @@ import trio
 import trio.testing
 
 from peercache.actors import runtime as _actor
-from peercache.actors.effects import Effect, Origin, Tell
+from peercache.actors.effects import Effect, SendTo
+from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, TURN_MESSAGES, Mailbox, run_actor
+from peercache.wire.messages.session import SayHello
+
+
+def said(text: object) -> SendTo:
+    """Return an effect that a test recognises."""
+    return SendTo(str(text), SayHello(1))
 
 
 @attrs.define
@@ -28,12 +35,12 @@ class Diary:
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
         self.written.append(f"{now:g}: {sender.identity} says {message}")
-        return [Tell("diary", message)]
+        return [said(message)]
 
     def on_tick(self, now: float) -> list[Effect]:
         self.written.append(f"{now:g}: tick")
         self.due += self.every_s
-        return [Tell("diary", "tick")]
+        return [said("tick")]
 
     def deadline(self) -> float:
         return self.due
@@ -47,8 +54,8 @@ class Diary:
 
 
 @asynccontextmanager
-async def running(diary: Diary) -> AsyncIterator[tuple[Mailbox, list[Effect]]]:
-    mailbox, performed = Mailbox(), list[Effect]()
+async def running(diary: Diary) -> AsyncIterator[tuple[Mailbox[str], list[Effect]]]:
+    mailbox, performed = Mailbox[str](), list[Effect]()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, diary, mailbox, performed.append)
         yield mailbox, performed
@@ -68,7 +75,7 @@ async def test_messages_are_taken_one_by_one_in_order(
     assert diary.written == [
         "0: 7 says m0", "check", "0: 7 says m1", "check", "0: 7 says m2", "check",
     ]  # fmt: skip
-    assert performed == [Tell("diary", f"m{i}") for i in range(3)]
+    assert performed == [said(f"m{i}") for i in range(3)]
 
 
 async def test_a_message_that_comes_while_the_actor_waits_wakes_it(
@@ -96,7 +103,7 @@ async def test_ticks_come_at_their_deadlines(autojump_clock: trio.testing.MockCl
         await trio.sleep(6)
 
     assert diary.entries() == ["2: tick", "5: tick", "6: 0 says between", "8: tick", "11: tick"]
-    assert performed.count(Tell("diary", "tick")) == 4
+    assert performed.count(said("tick")) == 4
 
 
 async def test_a_tick_that_is_due_goes_before_what_waits(
@@ -133,7 +140,7 @@ async def test_a_broken_invariant_stops_the_actor_before_its_effects(
 ) -> None:
     """What an unsound actor says must not get out."""
     diary = Diary(is_sound=lambda: False)
-    mailbox, performed = Mailbox(), list[Effect]()
+    mailbox, performed = Mailbox[str](), list[Effect]()
     mailbox.tell(SELF, "x")
 
     with pytest.raises(AssertionError, match="unsound"):

@@ -8,8 +8,15 @@ import attrs
 import trio
 import trio.testing
 
-from peercache.actors.effects import Effect, Origin, Tell
+from peercache.actors.effects import Effect, SendTo
+from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, run_actor
+from peercache.wire.messages.session import SayHello
+
+
+def said(text: object) -> SendTo:
+    """Return an effect that a test recognises."""
+    return SendTo(str(text), SayHello(1))
 
 
 @attrs.define
@@ -22,7 +29,7 @@ class Alarm:
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
         self.seen.append(message)
         self.due = now + 3.0
-        return [Tell("alarm", message)]
+        return [said(message)]
 
     def on_tick(self, now: float) -> list[Effect]:
         self.seen.append(f"tick at {now:g}")
@@ -49,7 +56,7 @@ async def test_a_sleeping_actor_handles_a_message_in_the_bringers_turn(
         mailbox.tell(SELF, "one")
         assert (mailbox.serve(), mailbox.serve()) == (True, False)
 
-        assert (alarm.seen, performed) == (["one"], [Tell("alarm", "one")])
+        assert (alarm.seen, performed) == (["one"], [said("one")])
         nursery.cancel_scope.cancel()
 
 
@@ -77,7 +84,7 @@ async def test_an_actor_at_work_is_not_entered_again(
     alarm, mailbox, order = Alarm(), Mailbox(), list[object]()
 
     def perform(effect: Effect) -> None:
-        if effect == Tell("alarm", "first"):
+        if effect == said("first"):
             mailbox.tell(SELF, "second")
             order.append(("served within", mailbox.serve()))
         order.append(effect)
@@ -90,7 +97,7 @@ async def test_an_actor_at_work_is_not_entered_again(
         assert (mailbox.serve(), mailbox.serve(), mailbox.serve()) == (True, True, False)
         nursery.cancel_scope.cancel()
 
-    assert order == [("served within", False), Tell("alarm", "first"), Tell("alarm", "second")]
+    assert order == [("served within", False), said("first"), said("second")]
 
 
 async def test_what_nobody_served_wakes_the_actor(autojump_clock: trio.testing.MockClock) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peercache.actors.effects import Send, Tell
-from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.effects import Send, TellDirectory, TellPublisher, TellRing
+from peercache.actors.mailboxes import Republish, ViewChanged
 from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
 from peercache.actors.membership.tombstones import FORGET_S
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
@@ -72,7 +72,11 @@ def test_member_declared_dead_republishes_everything() -> None:
 
     assert republishes(suspected) == 0
     assert republishes(declared_dead) == 1
-    kinds = [type(e.fact) for e in declared_dead if isinstance(e, Tell)]
+    kinds = [
+        type(e.fact)
+        for e in declared_dead
+        if isinstance(e, (TellRing, TellDirectory, TellPublisher))
+    ]
     assert kinds == [ViewChanged] * 3 + [Republish]
 
 

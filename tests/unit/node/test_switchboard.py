@@ -16,11 +16,20 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.effects import Effect, Origin, Send, SendTo, StoreWords, Tell
-from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, Mailbox
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    SendTo,
+    StoreWords,
+    TellPool,
+)
+from peercache.actors.mailboxes import PoolGrew
+from peercache.actors.origin import Origin
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF
 from peercache.model.member import ALIVE, Member
 from peercache.net.sockets import Dialer, Listener
 from peercache.node.admission import Admission
+from peercache.node.routing import NodeMailboxes
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
@@ -36,7 +45,6 @@ CLUSTER = "test"
 ME = 0x11
 CLIENT = 0x77
 TOKEN = "t" * 32
-MAILBOXES = ("membership", "directory", "publisher", "pool")
 
 
 def hello(**fields: Any) -> Hello:
@@ -54,7 +62,7 @@ class Board:
 
     board: Switchboard
     admission: Admission
-    mailboxes: dict[str, Mailbox]
+    mailboxes: NodeMailboxes
     metrics: Metrics
     address: str
     stored: list[StoreWords]
@@ -66,7 +74,7 @@ class Board:
     def waiting(self) -> list[tuple[str, Origin, object]]:
         """Take everything out of the mailboxes."""
         found = []
-        for name, mailbox in self.mailboxes.items():
+        for name, mailbox in self.mailboxes.named().items():
             while (taken := mailbox.take()) is not None:
                 found.append((name, *taken))
         return found
@@ -82,7 +90,7 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
     listener = Listener(on_removed=lambda pipe: token.run_sync_soon(lambda: admission.end(pipe)))
     address = f"127.0.0.1:{listener.listen_tcp('listen', '127.0.0.1', 0)}"
     metrics, stored, members = Metrics(), list[StoreWords](), dict[int, Member]()
-    mailboxes = {name: Mailbox() for name in MAILBOXES}
+    mailboxes = NodeMailboxes()
     board = Switchboard(
         me=member(incarnation, address),
         cluster=CLUSTER,
@@ -166,7 +174,7 @@ async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> No
         caller = calling(board)
         welcome = await caller.greet()
         caller.say(Lookup(1, bytes(16)))
-        await until(lambda: len(board.mailboxes["directory"]) == 1)
+        await until(lambda: len(board.mailboxes.directory) == 1)
         ((actor, origin, message),) = board.waiting()
 
         board.board.perform(Send(origin, Located(1, b"")))
@@ -186,7 +194,7 @@ async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
     async with running(tmp_path) as board:
         caller = calling(board)
         await caller.greet()
-        mailbox = board.mailboxes["directory"]
+        mailbox = board.mailboxes.directory
         heard: list[object] = []
 
         async with trio.open_nursery() as nursery:
@@ -213,7 +221,7 @@ async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
         assert board.waiting() == []
         await caller.greet()
         caller.say(Lookup(2, b""))
-        await until(lambda: len(board.mailboxes["directory"]) == 1)
+        await until(lambda: len(board.mailboxes.directory) == 1)
 
     assert answer == SayHello(ME)
     assert board.dropped("stranger") == 1
@@ -362,13 +370,13 @@ async def test_a_full_mailbox_is_counted(tmp_path: Path, calling: Calling) -> No
     """Nothing grows without bound; the asker has a deadline."""
     async with running(tmp_path) as board:
         for i in range(MAILBOX_MESSAGES_MAX):
-            board.mailboxes["directory"].offer(SELF, i, 1)
+            board.mailboxes.directory.offer(SELF, i, 1)
         caller = calling(board)
         await caller.greet()
         caller.say(Lookup(1, b""))
         await until(lambda: board.dropped("mailbox_full") == 1)
 
-        assert len(board.mailboxes["directory"]) == MAILBOX_MESSAGES_MAX
+        assert len(board.mailboxes.directory) == MAILBOX_MESSAGES_MAX
 
 
 async def test_the_nodes_own_questions_are_answered(tmp_path: Path, calling: Calling) -> None:
@@ -411,7 +419,7 @@ async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
         beat = Heartbeat(member(ME, here.address), b"digest")
         here.board.perform(Send(0x22, beat))
         here.board.perform(SendTo(there.address, beat))
-        await until(lambda: len(there.mailboxes["membership"]) == 2)
+        await until(lambda: len(there.mailboxes.membership) == 2)
 
         found = there.waiting()
         await here.board.flush(5.0)
@@ -424,13 +432,13 @@ async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) ->
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)
         here.board.perform(Send(0x22, Put(1, b"")))
-        await until(lambda: len(there.mailboxes["directory"]) == 1)
+        await until(lambda: len(there.mailboxes.directory) == 1)
         there.admission.sessions.clear()
 
         here.board.perform(Send(0x22, Put(2, b"")))
         await until(lambda: there.dropped("stranger") == 1 and bool(there.admission.sessions))
         here.board.perform(Send(0x22, Put(3, b"")))
-        await until(lambda: len(there.mailboxes["directory"]) == 2)
+        await until(lambda: len(there.mailboxes.directory) == 2)
 
         assert [message for _, _, message in there.waiting()] == [Put(1, b""), Put(3, b"")]
 
@@ -453,7 +461,7 @@ async def test_effects_go_where_they_say(tmp_path: Path) -> None:
     """Facts to mailboxes, words to memory; what cannot be sent is counted, never raised."""
     words = StoreWords(np.array([1]), np.array([2], np.uint64))
     effects: list[Effect] = [
-        Tell("pool", "fact"),
+        TellPool(PoolGrew(1)),
         words,
         Send(0x55, Put(1, b"")),
         Send(Origin(CLIENT, 999), Located(1, b"")),
@@ -462,7 +470,7 @@ async def test_effects_go_where_they_say(tmp_path: Path) -> None:
         for effect in effects:
             board.board.perform(effect)
 
-        assert board.waiting() == [("pool", SELF, "fact")]
+        assert board.waiting() == [("pool", SELF, PoolGrew(1))]
         assert board.stored == [words]
         assert board.dropped("unknown_member") == 1
         assert board.dropped("pipe_gone") == 1

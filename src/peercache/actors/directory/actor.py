@@ -19,15 +19,21 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
 import numpy as np
+from typing_extensions import assert_never
 
 from peercache.actors.directory.holdings import Holdings, Parts
-from peercache.actors.effects import Effect, Origin, Send
-from peercache.actors.facts import RecordsChanged, ViewChanged
-from peercache.errors import LocalProtocolError
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import (
+    DirectoryHears,
+    RecordsChanged,
+    StreamMessage,
+    ViewChanged,
+)
+from peercache.actors.origin import Origin
 from peercache.model import records
 from peercache.model.keys import from_bytes as keys_from_bytes
 from peercache.model.member import ALIVE, SUSPECT
@@ -45,9 +51,6 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-
-StreamMessage: TypeAlias = Put | Delete | Repair
-Hears: TypeAlias = Lookup | Disputed | StreamMessage | StreamSummary | RecordsChanged | ViewChanged
 
 UNKNOWN_HOLDERS_MAX = 64
 """Holders that the view does not know yet: a burst of joins whose records came before the view."""
@@ -110,7 +113,7 @@ class DirectoryShard:
         """How many records this shard holds, its own node's included."""
         return self._count
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: DirectoryHears, now: float) -> list[Effect]:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""
         match message:
             case Lookup(request, keys):
@@ -130,7 +133,7 @@ class DirectoryShard:
             case ViewChanged():
                 self._follow(message, now)
                 return []
-        raise LocalProtocolError(f"the directory does not hear {type(message).__name__}")
+        assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Sweep a bounded part of what ended holders left; give up on holders nobody knows."""

@@ -19,19 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 import attrs
 import numpy as np
+from typing_extensions import assert_never
 
 from peercache.actors.disk.askers import Askers
-from peercache.actors.disk.bookkeeping import DiskBooks, DiskIndexed, split
+from peercache.actors.disk.bookkeeping import DiskBooks, indexed_of, split
 from peercache.actors.disk.early_removals import EarlyRemovals
 from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.disk.promotes import Promotes
 from peercache.actors.disk.spills import Spills
-from peercache.actors.effects import Effect, Origin, Send
-from peercache.actors.facts import DISK_TIER, PagesRemoved, PagesStored
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import (
+    DISK_TIER,
+    DiskHears,
+    DiskIndexed,
+    PagesRemoved,
+    PagesStored,
+)
+from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.storage_port import (
     DiskEnded,
@@ -42,15 +50,9 @@ from peercache.actors.storage_port import (
     NoteUse,
     SpillDone,
 )
-from peercache.errors import LocalProtocolError
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Committed, Granted, Remove, Removed
 from peercache.wire.messages.promote import Promote
-
-Hears: TypeAlias = (
-    Promote | PagesStored | PagesRemoved | Granted | Committed
-    | DiskOpened | DiskIndexed | SpillDone | LoadDone | LateEnded | ForgetDone | DiskEnded
-)  # fmt: skip
 
 TELL_S: Final = 0.05
 """Pause between two parts of what is told after opening or ending: the rate is kept over this."""
@@ -145,7 +147,7 @@ class DiskTier:
         """Tell the pool under which lengths pages, that leave memory now, are on disk; 0: not."""
         return self.books.on_disk(pages)
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
         self.askers.now = self.promotes.now = now
         effects = self._apply(sender, message, now)
@@ -154,7 +156,7 @@ class DiskTier:
             effects += self.promotes.pump()
         return effects
 
-    def _apply(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def _apply(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:
         match message:
             case Promote():
                 return self.promotes.ask(sender, message)
@@ -180,12 +182,12 @@ class DiskTier:
                 removal = self._removals.pop(job, None)
                 return [] if removal is None else _removed(removal)
             case DiskOpened():
-                return self._open(DiskIndexed.of(message), now)
+                return self._open(indexed_of(message), now)
             case DiskIndexed():
                 return self._open(message, now)
             case DiskEnded():
                 return self._ended(now)
-        raise LocalProtocolError(f"the disk tier does not hear {type(message).__name__}")
+        assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Answer who has waited long enough, tell what is untold, look after the disk."""
@@ -237,6 +239,7 @@ class DiskTier:
     def _open(self, indexed: DiskIndexed, now: float) -> list[Effect]:
         """Take what lies there; it is told little by little, hottest first."""
         opened, index = indexed.opened, indexed.index
+        assert isinstance(index, DiskIndex), "the index is made by indexed_of"
         self.books.open(index, unix_s=opened.unix_s, now=now)
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
         # A slot that was evicted and never written again is in no index, and may have a higher one.

@@ -11,7 +11,8 @@ from typing import Final, final
 
 import attrs
 
-from peercache.actors.effects import Effect, Origin, Send
+from peercache.actors.effects import Effect, Send
+from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted

@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.effects import Effect, Tell
-from peercache.actors.facts import RecordsChanged
+from peercache.actors.effects import Effect, TellDirectory, TellPublisher
+from peercache.actors.mailboxes import DiskIndexed, RecordsChanged
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.storage_port import DiskOpened, Forget
 from peercache.model.keys import KEY_BYTES
@@ -27,25 +27,6 @@ _NO_DROPS: Final = np.empty(0, DROP)
 
 PLACES_A_FORGET_MAX: Final = 4096
 """Places of one Forget: some milliseconds of the store's index."""
-
-
-@final
-@attrs.frozen(eq=False)
-class DiskIndexed:
-    """node → disk: what DiskOpened tells, with its index, which takes seconds for a million pages.
-
-    Made in a thread, where that keeps nobody waiting.
-    """
-
-    opened: DiskOpened
-    index: DiskIndex
-
-    @classmethod
-    def of(cls, opened: DiskOpened) -> DiskIndexed:
-        """Make the index."""
-        index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
-        index.load(opened.entries)
-        return cls(opened, index)
 
 
 @final
@@ -117,6 +98,13 @@ class DiskBooks:
         return [*effects, *self.withdrawn(gone.keys)]
 
 
+def indexed_of(opened: DiskOpened) -> DiskIndexed:
+    """Make the index of what lies on disk; takes seconds, so a thread calls it, not the loop."""
+    index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
+    index.load(opened.entries)
+    return DiskIndexed(opened, index)
+
+
 def split(keys: bytes) -> list[bytes]:
     """Return the keys of a packed batch."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -127,4 +115,4 @@ def changed(records: Records, drops: Records) -> list[Effect]:
     if not len(records) and not len(drops):
         return []
     fact = RecordsChanged(records, drops)
-    return [Tell("directory", fact), Tell("publisher", fact)]
+    return [TellDirectory(fact), TellPublisher(fact)]

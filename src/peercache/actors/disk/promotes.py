@@ -18,7 +18,8 @@ import numpy as np
 from peercache.actors.disk.askers import Askers
 from peercache.actors.disk.bookkeeping import DiskBooks, split
 from peercache.actors.disk.unread import Unread
-from peercache.actors.effects import Effect, Origin, Tell
+from peercache.actors.effects import Effect, TellPool
+from peercache.actors.origin import Origin
 from peercache.actors.storage_port import (
     DISK_DAMAGED,
     DISK_DONE,
@@ -244,7 +245,7 @@ class Promotes:
         ours = [job.keys[at] for at in arrived if committed.states[at] == COMMITTED]
         removed = [key for key in ours if key in job.removed]
         if removed:
-            effects.append(Tell("pool", Remove(0, b"".join(removed))))
+            effects.append(TellPool(Remove(0, b"".join(removed))))
         return [*effects, *self._over(committed.sequence)]
 
     def removed(self, keys: bytes) -> None:
@@ -355,11 +356,11 @@ class Promotes:
             self._loading[key] = number
         packed, lengths = b"".join(job.keys), rows["length"].astype("<u8").tobytes()
         reserve = Reserve(number, number, job.namespace, packed, lengths)
-        return [*effects, Tell("pool", reserve)]
+        return [*effects, TellPool(reserve)]
 
     def _commit(self, number: int, job: _Job) -> Effect:
         checksums = np.array(job.checksums, "<u8").tobytes()
-        return Tell("pool", Commit(number, number, bytes(job.written), checksums, 0.0))
+        return TellPool(Commit(number, number, bytes(job.written), checksums, 0.0))
 
     def _over(self, number: int) -> list[Effect]:
         """End a job: its slots are nobody's, or a page's."""

@@ -17,7 +17,7 @@ import numpy as np
 from peercache.actors.disk.bookkeeping import DiskBooks, split
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.effects import Effect
-from peercache.actors.facts import PagesStored
+from peercache.actors.mailboxes import PagesStored
 from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DONE,

@@ -16,23 +16,29 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
+from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Origin, Send, SendTo, Tell
-from peercache.actors.facts import Republish, ViewChanged
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    SendTo,
+    TellDirectory,
+    TellPublisher,
+    TellRing,
+)
+from peercache.actors.mailboxes import MembershipHears, Republish, ViewChanged
 from peercache.actors.membership.failure_detector import Silence
 from peercache.actors.membership.reconnect import Redial
 from peercache.actors.membership.tombstones import Graves
 from peercache.actors.membership.view_merge import introduced, speaks_for_itself, weigh
-from peercache.errors import LocalProtocolError
+from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import COUNTER_MAX, MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
-
-Hears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
 
 TICKS_PER_BEAT = 4
 """Turns in one heartbeat: how finely silence is judged, and how soon a new master hears of us."""
@@ -48,9 +54,6 @@ LEAVE_MAX = 256
 
 REPUBLISH_GAP_S = 30.0
 """Least time between two Republish: a peer that loses us again and again must not drown all."""
-
-LISTENERS = ("ring", "directory", "publisher")
-"""Actors that follow the view, in the order in which they must learn of a change."""
 
 
 @final
@@ -137,7 +140,7 @@ class Membership:
         told = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
         return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: MembershipHears, now: float) -> list[Effect]:
         """Take what a node, or for ViewAsked also a client, says."""
         if self._me.state == LEFT or sender.identity == self._me.incarnation:
             return []
@@ -155,7 +158,7 @@ class Membership:
                 same = digest == self._view.digest()
                 answer = ViewShared(request, () if same else self._view.members())
                 return [Send(_way_back(sender), answer)]
-        raise LocalProtocolError(f"membership does not hear {type(message).__name__}")
+        assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Judge silence, forget the long ended, send heartbeats, call the lost."""
@@ -304,7 +307,7 @@ class Membership:
             return []
         self._republish_owed = False
         self._republish_from = now + REPUBLISH_GAP_S
-        return [Tell("publisher", Republish())]
+        return [TellPublisher(Republish())]
 
     # --- the view -------------------------------------------------------------------------------
 
@@ -373,7 +376,8 @@ class Membership:
                 count = sum(member.state == state for member in members)
                 self._metrics.members.labels(state=name).set(count)
         changed = ViewChanged(members)
-        return [Tell(listener, changed) for listener in LISTENERS]
+        # The publisher learns of a change from the ring, which must hear of it first.
+        return [TellRing(changed), TellDirectory(changed), TellPublisher(changed)]
 
 
 def _way_back(sender: Origin) -> int | Origin:

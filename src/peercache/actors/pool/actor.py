@@ -21,21 +21,29 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Origin, Send, Tell  # fmt: skip
-from peercache.actors.facts import (
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    TellDirectory,
+    TellDisk,
+    TellPublisher,
+)
+from peercache.actors.mailboxes import (
     DISK_TIER,
     ClientGone,
     PagesRemoved,
     PagesStored,
     PoolGrew,
+    PoolHears,
     RecordsChanged,
     ReserveAhead,
 )  # fmt: skip
+from peercache.actors.origin import Origin
 from peercache.actors.pool.answers import NO_RECORDS, asked_beside, committed, granted, refused
 from peercache.actors.pool.committing import commit_pages
 from peercache.actors.pool.figures import pool_figures, show_pool
@@ -67,10 +75,6 @@ from peercache.wire.messages.pool import (
     Reserve,
     Touched,
 )  # fmt: skip
-
-Hears: TypeAlias = (
-    Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear | ClientGone | PoolGrew
-)
 
 AHEAD_PAUSE_S: Final = 0.001
 """Between the answer to a Commit and the slots it asked for ahead: whoever was answered may wait
@@ -124,15 +128,8 @@ class Pool:
         if metrics is not None:
             show_pool(metrics, self.figures)
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: PoolHears, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
-        if isinstance(message, ReserveAhead):
-            self._asked_ahead.append(message)
-            self._due = min(self._due, now + AHEAD_PAUSE_S)
-            return []
-        return self._apply(sender, message)  # type: ignore[arg-type]
-
-    def _apply(self, sender: Origin, message: Hears) -> list[Effect]:
         match message:
             case Reserve():
                 return self._reserve(sender, message)
@@ -155,6 +152,10 @@ class Pool:
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
                 self._slots.grow(usable_bytes // self._granule)
+                return []
+            case ReserveAhead():
+                self._asked_ahead.append(message)
+                self._due = min(self._due, now + AHEAD_PAUSE_S)
                 return []
         assert_never(message)
 
@@ -311,12 +312,12 @@ class Pool:
         records, words = self._pages.publish(made)
         changed = RecordsChanged(records, _NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
-        effects: list[Effect] = [words, Tell("directory", changed)]
+        effects: list[Effect] = [words, TellDirectory(changed)]
         if origin == DISK_TIER:
-            return [*effects, Tell("publisher", changed), answer]
+            return [*effects, TellPublisher(changed), answer]
         effects.append(answer)
         if self._on_disk is not None:
-            effects.append(Tell("disk", PagesStored(records, reservation.namespace)))
+            effects.append(TellDisk(PagesStored(records, reservation.namespace)))
         return effects
 
     def _free(self, reservations: Sequence[Reservation | None]) -> list[Effect]:
@@ -347,7 +348,7 @@ class Pool:
         else:
             # Removed is removed from disk as well: the tier has the last word, and tells it.
             keys = b"".join([page.key for page in pages])
-            effects.append(Tell("disk", PagesRemoved(origin, message, keys)))
+            effects.append(TellDisk(PagesRemoved(origin, message, keys)))
         return effects
 
     def _end(
@@ -370,5 +371,5 @@ class Pool:
             records = self._pages.on_disk_records(kept, [length for length in lengths if length])
         if pages:
             changed = RecordsChanged(records, drops)
-            effects += [Tell("directory", changed), Tell("publisher", changed)]
+            effects += [TellDirectory(changed), TellPublisher(changed)]
         return effects

@@ -6,8 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from peercache.actors.effects import Effect, Origin, Send, Tell
-from peercache.actors.facts import DISK_TIER, PagesCommitted, ReserveAhead
+from peercache.actors.effects import Effect, Send, TellDisk, TellPublisher
+from peercache.actors.mailboxes import DISK_TIER, PagesCommitted, ReserveAhead
+from peercache.actors.origin import Origin
 from peercache.actors.pool.reservations import Reservation
 from peercache.model.records import RECORD, Records
 from peercache.wire.messages.pool import Commit, Committed, Granted, Reserve
@@ -24,10 +25,10 @@ def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effe
     return [Send(origin, Refused(request, reason, detail))]
 
 
-def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | Tell:
+def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | TellDisk:
     """Answer a Reserve."""
     answer = Granted(reserve.request, reserve.sequence, states, offsets)
-    return Tell("disk", answer) if origin == DISK_TIER else Send(origin, answer)
+    return TellDisk(answer) if origin == DISK_TIER else Send(origin, answer)
 
 
 def committed(
@@ -38,7 +39,7 @@ def committed(
     here: Records,
     ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
-) -> Tell:
+) -> TellDisk | TellPublisher:
     """Answer a Commit, by way of the publisher where others are to be told of it first.
 
     ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
@@ -46,10 +47,9 @@ def committed(
     request, sequence = commit.request, commit.sequence
     if origin == DISK_TIER:
         told = records.tobytes() + here.tobytes()
-        return Tell("disk", Committed(request, sequence, states, told, 0))
+        return TellDisk(Committed(request, sequence, states, told, 0))
     patience_s = commit.patience_s
-    return Tell(
-        "publisher",
+    return TellPublisher(
         PagesCommitted(origin, request, sequence, states, records, here, patience_s, *ahead, then),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from peercache.actors.facts import PagesStored
+from peercache.actors.mailboxes import PagesStored
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.keys import KEY_BYTES

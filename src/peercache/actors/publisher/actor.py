@@ -19,20 +19,24 @@ import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Origin, Send
-from peercache.actors.facts import (
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import (
+    OwnerAnswer,
     PagesCommitted,
+    PublisherHears,
     RecordsChanged,
     Republish,
     RingChanged,
     ViewChanged,
 )
+from peercache.actors.origin import Origin
 from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
 from peercache.actors.publisher.streams import (
     ABSENT,
@@ -43,7 +47,6 @@ from peercache.actors.publisher.streams import (
     Rows,
     Sent,
 )
-from peercache.errors import LocalProtocolError
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import BUCKETS, RECORD_BYTES, RECORDS_A_MESSAGE_MAX, Records, keys_of
 from peercache.observability.metrics import Metrics
@@ -55,9 +58,6 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-
-Answer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
-Hears: TypeAlias = PagesCommitted | RecordsChanged | RingChanged | Republish | ViewChanged | Answer
 
 SLICE_S = 0.05
 """Pause between two slices of re-publishing: the rate is kept over this time."""
@@ -99,7 +99,7 @@ class Publisher:
         self._ring = HashRing([], virtual_nodes=1, replicas=1)
         self._allowance = self._burst()
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: PublisherHears, now: float) -> list[Effect]:
         """Take a change of the pool or the ring, or an owner's answer."""
         match message:
             case PagesCommitted():
@@ -110,7 +110,7 @@ class Publisher:
                 return [*published, *self._drop(_newest(drops), now)]
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._hear_owner(sender.identity, message, now)
-            case RingChanged(HashRing() as ring):
+            case RingChanged(ring):
                 return self._turn(ring, now)
             case Republish():
                 for stream in self._streams.values():
@@ -119,7 +119,7 @@ class Publisher:
                 return []
             case ViewChanged():
                 return []  # Who lives, the ring says: two sources could contradict each other.
-        raise LocalProtocolError(f"the publisher does not hear {type(message).__name__}")
+        assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Answer who has waited long enough, go on re-publishing, and ask for what is overdue."""
@@ -309,7 +309,7 @@ class Publisher:
 
     # --- owners -----------------------------------------------------------------------------------
 
-    def _hear_owner(self, owner: int, answer: Answer, now: float) -> list[Effect]:
+    def _hear_owner(self, owner: int, answer: OwnerAnswer, now: float) -> list[Effect]:
         stream = self._streams.get(owner)
         if stream is None:
             return []  # It left the ring while it answered.

@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Send, Tell
-from peercache.actors.facts import PagesCommitted
+from peercache.actors.effects import Effect, Send, TellPool
+from peercache.actors.mailboxes import PagesCommitted
 from peercache.wire.messages.pool import Committed
 
 WAITERS_MAX = 4096
@@ -97,4 +97,4 @@ class WaitingCommits:
             committed.ahead,
             committed.offsets,
         )
-        return [Send(committed.origin, answer), *(Tell("pool", fact) for fact in committed.then)]
+        return [Send(committed.origin, answer), *(TellPool(fact) for fact in committed.then)]

@@ -12,17 +12,23 @@ Limits  channels_a_client_max and CHANNELS_MAX queue pairs; WANTED_MAX of them i
 
 from __future__ import annotations
 
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Origin, Send, Tell
-from peercache.actors.facts import DropPair, PairOpened, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.effects import Effect, Send, TellVerbs
+from peercache.actors.mailboxes import (
+    DropPair,
+    PairOpened,
+    RdmaAbsent,
+    RdmaHears,
+    RdmaServes,
+    WantPair,
+)
+from peercache.actors.origin import Origin
 from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
 from peercache.wire.messages.session import Refused
-
-Hears: TypeAlias = OpenChannel | ChannelsHeld | RdmaServes | RdmaAbsent | PairOpened
 
 CHANNELS_MAX = 8192
 """Queue pairs of a node: a hundred clients with sixteen channels over five rails. A device has room
@@ -34,9 +40,6 @@ SILENT_S = 65.0
 WANTED_MAX = 256
 """Questions handed on and not answered yet: a quarter of a second of work. Beyond it they are
 refused, because facts within a node are never dropped."""
-
-VERBS = "verbs"
-"""The mailbox of whoever keeps the devices."""
 
 NO_RDMA = "no_rdma"
 """Refusal: this node serves no rdma; detail says why."""
@@ -70,11 +73,8 @@ class ServedChannels:
     _count: int = attrs.field(default=0, init=False)
     _wanted: int = attrs.field(default=0, init=False)
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: RdmaHears, now: float) -> list[Effect]:
         """Take one message; see the module's docstring."""
-        return self._take(sender, message, now)  # type: ignore[arg-type]  # routed by kind
-
-    def _take(self, sender: Origin, message: Hears, now: float) -> list[Effect]:
         if isinstance(message, OpenChannel):
             return self._open(sender, message, now)
         if isinstance(message, ChannelsHeld):
@@ -142,7 +142,7 @@ class ServedChannels:
         client = self._heard(sender.identity, now)
         client.channels[wanted.channel] = None
         self._wanted += 1
-        return [Tell(VERBS, WantPair(sender, wanted))]
+        return [TellVerbs(WantPair(sender, wanted))]
 
     def _hold(self, identity: int, listed: ChannelsHeld, now: float) -> list[Effect]:
         if identity not in self._clients:
@@ -165,7 +165,7 @@ class ServedChannels:
     def _drop(self, identity: int, channels: list[int]) -> list[Effect]:
         for channel in channels:
             self._forget(identity, channel)
-        return [Tell(VERBS, DropPair(identity, channel)) for channel in channels]
+        return [TellVerbs(DropPair(identity, channel)) for channel in channels]
 
     def _forget(self, identity: int, channel: int) -> None:
         client = self._clients.get(identity)

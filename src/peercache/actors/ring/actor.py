@@ -10,17 +10,16 @@ Limits  none of its own; a ring is as large as the view.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias, final
+from typing import final
 
 import attrs
+from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Origin, Tell
-from peercache.actors.facts import RingChanged, ViewChanged
-from peercache.errors import LocalProtocolError
+from peercache.actors.effects import Effect, TellPublisher
+from peercache.actors.mailboxes import RingChanged, RingHears, ViewChanged
+from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE, SUSPECT
-
-Hears: TypeAlias = ViewChanged
 
 
 @final
@@ -36,12 +35,12 @@ class RingActor:
         """Start with a ring of nobody."""
         self.current = self._ring_of([])
 
-    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
+    def on_message(self, sender: Origin, message: RingHears, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
         """Take a view; say so if the ring is another one now."""
         match message:
             case ViewChanged():
                 return self._follow(message)
-        raise LocalProtocolError(f"the ring does not hear {type(message).__name__}")
+        assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
         """Do nothing: a ring depends on no time."""
@@ -62,7 +61,7 @@ class RingActor:
         if tuple(live) == self.current.members:
             return []
         self.current = self._ring_of(live)
-        return [Tell("publisher", RingChanged(self.current))]
+        return [TellPublisher(RingChanged(self.current))]
 
     def _ring_of(self, members: list[int]) -> HashRing:
         return HashRing(members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)

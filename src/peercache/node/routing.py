@@ -1,0 +1,151 @@
+"""Routing: the mailboxes of a node, and which of them a message of the wire or a fact goes to.
+
+mypy checks that both are total: a message of the wire, or a fact, without a mailbox is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import attrs
+from typing_extensions import assert_never
+
+from peercache.actors.effects import (
+    Tell,
+    TellDirectory,
+    TellDisk,
+    TellPool,
+    TellPublisher,
+    TellRdma,
+    TellRing,
+    TellVerbs,
+)
+from peercache.actors.mailboxes import (
+    DirectoryHears,
+    DiskHears,
+    MembershipHears,
+    PoolHears,
+    PublisherHears,
+    RdmaHears,
+    RingHears,
+    VerbsHears,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.runtime import SELF, Mailbox
+from peercache.errors import LocalProtocolError
+from peercache.wire.envelope import Message
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    Disputed,
+    Located,
+    Lookup,
+    Put,
+    Repair,
+    StreamSummary,
+    SummaryDiffers,
+    SummaryMatches,
+)
+from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.pool import (
+    Abort,
+    Clear,
+    Commit,
+    Committed,
+    Granted,
+    LiveReservations,
+    Remove,
+    Removed,
+    Reserve,
+    Touched,
+)
+from peercache.wire.messages.promote import Promote, Promoted
+from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import (
+    Counted,
+    Hello,
+    Refused,
+    SayHello,
+    Stats,
+    StatsAsked,
+    Welcome,
+)
+
+
+@final
+@attrs.frozen(eq=False)
+class NodeMailboxes:
+    """One mailbox for each actor of a node.
+
+    The order of the fields is the order in which the switchboard serves them. The publisher comes
+    before the directory: it answers a Commit, and what it tells other nodes takes time.
+    """
+
+    membership: Mailbox[MembershipHears] = attrs.field(factory=Mailbox, init=False)
+    ring: Mailbox[RingHears] = attrs.field(factory=Mailbox, init=False)
+    publisher: Mailbox[PublisherHears] = attrs.field(factory=Mailbox, init=False)
+    directory: Mailbox[DirectoryHears] = attrs.field(factory=Mailbox, init=False)
+    pool: Mailbox[PoolHears] = attrs.field(factory=Mailbox, init=False)
+    disk: Mailbox[DiskHears] = attrs.field(factory=Mailbox, init=False)
+    rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
+    verbs: Mailbox[VerbsHears] = attrs.field(factory=Mailbox, init=False)
+    """Of the keeper of the rdma devices: no state actor, and not on every host."""
+    in_order: tuple[Mailbox[Any], ...] = attrs.field(init=False)
+
+    @in_order.default
+    def _every_mailbox(self) -> tuple[Mailbox[Any], ...]:
+        return tuple(self.named().values())
+
+    def named(self) -> dict[str, Mailbox[Any]]:
+        """Return every mailbox by the name of its actor."""
+        names = (field.name for field in attrs.fields(NodeMailboxes) if field.name != "in_order")
+        return {name: getattr(self, name) for name in names}
+
+    def tell(self, told: Tell) -> None:
+        """Put a fact from inside the node into its receiver's mailbox."""
+        match told:
+            case TellDirectory(fact):
+                self.directory.tell(SELF, fact)
+            case TellPublisher(fact):
+                self.publisher.tell(SELF, fact)
+            case TellPool(fact):
+                self.pool.tell(SELF, fact)
+            case TellDisk(fact):
+                self.disk.tell(SELF, fact)
+            case TellRing(fact):
+                self.ring.tell(SELF, fact)
+            case TellRdma(fact):
+                self.rdma.tell(SELF, fact)
+            case TellVerbs(fact):
+                self.verbs.tell(SELF, fact)
+            case _:
+                assert_never(told)
+
+    def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
+        """Put a message from the network into its receiver's mailbox; False if that is full.
+
+        `admission.SENDERS` lets no message in that is not for an actor.
+        """
+        match message:
+            case Lookup() | Disputed() | Put() | Delete() | StreamSummary() | Repair():
+                return self.directory.offer(sender, message, size_bytes)
+            case Acknowledged() | SummaryDiffers() | SummaryMatches():
+                return self.publisher.offer(sender, message, size_bytes)
+            case Reserve() | Commit() | Abort() | LiveReservations():
+                return self.pool.offer(sender, message, size_bytes)
+            case Touched() | Remove() | Clear():
+                return self.pool.offer(sender, message, size_bytes)
+            case Promote():
+                return self.disk.offer(sender, message, size_bytes)
+            case Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked():
+                return self.membership.offer(sender, message, size_bytes)
+            case OpenChannel() | ChannelsHeld():
+                return self.rdma.offer(sender, message, size_bytes)
+            case Hello() | StatsAsked() | Counted():
+                raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
+            case (
+                Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
+                | Removed() | Stats() | Promoted() | ChannelOpened()
+            ):  # fmt: skip
+                raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
+        assert_never(message)
