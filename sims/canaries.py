@@ -172,18 +172,18 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "late-slot-reused",
-        "the slot of a load that is late is given to somebody else",
+        "the slot of a load that is late is given to another client",
         100,
         patches=bugs.LATE_SLOT_REUSED,
     ),
     Canary(
-        "eviction-tells-nobody",
+        "eviction-not-published",
         "with a disk, an eviction leaves the record of the page in memory",
         20,
         patches=bugs.EVICTION_TELLS_NOBODY,
     ),
     Canary(
-        "disk-deletion-tells-nobody",
+        "disk-deletion-not-published",
         "a page that is deleted from disk is still told as on disk",
         50,
         patches=bugs.DISK_DELETION_TELLS_NOBODY,

@@ -25,7 +25,7 @@
 #define CELLS 2              /* steps in which a granule is copied: enough to be torn */
 #endif
 #define GENERATIONS 8        /* more than one incarnation ever commits */
-#define NOBODY 255
+#define NO_PAGE 255
 #ifndef WITNESS
 #define WITNESS true         /* a check that hits happen says that they do not, and is refuted */
 #endif
@@ -71,7 +71,7 @@ byte holder[PAGES];          /* the incarnation */
 
 mtype = { FREE, RESERVED, HELD };
 mtype slot[GRANULES] = FREE; /* by first granule; a large page leaves the second one FREE */
-byte  who[GRANULES] = NOBODY; /* the page that a slot is reserved for, or holds */
+byte  who[GRANULES] = NO_PAGE; /* the page that a slot is reserved for, or holds */
 
 mtype = { UNKNOWN, OPEN, ENDED };
 mtype reservation[PAGES] = UNKNOWN;
@@ -199,8 +199,8 @@ inline make_odd() {
 
 inline vacate(first) {
     if
-    :: slot[first] == HELD -> odd = odd | (1 << first); slot[first] = FREE; who[first] = NOBODY
-    :: slot[first] == RESERVED -> slot[first] = FREE; who[first] = NOBODY
+    :: slot[first] == HELD -> odd = odd | (1 << first); slot[first] = FREE; who[first] = NO_PAGE
+    :: slot[first] == RESERVED -> slot[first] = FREE; who[first] = NO_PAGE
     :: else
     fi
 }
@@ -247,7 +247,7 @@ inline publish(p, g) {
 }
 
 proctype Owner(byte me) {
-    byte p = NOBODY;
+    byte p = NO_PAGE;
     byte g = 0;
     byte under = 0;
     byte odd = 0;            /* bits: granules whose words are still to be made odd */
@@ -266,7 +266,7 @@ end_serving:
 #ifdef PUBLISHED_BEFORE_COMMIT
            atomic { next_generation(); publish(p, g) };
 #endif
-           atomic { granted[p] = g + 1; p = NOBODY; g = 0 };
+           atomic { granted[p] = g + 1; p = NO_PAGE; g = 0 };
 #ifdef ODD_AFTER_GRANT
            make_odd();
 #endif
@@ -283,7 +283,7 @@ end_serving:
                    next_generation();
                    publish(p, g);
 #endif
-                   p = NOBODY;
+                   p = NO_PAGE;
                    g = 0
                }
            }
@@ -293,9 +293,9 @@ end_serving:
                d_step {
                    g = granted[p] - 1;
                    slot[g] = FREE;
-                   who[g] = NOBODY;
+                   who[g] = NO_PAGE;
                    reservation[p] = ENDED;
-                   p = NOBODY;
+                   p = NO_PAGE;
                    g = 0
                }
            }
@@ -318,7 +318,7 @@ end_serving:
                    reservation[p] = ENDED;
                    next_generation();
                    publish(p, g);
-                   p = NOBODY;
+                   p = NO_PAGE;
                    g = 0
                }
            }
@@ -328,9 +328,9 @@ end_serving:
 
     /* The successor: new segment, words that were never even, empty books. */
     d_step {
-        slot[0] = FREE; who[0] = NOBODY;
+        slot[0] = FREE; who[0] = NO_PAGE;
 #if GRANULES == 2
-        slot[1] = FREE; who[1] = NOBODY;
+        slot[1] = FREE; who[1] = NO_PAGE;
 #endif
 #ifndef COUNTER_RESTARTS
         sequence = GENERATIONS;     /* a random start: none of the predecessor's numbers */
@@ -350,7 +350,7 @@ end_serving:
 
 /* --- a writer: paths/writing.py. One call of set; a pause is a step that is not taken -------- */
 
-/* The books of a node that has died say nothing; its memory is nobody else's. */
+/* A dead node forgets its state; its memory is not reused. */
 #define is_own(p, g)         (home[p] != live || reservation[p] == OPEN && granted[p] == (g) + 1 && \
                               slot[g] == RESERVED && who[g] == p)
 
@@ -365,7 +365,7 @@ proctype Writer(byte p) {
 #endif
         if
         :: d_step { granted[p] -> g = granted[p] - 1 }
-        :: goto ended        /* the deadline: nobody copies under this number any more */
+        :: goto ended        /* the deadline: no client copies under this number any more */
         fi;
 
         do
