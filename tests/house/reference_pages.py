@@ -93,8 +93,8 @@ def messages() -> str:
     rows = []
     for tag, kind in enumerate(MESSAGES):
         rows.append([str(tag), f"`{kind.__name__}`", _fields(kind), _first_sentence(kind)])
-    return table(["tag", "message", "fields, in their order", "what it says"], rows) + (
-        f"\n\nA member, wherever one stands: {_fields(Member)}."
+    return table(["tag", "message", "fields, in order", "meaning"], rows) + (
+        f"\n\nA `Member` field holds: {_fields(Member)}."
     )
 
 
