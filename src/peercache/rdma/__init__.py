@@ -1,1 +1,1 @@
-"""The rdma fabric: reads other nodes' published memory with one-sided READs, through pyverbs."""
+"""The fabric over RDMA verbs: one-sided READs, and the node's ends of queue pairs."""

@@ -1,4 +1,13 @@
-"""x"""
+"""A client's channels: the connections over each rail to every peer, and the leases of them.
+
+Owns    the queue pairs of a client, and the blocks of memory that it lends to reads.
+Keeps   one read uses a channel at a time. After an error a channel is destroyed, never used again,
+        and it is closed before its lease ends.
+        Numbers of channels rise over all rails, and none is used twice, so that a node can tell a
+        channel that was given up from one that is newer than the list it gets.
+        Scatter entries are freed exactly once: pyverbs never frees them, and a second free
+        corrupts memory.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +40,18 @@ from peercache.rdma.rail import Rail
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
 
 PORTIONS_AT_ONCE = 2
-"""One is under way while the next waits behind it, so that the pipe never runs dry."""
+"""One portion is in flight while the next is queued behind it, so the link never idles."""
 
 PIECES_MAX = 16
-"""Scatter entries of a READ: every entry is room in each work request of the queue."""
+"""Scatter entries of a READ. Each entry takes room in every work request of the queue."""
 
 
 @final
 class Channel:
-    """One connection over one rail. `number` is ours, and unique for the client."""
+    """One connection to one node over one rail. `number` is unique for the client."""
 
     def __init__(self, rail: Rail, number: int, *, psn: int) -> None:
-        """Make its parts. Raises verbs.Error or OSError."""
+        """Create the queue pair and its completion queue. Raises verbs.Error or OSError."""
         abilities = rail.abilities
         self.rail = rail
         self.number = number
@@ -67,7 +76,7 @@ class Channel:
         self.acknowledge = self._completions.acknowledge
 
     def end(self) -> QpEnd:
-        """Return what the node needs to know of this end."""
+        """Return this end, for the node."""
         return self.rail.end(self._pair, self._psn)
 
     def connect(self, other: QpEnd, *, mtu: int, reads_at_once: int, published: Published) -> None:
@@ -79,22 +88,22 @@ class Channel:
     def post(self, portion: Portion, number: int, *, shift: int, words_at: int, key: int) -> None:
         """Post a whole portion with one doorbell: its READs, then its words behind a fence.
 
-        number:  what its completion will be called.
+        number:  of its completion.
         shift:   added to every destination address.
-        words_at, key: where its words go, and what opens that memory.
+        words_at, key: destination of its words, and the key of that memory.
         """
         self._chain(number, portion, shift, words_at=words_at, key=key)
 
     def post_bytes(self, portion: Portion, number: int, *, shift: int) -> None:
-        """Post only the READs of a portion."""
+        """Post the READs of a portion, without its words."""
         self._chain(number, portion, shift)
 
     def post_words(self, portion: Portion, number: int, *, words_at: int, key: int) -> None:
-        """Post only the words of a portion, whose READs have completed."""
+        """Post the words of a portion whose READs have completed."""
         self._chain(number, portion, 0, words_at=words_at, key=key, with_bytes=False)
 
     def close(self) -> None:
-        """Destroy everything; when this returns, nothing of it writes to memory any more."""
+        """Destroy the channel; after the return no request of it writes to memory."""
         if not self.rail.is_ours():
             return
         entries, self._entries = self._entries, []
@@ -157,7 +166,7 @@ class Channel:
     def _add_words(self, pair: Any, words: Any, words_at: int, key: int) -> None:
         entry, left = self._entries[0], len(words.remote)
         entry.lkey = key
-        # Only the first waits for the READs before it; what follows is begun after it.
+        # Only the first word waits for the READs: the device starts the next ones after it.
         flags = self._fence
         rows = zip(words.remote, words.keys, words.at, words.lengths, strict=True)
         for remote, remote_key, at, length in rows:
@@ -170,23 +179,27 @@ class Channel:
 
 
 WORDS_BLOCKS_MAX = 64
-"""Reads at once over one rail: more than an engine has threads."""
+"""Concurrent reads over one rail: more than an engine has threads."""
 
 BOUNCE_BLOCKS_MAX = 4
-"""Reads at once into memory that is not registered; 32 MiB each, made when they are needed."""
+"""Concurrent reads into memory that is not registered; 32 MiB each, made at the first need."""
 
 LINK_LOOK_S = 0.01
-"""How long a look at the link is believed: it is a system call or three."""
+"""How long the state of a link is cached: to read it takes three system calls."""
 
 BACKOFF_S = 0.25
-"""How long a rail that failed is left out, at least. Its return costs a read one stall at most."""
+"""How long a failed rail is skipped at least. Its return costs a read one stall at most."""
 
 _WORDS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (WORD_GAP_BYTES + WORD_BYTES)
 
 
 @final
 class ClientRail:
-    """One rail of a client. Its `pool` and `channels` are guarded by the fabric's lock."""
+    """One rail of a client: its channels to every peer, and the memory that it lends to reads.
+
+    `Channels` guards `pool` and `channels` with its lock. A rail whose link is down, or that stalls
+    while another one does not, is skipped until its link is up and its back-off is over.
+    """
 
     def __init__(
         self,
@@ -198,10 +211,10 @@ class ClientRail:
         clock: Callable[[], float],
         has_fallback: bool,
     ) -> None:
-        """Open nothing yet.
+        """Start without channels.
 
-        index:        which rail of the client's it is.
-        has_fallback: whether another fabric can read what this one has no memory for.
+        index:        the number of the rail at this client.
+        has_fallback: another fabric serves a read that gets no block of memory.
         """
         self.rail = rail
         self.index = index
@@ -221,7 +234,7 @@ class ClientRail:
         self._left_out_until = float("-inf")
 
     def is_usable(self, now: float) -> bool:
-        """Return whether to read over this rail now."""
+        """Return whether reads may use this rail now."""
         if now < self._left_out_until:
             return False
         if now - self._looked_at >= LINK_LOOK_S:
@@ -229,15 +242,15 @@ class ClientRail:
         return self._was_up
 
     def leave_out(self, now: float) -> None:
-        """Do not use this rail for a while."""
+        """Skip this rail for BACKOFF_S."""
         self._left_out_until = now + BACKOFF_S
 
     def new_channel(self, number: int) -> Channel:
-        """Return a channel that is not connected yet. Raises verbs.Error or OSError."""
+        """Create a channel, not yet connected. Raises verbs.Error or OSError."""
         return Channel(self.rail, number, psn=self._rng.randrange(PSN_MAX + 1))
 
     def question(self, channel: Channel) -> OpenChannel:
-        """Return what to ask a node for the other end, or again for its regions."""
+        """Return the message that asks a node for the other end, or for its newer regions."""
         end = channel.end()
         return OpenChannel(
             request=0,
@@ -253,12 +266,12 @@ class ClientRail:
         )
 
     def close(self) -> None:
-        """Close the rail; every channel is closed already."""
+        """Close the rail, after every channel of it."""
         self.rail.close()
 
 
 def published_by(answer: ChannelOpened) -> Published:
-    """Return the node's memory as its answer describes it; raise ValueError for nonsense."""
+    """Return the published memory of a node; raise ValueError for a malformed answer."""
     granule = answer.granule
     if granule < GRANULE_BYTES_MIN or granule & (granule - 1):
         raise ValueError(f"a granule of {granule} bytes")
@@ -273,26 +286,26 @@ def published_by(answer: ChannelOpened) -> Published:
 
 
 def end_of(answer: ChannelOpened) -> QpEnd:
-    """Return the node's end of a channel; raise ValueError for nonsense."""
+    """Return the node's end of a channel; raise ValueError for a malformed answer."""
     if len(answer.gid) != 16:
         raise ValueError(f"a GID of {len(answer.gid)} bytes")
     return QpEnd(answer.qp_num, answer.psn, answer.lid, answer.gid)
 
 
 CLOSE_MARGIN_S = 1.0
-"""What `close` waits beyond the last deadline it knows."""
+"""How long `close` waits beyond the last known deadline."""
 
 HELD_S = 20.0
-"""How often the channels held are listed to a node where none has changed: a third of the time
-after which a node ends what nobody lists."""
+"""Interval at which a client lists unchanged channels to a node: a third of the time after which
+the node drops channels that are not listed."""
 
 STRIPE_BYTES_MIN = 2**20
-"""A smaller read goes over one rail: another doorbell and wake-up cost more than they save."""
+"""A smaller read uses one rail: a second doorbell and wake-up cost more than they save."""
 
 
 @attrs.frozen(eq=False)
 class Reserved:
-    """The right to use one channel of one rail. number: what the peer knows it by."""
+    """The lease of one channel of one rail. number: the channel's number at the peer."""
 
     side: ClientRail
     lease: Lease
@@ -301,13 +314,13 @@ class Reserved:
 
 @final
 class Channels:
-    """The channels of one client. Thread-safe."""
+    """All channels of one client. Thread-safe."""
 
     def __init__(self, sides: Sequence[ClientRail], clock: Callable[[], float]) -> None:
-        """Start with none."""
+        """Start without channels."""
         self._sides = tuple(sides)
         self._clock = clock
-        # Guards everything below; whoever waits on it waits for a channel to come free.
+        # Guards the fields below; a read waits on it for a channel to come free.
         self._changed = threading.Condition()
         self._numbers: dict[tuple[int, int], tuple[int, int]] = {}
         self._newest = 0
@@ -318,13 +331,13 @@ class Channels:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether nothing is leased any more."""
+        """Return whether `close` was called: there are no new leases."""
         return self._closed
 
     def reserve(self, progress: ReadProgress) -> tuple[list[Reserved], str]:
-        """Lease a channel of every rail, or of one for a small read, waiting until there is one.
+        """Lease a channel of every rail, or of one rail for a small read; wait for the first.
 
-        Returns none, and why, where that cannot be; "" is: no rail is left.
+        Returns [] and the reason if there is no lease; the reason "" means that no rail is left.
         """
         with self._changed:
             while True:
@@ -342,7 +355,7 @@ class Channels:
                     return [], ""
                 wanted = len(sides)
                 if progress.total_bytes < STRIPE_BYTES_MIN:
-                    # In turn; but a rail that is busy is not waited for beside one that is free.
+                    # Rails take turns; a busy rail is passed over while another is free.
                     self._turn += 1
                     first, wanted = self._turn % len(sides), 1
                     sides = sides[first:] + sides[:first]
@@ -358,9 +371,9 @@ class Channels:
                 self._changed.wait(progress.deadline - now)
 
     def has_spare(self, progress: ReadProgress, reserved: Sequence[Reserved]) -> bool:
-        """Return whether a small read that does not get on over its rail could go over another.
+        """Return whether a small read that stalls on its rail could use another one.
 
-        A large one that has a single rail waits: nothing tells how long it may take.
+        A large read on a single rail waits: there is no bound for its duration.
         """
         is_small = progress.total_bytes < STRIPE_BYTES_MIN
         if not is_small or len(self._sides) == 1 or len(reserved) > 1:
@@ -369,12 +382,12 @@ class Channels:
         return any(side.index not in busy and side.is_usable(now) for side in self._sides)
 
     def idle(self, reserved: Reserved) -> Channel | None:
-        """Return the channel of a lease, None if it is to be made."""
+        """Return the channel of a lease; None if it must be made."""
         with self._changed:
             return reserved.side.channels.get(reserved.lease.channel)
 
     def end(self, reserved: Reserved, channel: Channel | None, *, works: bool) -> None:
-        """End a lease: the channel is closed first, unless it works."""
+        """End a lease; a channel that does not work is closed first."""
         side, lease = reserved.side, reserved.lease
         try:
             if channel is not None and not works:
@@ -391,19 +404,19 @@ class Channels:
                 self._changed.notify_all()
 
     def retire(self, side: ClientRail, peer: int) -> None:
-        """Close the idle channels to a peer: one of them was just found dead."""
+        """Close the idle channels to a peer, after one of them failed."""
         with self._changed:
             self._drop(side, side.pool.retire_idle(peer))
 
     def forget(self, peer: int) -> None:
-        """Close the channels to a member that is dead, those in use when their reads end."""
+        """Close the channels to a dead member; a channel in use when its read ends."""
         with self._changed:
             for side in self._sides:
                 self._drop(side, side.pool.forget(peer))
             self._changed.notify_all()
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
-        """Return what to tell nodes about their channels now, and close idle ones; each second."""
+        """Close idle channels; return the lists that nodes must get now. Call each second."""
         now = self._clock()
         with self._changed:
             for side in self._sides:
@@ -424,7 +437,7 @@ class Channels:
         return told
 
     def close(self) -> bool:
-        """Lease nothing any more, close idle channels, wait for the others; return if all are."""
+        """Close idle channels, wait for the others; return whether all are closed."""
         with self._changed:
             self._closed = True
             for side in self._sides:
@@ -436,7 +449,7 @@ class Channels:
             return not self._numbers
 
     def _number(self, side: ClientRail, lease: Lease) -> int:
-        """Return what a channel is called to its peer; the caller holds the lock."""
+        """Return the channel's number at its peer; the caller holds the lock."""
         key = (side.index, lease.channel)
         if lease.is_new:
             self._newest += 1

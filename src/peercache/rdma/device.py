@@ -1,7 +1,7 @@
-"""Which ports of which devices this host has, and which of them to use: facts and a choice.
+"""The RDMA ports of this host, and the choice of the ports to use.
 
-The facts are read from sysfs, which needs no library and no permission, so that the choice can be
-tested with recorded trees, and a link that went down is noticed by reading one small file.
+The facts come from sysfs, which needs no library and no permission: tests use recorded trees, and
+one small file tells whether a link is up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ETHERNET = "Ethernet"
 INFINIBAND = "InfiniBand"
 ROCE_V2 = "RoCE v2"
 IWARP_NODE = "RNIC"
-"""iWARP connects through its own connection manager only, which we do not speak."""
+"""An iWARP device; it needs a connection manager, which PeerCache does not use."""
 
 ANY_GID = -1
 EMPTY_MAX = 32
-"""Empty entries in a row after which a GID table is taken to be over: the lowest free one is always
-filled first, and some tables have a thousand, a file each."""
+"""A GID table ends after so many empty entries in a row. The kernel always fills the lowest free
+entry, and a table may have a thousand entries, one file each."""
 
 _IPV4_MAPPED = bytes(10) + b"\xff\xff"
 _LINK_LOCAL = b"\xfe\x80"
@@ -31,7 +31,7 @@ _LINK_LOCAL = b"\xfe\x80"
 
 @attrs.frozen
 class Gid:
-    """One entry of a port's table. raw: 16 bytes; kind: as the kernel calls it, "" if unknown."""
+    """One entry of a port's GID table. raw: 16 bytes; kind: the kernel's word, "" if unknown."""
 
     index: int
     raw: bytes
@@ -39,16 +39,16 @@ class Gid:
 
     @property
     def is_ipv4(self) -> bool:
-        """Return whether it stands for an IPv4 address."""
+        """Return whether the entry is an IPv4 address."""
         return self.raw.startswith(_IPV4_MAPPED)
 
     @property
     def is_link_local(self) -> bool:
-        """Return whether no router forwards to it."""
+        """Return whether the address is valid on its own link only."""
         return self.raw.startswith(_LINK_LOCAL)
 
     def text(self) -> str:
-        """Return it as verbs write it: eight groups of four digits."""
+        """Return the GID as verbs write it: eight groups of four digits."""
         return ":".join(self.raw[at : at + 2].hex() for at in range(0, 16, 2))
 
 
@@ -60,9 +60,9 @@ class Port:
     state:      "ACTIVE", "DOWN", "INIT", …
     link_layer: ETHERNET or INFINIBAND.
     node:       "CA", or IWARP_NODE.
-    lid:        its address on InfiniBand, 0 on Ethernet.
-    rate_gbps:  what the link signals.
-    gids:       without empty entries.
+    lid:        the port's address on InfiniBand, 0 on Ethernet.
+    rate_gbps:  the signal rate of the link.
+    gids:       the entries that are not empty.
     """
 
     device: str
@@ -76,13 +76,13 @@ class Port:
 
     @property
     def name(self) -> str:
-        """Return what the configuration calls it."""
+        """Return the name of the port in the configuration."""
         return self.device if self.number == 1 else f"{self.device}:{self.number}"
 
 
 @attrs.frozen
 class Chosen:
-    """A port to use, and the entry of its GID table that stands for it."""
+    """A port to use, and its GID."""
 
     port: Port
     gid: Gid
@@ -90,14 +90,14 @@ class Chosen:
 
 @attrs.frozen
 class Choice:
-    """The ports to use, in order, and why others are not used: a sentence each."""
+    """The ports to use, in order. problems: why each other port is not used, a sentence each."""
 
     ports: tuple[Chosen, ...]
     problems: tuple[str, ...]
 
 
 def read_ports(root: Path = SYSFS) -> tuple[Port, ...]:
-    """Return every port of every device, by name; none where there is no RDMA."""
+    """Return every port of every device, by name; none on a host without RDMA."""
     if not root.is_dir():
         return ()
     folders = sorted(root.iterdir(), key=lambda folder: folder.name)
@@ -109,16 +109,16 @@ def read_ports(root: Path = SYSFS) -> tuple[Port, ...]:
 
 
 def is_up(device: str, number: int, root: Path = SYSFS) -> bool:
-    """Return whether a port's link is up at this moment: 20 µs."""
+    """Return whether a port's link is up now; takes 20 µs."""
     return _state(root / device / "ports" / str(number)) == "ACTIVE"
 
 
 def choose(ports: Sequence[Port], names: Sequence[str] = (), gid_index: int = ANY_GID) -> Choice:
-    """Choose what to read over.
+    """Choose the ports to read over.
 
-    names:     "mlx5_0" or "mlx5_0:2" each: exactly these, as rails, in this order. Empty: the
-               fastest port that is up, the first of them by name.
-    gid_index: of every port chosen; ANY_GID takes the best entry.
+    names:     exactly these ports, as rails, in this order: "mlx5_0" or "mlx5_0:2" each.
+               Empty: the fastest port that is up, and the first by name among equals.
+    gid_index: the GID of every chosen port; ANY_GID takes the best entry.
     """
     if names:
         return _choose_named(ports, names, gid_index)
@@ -136,10 +136,10 @@ def choose(ports: Sequence[Port], names: Sequence[str] = (), gid_index: int = AN
 
 
 def best_gid(port: Port) -> Gid | None:
-    """Return the entry that others can reach, or None.
+    """Return the GID that peers can most likely reach, or None.
 
-    On Ethernet one of RoCE v2, which is routed: IPv4 before global IPv6 before link-local, because
-    that is the order in which networks are known to be set up. On InfiniBand the first.
+    InfiniBand: the first entry. Ethernet: an entry of RoCE v2, which is routed; IPv4 before global
+    IPv6 before link-local, the order in which networks are usually configured.
     """
     if port.link_layer == INFINIBAND:
         return port.gids[0] if port.gids else None
@@ -150,7 +150,7 @@ def best_gid(port: Port) -> Gid | None:
 
 def _choose_named(ports: Sequence[Port], names: Sequence[str], gid_index: int) -> Choice:
     known = {port.name: port for port in ports}
-    # "mlx5_0:1" names the first port too.
+    # "mlx5_0:1" is another name of the first port.
     known.update({f"{port.device}:{port.number}": port for port in ports})
     chosen, problems = [], []
     for name in dict.fromkeys(names):
@@ -159,7 +159,7 @@ def _choose_named(ports: Sequence[Port], names: Sequence[str], gid_index: int) -
             there = ", ".join(each.name for each in ports) or "none"
             problems.append(f"there is no RDMA device {name}; there is {there}")
             continue
-        # One that is down may come up: as a rail it is left out until then.
+        # A rail whose link is down is skipped until it comes up.
         problem, gid = _judge(port, gid_index, must_be_up=False)
         if gid is None:
             problems.append(problem)
@@ -169,7 +169,7 @@ def _choose_named(ports: Sequence[Port], names: Sequence[str], gid_index: int) -
 
 
 def _judge(port: Port, gid_index: int, *, must_be_up: bool = True) -> tuple[str, Gid | None]:
-    """Return why a port is of no use, or the GID to use."""
+    """Return why the port cannot be used, or the GID to use."""
     if port.node == IWARP_NODE:
         return f"{port.name} is an iWARP device, which cannot be connected without rdma_cm", None
     if must_be_up and port.state != "ACTIVE":
@@ -206,7 +206,7 @@ def _gids(folder: Path) -> Iterator[Gid]:
     empty = 0
     for entry in sorted((folder / "gids").iterdir(), key=lambda gid: int(gid.name)):
         raw = bytes.fromhex(_text(entry).replace(":", "") or "00" * 16)
-        # An entry with only a subnet prefix is empty too.
+        # An entry with only a subnet prefix is empty.
         if any(raw[8:]):
             empty = 0
             yield Gid(int(entry.name), raw, _text(folder / "gid_attrs" / "types" / entry.name))
@@ -215,7 +215,7 @@ def _gids(folder: Path) -> Iterator[Gid]:
 
 
 def _text(path: Path) -> str:
-    # Entries come and go with addresses and links, and some cannot be read while they are empty.
+    # Entries come and go with addresses and links, and the kernel refuses to read some empty ones.
     with contextlib.suppress(OSError, ValueError):
         return path.read_text(encoding="ascii").strip()
     return ""

@@ -1,9 +1,8 @@
-"""The rdma fabric, client side: one-sided READs in the caller's thread.
+"""The rdma fabric of a client: one-sided READs in the caller's thread.
 
-The owner's processor has no part in a read. A channel that did not end its read in full is
-destroyed before `read` returns: a queue pair that is destroyed writes nowhere, which is how "after
-it returns nothing writes to a destination" is kept. Destinations that are not registered are read
-through registered memory of our own, and copied from there.
+The owner's processor has no part in a read. If a channel has not completed its read, it is
+destroyed before `read` returns: a destroyed queue pair writes nowhere, so no READ writes to a
+destination after the return. A destination that is not registered is read through a bounce buffer.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
 from peercache.wire.messages.session import Refused
 
 EXCHANGE_S = 0.2
-"""Patience for a node's end of a channel: less than what makes a breaker open on silence."""
+"""Longest wait for a node's end of a channel; a breaker opens after a longer silence."""
 
 ABSENT_S = 30.0
-"""How long it is believed that a node serves no rdma."""
+"""How long a node that serves no rdma is not asked again."""
 
 REFUSED_S = 5.0
-"""How long it is left alone where it has a reason that may pass: too many channels, no path."""
+"""The same for a refusal that may pass: too many channels, no path."""
 
 AWAY_S = 1.0
-"""How long a peer that could not be read is left to the other fabric."""
+"""The same for a peer that did not answer or could not be read."""
 
 SET_ASIDE_S = 0.005
-"""Kept back from a deadline, for what ending a channel takes."""
+"""Reserved before a deadline, to destroy a channel in time."""
 
 REFRESH_S = 1.0
-"""How often a peer is asked again what it has registered, while it is still at it."""
+"""Interval at which a peer that is still registering memory is asked for its regions."""
 
 ELSEWHERE = {
     PEER_UNREACHABLE: PEER_UNREACHABLE,
@@ -65,10 +64,10 @@ ELSEWHERE = {
     LINK_DOWN: PEER_UNREACHABLE,
     NO_MEMORY: PEER_UNREACHABLE,
 }
-"""Failures that another fabric may not have, and the miss reason where there is none."""
+"""Failures that another fabric may not have; the miss reason if there is no other fabric."""
 
 AskPeer: TypeAlias = Callable[[int, Message, float], "Message | None"]
-"""Ask a peer by its incarnation, until a time: its answer, or None."""
+"""Asks a peer by its incarnation, until a time; returns its answer, or None."""
 
 
 ALL_RAILS = -1
@@ -76,26 +75,26 @@ ALL_RAILS = -1
 
 @final
 class UnreachablePeers:
-    """What is believed of each member, until when. Thread-safe: each step is one of a dict's."""
+    """Peers, and rails to them, that reads skip for a while. Thread-safe: each step is atomic."""
 
     def __init__(self) -> None:
-        """Believe nothing."""
+        """Start without entries."""
         self._until: dict[tuple[int, int], float] = {}
 
     def note(self, peer: int, until: float, rail: int = ALL_RAILS) -> None:
-        """Believe until then that a member cannot be read, over one rail or over any."""
+        """Skip a peer until a time, over one rail or over all."""
         self._until[peer, rail] = until
 
     def has(self, peer: int, now: float, rail: int = ALL_RAILS) -> bool:
-        """Return whether that is believed now."""
+        """Return whether reads skip the peer now."""
         return self._until.get((peer, rail), 0.0) > now
 
     def any(self) -> bool:
-        """Return whether there may be something believed of somebody."""
+        """Return whether there may be entries."""
         return bool(self._until)
 
     def rails(self, peer: int, now: float) -> list[int]:
-        """Return the single rails over which a member cannot be read now."""
+        """Return the single rails that reads of a peer skip now."""
         return [
             rail
             for (of, rail), until in list(self._until.items())
@@ -103,18 +102,18 @@ class UnreachablePeers:
         ]
 
     def forget(self, peer: int) -> None:
-        """Forget a member."""
+        """Remove a peer."""
         for key in [key for key in list(self._until) if key[0] == peer]:
             self._until.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all peers."""
         self._until.clear()
 
 
 @final
 class RdmaFabric:
-    """Reads pages of any member that serves rdma. Thread-safe; never raises."""
+    """Reads pages of every member that serves rdma. Thread-safe; never raises."""
 
     name = "rdma"
 
@@ -130,10 +129,10 @@ class RdmaFabric:
         clock: Callable[[], float] = time.monotonic,
         poller: Callable[[], Poller] = select.poll,
     ) -> None:
-        """Read over `rails`, which are closed with this.
+        """Read over `rails`; `close` closes them too.
 
         exchange: asks nodes for their ends of channels.
-        fallback: reads what cannot be read here, and says so; None makes that a miss.
+        fallback: reads the pages that rdma cannot read; None makes them misses.
         """
         self._sides = tuple(
             ClientRail(
@@ -152,7 +151,7 @@ class RdmaFabric:
         self._channels = Channels(self._sides, clock)
         self._unreachable = UnreachablePeers()
         self._warn_once = WarnOnce(self._log)
-        # Guards what follows.
+        # Guards `_is_released`.
         self._lock = threading.Lock()
         self._is_released = False
 
@@ -196,23 +195,23 @@ class RdmaFabric:
         with self._lock:
             is_released, self._is_released = self._is_released, True
         if is_quiet and not is_released:
-            # Else a read would lose its memory from below it: the end of the process closes all.
+            # With a read in flight the memory must stay: the end of the process closes the rest.
             for side in self._sides:
                 side.close()
 
     # --- for the wiring ---------------------------------------------------------------------------
 
     def forget(self, incarnation: int) -> None:
-        """Close the channels to a member that is dead, those in use when their reads end."""
+        """Close the channels to a dead member; a channel in use when its read ends."""
         self._channels.forget(incarnation)
         self._unreachable.forget(incarnation)
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
-        """Return what to tell nodes about their channels now; call it each second."""
+        """Return the lists of channels that nodes must get now; call each second."""
         return self._channels.held()
 
     def register(self, name: str, address: int, length: int, owner: object) -> Callable[[], None]:
-        """Begin to register memory that reads will fill, piece by piece; return what ends that."""
+        """Start to register memory that reads will fill; return the function that ends it."""
         made = [
             (side, side.rail.regions.add(name, address, length, remote=False, owner=owner))
             for side in self._sides
@@ -227,7 +226,7 @@ class RdmaFabric:
     # --- one read ---------------------------------------------------------------------------------
 
     def _read(self, progress: ReadProgress) -> str:
-        """Read until nothing is left or nothing helps; return "" or why not."""
+        """Read until no page is left, or no rail; return "" or the failure."""
         read = progress.read
         wanted = read.runs.lengths
         if wanted.shape != read.lengths.shape or (wanted != read.lengths).any():
@@ -235,7 +234,7 @@ class RdmaFabric:
         if self._unreachable.any():
             progress.avoided.update(self._unreachable.rails(progress.peer, self._clock()))
         failure = ""
-        # Every turn completes the read, or strikes out a rail or its idle channels.
+        # Every turn completes the read, or drops a rail or its idle channels.
         for _ in range(2 * len(self._sides) + 1):
             if not len(progress.left()):
                 return ""
@@ -255,7 +254,7 @@ class RdmaFabric:
         return self._unreachable.has(progress.peer, self._clock())
 
     def _lease(self, progress: ReadProgress) -> tuple[list[Leased], str]:
-        """Return connected channels for what is left, waiting for one; or none, and why."""
+        """Wait for a lease; return connected channels, or [] and the reason."""
         reserved, why = self._channels.reserve(progress)
         leased: list[Leased] = []
         try:
@@ -277,7 +276,7 @@ class RdmaFabric:
         return leased[::-1], why
 
     def _connected(self, progress: ReadProgress, mine: Reserved) -> tuple[Channel | None, str]:
-        """Return the channel of a lease, connected; or None and why it cannot be."""
+        """Return the connected channel of a lease, or None and the reason."""
         if not mine.lease.is_new:
             return self._channels.idle(mine), ""
         side, channel = mine.side, None
@@ -288,7 +287,7 @@ class RdmaFabric:
                 channel.connect(
                     end_of(answer),
                     mtu=answer.mtu,
-                    # None at all would let every READ wait for ever.
+                    # With 0 every READ would wait without end.
                     reads_at_once=max(1, min(answer.reads_at_once, side.rail.reads_started)),
                     published=published_by(answer),
                 )
@@ -307,7 +306,7 @@ class RdmaFabric:
         return None, why
 
     def _ask(self, progress: ReadProgress, side: ClientRail, channel: Channel) -> Message | None:
-        """Ask the peer for its end of a channel; remember if it has none."""
+        """Ask the peer for its end of a channel; skip the peer for a while if it has none."""
         until = min(progress.deadline, self._clock() + EXCHANGE_S)
         answer = self._exchange(progress.peer, side.question(channel), until)
         channel.asked_at = now = self._clock()
@@ -321,21 +320,21 @@ class RdmaFabric:
         return answer
 
     def _finds(self, progress: ReadProgress, side: ClientRail, answer: ChannelOpened) -> bool:
-        """Return whether the node's end can be connected to; remember if it cannot.
+        """Return whether the node's end can be reached; skip the rail for a while if not.
 
-        Connecting would look for it, too: for a second, and nothing of this process went on.
+        Otherwise the connect would wait for a second and stop the whole process.
         """
         gid = end_of(answer).gid
         if side.rail.finds(gid, progress.deadline):
             return True
         now = self._clock()
         if now < progress.deadline:
-            why = f"{NO_PATH}: nobody answers for its GID {gid.hex(':', 2)} at {side.rail.name}"
+            why = f"{NO_PATH}: no host answers for its GID {gid.hex(':', 2)} at {side.rail.name}"
             self._away(progress.peer, now + REFUSED_S, why, side.index)
         return False
 
     def _use(self, progress: ReadProgress, leased: Sequence[Leased]) -> str:
-        """Read what is left over these channels, which are back in the pool or closed after it."""
+        """Read the rest over these channels, then give each back or close it."""
         shares: list[Share] = []
         try:
             shares = shares_of(
@@ -357,11 +356,11 @@ class RdmaFabric:
         except Unprepared as unprepared:
             return unprepared.failure
         finally:
-            # Also on the way of a KeyboardInterrupt, and all, whatever ending one of them does.
+            # Also after a KeyboardInterrupt, and each one although another raises.
             self._end_all(leased, shares)
 
     def _leave_out(self, dead: Transfer, shares: Sequence[Share]) -> None:
-        # Now, however long this read goes on over the others.
+        # At once: this read may go on over the other rails for long.
         for share in shares:
             if share.transfer is dead:
                 share.leased.reserved.side.leave_out(self._clock())
@@ -374,15 +373,15 @@ class RdmaFabric:
                 self._end_all(leased[1:], shares)
 
     def _end(self, leased: Leased, shares: Sequence[Share]) -> None:
-        """End a lease; an unfinished channel never goes back."""
+        """End a lease; an unfinished channel is closed."""
         works = all(share.transfer.is_over and not share.transfer.failure for share in shares)
         self._channels.end(leased.reserved, leased.channel, works=works)
-        # Only now: memory lent to a channel that could not be destroyed may still be written to.
+        # Only now: until a channel is destroyed, its READs may write to borrowed memory.
         for share in shares:
             share.give_back()
 
     def _settle(self, progress: ReadProgress, shares: Sequence[Share]) -> str:
-        """Note what has arrived, and what failed: a rail is left out, or its idle channels go."""
+        """Note pages and failures; skip a rail that failed, or close its idle channels."""
         failure = ""
         for share in shares:
             transfer, side = share.transfer, share.leased.reserved.side
@@ -405,12 +404,12 @@ class RdmaFabric:
                 self._channels.retire(side, progress.peer)
             if why:
                 self._metrics.rdma_channels_failed.labels(why).inc()
-            # The time is up for all of them.
+            # The deadline is the same for all.
             failure = why if why == DEADLINE or not failure else failure
         return failure
 
     def _refresh(self, progress: ReadProgress, leased: Leased) -> None:
-        """Ask again what the peer has registered."""
+        """Ask the peer again for its registered memory."""
         if self._clock() - leased.channel.asked_at < REFRESH_S:
             return
         answer = self._ask(progress, leased.reserved.side, leased.channel)
@@ -423,7 +422,7 @@ class RdmaFabric:
     def _fall_back(
         self, fallback: Fabric, progress: ReadProgress, failure: str, deadline: float
     ) -> Fetched:
-        """Have the other fabric read what is not there."""
+        """Read the missing pages over the other fabric."""
         pages, peer = progress.elsewhere(), progress.peer
         self._metrics.rdma_fallbacks.labels(failure).inc(len(pages))
         key, name = (peer, failure), name_of(peer)
@@ -435,10 +434,10 @@ class RdmaFabric:
         why = got.failure or (REFUSED if progress.outside.any() else "")
         return Fetched(progress.seen, why, fallback.name)
 
-    # --- who is told what -------------------------------------------------------------------------
+    # --- warnings ---------------------------------------------------------------------------------
 
     def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
-        """Believe, until a time, that a peer cannot be read over rdma, or over one rail."""
+        """Skip a peer until a time, over one rail or over all, and warn once."""
         self._unreachable.note(peer, until, rail)
         self._warn_once("rdma.connect_failed", (peer, why), peer=name_of(peer), reason=why)
 

@@ -1,5 +1,6 @@
-"""Both sides of a read in one process: real READs from one device of this host to another, or to
-itself. What `peercache doctor` tries, and what `peercache bench rdma` measures.
+"""Both ends of a read in one process: READs from one device of this host to another, or to itself.
+
+`peercache doctor` tries a `Loopback`; `peercache bench rdma` measures it beside a `BareLoop`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 
 READ_S = 30.0
-"""Patience for one batch: only a link that lost packets takes so long."""
+"""Longest wait for a batch: only a link that loses packets needs so long."""
 
 REGISTER_S = 60.0
 
@@ -41,21 +42,21 @@ _CLIENT = 2
 
 
 class LoopbackFailed(PeerCacheError):
-    """There are no READs on this host; the message says why."""
+    """READs do not work on this host; the message says why."""
 
 
 @final
 class Loopback:
     """A published segment full of pages, and a fabric that reads them.
 
-    memory: (pages × page_bytes,) uint8, where they arrive; registered.
+    memory: (pages × page_bytes,) uint8, their registered destination.
     """
 
     def __init__(
         self, *, near: Settings, far: Settings, shm_dir: str, granule: int, page_bytes: int,
         pages: int,
     ) -> None:  # fmt: skip
-        """Open the reading device (`near`) and the owning one (`far`); raises LoopbackFailed."""
+        """Open the reading device `near` and the serving device `far`; raise LoopbackFailed."""
         assert page_bytes % granule == 0, (page_bytes, granule)
         self.page_bytes, self.pages = page_bytes, pages
         self.metrics = Metrics()
@@ -92,7 +93,7 @@ class Loopback:
             raise
 
     def read(self, first: int, count: int) -> Fetched:
-        """Read some pages into their places in `memory`."""
+        """Read pages into their places in `memory`."""
         numbers = np.arange(first, first + count, dtype=np.uint64)
         offsets = numbers * np.uint64(self.page_bytes)
         lengths = np.full(count, self.page_bytes, np.uint64)
@@ -105,25 +106,24 @@ class Loopback:
 
     @property
     def rails(self) -> tuple[Rail, Rail]:
-        """Return the first reading rail and the first owning one."""
+        """Return the first reading rail and the first serving one."""
         return self._near[0], self._far[0]
 
     @property
     def source(self) -> tuple[int, MemoryKeys]:
-        """Return where the pages lie, and what opens them, by address; after the first read."""
+        """Return the address of the pages and their keys; valid after the first read."""
         assert self._published is not None, "nothing was read yet"
         return self._published.pages_address, self._published.keys
 
     @property
     def target(self) -> tuple[int, MemoryKeys]:
-        """Return where the pages arrive, and what opens that to our own device."""
+        """Return the address of the destination and its keys."""
         return self._address, self._near[0].regions.table
 
     def arrived(self, first: int, count: int, fetched: Fetched) -> bool:
-        """Return whether these pages were read whole: every word and every byte.
+        """Return whether every word and every byte of these pages arrived.
 
-        The slots were never committed, and that is what their words say; one that was not read is
-        ODD instead.
+        The words say "never committed", for no node committed the slots; a missing word is ODD.
         """
         span = slice(first * self.page_bytes, (first + count) * self.page_bytes)
         return bool(
@@ -132,17 +132,17 @@ class Loopback:
         )
 
     def clear(self) -> None:
-        """Make every destination byte differ from what is to arrive."""
+        """Make every destination byte differ from the byte that will arrive."""
         np.bitwise_not(self._segment.pages, out=self.memory)
 
     def close(self) -> None:
-        """Close both sides."""
+        """Close both ends."""
         self.fabric.close()
         self._server.close_all()
         self._segment.close()
 
     def __enter__(self) -> Loopback:
-        """Return it."""
+        """Return the loopback."""
         return self
 
     def __exit__(
@@ -200,13 +200,18 @@ def _expect_no_failure(rail: Rail) -> None:
 
 @final
 class BareLoop:
-    """Reads pages of one registered range into another, a batch with one doorbell."""
+    """The loop that PeerCache is measured against: chained READs, and a wait for the last of them.
+
+    It posts a batch with one doorbell, over one queue pair. It reads no generation words, knows no
+    deadline, and raises on a failure. It waits for the event of the completion, as the fabric
+    does: a spinning loop would take the processor that a software device needs, and be slower.
+    """
 
     def __init__(
         self, near: Rail, far: Rail, *, batch: int, source: tuple[int, MemoryKeys],
         target: tuple[int, MemoryKeys], page_bytes: int,
     ) -> None:  # fmt: skip
-        """Connect `near` to `far`. source, target: where pages lie, and what opens that."""
+        """Connect `near` to `far`. source, target: address and keys of the pages."""
         self._batch = batch
         self._page_bytes = page_bytes
         self._source, self._target = source, target
@@ -221,7 +226,7 @@ class BareLoop:
         _connect((near, self._pairs[0]), (far, self._pairs[1]))
 
     def prepare(self, first: int) -> Callable[[], None]:
-        """Return what reads one batch from page `first` on; it raises if a READ fails."""
+        """Return a function that reads a batch from page `first` on; it raises on a failure."""
         pages = [(first + number) * self._page_bytes for number in range(self._batch)]
         work = [
             (self._source[0] + page, _key(self._source, page), self._target[0] + page,
@@ -254,7 +259,7 @@ class BareLoop:
         event.register(completions.descriptor, select.POLLIN)
         while not (found := completions.take()):
             completions.arm()
-            # What completed before the queue was armed makes no event.
+            # A completion before the queue was armed makes no event.
             if found := completions.take():
                 break
             if event.poll():

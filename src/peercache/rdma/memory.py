@@ -1,12 +1,14 @@
-"""Memory that a device may read and write: registered in the background, usable piece by piece.
+"""Registered memory: regions that threads register in the background, and blocks lent to reads.
 
-Owns    the registrations of one protection domain, and the threads that make them.
-Keeps   what is registered stays registered, and what it belongs to is kept alive, until `remove`
-        or `close`: a device writes to the physical pages it was given, so memory that was freed
-        and mapped anew at the same address would be missed by it, silently.
-        Untouched memory is populated first, in steps without the GIL. Nothing is read from a
-        registration after it ended: that can crash.
-Limits  THREADS_MAX threads, which end when nothing is left to do.
+Owns    the registrations of one protection domain, and the threads that make them; the anonymous
+        memory of the blocks.
+Keeps   memory stays registered, and its owner alive, until `remove` or `close`. A device writes to
+        the physical pages that it registered: memory that was freed and mapped anew at the same
+        address would silently miss its writes.
+        Threads populate untouched memory before they register it, in steps without the GIL.
+        No field of a registration is read after its end: that can crash.
+        A block has one borrower, and comes back after the last write to it.
+Limits  THREADS_MAX threads, which end when no task is left; blocks_max blocks of each kind.
 """
 
 from __future__ import annotations
@@ -39,34 +41,32 @@ from peercache.rdma.registrar import (
 __all__ = ["MemoryKeys", "Piece", "Region", "Regions", "RegistrationFailed"]
 
 THREADS_MAX = 4
-"""One thread pins some 10 GB/s of touched memory; more of them meet at the kernel's locks."""
+"""One thread pins some 10 GB/s of touched memory; more threads wait for the kernel's locks."""
 
 TOUCH_BYTES = 64 * 2**20
-"""Untouched memory populated at once, 50 ms: how long `close` may wait for a thread, beside one
-registration."""
+"""Bytes that a thread populates in one step of 50 ms. `close` waits for a step and a
+registration at most."""
 
 PROGRESS_S = 5.0
-"""How often people hear how far a long registration is."""
+"""Interval between two log lines about a long registration."""
 
 CLOSE_S = 30.0
-"""How long `close` waits for registrations in progress: a gibibyte each, on a slow machine."""
+"""How long `close` waits for registrations in flight: a gibibyte each, on a slow machine."""
 
 Task: TypeAlias = "tuple[Region, int, int]"
-"""(region, offset, length) that waits for a thread."""
+"""(region, offset, length) that is pending."""
 
 
 @final
 @attrs.define(eq=False)
 class Region:
-    """One range of memory that is, or is being, registered. Made by `Regions.add`.
+    """A range of memory that is registered, or is being registered. Made by `Regions.add`.
 
-    name:    what it is, for people: "pool", "words", "engine".
-    address: where it begins.
-    length:  its bytes.
-    is_urgent: a read waits for it, so it goes ahead of what waits for a thread.
-    failure: "" or why some of it cannot be registered; the rest stays usable.
+    name:      for people: "pool", "words", "engine".
+    is_urgent: a read waits for it, so it goes ahead of other pending tasks.
+    failure:   "" or why a part cannot be registered; the rest stays usable.
 
-    What follows them is the bookkeeping of `Regions`, changed under its lock.
+    The other fields belong to `Regions`, which changes them under its lock.
     """
 
     name: str
@@ -86,13 +86,13 @@ class Region:
 
     @property
     def registered_bytes(self) -> int:
-        """Return how many bytes are usable."""
+        """Return the number of usable bytes."""
         return sum(length for length, _ in self.pieces.copy().values())
 
     def remote(self) -> tuple[Piece, ...]:
         """Return (offset, length, rkey) of every registered piece, by offset.
 
-        Offsets count from `address`; a peer reads at `address` + offset with that rkey.
+        Offsets count from `address`: a peer reads at `address` + offset with that rkey.
         """
         pieces = sorted(self.pieces.copy().items())
         return tuple([(offset, length, piece.rkey) for offset, (length, piece) in pieces])
@@ -100,10 +100,10 @@ class Region:
 
 @final
 class Regions:
-    """All registered memory of one protection domain. Every method may be called in any thread.
+    """All registered memory of one protection domain. Thread-safe.
 
-    Usage: `add` what is known, look up with `find` or `table` in every read, and `close` after the
-    last queue pair is destroyed and before the protection domain is closed.
+    Usage: `add` memory when it is known, use `table` or `find` in every read, and `close` after
+    the last queue pair is destroyed and before the protection domain is closed.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Regions:
     ) -> None:
         """Register with `pd`, a `pyverbs.pd.PD`.
 
-        device:        its device's name, for the log.
-        registrar:     what registers; default: the best way that this pyverbs allows.
-        chunk_bytes:   most bytes registered in one piece; default: what suits the registrar.
-        on_registered: is told, on a thread of ours, whenever a region has grown or failed.
+        device:        the name of the device, for the log.
+        registrar:     default: the best one that this pyverbs allows.
+        chunk_bytes:   largest registered piece; default: the registrar's.
+        on_registered: called on a registering thread when a region has grown or failed.
         """
         self._registrar = registrar or registrar_for(pd)
         self._chunk_bytes = chunk_bytes or self._registrar.chunk_bytes
@@ -153,14 +153,14 @@ class Regions:
     ) -> Region:
         """Begin to register a range, and return at once; the same range again is the same region.
 
-        remote:      whether peers may read it; otherwise READs of ours may fill it.
-        ready_bytes: how much of it may be touched by now; default all. `grow` says when more may.
-        owner:       kept alive until the region is removed: whoever would free the memory.
-        is_urgent:   ahead of all that no thread has begun: little memory that a read waits for.
+        remote:      True lets peers read it; False lets local READs fill it.
+        ready_bytes: the leading bytes that may be touched now; default all. `grow` raises them.
+        owner:       the object that frees the memory; kept alive until the region is removed.
+        is_urgent:   ahead of every pending task: a small range that a read waits for.
         """
         access = ACCESS_REMOTE_READ if remote else ACCESS_LOCAL_WRITE
         if self._fork.is_child:
-            # A forked child: the device is its parent's, and so may be who holds the lock.
+            # The device belongs to the parent, and a thread of the parent may hold the lock.
             return Region(name, address, length, access, owner)
         with self._changed:
             for known in self._regions:
@@ -174,9 +174,9 @@ class Regions:
         return region
 
     def grow(self, region: Region, ready_bytes: int, *, is_final: bool = False) -> None:
-        """Register a region up to `ready_bytes`: whole chunks, the rest with the last of them.
+        """Register whole chunks of a region up to `ready_bytes`.
 
-        is_final: no more will become ready, so that an unfinished chunk is registered too.
+        is_final: no more bytes will become ready, so an unfinished chunk is registered too.
         """
         ready_bytes = min(ready_bytes, region.length)
         if self._fork.is_child:
@@ -201,7 +201,7 @@ class Regions:
             try:
                 thread.start()
             except RuntimeError as error:
-                # No thread is to be had now: the next that is asks, or one that runs, does it all.
+                # A running thread, or the next one that can be started, does all pending tasks.
                 self._log.warning("rdma.thread_failed", problem=str(error))
                 with self._changed:
                     self._threads -= wanted - started
@@ -209,9 +209,9 @@ class Regions:
                 return
 
     def wait(self, region: Region, timeout_s: float) -> bool:
-        """Wait until all that was asked for is registered or has failed; return whether it is.
+        """Wait until no task of a region is pending; return whether that is so.
 
-        A region with a `failure` is settled too.
+        A region with a `failure` has no pending tasks either.
         """
         with self._changed:
             return self._changed.wait_for(lambda: region.pending == 0, timeout_s)
@@ -220,18 +220,18 @@ class Regions:
 
     @property
     def table(self) -> MemoryKeys:
-        """Return the lkeys of all usable memory by address, as they are now: a value to keep."""
+        """Return the lkeys of all usable memory by address: a snapshot."""
         return self._table
 
     @property
     def failure(self) -> str:
-        """Return why some memory cannot be registered, "" while all can."""
+        """Return why some memory cannot be registered, or ""."""
         return next((each.failure for each in list(self._regions) if each.failure), "")
 
     def find(self, address: int, length: int) -> list[Piece]:
-        """Return (address, length, lkey) of the parts of a range, [] if not all of it is usable.
+        """Return (address, length, lkey) of the parts of a range; [] unless all of it is usable.
 
-        For single buffers; a batch is cut with `table.cut`.
+        For a single buffer; `table.cut` cuts a batch.
         """
         cut = self._table.cut(np.array([address], np.uint64), np.array([length], np.uint64))
         return list(zip(cut.begins.tolist(), cut.lengths.tolist(), cut.keys.tolist(), strict=True))
@@ -239,9 +239,9 @@ class Regions:
     # --- ending -----------------------------------------------------------------------------------
 
     def remove(self, region: Region) -> None:
-        """Forget one use of a region; with the last one end its registrations.
+        """End one use of a region; the last use ends its registrations.
 
-        No READ of ours may be filling it: one that does is ended with an error by the device.
+        Call it after the last READ into the region: the device fails a READ in flight.
         """
         if self._fork.is_child:
             return
@@ -253,16 +253,16 @@ class Regions:
             self._drop_tasks_of(region)
             self._regions = [known for known in self._regions if known is not region]
             self._tabulate()
-            # A thread may be registering a chunk of it at this moment: it deregisters that itself.
+            # A thread that is registering a chunk of it now deregisters that chunk itself.
             pieces, region.pieces = region.pieces, {}
         self._deregister(region, pieces)
         region.owner = None
 
     def close(self) -> None:
-        """End every registration; once, later calls do nothing.
+        """End every registration, after the last queue pair and before the protection domain.
 
-        After the last queue pair, before the protection domain: bounded by the registrations in
-        progress. In a forked child it does nothing: the registrations are its parent's.
+        The wait for registrations in flight is bounded. Later calls, and calls of a forked child,
+        do nothing.
         """
         if self._fork.is_child:
             return
@@ -302,7 +302,7 @@ class Regions:
                     self._tabulate()
                 if failure and not region.failure:
                     region.failure = failure
-                    # What one chunk was refused, the next would be too, after seconds of work.
+                    # The next chunk would be refused too, after seconds of work.
                     self._drop_tasks_of(region)
                 region.pending -= 1
                 self._changed.notify_all()
@@ -322,7 +322,7 @@ class Regions:
         except RegistrationFailed as failed:
             return None, str(failed)
         except Exception as error:
-            # Whatever it is, it must not end this thread: `close` waits for the count of them.
+            # An exception must not end this thread: `close` waits for the thread count.
             self._log.exception("rdma.register_crashed", region=region.name)
             return None, f"{type(error).__name__}: {error}"
 
@@ -348,18 +348,18 @@ class Regions:
             try:
                 self._on_registered(region)
             except Exception:
-                # This thread must go on: `close` waits for it.
+                # An exception must not end this thread: `close` waits for the thread count.
                 self._log.exception("rdma.report_failed", region=region.name)
 
     def _drop_tasks_of(self, region: Region) -> None:
-        """Give up what no thread has begun; the caller holds the lock."""
+        """Drop the pending tasks of a region; the caller holds the lock."""
         kept = [task for task in self._tasks if task[0] is not region]
         region.pending -= len(self._tasks) - len(kept)
         self._tasks = deque(kept)
         self._changed.notify_all()
 
     def _tabulate(self) -> None:
-        """Make the table anew; the caller holds the lock."""
+        """Make a new table; the caller holds the lock."""
         self._table = MemoryKeys.of(
             [
                 (region.address + offset, length, piece.lkey)
@@ -376,17 +376,17 @@ class Regions:
 
 
 REGISTER_S = 0.25
-"""Patience with a new block where another fabric could read instead: it takes 30 ms, or as long as
-the registration that goes on at that moment."""
+"""Longest wait for a new block if another fabric can read instead. A block takes 30 ms, or as long
+as the registration in flight."""
 
 
 LATE_LOOK_S = 0.02
-"""How often whoever has nothing else to wait for looks whether a late block is there."""
+"""Interval at which a borrower without another event looks for a late block."""
 
 
 @attrs.frozen(eq=False)
 class Block:
-    """Memory to borrow. address, key: as a scatter entry names it."""
+    """Memory to borrow. address, key: for a scatter entry."""
 
     address: int
     key: int
@@ -396,34 +396,38 @@ class Block:
 
 @final
 class Blocks:
-    """Lends blocks of one size, registered with one rail. Thread-safe."""
+    """Lends blocks of registered memory, of one size and for one rail. Thread-safe.
+
+    A block is made and registered at the first need, ahead of other pending registrations. If it
+    is late all the same, because the engine registers a lot of memory, no read waits for it.
+    """
 
     def __init__(
         self, regions: Regions, name: str, *, block_bytes: int, blocks_max: int,
         has_fallback: bool, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """Start with none. has_fallback: whether who gets none is served by another fabric."""
+        """Start without blocks. has_fallback: another fabric serves a read without a block."""
         self.block_bytes = block_bytes
         self._regions = regions
         self._name = name
         self._blocks_max = blocks_max
         self._has_fallback = has_fallback
         self._clock = clock
-        # Guards what follows; whoever waits on it waits for a block to come back.
+        # Guards the fields below; a borrower waits on it for a block to come back.
         self._changed = threading.Condition()
         self._idle: list[Block] = []
         self._late: list[Region] = []
         self._count = 0
 
     def lend(self, until: float) -> Block | None:
-        """Return a block, or None if none came free in time, or none can be registered soon."""
+        """Return a block; None if no block comes free in time, or a new one would be late."""
         with self._changed:
             self._take_late()
             while not self._idle and self._count >= self._blocks_max:
                 left = until - self._clock()
                 if left <= 0 or self._leaves_it():
                     return None
-                # The end of a registration wakes nobody who waits for a block.
+                # The end of a registration wakes no borrower.
                 self._changed.wait(min(left, LATE_LOOK_S) if self._late else left)
                 self._take_late()
             if self._idle:
@@ -449,13 +453,13 @@ class Blocks:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Take a block back: nothing writes to it any more."""
+        """Take a block back, after the last write to it."""
         with self._changed:
             self._idle.append(block)
             self._changed.notify_all()
 
     def _begin(self) -> Region:
-        """Begin to register memory for one more block."""
+        """Start the registration of one more block."""
         memory = np.frombuffer(mmap.mmap(-1, self.block_bytes), np.uint8)
         return self._regions.add(
             self._name, address_of(memory), self.block_bytes,
@@ -463,37 +467,37 @@ class Blocks:
         )  # fmt: skip
 
     def _leaves_it(self) -> bool:
-        """Return whether another fabric is to read: one more block would come later still."""
+        """Return whether another fabric must read: one more block would come even later."""
         return self._has_fallback and bool(self._late)
 
     def _patience_s(self, until: float) -> float:
         left = until - self._clock()
-        # Half of it is the other fabric's.
+        # The other fabric needs the other half.
         return min(REGISTER_S, left / 2) if self._has_fallback else left
 
     def _made(self, region: Region) -> Block | None:
-        """Return the block that a region is, if it is registered; the caller holds the lock."""
+        """Return the block of a registered region, or None; the caller holds the lock."""
         if not self._regions.wait(region, 0.0):
-            # Not given up: begun anew by each read, one might never be there.
+            # The region is kept: if each read began a new one, no block might ever be ready.
             self._late.append(region)
             return None
         found = self._regions.find(region.address, self.block_bytes)
         if len(found) == 1:
             return Block(region.address, found[0][2], region.owner, region)
-        # It failed, which Regions has told; a later read tries again.
+        # Regions has logged the failure; a later read tries again.
         self._regions.remove(region)
         self._count -= 1
         return None
 
     def _take_late(self) -> None:
-        """Take what was late and is registered by now; the caller holds the lock."""
+        """Take the late blocks that are registered now; the caller holds the lock."""
         late, self._late = self._late, []
         for region in late:
-            # Asks for a thread again, if there was none to be had.
+            # Starts a thread if none could be started before.
             self._regions.grow(region, self.block_bytes)
             block = self._made(region)
             if block is not None:
                 self._idle.append(block)
         if len(self._late) < len(late):
-            # One came, or there is room for another.
+            # A block came, or there is room for another.
             self._changed.notify_all()

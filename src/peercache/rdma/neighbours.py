@@ -1,10 +1,10 @@
-"""The other end's Ethernet address, found before a queue pair is connected.
+"""The kernel's neighbour tables: whether a peer's Ethernet address resolves before a connect.
 
-The kernel looks it up while it connects a queue pair, for up to a second where nobody answers, and
-pyverbs holds the interpreter's lock meanwhile: an address that leads nowhere would stop a node's
-loop, or an engine. So a datagram to the discard port makes the kernel ask first, without waiting,
-and its tables show whether there was an answer. Who has no entry of its own is taken to be there:
-a neighbour behind a router, one on this host, a link-local address, which says it by itself.
+To connect a queue pair the kernel resolves that address, which takes up to a second if the peer
+does not answer, and pyverbs holds the interpreter's lock meanwhile: the node's loop, or the
+engine, would stop. So a datagram to the discard port makes the kernel resolve it first, without a
+wait, and its tables show the outcome. A peer without an entry counts as reachable: it is behind a
+router, on this host, or has a link-local address that contains the Ethernet address.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from peercache.rdma.device import Gid
 
 DISCARD_PORT = 9
 RESOLVE_S = 0.15
-"""Patience for an answer, which takes well under a millisecond on a network that works."""
+"""Longest wait for an answer; a working network needs far less than a millisecond."""
 
 LOOK_S = 0.001
-"""Between two looks at the table."""
+"""Interval between two reads of the table."""
 
 _TABLE = Path("/proc/net/arp")
 _COMPLETE = 2
@@ -33,17 +33,17 @@ _REQUEST_DUMP = 0x301
 _DESTINATION = 1
 _MESSAGE, _ENTRY, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BxxxiHBB"), "=HH"
 _VALID = 0x02 | 0x04 | 0x08 | 0x10 | 0x40 | 0x80
-"""States of an entry that has an address: reachable, stale, delay, probe, no need, permanent."""
+"""Entries with an address: REACHABLE, STALE, DELAY, PROBE, NOARP and PERMANENT."""
 
 _DUMP_BYTES = 2**16
 _DUMP_S = 0.1
 
 
 def ask(ours: Gid, theirs: bytes) -> None:
-    """Have the kernel ask for a neighbour's address; never waits."""
+    """Make the kernel resolve a neighbour's address; never waits."""
     other = Gid(0, theirs, ours.kind)
     family = socket.AF_INET if other.is_ipv4 else socket.AF_INET6
-    # No route, no such address of ours, a full queue: connecting will tell.
+    # A missing route, a missing local address or a full queue shows when the pair connects.
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as datagram:
         datagram.settimeout(0)
         datagram.bind((_text(family, ours.raw), 0))
@@ -51,7 +51,7 @@ def ask(ours: Gid, theirs: bytes) -> None:
 
 
 def is_known(theirs: bytes, table: Path = _TABLE) -> bool:
-    """Return whether the kernel knows the address, or does not need to."""
+    """Return whether the kernel knows the address, or needs none."""
     other = Gid(0, theirs, "")
     if not other.is_ipv4:
         states = list(states_of(theirs, _dump()))
@@ -88,7 +88,7 @@ def find(
 
 
 def states_of(theirs: bytes, dump: bytes) -> Iterator[int]:
-    """Yield the state of each entry for an IPv6 address in what the kernel told of its table."""
+    """Yield the state of each entry for an IPv6 address in a dump of the kernel's table."""
     at = 0
     while at + _MESSAGE.size <= len(dump):
         length, kind, *_ = _MESSAGE.unpack_from(dump, at)
@@ -108,7 +108,7 @@ def states_of(theirs: bytes, dump: bytes) -> Iterator[int]:
 
 
 def _dump() -> bytes:
-    """Return the kernel's table of IPv6 neighbours, as it tells it; nothing where it does not."""
+    """Return the kernel's table of IPv6 neighbours as netlink messages; b"" if it gives none."""
     told = b""
     route = (socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
     with contextlib.suppress(OSError), socket.socket(*route) as kernel:
@@ -123,7 +123,7 @@ def _dump() -> bytes:
 
 
 def _is_last(part: bytes) -> bool:
-    """Return whether a dump ends with this part: with a message of its own, or among others."""
+    """Return whether this part contains the message that ends a dump."""
     at = 0
     while at + _MESSAGE.size <= len(part):
         length, kind, *_ = _MESSAGE.unpack_from(part, at)

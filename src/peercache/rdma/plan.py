@@ -1,10 +1,10 @@
-"""What a batch of pages becomes: READs, each into a few pieces, and the words behind them.
+"""The plan of a read: READs of several pieces each, and the generation words behind them.
 
-Pure arithmetic over arrays, so it is tested without a device. Pages follow each other as one stream
-of bytes; the stream is cut where memory changes hands (runs, registrations, the largest READ), and
-put together again where both sides go on without a gap. It is posted in *portions*. In each, the
-words of the pages that it completes come behind all its bytes; the first of them is fenced: it
-starts only after every READ before it has completed, and what follows starts after it.
+Pure arithmetic over arrays, so tests need no device. The pages are one stream of bytes. The stream
+is cut at the borders of runs, of registrations and of the largest READ, and joined again where both
+ends continue without a gap. It is posted in *portions*. In a portion, the words of the pages that
+it completes follow all of its bytes. The first word is fenced: the device starts it only after
+every READ before it has completed, and starts the next words after it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from peercache.model.runs import I64, U64, PageRuns
 from peercache.rdma.key_table import MemoryKeys
 
 READ_BYTES_MAX = 2**20
-"""Most bytes of one READ, but for its last piece: sixteen of them outstanding fill any link, and a
-page that is complete is known soon."""
+"""Most bytes of one READ, but for its last piece. Sixteen outstanding READs of this size fill any
+link, and the reader soon knows that a page is complete."""
 
 PORTION_BYTES = 16 * 2**20
-"""Bytes before the next words. A fence lets the pipe run dry for one round trip; every 16 MiB that
-is a hundredth of the time at 46 GB/s, and a deadline costs what was under way, no more."""
+"""Bytes before the next words. A fence leaves the link idle for one round trip: a hundredth of the
+time at 46 GB/s if it comes every 16 MiB. A deadline costs the portions in flight, no more."""
 
 PORTION_WORK_MAX = 256
-"""Work requests of a portion: 128 scattered pages and their words. Half a millisecond to post, and
-two of them are what a queue pair has room for, so that 16 of those cost a peer 3 MiB."""
+"""Work requests of a portion: 128 scattered pages and their words, which take half a millisecond to
+post. A queue pair has room for two portions; 16 queue pairs cost a peer 3 MiB."""
 
 WORD_BYTES = 8
 
 WORD_GAP_BYTES = 512
-"""Words so close to each other are read at once, with what lies between: a work request costs us
-more than half a kilobyte costs the link. Neighbours of 1 MiB are 512 bytes apart."""
+"""One READ fetches words that are so close, with the bytes between them: a work request costs more
+than half a kilobyte on the link. The words of neighbouring 1 MiB pages are 512 bytes apart."""
 
 
 @attrs.frozen
 class Limits:
-    """What a connection can do. pieces: scatter entries of a READ; work: requests of a portion."""
+    """Limits of a connection. pieces: scatter entries of a READ; work: requests of a portion."""
 
     pieces: int
     work: int = PORTION_WORK_MAX
@@ -52,7 +52,7 @@ class Limits:
 
 @attrs.frozen(eq=False)
 class Published:
-    """A peer's published memory, as its regions say. Addresses are the peer's own."""
+    """The published memory of a peer, with the keys of its regions. Addresses are the peer's."""
 
     pages_address: int
     page_bytes: int
@@ -61,7 +61,7 @@ class Published:
     keys: MemoryKeys
 
     def word_addresses(self, offsets: U64) -> U64:
-        """Return where the generation word of each slot lies."""
+        """Return the address of each slot's generation word."""
         index = offsets // np.uint64(self.granule)
         addresses: U64 = np.uint64(self.words_address) + index * np.uint64(WORD_BYTES)
         return addresses
@@ -69,10 +69,10 @@ class Published:
 
 @attrs.frozen(eq=False)
 class Words:
-    """The words of one portion.
+    """The READs of one portion's words.
 
-    remote, keys, lengths: the READs. at: where each goes in the word buffer, in bytes.
-    pages: whose words they are; slots: the index of each in the word buffer, in words.
+    remote, keys, lengths: of each READ. at: its place in the word buffer, in bytes.
+    pages: the pages of the words. slots: the place of each page's word in the buffer, in words.
     """
 
     remote: list[int]
@@ -88,9 +88,9 @@ class Words:
 class Portion:
     """One chain of work requests.
 
-    remote, keys: of each READ. pieces: how many scatter entries each has.
+    remote, keys: of each READ. pieces: the number of its scatter entries.
     addresses, sizes, local_keys: all scatter entries, in order.
-    begin, end: which bytes of the stream these are.
+    begin, end: the bytes of the stream.
     """
 
     remote: list[int]
@@ -105,7 +105,7 @@ class Portion:
 
 
 class Missing(Enum):
-    """Why there is no plan: some memory is not registered, ours or the peer's."""
+    """Why there is no plan: local memory, or memory of the peer, is not registered."""
 
     OURS = "ours"
     THEIRS = "theirs"
@@ -113,7 +113,7 @@ class Missing(Enum):
 
 @attrs.frozen(eq=False)
 class ReadPlan:
-    """A whole read. buffer_bytes: the largest word buffer that a portion needs."""
+    """The portions of a read. buffer_bytes: the largest word buffer that a portion needs."""
 
     portions: tuple[Portion, ...]
     buffer_bytes: int
@@ -121,7 +121,7 @@ class ReadPlan:
 
 @attrs.frozen(eq=False)
 class _Stream:
-    """The bytes of all pages, as parts of which each has one place on either side."""
+    """The bytes of all pages, as parts that are contiguous at both ends."""
 
     pages: I64
     remote: U64
@@ -134,7 +134,7 @@ class _Stream:
         return len(self.lengths)
 
     def cut(self, sources: I64, before: U64, lengths: U64) -> _Stream:
-        """Return the stream with each part cut into those that begin `before` bytes into it."""
+        """Return the parts `sources`, each from `before` bytes into it, with new lengths."""
         return _Stream(
             self.pages[sources],
             self.remote[sources] + before,
@@ -146,18 +146,18 @@ class _Stream:
 
 
 def inside(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.bool_]:
-    """Return which slots lie in the page memory, in whole, where slots may begin."""
+    """Return which slots lie wholly in the page memory and begin at a granule."""
     page_bytes = np.uint64(published.page_bytes)
-    # A sum could wrap around, a difference of checked numbers cannot.
+    # A sum could overflow, a difference of checked numbers cannot.
     good: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)
     good &= offsets <= page_bytes - np.minimum(lengths, page_bytes)
-    # The word of an offset within a granule is another slot's.
+    # An offset within a granule would have the word of another slot.
     good &= offsets % np.uint64(published.granule) == 0
     return good
 
 
 def opened(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.bool_]:
-    """Return which slots the regions that we know open to us, with their words."""
+    """Return the slots whose bytes and words the known regions of the peer cover."""
     begins = np.uint64(published.pages_address) + offsets
     words = published.keys.cut(
         published.word_addresses(offsets), np.full(len(offsets), WORD_BYTES, np.uint64)
@@ -168,7 +168,7 @@ def opened(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.b
 def plan(
     published: Published, offsets: U64, runs: PageRuns, local: MemoryKeys, limits: Limits
 ) -> ReadPlan | Missing:
-    """Plan to read slots, which are `inside`, into runs that `local` covers."""
+    """Plan to read slots, which are `inside`, into `runs`; `local` has the keys of the runs."""
     whole = _stream_of(published, offsets, runs, local)
     if isinstance(whole, Missing):
         return whole
@@ -182,7 +182,7 @@ def plan(
     pieces_at = starts_piece.nonzero()[0]
     reads_at = starts_read.nonzero()[0]
     ends = stream.lengths.cumsum(dtype=np.uint64)
-    # Each page's word comes in the portion that its last part is in.
+    # The word of a page comes in the portion of its last part.
     ends_page = np.ones(len(stream), np.bool_)
     ends_page[:-1] = stream.pages[1:] != stream.pages[:-1]
     last_part = ends_page.nonzero()[0]
@@ -218,14 +218,14 @@ def plan(
 
 
 def _keys_of_words(published: Published, offsets: U64) -> tuple[U64, U64] | Missing:
-    """Return the address of each slot's word, and what opens it."""
+    """Return the address and the key of each slot's word."""
     addresses = published.word_addresses(offsets)
     found = published.keys.cut(addresses, np.full(len(offsets), WORD_BYTES, np.uint64))
     return (addresses, found.keys) if found.covered.all() else Missing.THEIRS
 
 
 def _words_of(all_addresses: U64, all_keys: U64, pages: I64) -> Words:
-    """Plan the READs of some pages' words, neighbours in one."""
+    """Plan the READs of some pages' words; one READ fetches neighbours."""
     if not len(pages):
         none = np.empty(0, np.int64)
         return Words([], [], [], [], none, none, 0)
@@ -258,7 +258,7 @@ def _words_of(all_addresses: U64, all_keys: U64, pages: I64) -> Words:
 
 
 def clipped(runs: PageRuns, begin: int, end: int) -> PageRuns:
-    """Return the bytes begin to end of the stream of all pages, as the runs of a single page."""
+    """Return the bytes begin to end of the stream, as the runs of a single page."""
     ends = np.cumsum(runs.sizes, dtype=np.uint64)
     begins = ends - runs.sizes
     low, high = np.uint64(begin), np.uint64(end)
@@ -269,17 +269,17 @@ def clipped(runs: PageRuns, begin: int, end: int) -> PageRuns:
 
 
 def bounced(runs: PageRuns) -> PageRuns:
-    """Return runs that lay the stream of all pages out from address 0, one run a page."""
+    """Return runs that place the stream at address 0, one run for each page."""
     lengths = runs.lengths
     begins = np.cumsum(lengths, dtype=np.uint64) - lengths
     return PageRuns(begins, lengths, np.arange(len(runs) + 1, dtype=np.int64))
 
 
 def stripes(lengths: U64, rails: int, block_bytes: int) -> list[npt.NDArray[np.intp]]:
-    """Return which pages go over which rail: whole pages, dealt out in blocks, in page order.
+    """Return the pages of each rail: whole pages, striped in blocks, in page order.
 
-    So the rails are under way in the same part of the batch, and what is complete at a deadline is
-    mostly a leading run.
+    So all rails work on the same part of the batch, and the pages that are complete at a deadline
+    are mostly a leading run.
     """
     if rails == 1:
         return [np.arange(len(lengths))]
@@ -303,7 +303,7 @@ def _stream_of(
         remote = remote.repeat(counts) + (begins - begins[first].repeat(counts))
     ours = local.cut(runs.addresses, runs.sizes)
     if not ours.covered.all():
-        # The peer's first: what lacks there cannot be helped with memory of ours.
+        # Check the peer first: a bounce buffer cannot replace memory that the peer lacks.
         is_open = opened(published, offsets, runs.lengths).all()
         return Missing.OURS if is_open else Missing.THEIRS
     if not ours.is_whole:
@@ -331,13 +331,13 @@ def _cut_to_size(stream: _Stream, bytes_max: int) -> _Stream:
 
 
 def _joints(stream: _Stream, limits: Limits) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return which parts begin a new scatter entry, and which a new READ."""
+    """Return the parts that begin a new scatter entry, and the parts that begin a new READ."""
     count = len(stream)
     starts_read = np.ones(count, np.bool_)
     starts_read[1:] = (stream.remote[1:] != stream.remote[:-1] + stream.lengths[:-1]) | (
         stream.keys[1:] != stream.keys[:-1]
     )
-    # A stretch is contiguous on the peer's side; it is cut again at whole multiples of a READ.
+    # A contiguous stretch at the peer is cut again at multiples of the largest READ.
     begins = stream.lengths.cumsum(dtype=np.uint64) - stream.lengths
     number = (begins - begins[_head_of(starts_read)]) // np.uint64(limits.read_bytes)
     starts_read[1:] |= number[1:] != number[:-1]
@@ -345,12 +345,12 @@ def _joints(stream: _Stream, limits: Limits) -> tuple[npt.NDArray[np.bool_], npt
     starts_piece[1:] |= (stream.local[1:] != stream.local[:-1] + stream.lengths[:-1]) | (
         stream.local_keys[1:] != stream.local_keys[:-1]
     )
-    # Entries of one READ have one size: the provider of Soft-RoCE takes the first one's for all,
-    # and reports success.
+    # All entries of a READ have one size: the provider of Soft-RoCE uses the size of the first one
+    # for all of them, and reports success.
     pieces_at = starts_piece.nonzero()[0]
     sizes = np.add.reduceat(stream.lengths, pieces_at)
     starts_read[pieces_at[1:]] |= sizes[1:] != sizes[:-1]
-    # No more scatter entries than the device takes.
+    # A READ has no more scatter entries than the device supports.
     piece = starts_piece.cumsum()
     place: I64 = piece - piece[_head_of(starts_read)]
     starts_read |= starts_piece & (place % limits.pieces == 0)
@@ -358,7 +358,7 @@ def _joints(stream: _Stream, limits: Limits) -> tuple[npt.NDArray[np.bool_], npt
 
 
 def _head_of(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return for each part the part that begins its group."""
+    """Return for each part the first part of its group."""
     heads: npt.NDArray[np.intp] = np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
     return heads
 
@@ -366,7 +366,7 @@ def _head_of(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 def _spans(
     read_ends: U64, words_until: npt.NDArray[np.intp], limits: Limits
 ) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) READs of each portion."""
+    """Yield the range of READs of each portion."""
     work_until = np.arange(1, len(read_ends) + 1) + words_until
     first = 0
     while first < len(read_ends):
@@ -376,14 +376,14 @@ def _spans(
             int(read_ends.searchsorted(bytes_before + np.uint64(limits.portion_bytes), "right")),
             int(work_until.searchsorted(work_before + limits.work, "right")),
         )
-        # One READ and its words are always a portion: a READ completes few pages.
+        # A READ with its words always fits a portion: it completes few pages.
         last = max(fits, first + 1)
         yield first, last
         first = last
 
 
 PageIndices: TypeAlias = npt.NDArray[np.intp]
-"""Places of pages in a read."""
+"""Indices of pages in a read."""
 
 
 @final
@@ -391,11 +391,11 @@ class ReadProgress:
     """The state of one read over all its attempts.
 
     complete: (n,) bool, pages whose word was read after all of their bytes.
-    seen:     (n,) uint64, the words of the complete ones; else ODD.
-    outside:  (n,) bool, slots that lie outside the peer's page memory: never asked for.
+    seen:     (n,) uint64, the words of the complete pages; else ODD.
+    outside:  (n,) bool, slots outside the page memory of the peer: no READ asks for them.
     unopened: (n,) bool, slots that the peer has not registered yet.
     total_bytes: of all pages.
-    avoided:  rails that have failed in this read, on a new channel.
+    avoided:  rails that failed in this read, on a new channel.
     """
 
     def __init__(self, read: PeerRead, deadline: float) -> None:
@@ -412,15 +412,15 @@ class ReadProgress:
 
     @property
     def peer(self) -> int:
-        """Return the incarnation that is read from."""
+        """Return the incarnation of the owner."""
         return self.read.member.incarnation
 
     def left(self) -> PageIndices:
-        """Return the pages that are still to be read here, in order."""
+        """Return the pages that are still to be read over rdma, in order."""
         return (~(self.complete | self.outside | self.unopened)).nonzero()[0]
 
     def elsewhere(self) -> PageIndices:
-        """Return the pages that another fabric might read."""
+        """Return the pages that another fabric may read."""
         return np.flatnonzero(~(self.complete | self.outside))
 
     def part(self, pages: PageIndices) -> PeerRead:
@@ -432,7 +432,7 @@ class ReadProgress:
         return PeerRead(read.member, read.offsets[pages], read.lengths[pages], runs)
 
     def keep_inside(self, pages: PageIndices, published: Published) -> PageIndices:
-        """Return those of the pages that lie in the peer's page memory; note the others."""
+        """Return the pages inside the peer's page memory; note the others as outside."""
         good = inside(published, self.read.offsets[pages], self.read.lengths[pages])
         if good.all():
             return pages
@@ -440,7 +440,7 @@ class ReadProgress:
         return pages[good]
 
     def take(self, pages: PageIndices, words: U64, complete: npt.NDArray[np.bool_]) -> None:
-        """Note what an attempt has brought for these pages."""
+        """Note the result of an attempt for these pages."""
         done = pages[complete]
         self.seen[done] = words[complete]
         self.complete[done] = True

@@ -22,7 +22,7 @@ from peercache.rdma.verbs import Verbs, completion_channel, outlives_fork
 
 
 class State(Enum):
-    """States of a reliable connection that we use, by their numbers in verbs."""
+    """The states of a reliable connection, by their numbers in verbs."""
 
     RESET = 0
     INIT = 1
@@ -37,17 +37,17 @@ TRANSITIONS: Final[dict[State, frozenset[State]]] = {
     State.INIT: frozenset({State.READY_TO_RECEIVE, State.ERROR, State.DESTROYED}),
     State.READY_TO_RECEIVE: frozenset({State.READY_TO_SEND, State.ERROR, State.DESTROYED}),
     State.READY_TO_SEND: frozenset({State.ERROR, State.DESTROYED}),
-    # Never back to RESET: whoever remembers the old connection would meet a new one.
+    # Never back to RESET: the other end of the old connection would talk to a new one.
     State.ERROR: frozenset({State.DESTROYED}),
     State.DESTROYED: frozenset(),
 }
-"""What may follow what. A device may go from any living state to ERROR by itself."""
+"""The allowed transitions. A device may enter ERROR from any living state by itself."""
 
 RETRIES_MAX = 6
-"""7 means "for ever" to verbs: with the link down no completion ever came (60 s on rdma_rxe)."""
+"""7 means "without end" to verbs: no completion came in 60 s with a link down (rdma_rxe)."""
 
 RNR_RETRY = 7
-"""Here 7 is harmless: nobody sends what needs a receive, so a receiver is never not ready."""
+"""7 is harmless here: no peer sends a message that needs a receive."""
 
 RNR_TIMER = 12
 
@@ -58,7 +58,7 @@ PSN_MAX = 2**24 - 1
 
 @attrs.frozen
 class Sizes:
-    """How much a queue pair holds. work: send requests; pieces: scatter entries of each."""
+    """The room of a queue pair. work: send requests; pieces: scatter entries of each."""
 
     work: int
     pieces: int
@@ -66,12 +66,12 @@ class Sizes:
 
 @attrs.frozen
 class QpPath:
-    """How to reach the other end, from one port of ours.
+    """The route from a local port to the other end.
 
-    gid_index, port:  ours.
-    mtu:              a number of verbs, 1 to 5: what both ends can.
-    reads_at_once:    READs outstanding: as initiator, and served to the other end.
-    timeout:          exponent: 4.096 µs × 2**timeout until a packet is sent again.
+    gid_index, port:  of the local port.
+    mtu:              the largest that both ends support, a number of verbs, 1 to 5.
+    reads_at_once:    outstanding READs, as initiator and as responder.
+    timeout:          the exponent of 4.096 µs × 2**timeout until a packet is sent again.
     """
 
     port: int
@@ -88,7 +88,7 @@ class QpPath:
 
 @attrs.frozen
 class QpEnd:
-    """What one end tells the other. lid: 0 on Ethernet; gid: 16 bytes."""
+    """One end of a connection, as the other end must know it. lid: 0 on Ethernet; gid: 16 bytes."""
 
     qp_num: int
     psn: int
@@ -103,7 +103,7 @@ class QueuePair:
     def __init__(
         self, verbs: Verbs, *, context: Any, pd: Any, cq: Any, port: int, sizes: Sizes
     ) -> None:
-        """Create it, ready to be connected. Raises verbs.Error."""
+        """Create the queue pair in INIT. Raises verbs.Error."""
         enums = verbs.enums
         capacities = verbs.QPCap(
             max_send_wr=sizes.work, max_recv_wr=1, max_send_sge=sizes.pieces, max_recv_sge=1
@@ -122,7 +122,7 @@ class QueuePair:
         first = verbs.QPAttr(port_num=port)
         first.qp_access_flags = enums.IBV_ACCESS_REMOTE_READ
         first.pkey_index = 0
-        # Given attributes, pyverbs takes a reliable connection as far as INIT.
+        # With attributes, pyverbs brings a reliable connection to INIT.
         self._pair: Any = outlives_fork(verbs.QPEx(context, wanted, first))
         self._verbs = verbs
         self._state = State.INIT
@@ -130,16 +130,16 @@ class QueuePair:
 
     @property
     def posting(self) -> Any:
-        """Return the object that takes work requests; only until `destroy`."""
+        """Return the object that takes work requests; valid until `destroy`."""
         return self._pair
 
     @property
     def state(self) -> State:
-        """Return the state that we brought it to."""
+        """Return the state that this object set."""
         return self._state
 
     def connect(self, path: QpPath, other: QpEnd, *, psn: int) -> None:
-        """Make it ready to receive, then to send. Raises verbs.Error."""
+        """Bring the pair to READY_TO_RECEIVE, then READY_TO_SEND. Raises verbs.Error."""
         verbs = self._verbs
         attributes = verbs.QPAttr(port_num=path.port, path_mtu=path.mtu)
         attributes.ah_attr = _address(verbs, path, other)
@@ -158,12 +158,12 @@ class QueuePair:
         self._state = State.READY_TO_SEND
 
     def ask_state(self) -> int:
-        """Return the number of the state that the device says it is in."""
+        """Return the number of the state that the device reports."""
         attributes, _ = self._pair.query(self._verbs.enums.IBV_QP_STATE)
         return int(attributes.qp_state)
 
     def fail(self) -> None:
-        """Have the device stop: what is posted is flushed, nothing new is begun."""
+        """Move the pair to ERROR: the device flushes all posted requests and starts no new one."""
         if State.ERROR not in TRANSITIONS[self._state]:
             return
         attributes = self._verbs.QPAttr(qp_state=self._verbs.enums.IBV_QPS_ERR)
@@ -171,7 +171,7 @@ class QueuePair:
         self._pair.modify(attributes, self._verbs.enums.IBV_QP_STATE)
 
     def destroy(self) -> None:
-        """Destroy it: when this returns, nothing of it writes to memory any more."""
+        """Destroy the pair; after the return no request of it writes to memory."""
         if self._state is State.DESTROYED:
             return
         self._state = State.DESTROYED
@@ -205,15 +205,15 @@ SUCCESS = 0
 REMOTE_ACCESS_ERROR = 10
 RETRY_EXCEEDED = 12
 FLUSHED = 5
-"""Numbers of enum ibv_wc_status, compared by value: newer pyverbs has an enum, older plain ints."""
+"""Numbers of enum ibv_wc_status: newer pyverbs has an enum, older plain integers."""
 
 BURST = 16
-"""Completions taken at a time: an object each, though mostly there is one."""
+"""Completions taken at a time; mostly there is one."""
 
 
 @attrs.frozen
 class Completion:
-    """One finished work request. number: the wr_id it was posted with; status: see above."""
+    """One finished work request. number: its wr_id; status: see above."""
 
     number: int
     status: int
@@ -221,13 +221,18 @@ class Completion:
 
 @final
 class Completions:
-    """One completion queue; used by one thread at a time."""
+    """One completion queue; used by one thread at a time.
+
+    pyverbs holds the interpreter's lock in every call, so a blocking `get_cq_event` would stop the
+    whole engine. Instead a thread takes completions, arms the queue, and sleeps in `poll(2)` on
+    `descriptor` without the lock.
+    """
 
     def __init__(self, verbs: Verbs, context: Any, entries: int) -> None:
-        """Make a queue for so many entries. Raises verbs.Error."""
+        """Create a queue with room for `entries`. Raises verbs.Error."""
         self._error = verbs.Error
         self._channel, self.descriptor = completion_channel(verbs, context)
-        # Else taking an event that is not there would wait for it.
+        # Otherwise `get_cq_event` would wait for an event.
         os.set_blocking(self.descriptor, False)
         try:
             self._queue: Any = outlives_fork(verbs.CQ(context, entries, None, self._channel, 0))
@@ -237,23 +242,23 @@ class Completions:
 
     @property
     def queue(self) -> Any:
-        """Return the queue for a queue pair to complete into; only until `close`."""
+        """Return the queue that a queue pair completes into; valid until `close`."""
         return self._queue
 
     def take(self) -> list[Completion]:
-        """Return what has completed since the last look; never waits."""
+        """Return the requests that have completed since the last call; never waits."""
         _, found = self._queue.poll(BURST)
         return [Completion(int(each.wr_id), int(each.status)) for each in found]
 
     def arm(self) -> None:
-        """Have the descriptor become readable with the next completion.
+        """Make the descriptor readable on the next completion.
 
-        Look once more with `take` after it: what came before it makes no event.
+        Call `take` once more after it: an earlier completion makes no event.
         """
         self._queue.req_notify()
 
     def acknowledge(self) -> None:
-        """Take every event that waits, after the descriptor was found readable."""
+        """Take and acknowledge every event, after the descriptor became readable."""
         while True:
             try:
                 self._channel.get_cq_event(self._queue)
@@ -264,7 +269,7 @@ class Completions:
             self._queue.ack_events(1)
 
     def close(self) -> None:
-        """Destroy the queue and its channel; every queue pair of it is destroyed already."""
+        """Destroy the queue and its event channel, after every queue pair of it."""
         queue, self._queue = self._queue, None
         channel, self._channel = self._channel, None
         if queue is not None:

@@ -1,8 +1,8 @@
-"""A rail: one opened port of one device, with what is registered for it.
+"""A rail: one opened port of one device, with its protection domain and registered memory.
 
 Owns    a context, a protection domain, and the registrations of that domain.
-Keeps   children are closed before their parents: queue pairs and completion queues by whoever made
-        them, then registrations, domain and context here.
+Keeps   children are closed before their parents: first queue pairs and completion queues, by the
+        objects that made them, then registrations, domain and context here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
 
 READS_AT_ONCE_DEFAULT = 16
-"""What every device of the last ten years can do, and enough to fill a link with pages."""
+"""Every device of the last ten years supports it, and it fills a link with pages."""
 
 
 @attrs.frozen
 class Settings:
-    """What the configuration says about connections; its own words explain them."""
+    """The RDMA settings of the configuration; docs/reference/configuration.md explains them."""
 
     device_names: tuple[str, ...] = ()
     gid_index: int = device.ANY_GID
@@ -38,7 +38,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Take them out of the configuration."""
+        """Read the settings from the configuration."""
         return cls(
             device_names=config.rdma_device_names,
             gid_index=config.rdma_gid_index,
@@ -53,7 +53,7 @@ class Settings:
 
 @attrs.frozen
 class Abilities:
-    """What a device can do at most. pieces: scatter entries of one READ."""
+    """The limits of a device. pieces: scatter entries of one READ."""
 
     work: int
     pieces: int
@@ -65,10 +65,10 @@ class Abilities:
 
 @final
 class Rail:
-    """One opened port. Any thread may use it; `close` comes after everything made from it."""
+    """One opened port. Thread-safe; close everything made from it before `close`."""
 
     def __init__(self, verbs: Verbs, chosen: Chosen, settings: Settings) -> None:
-        """Open it. Raises verbs.Error, or OSError, with what is wrong."""
+        """Open the port. Raises verbs.Error or OSError with the reason."""
         self.verbs = verbs
         self.chosen = chosen
         self.name = chosen.port.name
@@ -90,24 +90,24 @@ class Rail:
         return self.chosen.port.link_layer
 
     def is_ours(self) -> bool:
-        """Return whether this process opened it: a forked child may close nothing of it."""
+        """Return whether this process opened the rail: a forked child must not close it."""
         return not self._fork.is_child
 
     def is_up(self) -> bool:
-        """Return whether the link is up at this moment."""
+        """Return whether the link is up now."""
         return device.is_up(self.chosen.port.device, self.chosen.port.number)
 
     def finds(self, gid: bytes, until: float) -> bool:
-        """Return whether another end can be connected to without a wait in the kernel.
+        """Return whether the kernel can connect to a GID without a wait of its own.
 
-        It waits itself, for a moment at most, and with the interpreter's lock free.
+        Waits for `neighbours.RESOLVE_S` at most, without the interpreter's lock.
         """
         if self.link_layer != device.ETHERNET:
             return True
         return neighbours.find(self.chosen.gid, gid, until)
 
     def queue_pair(self, cq: Any, sizes: Sizes) -> QueuePair:
-        """Return a new queue pair, not yet connected. Raises verbs.Error."""
+        """Create a queue pair, not yet connected. Raises verbs.Error."""
         return QueuePair(
             self.verbs,
             context=self.context,
@@ -118,13 +118,13 @@ class Rail:
         )
 
     def end(self, pair: QueuePair, psn: int) -> QpEnd:
-        """Return what the other end needs to know."""
-        # Asked for anew: an InfiniBand subnet manager may have changed the address.
+        """Return the end of a queue pair, for the other end."""
+        # Read each time: an InfiniBand subnet manager may change the address.
         lid = int(self.context.query_port(self.chosen.port.number).lid)
         return QpEnd(pair.number, psn, lid, self.chosen.gid.raw)
 
     def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
-        """Return how to reach another end that can do so much."""
+        """Return the route to another end with these limits."""
         settings = self._settings
         return QpPath(
             port=self.chosen.port.number,
@@ -141,15 +141,15 @@ class Rail:
 
     @property
     def reads_started(self) -> int:
-        """Return how many READs of ours may be outstanding on a connection."""
+        """Return how many READs a connection may have outstanding as initiator."""
         return min(self._settings.reads_at_once, self.abilities.reads_started)
 
     def reads_served(self, wanted: int) -> int:
-        """Return how many READs of the other end we answer at once."""
+        """Return how many READs a connection answers at once, if the initiator wants `wanted`."""
         return max(1, min(wanted, self.abilities.reads_served))
 
     def close(self) -> None:
-        """Close registrations, domain and context; nothing else of it may be left."""
+        """Close registrations, domain and context, after everything made from them."""
         if not self.is_ours():
             return
         self.regions.close()
@@ -165,7 +165,7 @@ class Rail:
 
 
 def open_rails(settings: Settings) -> tuple[tuple[Rail, ...], tuple[str, ...]]:
-    """Return the rails of this host, and why there are not more: a sentence each."""
+    """Open the rails of this host; return them and the problems, a sentence each."""
     verbs = load()
     if isinstance(verbs, Absent):
         return (), (verbs,)
@@ -193,7 +193,7 @@ def _abilities(context: Any, port: int) -> Abilities:
     scatter = [int(found.max_sge), int(found.max_sge_rd)]
     return Abilities(
         work=int(found.max_qp_wr),
-        # Some devices scatter READs less widely than sends, and some leave that field empty.
+        # Some devices allow fewer scatter entries for a READ, and some leave that field empty.
         pieces=min(each for each in scatter if each > 0),
         completions=int(found.max_cqe),
         reads_started=int(found.max_qp_init_rd_atom) or int(found.max_qp_rd_atom),

@@ -1,8 +1,9 @@
 """One read over one or several channels, driven by the caller's thread.
 
-A transfer goes through its plan, two portions at a time, and judges words only when the completion
-that stands behind every READ of that portion, and behind the words' own, was a success: completions
-of a queue pair come in order, so an earlier failure would have come first.
+A read is split into shares, one for each channel. The transfer of a share posts its plan, two
+portions at a time. It takes the words of a portion only after the completion behind all READs of
+that portion is a success: completions of a queue pair come in order, so an earlier failure would
+come first.
 """
 
 from __future__ import annotations
@@ -48,33 +49,33 @@ from peercache.rdma.plan import (
 from peercache.rdma.queue_pair import REMOTE_ACCESS_ERROR, SUCCESS, Completion
 
 SLICE_S = 0.01
-"""How often the links are looked at, and how long a wait may be: an event may be lost, too."""
+"""Interval between two checks of the links, and longest wait: an event may be lost."""
 
 RAIL_STALL_S = 0.04
-"""A rail without progress for so long, and for several times what a portion takes, is left out
-where another one goes on: well within 50 ms, however long the device itself tries."""
+"""A rail that makes no progress for so long, and for several times the time of a portion, is
+skipped if another rail makes progress: within 50 ms, although the device itself retries longer."""
 
 RAIL_STALL_PORTIONS = 4
 
 
 class Poller(Protocol):
-    """What `select.poll` makes."""
+    """The interface of `select.poll()`."""
 
     def register(self, fd: int, eventmask: int, /) -> None:
-        """Wait for this one, too."""
+        """Add a descriptor."""
 
     def poll(self, timeout_ms: float, /) -> list[tuple[int, int]]:
-        """Return the descriptors that are ready, waiting for one, and what for."""
+        """Wait for a descriptor; return those that are ready, with their events."""
 
 
 @final
 class Transfer:
-    """What goes over one channel.
+    """The part of a read that goes over one channel.
 
-    done:    how many portions are complete.
-    failure: "" or why it ended early; then the channel must be closed.
-    seen:    (n,) uint64, words of pages as portions complete, else ODD.
-    complete: (n,) bool, whose words those are.
+    done:     the number of complete portions.
+    failure:  "" or why the transfer ended early; then the channel must be closed.
+    seen:     (n,) uint64, the words of complete pages, else ODD.
+    complete: (n,) bool, the pages whose portion is complete.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class Transfer:
         deadline: float,
         clock: Callable[[], float],
     ) -> None:
-        """Read what `plan` says.
+        """Read according to `plan`.
 
-        words_block: where generation words arrive, room for PORTIONS_AT_ONCE portions.
-        bounce:      where bytes arrive first, likewise; None where they go to `runs` directly.
-        between:     called after the bytes and before the words of a portion; only tests give one.
+        words_block: destination of the words, with room for PORTIONS_AT_ONCE portions.
+        bounce:      first destination of the bytes, with the same room; None: `runs` directly.
+        between:     called after the bytes and before the words of a portion; only for tests.
         """
         self.channel = channel
         pages = len(runs)
@@ -117,11 +118,11 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing is left to wait for."""
+        """Return whether the transfer is complete or failed."""
         return bool(self.failure) or self.done == len(self._plan.portions)
 
     def advance(self) -> bool:
-        """Take what has completed and post what there is room for; return whether anything was."""
+        """Take completions and post portions; return whether there were any."""
         moved = False
         if self._under_way:
             for completion in self.channel.take():
@@ -141,7 +142,7 @@ class Transfer:
     def _post(self, number: int) -> None:
         portion = self._plan.portions[number]
         half = self._words_of(number)
-        # Odd before anything is posted: a word that never arrives is never a generation.
+        # Odd before the post: a word that never arrives must not equal a generation.
         self._words_memory[half : half + portion.words.buffer_bytes // WORD_BYTES] = ODD
         shift = self._shift(number)
         if self._between is not None:
@@ -184,7 +185,7 @@ class Transfer:
         self.progress_at = now
 
     def _in_place(self, portion: Portion, number: int) -> bool:
-        """Copy a bounced portion to where it belongs; return whether all of it is there."""
+        """Copy a bounced portion to its destination; return whether all of it is there."""
         if self._bounce is None:
             return True
         runs = clipped(self._runs, portion.begin, portion.end)
@@ -192,17 +193,17 @@ class Transfer:
         until = self._deadline
         if copy_pages(runs, source, to_slots=False, deadline=until, clock=self._clock):
             return True
-        # In time and not copied: a destination of the caller's that is no memory.
+        # In time and not copied: a destination of the caller is not mapped.
         self.failure = DEADLINE if self._clock() >= until else INTERNAL
         return False
 
     def _words_of(self, number: int) -> int:
-        """Return where the words of a portion begin in the block, in words."""
+        """Return the begin of a portion's words in the block, in words."""
         per_portion = len(self._words_memory) // PORTIONS_AT_ONCE
         return number % PORTIONS_AT_ONCE * per_portion
 
     def _shift(self, number: int) -> int:
-        """Return what is added to a portion's addresses: bounced ones count from its stream."""
+        """Return the offset of a portion's addresses: a bounced plan counts from address 0."""
         if self._bounce is None:
             return 0
         half = len(self._bounce.memory) // PORTIONS_AT_ONCE * (number % PORTIONS_AT_ONCE)
@@ -218,10 +219,10 @@ def drive(
     leave_out: Callable[[Transfer], None],
     poller: Poller,
 ) -> None:
-    """Go on until every transfer is over, or failed, or the time is up (failure DEADLINE).
+    """Advance the transfers until each is over; at the deadline the failure is DEADLINE.
 
-    has_spare: whether there is another rail for what does not get on over these.
-    leave_out: told at once when a rail turns out to be dead: others may go on for long.
+    has_spare: another rail can take over from a stalled one.
+    leave_out: called as soon as a rail is found dead, because the others may go on for long.
     """
     by_descriptor = {transfer.channel.descriptor: transfer for transfer in transfers}
     for descriptor in by_descriptor:
@@ -229,7 +230,7 @@ def drive(
     next_look = transfers[0].progress_at + SLICE_S if transfers else inf
     while pending := [transfer for transfer in transfers if not transfer.is_over]:
         moved = _advance(pending)
-        # In a guest a look at the clock may cost as much as ten pages: progress has just had one.
+        # In a guest a clock read may cost as much as ten pages, and progress has just made one.
         now = max(each.progress_at for each in transfers) if moved else clock()
         patience_s = _patience_s(transfers)
         dead = [
@@ -246,7 +247,7 @@ def drive(
                 transfer.failure = LINK_DOWN
                 leave_out(transfer)
         if now >= deadline:
-            # Also where something moves with each look: many small pages may go on for long.
+            # The deadline holds although completions keep coming: many small pages take long.
             for transfer in pending:
                 if not transfer.is_over:
                     transfer.failure = DEADLINE
@@ -255,32 +256,32 @@ def drive(
             continue
         for transfer in pending:
             transfer.channel.arm()
-        # What completed before the queue was armed makes no event.
+        # A completion before the queue was armed makes no event.
         if _advance(pending):
             continue
         judged = [at for each in pending if (at := each.progress_at + patience_s) > now]
-        # Rounded up: a wait of no time would spin.
+        # Rounded up: a wait of 0 ms would spin.
         wait_ms = ceil((min(deadline, next_look, *judged) - now) * 1000)
         for descriptor, _ in poller.poll(max(1, wait_ms)):
             by_descriptor[descriptor].channel.acknowledge()
 
 
 def _advance(transfers: Sequence[Transfer]) -> bool:
-    # Every one of them, not until the first that moved.
+    # A list: `any` of a generator would stop at the first that moved.
     moved = [transfer.advance() for transfer in transfers]
     return any(moved)
 
 
 def _patience_s(transfers: Sequence[Transfer]) -> float:
-    """Return how long a rail may be without progress."""
+    """Return how long a rail may make no progress."""
     fastest_s = min(transfer.fastest_s for transfer in transfers)
     return RAIL_STALL_S if fastest_s == inf else max(RAIL_STALL_S, RAIL_STALL_PORTIONS * fastest_s)
 
 
 def _others_go_on(transfer: Transfer, transfers: Sequence[Transfer]) -> bool:
-    """Return whether another one has come further since this one last did, or to its end.
+    """Return whether another transfer made progress since this one did, or is complete.
 
-    Without that, what stands still may be the peer, or this process: then every rail stands.
+    If all rails stall, the cause may be the peer or this process, not a rail.
     """
     return any(
         other.done
@@ -292,17 +293,17 @@ def _others_go_on(transfer: Transfer, transfers: Sequence[Transfer]) -> bool:
 
 
 class Unprepared(Exception):
-    """A read cannot begin; `failure` says why."""
+    """A read cannot start; `failure` says why."""
 
     def __init__(self, failure: str) -> None:
-        """Give up with this failure."""
+        """Set the failure."""
         super().__init__(failure)
         self.failure = failure
 
 
 @attrs.frozen(eq=False)
 class Leased:
-    """A connected channel that a read uses."""
+    """A lease with its connected channel."""
 
     reserved: Reserved
     channel: Channel
@@ -311,7 +312,7 @@ class Leased:
 @final
 @attrs.define(eq=False)
 class Share:
-    """The part of a read that goes over one rail. borrowed: what `give_back` returns."""
+    """The part of a read that goes over one rail. borrowed: the blocks that it uses."""
 
     leased: Leased
     pages: PageIndices
@@ -319,7 +320,7 @@ class Share:
     borrowed: list[tuple[Blocks, Block]]
 
     def give_back(self) -> None:
-        """Return what was borrowed: the channel has ended its work, or is destroyed."""
+        """Return the borrowed blocks, after the channel has ended its work or is destroyed."""
         while self.borrowed:
             blocks, block = self.borrowed.pop()
             blocks.give_back(block)
@@ -333,9 +334,9 @@ def shares_of(
     between: Callable[[], None] | None,
     clock: Callable[[], float],
 ) -> list[Share]:
-    """Deal what is left of a read out to connected channels; raise Unprepared.
+    """Split the rest of a read into shares, one for each connected channel; raise Unprepared.
 
-    refresh: asks a peer again what it has registered, if it was not asked just now.
+    refresh: asks a peer again for its registered memory, unless it was asked just now.
     """
     published = _published(leased[0])
     left = progress.keep_inside(progress.left(), published)

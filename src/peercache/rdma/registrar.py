@@ -1,9 +1,9 @@
-"""How memory is registered with a device: in one call of libibverbs, or through pyverbs.
+"""The registrars: register memory with a device, through libibverbs or through pyverbs.
 
-pyverbs never releases the GIL: a gibibyte of untouched memory would stop every other thread of the
-engine for seconds. Where it shows the protection domain's pointer, we call `ibv_reg_mr` ourselves
-through ctypes, which does release it. Where it does not (rdma-core 44), pyverbs registers pieces
-that are small enough to hold the GIL for a few milliseconds only.
+pyverbs never releases the GIL: to register a gibibyte of untouched memory stops every other thread
+of the engine for seconds. Where pyverbs shows the pointer of the protection domain, a registrar
+calls `ibv_reg_mr` through ctypes, which releases the GIL. Where it hides the pointer (rdma-core
+44), pyverbs registers pieces so small that it holds the GIL for a few milliseconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from peercache.rdma.verbs import outlives_fork
 
 ACCESS_LOCAL_WRITE = 1
 ACCESS_REMOTE_READ = 4
-"""The two of enum ibv_access_flags that a cache needs: nobody writes into another's memory."""
+"""The needed values of enum ibv_access_flags: no peer ever writes remote memory."""
 
 DIRECT_CHUNK_BYTES = 2**30
-"""What is registered at once without the GIL: some 100 ms of touched memory, so progress is seen
-often, and a hundred of them make 100 GiB, few enough for the translation caches of a device."""
+"""Bytes of one registration without the GIL: about 100 ms of touched memory, so progress shows
+often. A hundred of them make 100 GiB, few enough for the translation caches of a device."""
 
 HELD_CHUNK_BYTES = 64 * 2**20
-"""What is registered at once while the GIL is held: about 5 ms of touched memory, which is what
-Python's own threads may keep it for."""
+"""Bytes of one registration that holds the GIL: about 5 ms of touched memory, the interval at which
+Python's own threads hand over the GIL."""
 
 
 class RegistrationFailed(Exception):
@@ -39,7 +39,7 @@ class RegistrationFailed(Exception):
 
 @attrs.frozen(eq=False)
 class Registered:
-    """One registered piece. lkey, rkey: read once, because reading them later can crash."""
+    """One registered piece. lkey, rkey: read once, because a later read can crash."""
 
     lkey: int
     rkey: int
@@ -47,7 +47,7 @@ class Registered:
 
 
 class Registrar(Protocol):
-    """Registers memory with one protection domain. Called from any thread."""
+    """Registers memory with one protection domain. Thread-safe."""
 
     chunk_bytes: int
     """Most bytes of one call."""
@@ -56,7 +56,7 @@ class Registrar(Protocol):
         """Register a range; raise RegistrationFailed."""
 
     def deregister(self, piece: Registered) -> str:
-        """End a registration; exactly once, before the protection domain is closed.
+        """End a registration; call once, before the protection domain closes.
 
         Return "" or why the memory stays locked until the process ends.
         """
@@ -78,7 +78,7 @@ class _MemoryRegion(ctypes.Structure):
 
 @functools.cache
 def libibverbs() -> ctypes.CDLL:
-    """Return the library that pyverbs itself uses; raises OSError where there is none."""
+    """Return the library below pyverbs; raise OSError where it is missing."""
     library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
     library.ibv_reg_mr.restype = ctypes.POINTER(_MemoryRegion)
     library.ibv_reg_mr.argtypes = (
@@ -92,17 +92,17 @@ def libibverbs() -> ctypes.CDLL:
 
 @functools.cache
 def protect_from_fork() -> int:
-    """Keep a fork of this process from moving registered memory; return 0 or an errno.
+    """Protect registered memory from a fork of this process; return 0 or an errno.
 
-    Before Linux 5.12, a parent that writes to a private page after a fork gets a copy of it, while
-    the device goes on writing to the old one. Must come before the first registration; on newer
-    kernels it does nothing.
+    Before Linux 5.12 a parent that writes to a private page after a fork gets a copy of it, and
+    the device writes to the old page. Call it before the first registration; on newer kernels it
+    does nothing.
     """
     return int(libibverbs().ibv_fork_init())
 
 
 class DirectRegistrar:
-    """Calls libibverbs through ctypes: other threads run meanwhile."""
+    """Calls libibverbs through ctypes; other threads run meanwhile."""
 
     chunk_bytes = DIRECT_CHUNK_BYTES
 
@@ -126,12 +126,12 @@ class DirectRegistrar:
 
 
 class PyverbsRegistrar:
-    """Lets pyverbs register, which holds the GIL: in small pieces therefore."""
+    """Calls pyverbs, which holds the GIL, with small pieces."""
 
     chunk_bytes = HELD_CHUNK_BYTES
 
     def __init__(self, pd: Any) -> None:
-        """Register with a `pyverbs.pd.PD`, whose own properties are never looked at."""
+        """Register with a `pyverbs.pd.PD`, without reading its properties."""
         self._pd = pd
         self._region = import_module("pyverbs.mr").MR
         self._error = import_module("pyverbs.pyverbs_error").PyverbsError
@@ -155,10 +155,10 @@ class PyverbsRegistrar:
 
 
 def registrar_for(pd: Any) -> Registrar:
-    """Return the best way to register with this protection domain.
+    """Return the best registrar for this protection domain.
 
-    `PD.pd` is the pointer in newer pyverbs and a crash in 44. No version number tells which of the
-    two it is, and trying is out of the question; two features that 44 lacks do tell.
+    `PD.pd` is the pointer in newer pyverbs, and a crash in 44. No version number tells the two
+    apart; two features that 44 lacks do.
     """
     protect_from_fork()
     return DirectRegistrar(int(pd.pd)) if shows_pointers() else PyverbsRegistrar(pd)
@@ -175,13 +175,13 @@ def shows_pointers() -> bool:
 
 
 def explain(number: int, length: int) -> str:
-    """Return why `length` bytes could not be registered, with what to do about it."""
+    """Return why the kernel did not register `length` bytes, with the fix."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return explanation(number, length, memlock_bytes=soft)
 
 
 def explanation(number: int, length: int, *, memlock_bytes: int) -> str:
-    """As `explain`, for a limit of locked memory of `memlock_bytes` (-1: none)."""
+    """Return the text of `explain` for a limit of locked memory (-1: no limit)."""
     if number == errno.ENOMEM and memlock_bytes != resource.RLIM_INFINITY:
         return (
             f"{length} bytes more cannot be locked, the limit is {memlock_bytes}: run "

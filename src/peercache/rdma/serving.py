@@ -1,11 +1,11 @@
-"""The node's ends of queue pairs: made when a client asks, destroyed when it does not need them.
+"""The node's ends of channels: queue pairs over real devices, and the memory that they serve.
 
-Owns    the rails of a node: what is registered of its segment, one queue pair a channel, and a
-        completion queue a rail that nothing ever completes into, for a node posts nothing.
-Keeps   nothing here waits: a queue pair is made in a call or two, and memory is registered by
-        threads of `Regions`. Peers may read, and nothing else.
-        The same channel asked for again keeps its queue pair; asked for with another queue pair of
-        the client's, it gets a new one, and the old one is destroyed first.
+Owns    the rails of a node: the registrations of its segment, one queue pair for each channel, and
+        one completion queue for each rail, which stays empty because a node posts no requests.
+Keeps   `ChannelServer` never waits: it makes a queue pair in a call or two, and threads of
+        `Regions` register memory. A peer may read, and do nothing else.
+        A repeated question for a channel keeps its queue pair. A question with another queue pair
+        of the client gets a new one; the old one is destroyed first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 
 WORDS_S = 10.0
-"""Patience for the registration of the words: five thousandths of the pool's size at most."""
+"""Longest wait for the registration of the words: at most 0.5 % of the size of the pool."""
 
 _NOTHING_POSTED = Sizes(work=1, pieces=1)
 
 
 @attrs.frozen(eq=False)
 class _Served:
-    """One channel. end: the client's, to tell whether it is still the same one."""
+    """One channel. end: the client's end, which tells a repeated question from a new one."""
 
     rail: Rail
     pair: QueuePair
@@ -50,7 +50,7 @@ class _Served:
 
 @final
 class ChannelServer:
-    """The node's side of every channel. Used by one task."""
+    """The node's end of every channel. Used by one task."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ChannelServer:
         *,
         rng: random.Random,
     ) -> None:
-        """Serve `segment` over `rails`, which are closed with this; register its words at once."""
+        """Serve `segment` over `rails`, and register its words; `close_all` closes the rails."""
         self.rails = tuple(rails)
         self._segment = segment
         self._rng = rng
@@ -68,7 +68,7 @@ class ChannelServer:
         self._queues: dict[str, Any] = {}
         self._regions: dict[str, tuple[Region, Region]] = {}
         for rail in self.rails:
-            # Too small for anything to complete into it, and nothing does.
+            # The smallest queue: a node posts no requests, so none completes.
             self._queues[rail.name] = outlives_fork(rail.verbs.CQ(rail.context, 1))
             words, pages = segment.words, segment.pages
             self._regions[rail.name] = (
@@ -83,7 +83,7 @@ class ChannelServer:
             )  # fmt: skip
 
     def grew(self, usable_bytes: int) -> None:
-        """Register what has been populated of the page memory."""
+        """Register the populated part of the page memory."""
         is_final = usable_bytes >= self._segment.layout.page_bytes
         for rail in self.rails:
             _, pages = self._regions[rail.name]
@@ -91,15 +91,15 @@ class ChannelServer:
 
     @property
     def channel_count(self) -> int:
-        """Return how many channels there are."""
+        """Return the number of channels."""
         return len(self._served)
 
     def rail_for(self, wanted: OpenChannel) -> Rail:
-        """Return the rail that stands opposite to one of the client's."""
+        """Return the rail that a rail of the client connects to."""
         return self.rails[wanted.rail % len(self.rails)]
 
     def open(self, client: int, wanted: OpenChannel) -> ChannelOpened | Refused:
-        """Return the other end of a channel, or why there is none."""
+        """Return the node's end of a channel, or the refusal."""
         rail = self.rail_for(wanted)
         if rail.link_layer != wanted.link_layer:
             what = f"your port is {wanted.link_layer}, {rail.name} here is {rail.link_layer}"
@@ -120,7 +120,7 @@ class ChannelServer:
         return self._opened(wanted, served)
 
     def failures(self) -> list[str]:
-        """Wait for the words, which are small, to be registered; return why some are not."""
+        """Wait for the registration of the words, which are small; return its failures."""
         found = []
         for rail in self.rails:
             words, _ = self._regions[rail.name]
@@ -130,14 +130,14 @@ class ChannelServer:
         return found
 
     def close(self, client: int, channel: int) -> None:
-        """Destroy a channel, if it is there."""
+        """Destroy a channel if it exists."""
         served = self._served.pop((client, channel), None)
         if served is None:
             return
         try:
             served.pair.destroy()
         except served.rail.verbs.Error as error:
-            # A device that was taken away: the kernel has ended its queue pairs.
+            # The device was removed: the kernel has ended its queue pairs.
             self._log.warning("rdma.channel_close_failed", peer=name_of(client), problem=str(error))
 
     def close_all(self) -> None:
@@ -153,7 +153,7 @@ class ChannelServer:
             rail.close()
 
     def registered_bytes(self) -> int:
-        """Return how much of the page memory every rail serves."""
+        """Return the bytes of page memory that every rail serves."""
         return min(pages.registered_bytes for _, pages in self._regions.values())
 
     def _connect(self, rail: Rail, theirs: QpEnd, wanted: OpenChannel) -> _Served:

@@ -1,11 +1,11 @@
-"""The one place that imports pyverbs, of any version from 44 on, where there is one.
+"""The one import of pyverbs, from version 44 on; a host without pyverbs gets the reason.
 
-Keeps   importing peercache never needs pyverbs, and never fails for the lack of it: `load` says
-        why there is none.
-        An engine's logging stays as it was: `import pyverbs` sets up the root logger.
-        No property of a closed object of pyverbs is ever touched, which is a segmentation fault;
-        so whoever closes one drops his reference first.
-        A forked child destroys nothing: kernel objects are its parent's, over a shared descriptor.
+Keeps   `import peercache` never needs pyverbs: `load` returns the reason where it is missing.
+        The logging of the engine does not change, although `import pyverbs` configures the root
+        logger.
+        No code reads a property of a closed pyverbs object, which is a segmentation fault: its
+        owner drops the reference before the close.
+        A forked child destroys nothing: the kernel objects belong to its parent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPLETION_CHANNEL = "anon_inode:[infinibandevent]"
 
 @attrs.frozen(eq=False)
 class Verbs:
-    """What we use of pyverbs, by its own names. enums: the module of constants."""
+    """The names of pyverbs that this package uses. enums: the module of constants."""
 
     enums: Any
     Context: Any
@@ -49,14 +49,14 @@ class Verbs:
 
 
 Absent: TypeAlias = str
-"""Why there are no verbs here, for a person."""
+"""The reason why this host has no verbs, as a sentence for people."""
 
 _lock = threading.Lock()
 _loaded: list[Verbs | Absent] = []
 
 
 def load() -> Verbs | Absent:
-    """Return pyverbs, or why there is none. The answer is remembered."""
+    """Return pyverbs, or the reason why it is missing. The first answer is kept."""
     with _lock:
         if not _loaded:
             _loaded.append(_load())
@@ -68,10 +68,10 @@ def _load() -> Verbs | Absent:
         with logging_unchanged():
             return _names()
     except ImportError as error:
-        # libibverbs missing, of another version than pyverbs was built for, or no pyverbs at all.
+        # pyverbs is missing, or libibverbs is, or its version is not the one pyverbs was built for.
         return f"pyverbs cannot be imported: {error}"
     except AttributeError as error:
-        # Built with a Cython that it is not made for: whole modules lack their constants.
+        # A build with an unsupported Cython lacks the constants of whole modules.
         return f"pyverbs is incomplete: {error}"
 
 
@@ -81,7 +81,7 @@ def _names() -> Verbs:
         for name in ("addr", "cq", "device", "pd", "qp", "wr", "pyverbs_error")
     )
     enums = enums_module()
-    _ = enums.IBV_MTU_4096  # The constant that is known to be lost in a broken build.
+    _ = enums.IBV_MTU_4096  # A broken build is known to lack this constant.
     return Verbs(
         enums=enums,
         Context=device.Context,
@@ -102,7 +102,7 @@ def _names() -> Verbs:
 
 
 def enums_module() -> Any:
-    """Return the module of constants, which has had two names."""
+    """Return the module of constants; its name differs between versions."""
     try:
         return importlib.import_module("pyverbs.libibverbs_enums")
     except ImportError:
@@ -111,7 +111,7 @@ def enums_module() -> Any:
 
 @contextlib.contextmanager
 def logging_unchanged() -> Iterator[None]:
-    """Put the root logger back as it was before the block: pyverbs calls logging.basicConfig."""
+    """Restore the root logger after the block: pyverbs calls logging.basicConfig."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -125,10 +125,10 @@ def logging_unchanged() -> Iterator[None]:
 def completion_channel(verbs: Verbs, context: Any) -> tuple[Any, int]:
     """Return a new completion channel and its descriptor.
 
-    Before 59 pyverbs does not tell the descriptor; then it is the one that was not there before.
-    Links are compared, not numbers, because the listing itself opens one that is used again.
+    Before version 59 pyverbs hides the descriptor; then it is the one that is new in /proc.
+    The function compares links, not numbers: listing the folder opens a descriptor itself.
     """
-    with _lock:  # Nobody else's channel may appear between the two looks.
+    with _lock:  # No other channel may appear between the two listings.
         known = _channel_descriptors()
         channel = verbs.CompChannel(context)
         descriptor = getattr(channel, "fd", None)
@@ -138,18 +138,19 @@ def completion_channel(verbs: Verbs, context: Any) -> tuple[Any, int]:
 
 
 def open_context(verbs: Verbs, name: str) -> Any:
-    """Open a device; its descriptor for events looks like a completion channel's, hence the lock.
+    """Open a device. Raises verbs.Error.
 
-    Raises verbs.Error.
+    The lock is needed because the device's event descriptor looks like a completion channel's.
     """
     with _lock:
         return outlives_fork(verbs.Context(name=name))
 
 
 def outlives_fork(thing: Any) -> Any:
-    """Return an object of pyverbs that a forked child will never destroy.
+    """Return the object, which a forked child now never destroys.
 
-    pyverbs destroys what is collected, and the child's copy of an object names the parent's.
+    pyverbs destroys an object when Python collects it, and a child's copy names a kernel object
+    of its parent.
     """
     _alive.add(thing)
     return thing
@@ -167,7 +168,7 @@ os.register_at_fork(after_in_child=_never_collect)
 def _channel_descriptors() -> set[int]:
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # The listing's own descriptor is closed by now.
+        with contextlib.suppress(OSError):  # The listing has closed its own descriptor.
             if str(entry.readlink()) == COMPLETION_CHANNEL:
                 found.add(int(entry.name))
     return found
