@@ -1,4 +1,4 @@
-"""The parts of docs/reference that are made from the code: `make docs` writes them.
+"""The parts of docs that are made from the code: `make docs` writes them.
 
 Each page has a part of its own between two markers; what people wrote around it stays.
 """
@@ -123,7 +123,7 @@ def exceptions() -> str:
 def log_events() -> str:
     """Return the table of log events, found in the sources."""
     rows = sorted({tuple(row) for row in _logged()})
-    return table(["event", "level", "facts", "module"], [list(row) for row in rows])
+    return table(["event", "level", "facts", "file"], [list(row) for row in rows])
 
 
 def _logged() -> Iterator[list[str]]:
@@ -136,7 +136,7 @@ def _logged() -> Iterator[list[str]]:
             and isinstance(node.targets[0], ast.Name)
             and isinstance(node.value, ast.Constant)
         }
-        module = str(path.relative_to(ROOT / "src" / "peercache").with_suffix(""))
+        module = str(path.relative_to(ROOT / "src" / "peercache"))
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
@@ -163,12 +163,27 @@ def _events(node: ast.expr, constants: dict[str, Any]) -> Iterator[str]:
             yield value
 
 
+def folders() -> str:
+    """Return the tree of the package: each folder with the first line of its `__init__`."""
+    source = ROOT / "src" / "peercache"
+    lines = ["src/peercache/"]
+    for path in sorted(source.rglob("__init__.py")):
+        folder = path.parent.relative_to(source)
+        if not folder.parts:
+            continue
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        name = "  " * len(folder.parts) + folder.name + "/"
+        lines.append(f"{name:<18}{first}")
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
 MADE: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "wire-protocol.md": messages,
     "errors.md": exceptions,
     "log-events.md": log_events,
+    "../explanation/architecture.md": folders,
 }
 
 

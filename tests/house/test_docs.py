@@ -42,6 +42,44 @@ def test_links_lead_to_files(path: Path) -> None:
     assert not broken
 
 
+def missing_paths(text: str, page: Path) -> list[str]:
+    """Return the files and folders that a text names in code and that are not there.
+
+    A path stands below the project, the package, the folder of its page, or, of a table of
+    files, below the folder that the page is about.
+    """
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    roots = [ROOT, ROOT / "src" / "peercache", page.parent, *ROOMS_OF_PAGES.get(page.name, [])]
+    named = re.findall(
+        r"`((?:[\w.-]+/)*[\w-]+\.(?:py|c|pml|toml|txt|sh)|[a-z]+/(?:[\w.-]+/?)*)`", prose
+    )
+    return [path for path in named if not any((root / path).exists() for root in roots)]
+
+
+ROOMS_OF_PAGES = {
+    "rdma.md": [ROOT / "src" / "peercache" / "rdma"],
+    "add-an-actor.md": [ROOT / "src" / "peercache" / "actors" / "pool"],
+}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_paths_are_there(path: Path) -> None:
+    """A reader who is sent to a file finds it. (Decisions are kept as they were written.)"""
+    if path.parent.name == "adr" or path.name == "CHANGELOG.md":
+        pytest.skip("a record of its time")
+
+    assert not missing_paths(path.read_text(), path)
+
+
+def test_a_path_that_is_not_there_is_found() -> None:
+    """Missing files and folders are found; settings, names and addresses are not paths."""
+    page = ROOT / "docs" / "explanation" / "architecture.md"
+
+    assert missing_paths("`paths/reading.py` and `paths/gone.py`", page) == ["paths/gone.py"]
+    assert missing_paths("| x | `src/gone/` |", page) == ["src/gone/"]
+    assert not missing_paths("`pool_size`, `Client.open`, `/metrics`, `paths/`", page)
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     """A page that nothing links to is not read."""
     reached: set[Path] = set()

@@ -1,1 +1,1 @@
-"""Membership: who is in the cluster."""
+"""Membership: the nodes of the cluster, and their states."""

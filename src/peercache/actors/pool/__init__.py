@@ -1,1 +1,1 @@
-"""Pool: the pages of this node, their slots, and who may write where."""
+"""Pool: the pages of this node, their slots, and the reservations of clients."""
