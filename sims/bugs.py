@@ -308,8 +308,8 @@ WAITS_BY_ANOTHER_CLOCK: Patches = ((Exchange, "wait_s", _by_another_clock),)
 
 
 def _in_order_of_a_set(right: Any) -> Any:
-    def next_owners(self: Any, is_open_for: Any, *, in_handover: bool) -> Any:
-        found = right(self, is_open_for, in_handover=in_handover)
+    def next_owners(self: Any, is_available: Any, *, in_handover: bool) -> Any:
+        found = right(self, is_available, in_handover=in_handover)
         names = {f"{peer:016x}" for peer in found}
         # Only the first is asked at once: whoever that is.
         first = int(next(iter(names)), 16) if names else 0

@@ -22,11 +22,10 @@ from peercache.model.keys import Namespace
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.observability.reasons import PEER_UNREACHABLE
-from peercache.paths.breaker import Breakers, data_port
+from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.reading import Reader
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Greet, Post, Step
 from peercache.paths.steps import Place as PlaceStep
@@ -190,14 +189,11 @@ class SimClient:
         return answers
 
     async def _read(self, read: PeerRead, until: float) -> Fetched:
-        breaker = data_port(read.member.incarnation)
-        if not self.breakers.available(breaker, self.place.now()):
+        holder = read.member.incarnation
+        if not self.breakers.begin_read(holder, self.place.now()):
             return Fetched(np.full(len(read.offsets), ODD), PEER_UNREACHABLE)
         fetched = await self.fabrics.read(read, self.place.world(until))
-        if fetched.failure == PEER_UNREACHABLE:
-            self.breakers.failed(breaker, self.place.now())
-        elif not fetched.failure:
-            self.breakers.answered(breaker)
+        self.breakers.end_read(holder, fetched.failure, self.place.now())
         return fetched
 
     async def _place(self, step: PlaceStep, home: NodeMemory | None) -> int:

@@ -24,8 +24,7 @@ from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import Report
 from peercache.paths.breaker import Breakers
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.reading import Reader
 from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric

@@ -1,4 +1,10 @@
-"""The bridge: does what the read and write paths ask for, in the caller's thread."""
+"""The bridge: SGLang's synchronous `batch_get` and `batch_set` become steps, done in its thread.
+
+SGLang calls the store and blocks until it returns. The read and write paths are generators that
+yield one step after the other: ask, fetch, copy. The bridge performs each step with blocking calls
+in the thread that called, and hands its answer back to the path. No loop and no other thread takes
+part, except that a read from several holders over a network has a thread for each further one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.net.asking import Asker
 from peercache.observability import reasons
-from peercache.paths.breaker import Breakers, data_port
+from peercache.paths.breaker import Breakers
 from peercache.paths.steps import Ask, Drain, Fetch, Greet, Place, Post, Step
 
 FETCH_THREADS_MAX = 16
@@ -32,7 +38,7 @@ Result = TypeVar("Result")
 
 @final
 class Bridge:
-    """Runs the steps of sans-IO paths with blocking calls. Thread-safe."""
+    """Performs the steps of a path with blocking calls in the caller's thread. Thread-safe."""
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Bridge:
                     return result
                 answer = self._do(step, home_segment)
         finally:
-            # Whatever was raised, the path lets go of what it holds now, not when it is collected.
+            # After an exception, too, the path frees what it holds now, not when it is collected.
             path.close()
 
     def close(self) -> None:
@@ -123,20 +129,16 @@ class Bridge:
                 for place, read in enumerate(step.reads)
             ]
         finally:
-            # Also when something was raised: nothing may write to a destination after the return.
+            # After an exception, too: nothing may write to a destination after the return.
             wait([future for future in elsewhere.values() if not future.cancel()])
 
     def _read(self, read: PeerRead, fabric: Fabric | None, until: float) -> Fetched:
         pages, holder = len(read.offsets), read.member.incarnation
-        breaker = data_port(holder)
-        if fabric is None or not self._breakers.available(breaker, self._clock()):
+        if fabric is None or not self._breakers.begin_read(holder, self._clock()):
             return _nothing(pages, reasons.PEER_UNREACHABLE)
         fetched = fabric.read(read, until)
-        if fetched.failure == reasons.PEER_UNREACHABLE:
-            self._breakers.failed(breaker, self._clock())
-        elif not fetched.failure:
-            self._breakers.answered(breaker)
-        # Which one it was, where a fabric has left the read to another.
+        self._breakers.end_read(holder, fetched.failure, self._clock())
+        # A fabric that leaves a read to another one names that one.
         return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
 
     def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
@@ -146,14 +148,14 @@ class Bridge:
                 return None
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
-            # Ours, not the executor's: where no thread can be started its `submit` raises, and has
-            # queued the read all the same. It must not begin when nobody waits for it any more.
+            # A future of our own: where no thread can be started, `submit` raises, and has queued
+            # the read all the same. The read must not begin after this call has given it up.
             done: Future[Fetched] = Future()
             try:
                 queued = self._threads.submit(self._fulfil, done, read, fabric, until)
             except RuntimeError:
                 return None if done.cancel() else done
-            # What `close` drops from the queue is dropped here, too.
+            # A read that `close` drops from the queue is cancelled here, too.
             queued.add_done_callback(lambda dropped: dropped.cancelled() and done.cancel())
             return done
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 from types import TracebackType
 from typing import Any, TypeVar, final
@@ -137,7 +138,7 @@ class Client:
         )
 
     def batch_exists(self, keys: Sequence[Key]) -> int:
-        """Return the length of the leading run of keys that somebody holds: a hint.
+        """Return the length of the leading run of keys that have a holder: a hint.
 
         Has the short deadline `exists_timeout_s`.
         """
@@ -145,7 +146,7 @@ class Client:
         return found.index(False) if False in found else len(found)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """Return for each key whether somebody holds it: a hint, as `batch_exists`."""
+        """Return for each key whether it has a holder: a hint, as `batch_exists`."""
         return self._call(
             "exists",
             len(keys),
@@ -157,7 +158,7 @@ class Client:
     def remove(self, keys: Sequence[Key]) -> int:
         """Drop these pages at every live holder; return how many pages went.
 
-        Nobody finds them any more; but a node that is killed while a slow disk is still forgetting
+        No get finds them afterwards; but a node that is killed while a slow disk still forgets
         them, more than a tenth of a second, may have them again after its restart.
         """
 
@@ -212,7 +213,7 @@ class Client:
         self._wiring.close(is_quiet=is_quiet)
 
     def __enter__(self) -> Client:
-        """Return the client itself."""
+        """Return the client."""
         return self
 
     def __exit__(
@@ -230,7 +231,7 @@ class Client:
         names, runs = self._batch(keys, segments)
         attached = self._tie.attached
         if attached is None:
-            self._count_refused(reasons.NO_HOME, len(keys))
+            self._count("set", {reasons.NO_HOME: len(keys)})
             return [False] * len(keys)
         outcome = self._bridge.run(
             self._wiring.writer.set(
@@ -247,9 +248,7 @@ class Client:
         metrics.pages_set.labels("here").inc(outcome.here)
         metrics.bytes_written.inc(outcome.copied_bytes)
         metrics.pages_unpublished.inc(outcome.unpublished)
-        for reason in outcome.reasons:
-            if reason:
-                self._count_refused(reason, 1)
+        self._count("set", Counter(outcome.reasons))
         if reasons.NO_HOME in outcome.reasons:
             self._home.look_now()
         stored: list[bool] = outcome.stored.tolist()
@@ -261,7 +260,7 @@ class Client:
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
-        self._count_missed(outcome.reasons)
+        self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a device or a bug has changed bytes under a right word.
             wrong = [i for i, why in enumerate(outcome.reasons) if why == reasons.VERIFY_FAILED]
@@ -281,8 +280,9 @@ class Client:
 
     def _batch(self, keys: Sequence[Key], segments: Any) -> tuple[PageKeys, PageRuns]:
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
-        if len(runs) != len(keys):
-            raise UnusableBuffers(f"{len(keys)} keys, but segments for {len(runs)} pages")
+        pages = len(runs.lengths)
+        if pages != len(keys):
+            raise UnusableBuffers(f"{len(keys)} keys, but segments for {pages} pages")
         return page_keys(keys, self._digest), runs
 
     def _with_buffers(
@@ -330,13 +330,13 @@ class Client:
         timeout_s: float | None = None,
     ) -> Result:
         """Run one call; whatever goes wrong, the answer is `miss`, counted."""
-        if self._fork.is_child:
+        if os.getpid() != self._fork.owner:
             return miss
         started = self._clock()
         timeout_s = self.config.op_timeout_s if timeout_s is None else timeout_s
         with self._calls:
             if self._is_closed:
-                self._count(operation, reasons.CLOSED, pages)
+                self._count(operation, {reasons.CLOSED: pages})
                 return miss
             self._calls_in_flight += 1
         try:
@@ -346,35 +346,30 @@ class Client:
         except Exception:
             # A bug of ours must not become the engine's: a miss is always a right answer.
             self._log.error("client.call_failed", operation=operation, pages=pages, exc_info=True)
-            self._count(operation, reasons.INTERNAL, pages)
+            self._count(operation, {reasons.INTERNAL: pages})
             return miss
         finally:
             with self._calls:
                 self._calls_in_flight -= 1
                 self._calls.notify_all()
             took_s = self._clock() - started
-            self._wiring.report.add_call(operation, took_s)
+            self.metrics.latency_s.labels(operation).observe(took_s)
+            self._wiring.report.calls.append((operation, took_s))
             if took_s > timeout_s:
                 self.metrics.deadlines_overrun.inc()
 
     def _unusable(self, operation: str, miss: Result, error: UnusableBuffers) -> Result:
         self._log.warning("client.call_refused", operation=operation, problem=str(error))
-        self._count(operation, reasons.WRONG_SIZE, len(miss) if isinstance(miss, list) else 0)
+        pages = len(miss) if isinstance(miss, list) else 0
+        self._count(operation, {reasons.WRONG_SIZE: pages})
         return miss
 
-    def _count(self, operation: str, reason: str, pages: int) -> None:
-        if operation == "set":
-            self._count_refused(reason, pages)
-        elif operation == "get":
-            self.metrics.pages_missed.labels(reason).inc(pages)
-
-    def _count_refused(self, reason: str, pages: int) -> None:
-        self.metrics.sets_refused.labels(reason).inc(pages)
-
-    def _count_missed(self, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            if reason:
-                self.metrics.pages_missed.labels(reason).inc()
+    def _count(self, operation: str, pages_by_reason: Mapping[str, int]) -> None:
+        """Count the pages of a get or a set that it did not serve; reason "" is no failure."""
+        counters = {"get": self.metrics.pages_missed, "set": self.metrics.sets_refused}
+        for reason, pages in pages_by_reason.items():
+            if reason and operation in counters:
+                counters[operation].labels(reason).inc(pages)
 
     def _own_figures(self) -> dict[str, int | float | str]:
         figures: dict[str, int | float | str] = {

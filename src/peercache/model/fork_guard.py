@@ -15,10 +15,10 @@ class ForkGuard:
     """
 
     def __init__(self) -> None:
-        """Take the current process as the owner."""
-        self._owner = os.getpid()
+        """Take the current process as the owner; `owner` is its pid."""
+        self.owner = os.getpid()
 
     @property
     def is_child(self) -> bool:
         """Return whether this process is a fork of the owner."""
-        return os.getpid() != self._owner
+        return os.getpid() != self.owner

@@ -53,12 +53,8 @@ class Report:
         """Report the increases of `metrics` from here on."""
         self._metrics = metrics
         self._told: dict[str, float] = {}
-        self._calls: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
-
-    def add_call(self, operation: str, seconds: float) -> None:
-        """Note how long a call took, here and for the home node."""
-        self._metrics.latency_s.labels(operation).observe(seconds)
-        self._calls.append((OPERATIONS.index(operation), seconds))
+        self.calls: deque[tuple[str, float]] = deque(maxlen=CALLS_MAX)
+        """(operation, seconds) of each call; the client appends."""
 
     def take(self) -> Counted | None:
         """Return what has changed since the last time, or None."""
@@ -72,10 +68,11 @@ class Report:
                 if total > self._told.get(path, 0.0):
                     counts[path] = total - self._told.get(path, 0.0)
                     self._told[path] = total
-        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        calls = [self.calls.popleft() for _ in range(len(self.calls))]
         if not counts and not calls:
             return None
-        return Counted(counts, np.array(calls, CALL).tobytes())
+        packed = [(OPERATIONS.index(operation), seconds) for operation, seconds in calls]
+        return Counted(counts, np.array(packed, CALL).tobytes())
 
 
 def absorb(metrics: Metrics, counted: Counted) -> int:

@@ -1,21 +1,25 @@
-"""The circuit breaker: which peers are not worth waiting for just now.
+"""The circuit breakers of a client: which peers it neither asks nor reads for now.
 
-A reader's own evidence opens it at once, before any heartbeat notices: a refused or broken
-connection, or `STALL_S` of waiting without a single answer. That a big batch met its caller's
+The client's own evidence opens a breaker at once, before any heartbeat notices: a refused or broken
+connection, or `STALL_S` of waiting without a single answer. A big batch that meets its caller's
 deadline is no evidence. An open breaker lets one probe through when its back-off is over.
-A peer has two: it may answer questions and yet serve no pages, as behind a firewall.
+A peer has two, one for questions and one for its data port: behind a firewall it may answer
+questions and yet serve no pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
 from typing import final
 
 import attrs
 
+from peercache.observability.reasons import PEER_UNREACHABLE
+
 STALL_S = 0.25
-"""Waiting without progress after which a peer is taken for hung: far above a garbage collection or
-a scheduler hiccup, far below what an engine would rather recompute in."""
+"""Waiting without progress after which a peer counts as hung: far above a garbage collection or a
+scheduler hiccup, far below the time in which an engine would rather compute the page again."""
 
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 4.0
@@ -23,7 +27,7 @@ BACKOFF_MAX_S = 4.0
 
 
 def data_port(peer: int) -> int:
-    """Return what the breaker of a peer's data port is called; the peer's own is of its control."""
+    """Return the name of the breaker of a peer's data port; that of its questions is `peer`."""
     return ~peer
 
 
@@ -54,16 +58,31 @@ class Breakers:
                 return True
             if now < state.open_until:
                 return False
-            # This caller probes; the others wait for what it finds.
+            # This caller probes; the others wait for its result.
             state.open_until = now + state.backoff_s
             state.is_probed = True
             return True
 
-    def may_be_available(self, peer: int, now: float) -> bool:
-        """Return whether `available` would be True, without taking the probe."""
+    def may_read(self, holders: Iterable[int], now: float) -> bool:
+        """Return whether `begin_read` would be True for all of them, without taking a probe."""
+        if not self._peers:
+            return True
         with self._lock:
-            state = self._peers.get(peer)
-            return state is None or not state.backoff_s or now >= state.open_until
+            states = [self._peers.get(data_port(holder)) for holder in holders]
+            return all(
+                state is None or not state.backoff_s or now >= state.open_until for state in states
+            )
+
+    def begin_read(self, holder: int, now: float) -> bool:
+        """Return whether to read from this holder; True for one caller when a probe is due."""
+        return self.available(data_port(holder), now)
+
+    def end_read(self, holder: int, failure: str, now: float) -> None:
+        """Note how a read ended: one that the holder did not serve opens its breaker."""
+        if failure == PEER_UNREACHABLE:
+            self.failed(data_port(holder), now)
+        elif not failure:
+            self.answered(data_port(holder))
 
     def is_open(self, peer: int) -> bool:
         """Return whether the breaker is open, without taking the probe."""
@@ -81,10 +100,10 @@ class Breakers:
         """Note that the last `waited_s` brought nothing."""
         with self._lock:
             state = self._peers.setdefault(peer, _Peer())
-            # Threads that wait at the same time wait the same time: it counts once.
+            # Several threads may wait for the peer during the same time, which counts once.
             state.waited_s += max(0.0, min(waited_s, now - state.waited_until))
             state.waited_until = max(state.waited_until, now)
-            # A hair under the limit counts: callers wait STALL_S by the same clock.
+            # A wait slightly under the limit counts: callers wait STALL_S by the same clock.
             if state.waited_s >= STALL_S * 0.98:
                 self._open(state, now)
 
@@ -104,7 +123,7 @@ class Breakers:
         if not state.backoff_s:
             self.opened_count += 1
         elif not state.is_probed:
-            # Whoever asked before it opened tells nothing new: only probes lengthen the back-off.
+            # An older question is no new evidence: only probes lengthen the back-off.
             return
         state.backoff_s = min(max(2 * state.backoff_s, BACKOFF_MIN_S), BACKOFF_MAX_S)
         state.open_until = now + state.backoff_s

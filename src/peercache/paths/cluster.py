@@ -1,4 +1,4 @@
-"""What a client knows of the cluster at the start of a call: one immutable value."""
+"""The cluster as a client knows it at the start of a call: one immutable value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.hash_ring import HashRing
-from peercache.model.keys import PageKeys
 from peercache.model.member import ALIVE, SUSPECT, Member
 
 
@@ -19,9 +18,9 @@ class Cluster:
 
     home:     incarnation of the home node, 0 while there is none.
     members:  the live members (alive or suspect) by incarnation.
-    ring:     made with one owner more than `replicas`, whom readers ask during a hand-over.
+    ring:     made with one owner more than `replicas`, which readers ask during a hand-over.
     replicas: how many of the ring's owners keep a record.
-    asked:    the ring's table in the order in which this client asks a key's owners.
+    query_order: the ring's table, the owners of each arc in the order of this client's questions.
     handover_until: monotonic seconds until which an owner's "absent" is not the last word.
     """
 
@@ -29,7 +28,7 @@ class Cluster:
     boot_id: str
     members: Mapping[int, Member]
     ring: HashRing
-    asked: npt.NDArray[np.intp]
+    query_order: npt.NDArray[np.intp]
     replicas: int
     handover_until: float
 
@@ -53,20 +52,10 @@ class Cluster:
             boot_id=boot_id,
             members=live,
             ring=ring,
-            asked=_in_order(ring, home, replicas),
+            query_order=_query_order(ring, home, replicas),
             replicas=replicas,
             handover_until=handover_until,
         )
-
-    def owners(self, keys: PageKeys) -> npt.NDArray[np.intp]:
-        """Return whom to ask about each key, first first, as places in `ring.members`.
-
-        (n, owners). Those that may have known it before the last view change stand last.
-        """
-        if not self.members:
-            return np.empty((len(keys), 0), np.intp)
-        owners: npt.NDArray[np.intp] = self.asked[self.ring.arcs(keys)]
-        return owners
 
     def distance(self, holder: int) -> int:
         """Return how far a holder is: 0 the home node, 1 this host, 2 another host."""
@@ -75,16 +64,16 @@ class Cluster:
         return 1 if self.members[holder].boot_id == self.boot_id else 2
 
 
-def _in_order(ring: HashRing, home: int, replicas: int) -> npt.NDArray[np.intp]:
+def _query_order(ring: HashRing, home: int, replicas: int) -> npt.NDArray[np.intp]:
     """Return the ring's table with the owners of each arc in one order for all arcs.
 
-    The home node first, which is asked in any case, then round from there: so the keys of a batch
-    have few first owners between them, each of which costs a question, and clients of other homes
-    ask others first.
+    The home node comes first, which a search asks in any case, then the next members round from
+    there. So the keys of a batch share few first owners, each of which costs a question, and
+    clients of other homes ask other owners first.
     """
-    asked: npt.NDArray[np.intp] = ring.table.copy()
+    order: npt.NDArray[np.intp] = ring.table.copy()
     if home:
-        owners = asked[:, :replicas]
+        owners = order[:, :replicas]
         turns = (owners - ring.members.index(home)) % len(ring)
-        asked[:, :replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)
-    return asked
+        order[:, :replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)
+    return order

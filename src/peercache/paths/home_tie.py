@@ -1,7 +1,7 @@
-"""A client's tie to its home node: attached, lost, attached again; and the view that it tells.
+"""A client's tie to its home node: attached, lost, attached again; and the view that comes from it.
 
-Sans-IO, as the read and write paths are: what is asked, in which order, and what an answer changes
-stands here; threads and sockets are `client.home`'s, simulated tasks `sims.client`'s.
+Sans-IO, as the read and write paths: the questions, their order and the meaning of the answers are
+here; the thread and the sockets are in `client.home`, the simulated task in `sims.client`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEAT_S = 1.0
 """Between two looks at the home node: how old a client's view may be."""
 
 LOST_BEAT_S = 0.25
-"""The same while it is lost: hits come back well within 5 s of its restart."""
+"""The same while the home node is lost: hits come back well within 5 s of its restart."""
 
 Memory = TypeVar("Memory")
 Result = TypeVar("Result")
@@ -49,7 +49,8 @@ class Attached(Generic[Memory]):
 class Tie(Generic[Memory]):
     """What a client knows of its home node, and of the cluster from it.
 
-    attached and cluster are replaced, never changed: any thread may look.
+    attached: the home incarnation that the client writes to, None while there is none.
+    cluster:  the latest view. Both are replaced, never changed: any thread may read them.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Tie(Generic[Memory]):
         on_rejected: Callable[[PeerCacheError], None],
         on_view: Callable[[Cluster, Cluster], None],
     ) -> None:
-        """Know nobody yet.
+        """Know no node yet.
 
-        open_memory: map what a home node publishes; None if it cannot be, which may change.
-        on_attached: hears of the new one, and of the one that it replaces.
-        on_rejected: hears why a home node that was lost does not want us back.
-        on_view: hears what was known of the cluster, and what is now.
+        open_memory: maps the memory of a home node; None if that fails now and may work later.
+        on_attached: takes the new tie, and the one that it replaces.
+        on_rejected: takes the reason why a home node that was lost refuses us now.
+        on_view:     takes the cluster before and after a new view.
         """
         self._url = url
         self._config = config
@@ -90,19 +91,19 @@ class Tie(Generic[Memory]):
         self.cluster = self._cluster(0, 0.0)
 
     def is_home(self, peer: int) -> bool:
-        """Return whether this is the incarnation that we write to."""
+        """Return whether the client writes to this incarnation."""
         attached = self.attached
         return attached is not None and attached.incarnation == peer
 
     def take_unasked(self, peer: int, message: Message) -> None:
-        """Take what answers no question that waits: slots ahead, of the node we write to."""
+        """Take a message that answers no pending question: slots ahead of the home node."""
         attached = self.attached
         # Another incarnation means another reservation by this number.
         if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
             attached.reservations.granted(message)
 
     def beat(self) -> Path[bool]:
-        """Look after the home node once; return whether it is well."""
+        """Check the tie once, and attach again where it is lost; return whether it holds."""
         is_well = yield from self.ask_view()
         if not is_well:
             try:
@@ -119,14 +120,14 @@ class Tie(Generic[Memory]):
         return is_well
 
     def tell(self, attached: Attached[Memory], now: float) -> Path[None]:
-        """List the live reservations, and what was counted since the last time."""
+        """Report the live reservations, and the increases of the counters since the last time."""
         yield Post(((attached.incarnation, attached.reservations.report(now)),))
         counted = self._report.take() if self._report is not None else None
         if counted is not None:
             yield Post(((attached.incarnation, counted),))
 
     def attach(self, until: float) -> Path[bool]:
-        """Say Hello at the home address, map what is published there; False if nobody answers."""
+        """Say Hello at the home address and map its memory; False without an answer."""
         answer = yield Greet(self._url, until)
         if isinstance(answer, Refused):
             raise Rejected(answer.reason, answer.detail)
@@ -145,7 +146,7 @@ class Tie(Generic[Memory]):
         return True
 
     def ask_view(self) -> Path[bool]:
-        """Fetch the view from the home node, or from anybody while that is lost."""
+        """Fetch the view from the home node, or from another member while that is lost."""
         attached = self.attached
         now = self._clock()
         asked = ViewAsked(0, self._view.digest())

@@ -1,15 +1,20 @@
-"""Locating pages: cache, then home node and directory owners, all at once.
+"""Locating pages: the cache of locations, then the home node and directory owners, all at once.
 
-One question a peer and batch. An owner that does not answer is replaced by its replica at once; so
-is one that knows nothing, for `handover_s` after a view change.
+The cache is always safe, because a stale record fails verification. It never remembers an absence:
+a page may appear anywhere at any moment.
+
+A search asks one question a peer and batch. An owner that does not answer is replaced by its
+replica at once; so is one that knows nothing, for `handover_s` after a view change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property
-from itertools import repeat
-from typing import Any, final
+from itertools import islice, repeat
+from threading import Lock
+from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
@@ -17,11 +22,9 @@ import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
-from peercache.model.records import from_bytes as records_from_bytes
 from peercache.observability import reasons
-from peercache.paths.breaker import STALL_S, Breakers, data_port
+from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.location_cache import LocationCache, unpack
 from peercache.paths.steps import Ask, Step
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Located, Lookup
@@ -31,14 +34,120 @@ Mask = npt.NDArray[np.bool_]
 LOOKUP_KEYS_MAX = 16_384
 """Keys of one Lookup: with eight holders each, the answer is as large as a message may be."""
 
+EXISTS_TRUSTS_S = 1.0
+"""How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
+only shortens the get that follows."""
+
+EVICTED_PART = 64
+"""A full cache drops 1/64 of its records at once. A dict walks over the gaps at its front whenever
+its oldest entry is looked up: one at a time, 128 of 262,144 took 9 ms, together 0.1."""
+
+_Entry: TypeAlias = tuple[float, int, bytes]
+"""When a record was stored (monotonic seconds), its holder, and the packed record."""
+
+NOT_RESIDENT = 0
+"""Stands for the holder of a page that is not in its holder's memory: no incarnation is 0."""
+
+
+@final
+class LocationCache:
+    """A bounded map from page key to the record last seen, least recently used first out."""
+
+    def __init__(self, *, entries_max: int) -> None:
+        """Hold at most `entries_max` records (about 250 bytes each); 0 remembers nothing.
+
+        Whenever there are more, a 64th of the oldest goes.
+        """
+        self._entries_max = entries_max
+        self._entries: dict[bytes, _Entry] = {}
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Return how many records are remembered."""
+        return len(self._entries)
+
+    def find(self, keys: Sequence[bytes], *, not_before: float = -np.inf) -> list[bytes | None]:
+        """Return the packed record of each key, or None; what was found becomes most recent.
+
+        not_before: records stored earlier than this (monotonic seconds) do not count.
+        """
+        with self._lock:
+            entries = self._entries
+            taken = list(map(entries.pop, keys, repeat(None)))
+            found = [entry for entry in taken if entry]
+            if len(found) == len(keys):
+                # The fast path of a get: moved to the end with few steps a key.
+                entries.update(zip(keys, found, strict=True))
+            else:
+                # A key that is repeated was there at its first place only.
+                known = {key: entry for key, entry in zip(keys, taken, strict=True) if entry}
+                entries.update(known)
+                taken = [known.get(key) for key in keys]
+        return [entry[2] if entry and entry[0] >= not_before else None for entry in taken]
+
+    def holders(self, keys: Sequence[bytes], *, not_before: float) -> set[int] | None:
+        """Return the holders of the keys, or None unless all are resident by records that new."""
+        try:
+            with self._lock:
+                found = [self._entries[key] for key in keys]
+        except KeyError:
+            return None
+        if not found or min(found)[0] < not_before:
+            return None
+        holders = {entry[1] for entry in found}
+        return None if NOT_RESIDENT in holders else holders
+
+    def has_any_at(self, holder: int, keys: Sequence[bytes]) -> bool:
+        """Return whether any of the keys was last seen in the memory of this holder."""
+        with self._lock:
+            get = self._entries.get
+            return any(entry[1] == holder for key in keys if (entry := get(key)) is not None)
+
+    def store(self, records: Records, now: float) -> None:
+        """Remember records, one a key."""
+        if not self._entries_max or not len(records):
+            return
+        keys, packed = records["key"].tolist(), records.view(ROW).tolist()
+        holders = np.where(records["flags"] & RESIDENT, records["holder"], NOT_RESIDENT).tolist()
+        with self._lock:
+            entries = self._entries
+            # A record that was there already moves to the end.
+            deque(map(entries.pop, keys, repeat(None)), maxlen=0)
+            entries.update(zip(keys, zip(repeat(now), holders, packed, strict=False), strict=True))
+            if len(entries) > self._entries_max:
+                kept = self._entries_max - self._entries_max // EVICTED_PART
+                for key in list(islice(entries, len(entries) - kept)):
+                    del entries[key]
+
+    def drop(self, records: Records) -> None:
+        """Forget these very records; a newer one under the same key stays."""
+        blob = records.tobytes()
+        with self._lock:
+            for start in range(0, len(blob), RECORD_BYTES):
+                record = blob[start : start + RECORD_BYTES]
+                entry = self._entries.get(record[:16])
+                if entry is not None and entry[2] == record:
+                    del self._entries[record[:16]]
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget the records of these keys."""
+        with self._lock:
+            for key in keys:
+                self._entries.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
 
 @attrs.define(eq=False)
 class Whereabouts:
     """Where the pages of a batch are.
 
-    records:     (n,) RECORD; valid where `known`.
-    fresh:       where the record came from an answer in this call, not from the cache.
-    reasons:     why a page is not known, a miss reason each; "" where it is.
+    records: (n,) RECORD; valid where `known`.
+    fresh:   where the record came from an answer in this call, not from the cache.
+    reasons: why a page is not known, a miss reason each; "" where it is.
     """
 
     records: Records
@@ -54,7 +163,7 @@ class Locator:
     def __init__(
         self, *, cache: LocationCache, breakers: Breakers, clock: Callable[[], float]
     ) -> None:
-        """Share the cache and the breakers with whoever reads and writes."""
+        """Share the cache and the breakers with the reader and the writer."""
         self._cache = cache
         self._breakers = breakers
         self._clock = clock
@@ -73,18 +182,23 @@ class Locator:
         cached_since: records cached earlier do not count; +inf bypasses the cache.
         avoid:        holders that have just failed us.
         """
-        search = _Search(keys, cluster, avoid, self._may_read)
+        names: list[bytes] = keys.tolist()
+        found: list[bytes | None] = []
         if cached_since < np.inf:
-            found = self._cache.find(search.names, not_before=cached_since)
-            if any(found):
-                search.take_cached(*unpack(found))
+            found = self._cache.find(names, not_before=cached_since)
+            where = self._all_known(found, cluster, avoid)
+            if where is not None:
+                return where
+        search = _Search(keys, names, cluster, avoid, self._may_read)
+        if any(found):
+            search.take_cached(*_unpacked(found))
         asked_home = False
         while not search.known.all():
             now = self._clock()
             if now >= until:
                 break
             targets = search.next_owners(
-                self._open_for(now), in_handover=now < cluster.handover_until
+                self._availability(now), in_handover=now < cluster.handover_until
             )
             if not asked_home and cluster.home and self._breakers.available(cluster.home, now):
                 targets[cluster.home] = (~search.known).nonzero()[0]
@@ -96,24 +210,44 @@ class Locator:
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
-    def believes(self, keys: PageKeys, cluster: Cluster, since: float) -> bool:
-        """Return whether every page is known since then, at a holder that can be read: the hot way.
+    def all_cached(self, keys: PageKeys, cluster: Cluster, since: float) -> bool:
+        """Return whether every page is known since then, at a readable holder: the fast path.
 
-        What `exists` asks again and again costs no array a key.
+        An `exists` that is repeated costs no array a key.
         """
         holders = self._cache.holders(keys.tolist(), not_before=since)
-        return holders is not None and all(
-            holder in cluster.members and self._may_read(holder) for holder in holders
-        )
+        return holders is not None and self._may_read(holders, cluster)
 
     def may_ask(self, holder: int) -> bool:
         """Return whether to ask this holder something, now."""
         return self._breakers.available(holder, self._clock())
 
-    def _may_read(self, holder: int) -> bool:
-        # Of the data port only: over shared memory a node that is stopped is read as ever. And
-        # without taking a probe: that is for whoever reads, and `exists` never does.
-        return self._breakers.may_be_available(data_port(holder), self._clock())
+    def _all_known(
+        self, found: Sequence[bytes | None], cluster: Cluster, avoid: frozenset[int]
+    ) -> Whereabouts | None:
+        """Return where all pages are if the cache knows that, at readable holders: the fast path.
+
+        A get of known pages needs no search.
+        """
+        if not found or not all(found):
+            return None
+        records: Records = np.frombuffer(b"".join(found), RECORD)  # type: ignore[arg-type]
+        holders = set(records["holder"].tolist())
+        if holders & avoid or not self._may_read(holders, cluster):
+            return None
+        if not _is_somewhere(records).all():
+            return None
+        count = len(records)
+        return Whereabouts(
+            records, np.ones(count, np.bool_), np.zeros(count, np.bool_), [""] * count
+        )
+
+    def _may_read(self, holders: Iterable[int], cluster: Cluster) -> bool:
+        # Only the data port decides: shared memory of a stopped node is read as ever. And without
+        # taking a probe: a read takes it, and `exists` never reads.
+        return all(holder in cluster.members for holder in holders) and self._breakers.may_read(
+            holders, self._clock()
+        )
 
     def _ask(
         self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
@@ -136,30 +270,32 @@ class Locator:
             if isinstance(answer, Located):
                 search.note_answer(peer, positions)
 
-    def _open_for(self, now: float) -> Callable[[int], bool]:
+    def _availability(self, now: float) -> Callable[[int], bool]:
+        """Return whether to ask a peer: each breaker is looked at once, for it may take a probe."""
         memo: dict[int, bool] = {}
 
-        def is_open_for(peer: int) -> bool:
+        def is_available(peer: int) -> bool:
             if peer not in memo:
                 memo[peer] = self._breakers.available(peer, now)
             return memo[peer]
 
-        return is_open_for
+        return is_available
 
 
 class _Search:
-    """The state of one locate."""
+    """The state of one search."""
 
     def __init__(
         self,
         keys: PageKeys,
+        names: list[bytes],
         cluster: Cluster,
         avoid: frozenset[int],
-        may_read: Callable[[int], bool],
+        may_read: Callable[[Iterable[int], Cluster], bool],
     ) -> None:
         count = len(keys)
         self.keys = keys
-        self.names: list[bytes] = keys.tolist()
+        self.names = names
         self.records: Records = np.zeros(count, RECORD)
         self.known: Mask = np.zeros(count, np.bool_)
         self.fresh: Mask = np.zeros(count, np.bool_)
@@ -184,11 +320,18 @@ class _Search:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.intp]:
-        """Whom to ask about each key; not asked for where the cache knows all."""
-        return self._cluster.owners(self.keys)
+        """(n, owners): the owners of each key in query order, as places in `ring.members`.
+
+        Owners of before the last view change stand last.
+        """
+        cluster = self._cluster
+        if not cluster.members:
+            return np.empty((len(self.keys), 0), np.intp)
+        owners: npt.NDArray[np.intp] = cluster.query_order[cluster.ring.arcs(self.keys)]
+        return owners
 
     def take_cached(self, records: Records, known: Mask) -> None:
-        """Begin with what the cache knows; the records are ours from now on."""
+        """Begin with the cached records; the search changes them from now on."""
         usable = known & self._reachable(records["holder"]) & _is_somewhere(records)
         if self._repeats:
             usable &= ~self._shadow
@@ -198,21 +341,21 @@ class _Search:
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
 
     def take(self, answer: Message) -> bool:
-        """Take one answer in; return whether nothing is missing, and nothing only on a disk."""
+        """Take one answer; return whether every page is found, and none only on a disk."""
         if not isinstance(answer, Located):
             return False
         self._untaken += answer.records
         if len(self._untaken) < self._missing * RECORD_BYTES:
-            # This cannot be all: the next answer comes soon, and both cost one look.
+            # This cannot be all: the next answer comes soon, and both are settled at once.
             return False
         self.settle()
         return not self._missing and not self._on_disk.any()
 
     def settle(self) -> None:
-        """Look at the answers taken so far."""
+        """Apply the answers taken so far."""
         if not self._untaken:
             return
-        records, self._untaken = records_from_bytes(self._untaken), b""
+        records, self._untaken = np.frombuffer(self._untaken, RECORD), b""
         found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
         places: npt.NDArray[np.intp] = np.array(found, np.intp)
         usable = (places >= 0) & _is_somewhere(records)
@@ -229,7 +372,7 @@ class _Search:
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
 
     def _choose(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Take of several records for one place the best, of those there already as well."""
+        """Keep the best of several records for one place, an earlier one included."""
         # Of one holder only the newest counts.
         order = np.lexsort((records["generation"], records["holder"], places))
         records, places = _picked(records, order), places[order]
@@ -247,8 +390,8 @@ class _Search:
         holders = records["holder"].tolist()
         far = {holder: self._cluster.distance(holder) for holder in dict.fromkeys(holders)}
         distance = np.array([far[holder] for holder in holders], np.int64)
-        # Farthest first, so that the nearest is written last and stays. Before all of them what is
-        # on disk only: any copy in memory is better.
+        # Farthest first, so that the nearest is written last and stays. Before all of them the
+        # pages that are on disk only: any copy in memory is better.
         order = np.lexsort((-distance, records["flags"] & RESIDENT))
         records, places, distance = _picked(records, order), places[order], distance[order]
         is_known = self.known[places]
@@ -257,7 +400,7 @@ class _Search:
         self._put(places[~is_known], _picked(records, ~is_known))
 
     def _put(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Take records for these places; of several for one place the last."""
+        """Set the records of these places; of several for one place the last stays."""
         self.records.view(ROW)[places] = records.view(ROW)
         self.known[places] = self.fresh[places] = True
         self._on_disk[places] = (records["flags"] & RESIDENT) == 0
@@ -268,7 +411,7 @@ class _Search:
         return self.records if fresh.all() else _picked(self.records, fresh)
 
     def _offer(self, place: int, record: Any, distance: int) -> None:
-        """Take a record for a place that has one already, if it is better."""
+        """Replace the record of a place if this one is better."""
         there = self.records[place]
         on_disk = not record["flags"] & RESIDENT
         if there["holder"] == record["holder"]:
@@ -283,9 +426,9 @@ class _Search:
             self._on_disk[place] = on_disk
 
     def next_owners(
-        self, is_open_for: Callable[[int], bool], *, in_handover: bool
+        self, is_available: Callable[[int], bool], *, in_handover: bool
     ) -> dict[int, npt.NDArray[np.intp]]:
-        """Return whom to ask next for which keys, each key's next owner that may be asked."""
+        """Return the keys to ask each peer for: a key goes to its next owner that is available."""
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
         settled = self.known if in_handover else self.known | self.answered
@@ -294,7 +437,7 @@ class _Search:
         for column in range(columns):
             places = left[self._column[left] <= column]
             owner = owners[places, column]
-            closed = [one for one in _distinct(owner) if not is_open_for(members[one])]
+            closed = [one for one in _distinct(owner) if not is_available(members[one])]
             if closed:
                 is_open = ~np.isin(owner, closed)
                 places, owner = places[is_open], owner[is_open]
@@ -307,14 +450,14 @@ class _Search:
         return {members[owner]: (chosen == owner).nonzero()[0] for owner in asked}
 
     def note_answer(self, peer: int, positions: npt.NDArray[np.intp]) -> None:
-        """Note that a peer has told what it knows of the keys at these positions."""
-        # "Absent" is an owner's word alone: the home node is asked for what it holds.
+        """Note that a peer has answered for the keys at these positions."""
+        # Only an owner's answer can mean "absent": the home node answers for its own pages.
         place = self._cluster.ring.members.index(peer)
         owned = (self.owners[positions, : self._cluster.replicas] == place).any(axis=1)
         self.answered[positions[owned]] = True
 
     def spread_repeats(self) -> None:
-        """Give the repeated places of a key what was found at its last."""
+        """Copy the outcome of a repeated key from its last place to the others."""
         if not self._repeats:
             return
         for place in np.flatnonzero(self._shadow).tolist():
@@ -340,12 +483,19 @@ class _Search:
         usable, names = self._usable, holders.tolist()
         for holder in dict.fromkeys(names):
             if holder not in usable:
-                usable[holder] = (
-                    holder in self._cluster.members
-                    and holder not in self._avoid
-                    and self._may_read(holder)
+                usable[holder] = holder not in self._avoid and self._may_read(
+                    (holder,), self._cluster
                 )
         return np.array([usable[holder] for holder in names], np.bool_)
+
+
+def _unpacked(
+    found: Sequence[bytes | None],
+) -> tuple[Records, npt.NDArray[np.bool_]]:
+    """Return (records, known): one record a key, zeros where it is not known."""
+    known = np.array([record is not None for record in found], np.bool_)
+    blank = bytes(RECORD.itemsize)
+    return np.frombuffer(b"".join(record or blank for record in found), RECORD).copy(), known
 
 
 def _is_somewhere(records: Records) -> Mask:

@@ -1,4 +1,4 @@
-"""Promoting: what is asked of holders whose disks have pages, and what the answers come to."""
+"""Promoting: the questions to holders that have pages on disk, and the meaning of their answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.records import RESIDENT, Records
-from peercache.model.records import from_bytes as records_from_bytes
+from peercache.model.records import RECORD, RESIDENT, Records
 from peercache.paths.locating import Mask, Whereabouts
 from peercache.wire.envelope import Message
 from peercache.wire.messages.promote import LOST, PROMOTED, Promote, Promoted
@@ -20,27 +19,27 @@ PROMOTE_KEYS_MAX = 16_384
 """Keys of one question; the answer has as many records at most, which is a megabyte."""
 
 WISHES_MAX = 1024
-"""Keys that are wished for at one holder by one `exists`: a prompt of that many pages."""
+"""Keys that one `exists` has one holder load ahead: a prompt of that many pages."""
 
 Places = npt.NDArray[np.intp]
 
 
 @attrs.define(eq=False)
 class Found:
-    """Pages of a batch with their records; fresh: whether told in this call."""
+    """Pages of a batch with their records; fresh: whether the record came in this call."""
 
     places: Places
     records: Records
     fresh: Mask
 
     def of(self, chosen: Places | Mask) -> Found:
-        """Return some of them."""
+        """Return the chosen ones."""
         return Found(self.places[chosen], self.records[chosen], self.fresh[chosen])
 
 
 @final
 class Awaited:
-    """The pages of a batch that are to come from their holders' disks."""
+    """The pages of a batch that wait for their holders' disks."""
 
     def __init__(self, places: Places, records: Records, fresh: Mask) -> None:
         """Await the pages at these places of a batch, by records that say "on disk"."""
@@ -53,18 +52,18 @@ class Awaited:
         return self._found.places
 
     def holders(self) -> list[int]:
-        """Return who has what is missing, in order of their first pages."""
+        """Return the holders of the missing pages, in the order of their first pages."""
         return list(dict.fromkeys(self._found.records["holder"].tolist()))
 
     def give_up(self, holder: int) -> Places:
-        """Await nothing more of a holder; return what it was to bring."""
+        """Await nothing more of a holder; return the places of its pages."""
         of_holder = self._found.records["holder"] == holder
         left: Places = self._found.places[of_holder]
         self._found = self._found.of(~of_holder)
         return left
 
     def questions(self, patience_s: float) -> tuple[tuple[int, Promote], ...]:
-        """Return what to ask of whom, the first pages first."""
+        """Return one question for each holder, the first pages first."""
         records = self._found.records
         self._asked = [
             np.flatnonzero(records["holder"] == holder)[:PROMOTE_KEYS_MAX]
@@ -76,9 +75,9 @@ class Awaited:
         )
 
     def take(self, answers: Sequence[Message | None]) -> tuple[Found, Found]:
-        """Take the answers in; return what can be read now, and what holders have not after all.
+        """Take the answers; return the pages that can be read now, and those that are lost.
 
-        What is neither goes on being awaited.
+        All others stay awaited.
         """
         done: Mask = np.zeros(len(self.places), np.bool_)
         lost: Mask = np.zeros(len(self.places), np.bool_)
@@ -87,12 +86,12 @@ class Awaited:
             if answer is None:
                 continue
             if not isinstance(answer, Promoted) or len(answer.states) != len(group):
-                # Refused, or nonsense: it will not be asked for ever.
+                # Refused, or nonsense: asking again would not end.
                 lost[group] = True
                 continue
             states = np.frombuffer(answer.states, np.uint8)
             lost[group[states == LOST]] = True
-            told = records_from_bytes(answer.records)
+            told = np.frombuffer(answer.records, RECORD)
             by_key = dict(zip(told["key"].tolist(), told, strict=True))
             for at in group[states == PROMOTED].tolist():
                 record = by_key.get(records["key"][at].tobytes())
@@ -109,7 +108,7 @@ class Awaited:
 
 
 def wishes(keys: PageKeys, where: Whereabouts) -> tuple[tuple[int, Promote], ...]:
-    """Return what to ask for without waiting: what is on disk of the leading run of known pages."""
+    """Return the questions that have holders load the known leading pages from their disks."""
     known = where.known
     lead = len(known) if known.all() else int(np.argmin(known))
     records = where.records[:lead]
@@ -126,7 +125,7 @@ def _packed(records: Records, group: Places) -> bytes:
 
 
 def _is_same(told: np.void, believed: np.void) -> bool:
-    """Return whether a record is what was asked for: of that holder, of that length, in memory."""
+    """Return whether a record is of the page asked for: that holder, that length, in memory."""
     return bool(
         told["holder"] == believed["holder"]
         and told["length"] == believed["length"]

@@ -1,7 +1,7 @@
 """The read path: locate, read all the bytes, read the word, verify. There is no other.
 
-Generators without I/O: they yield `Step`s and are driven by the caller's thread, or by a
-simulated task.
+Generators without I/O: they yield `Step`s, which the bridge performs in the caller's thread, and a
+simulation in a task.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import Locator, Mask
-from peercache.paths.location_cache import EXISTS_TRUSTS_S, LocationCache
+from peercache.paths.locating import EXISTS_TRUSTS_S, LocationCache, Locator, Mask
 from peercache.paths.promoting import Awaited, wishes
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
 from peercache.paths.verify import checksum_portions, checksums_agree, verified, wants_checksum
@@ -33,21 +32,22 @@ ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
 
 PROMOTE_PATIENCE_S = 0.1
-"""How long a holder may take to answer with what has come from its disk: it is asked again as long
-as there is time."""
+"""How long a holder may take to answer with the pages that it has loaded: it is asked again until
+the deadline."""
 
 PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
 """Silence after which the holder is asked again; only a second silence opens its breaker."""
 
 TOUCHES_MAX = 8192
-"""Most touches kept for one holder between two reports: 192 KiB; more are not told (LRU only)."""
+"""Most touches kept for one holder between two reports: 192 KiB; further ones are lost, which only
+the order of eviction notices."""
 
 Places = npt.NDArray[np.intp]
 
 
 @attrs.define(eq=False)
 class ReadOutcome:
-    """What a get came to.
+    """The outcome of a get.
 
     hits: (n,) bool; reasons: a miss reason each, "" for a hit; bytes_by_fabric: verified bytes.
     """
@@ -60,7 +60,7 @@ class ReadOutcome:
 
 @final
 class Touches:
-    """Which pages were read from whom, since the holders were last told. Thread-safe."""
+    """The pages that were read from each holder since it was last told. Thread-safe."""
 
     def __init__(self) -> None:
         """Start with nothing to tell."""
@@ -80,7 +80,7 @@ class Touches:
                 self._count[holder] = count + len(drops)
 
     def take(self) -> dict[int, bytes]:
-        """Return what to tell each holder, and start anew."""
+        """Return the touches to report to each holder, and forget them."""
         with self._lock:
             told = {holder: b"".join(parts) for holder, parts in self._by_holder.items()}
             self._by_holder, self._count = {}, {}
@@ -109,14 +109,14 @@ class Reader:
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float
     ) -> Generator[Step, Any, tuple[Mask, list[str]]]:
-        """Find which pages somebody holds, (n,) bool; a hint, as everything before a read."""
+        """Find which pages have a holder, (n,) bool; a hint, as everything before a read."""
         since = self._clock() - EXISTS_TRUSTS_S
-        if self._locator.believes(keys, cluster, since):
+        if self._locator.all_cached(keys, cluster, since):
             return np.ones(len(keys), np.bool_), [""] * len(keys)
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
         wished = wishes(keys, where)
         if wished:
-            # Whoever asks whether pages are there will read them soon.
+            # The caller will read these pages soon: their holders load them meanwhile.
             yield Post(wished)
         return where.known, where.reasons
 
@@ -130,7 +130,7 @@ class Reader:
             yield from self._attempt(batch, cluster, until, cached_since)
             if not len(batch.open) or self._clock() >= until:
                 break
-            # What is left failed with what we believed: ask again, not the cache.
+            # The open pages failed by the records that we had: ask again, not the cache.
             cached_since = np.inf
         return ReadOutcome(batch.hits, batch.reasons, batch.pages_by_fabric, batch.bytes_by_fabric)
 
@@ -149,15 +149,15 @@ class Reader:
         in_memory = (where.records["flags"] & RESIDENT) != 0
         fits = where.known & (where.records["length"] == batch.lengths[places])
         if len(places) and (fits & in_memory).all():
-            # Mostly so: nothing to tell apart.
+            # The fast path: nothing to sort out.
             yield from self._fetch(batch, cluster, until, places, where.records, where.fresh)
             return
         for i in np.flatnonzero(~where.known).tolist():
-            # An earlier attempt knows better why: its holder was evicted under us, or unreachable.
+            # The reason of an earlier attempt stays: evicted, or its holder unreachable.
             batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
         misfits = np.flatnonzero(where.known & ~fits)
         batch.reasons_at(places[misfits], reasons.WRONG_SIZE)
-        # A remembered record may be of a page that was set anew since, with another size.
+        # A cached record may be stale: the page was set again since, with another size.
         stale = misfits[~where.fresh[misfits]]
         self._cache.drop(where.records[stale])
         batch.open = places[stale]
@@ -211,7 +211,7 @@ class Reader:
                 member=cluster.members[int(theirs["holder"][0])],
                 offsets=np.ascontiguousarray(theirs["offset"]),
                 lengths=theirs["length"].astype(np.uint64),
-                runs=batch.runs.take(at),
+                runs=batch.runs if at is batch.everything else batch.runs.take(at),
             )
             for at, theirs, _ in groups
         )
@@ -230,7 +230,7 @@ class Reader:
     ) -> Generator[Step, Any, Places]:
         """Decide which pages of one holder are hits, the only place that does.
 
-        Returns which records were found to be wrong.
+        Returns the positions of the records that proved wrong.
         """
         hits = verified(records, fetched.words)
         corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
@@ -261,14 +261,16 @@ class Reader:
     def _checked(
         self, batch: _Batch, until: float, places: Places, records: Records, hits: Mask
     ) -> Generator[Step, Any, tuple[Places, Places]]:
-        """Return which verified pages have another checksum than their record's, and which were
-        left unchecked, for lack of time.
+        """Return the verified pages with another checksum than their record's, and the pages that
+        were left unchecked for lack of time.
         """
         wanted = wants_checksum(batch.keys[places], self._verify)
         sampled = wanted[hits[wanted]]
+        if not len(sampled):
+            return sampled, sampled
         wrong, checked = [sampled[:0]], 0
         for part in checksum_portions(sampled, batch.lengths[places]):
-            # The first portion is always made: it takes less than what is kept for the return.
+            # The first portion is always checked: it takes less time than the return is given.
             if checked and self._clock() >= until:
                 break
             digests = yield Checksum(batch.runs.take(places[part]))
@@ -284,9 +286,10 @@ class _Batch:
         self.keys = keys
         self.runs = runs
         self.lengths = runs.lengths
+        self.everything: Places = np.arange(len(keys))
         self.hits: Mask = np.zeros(len(keys), np.bool_)
         self.reasons = [""] * len(keys)
-        self.open: Places = np.arange(len(keys))
+        self.open = self.everything
         self.avoid: set[int] = set()
         self.pages_by_fabric: dict[str, int] = {}
         self.bytes_by_fabric: dict[str, int] = {}
@@ -299,7 +302,7 @@ class _Batch:
         self.bytes_by_fabric[fabric] = self.bytes_by_fabric.get(fabric, 0) + size
 
     def fail(self, places: Places, reason: str) -> None:
-        """Note why pages could not be had as it was believed; another attempt may find them."""
+        """Note why these pages could not be read; another attempt may find them elsewhere."""
         self.reasons_at(places, reason)
         self.open = np.union1d(self.open, places)
 
@@ -311,7 +314,7 @@ class _Batch:
 
 
 def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Places, Records, Mask]]:
-    """Return the same apart for each holder."""
+    """Return places, records and fresh of each holder apart."""
     holders = dict.fromkeys(records["holder"].tolist())
     if len(holders) == 1:
         return [(places, records, fresh)]

@@ -1,11 +1,10 @@
-"""The reservations of one client at one home incarnation, and those that it has ahead.
+"""The reservations of one client at one home incarnation, and its slots ahead.
 
-A batch that follows others of its kind finds its slots reserved: a Commit asks for those of later
-ones, before anybody knows for which pages. They are reserved a moment after that Commit has been
-answered, while the next batch is copied, and are told with the answer to the next Commit; only a
-client that has none is told at once, over the same connection. Whoever takes those slots
-names the pages in its own Commit, and has saved the round trip of a Reserve and the evictions it
-needs.
+A batch that follows others of its kind finds its slots reserved: a Commit asks for the slots of
+later batches, before their pages are known. The home node reserves them right after its answer,
+while the next batch is copied, and reports them with the answer to the next Commit; to a client
+without any it reports them at once, over the same connection. The batch that takes such slots names
+its pages in its own Commit. That saves the round trip of a Reserve and the evictions it needs.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from peercache.wire.messages.pool import RESERVED, Committed, Granted, LiveReser
 
 AHEAD_S: Final = 2.0
 """How long slots are kept for a batch that does not come, and how soon after another a batch
-counts as following it. What is not used is given back with the next list of the live ones."""
-
+counts as following it. Unused slots are given back with the next list of live reservations."""
 
 BATCHES_AHEAD: Final = 2
-"""Batches whose slots are asked for. The home node reserves them when it has answered a commit, and
-then the next batch is being copied already: it uses those that were granted during the last."""
+"""Batches whose slots are asked for. The home node reserves them after it has answered a Commit,
+while the next batch is copied already: that batch uses the slots granted during the one before."""
 
 SKIPPED: Final = 64
-"""Batches that ask for nothing ahead after the home node had no room: a small pool, most likely."""
+"""Batches that ask for no slots ahead after the home node had no room: its pool is likely small."""
 
 
 @final
@@ -69,12 +67,12 @@ class Reservations:
             return self._begin()
 
     def end(self, sequence: int) -> None:
-        """Note that nothing will be written under this number any more."""
+        """Note that no write under this number follows."""
         with self._lock:
             self._live.pop(sequence, None)
 
     def report(self, now: float) -> LiveReservations:
-        """Return what the home node is told each second; give up slots that nobody came for."""
+        """Return the list for the home node, each second; give up slots ahead that are too old."""
         with self._lock:
             self._give_up(ahead for ahead in self._ahead if now - ahead.asked_at >= AHEAD_S)
             return LiveReservations(self._newest, tuple(self._live))
@@ -82,7 +80,7 @@ class Reservations:
     def ask_ahead(self, lengths: U64, now: float) -> tuple[int, ...]:
         """Return the numbers for slots of batches that may follow one of these lengths; live.
 
-        None if this batch follows no other or there was no room lately, else as many as are wanting
+        None if this batch follows no other or there was no room lately, else as many as are missing
         to BATCHES_AHEAD.
         """
         with self._lock:
@@ -101,7 +99,7 @@ class Reservations:
             return bool(self._ahead) and all(ahead.offsets is None for ahead in self._ahead)
 
     def granted(self, granted: Granted) -> None:
-        """Take an answer that nobody waited for: slots ahead, or too late to be of use."""
+        """Take an answer to no pending question: slots ahead, or one that came too late."""
         with self._lock:
             for ahead in self._ahead:
                 if ahead.sequence == granted.sequence:
@@ -112,16 +110,16 @@ class Reservations:
                     return
 
     def told_with(self, committed: Committed) -> None:
-        """Take the slots ahead that the answer to a Commit tells of, if it does."""
+        """Take the slots ahead that the answer to a Commit reports, if any."""
         if committed.ahead:
             states = bytes((RESERVED,)) * (len(committed.offsets) // 8)
             self.granted(Granted(0, committed.ahead, states, committed.offsets))
 
     def take_ahead(self, lengths: U64) -> Ahead | None:
-        """Return what was asked for ahead, if it is for such a batch: still live, and the caller's.
+        """Return slots ahead that fit such a batch: still live, and from now on the caller's.
 
-        A batch of fewer pages leaves some unnamed. Slots for others do not fit, nor will they fit
-        the next.
+        A batch of fewer pages leaves some unnamed. Slots that do not fit this batch are given up:
+        they would not fit the next one either.
         """
         with self._lock:
             self._give_up(
@@ -142,14 +140,14 @@ class Reservations:
         return self._newest
 
     def _give_up(self, aheads: Iterable[Ahead]) -> None:
-        """Let the next report tell that nothing will be written there."""
+        """Leave these out of the next report: no write there follows."""
         for ahead in list(aheads):
             self._live.pop(ahead.sequence, None)
             self._ahead.remove(ahead)
 
 
 def offsets_of(granted: Granted, pages: int) -> U64 | None:
-    """Return where the pages go, if each of them has a slot."""
+    """Return the offset of each page's slot, None unless every page has one."""
     if granted.states != bytes((RESERVED,)) * pages or len(granted.offsets) != 8 * pages:
         return None
     return np.frombuffer(granted.offsets, np.uint64)

@@ -1,4 +1,4 @@
-"""The steps of the sans-IO paths: what a read or write asks the world to do next."""
+"""The steps of the sans-IO paths: what a path has the bridge, or a simulation, do next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peercache.wire.envelope import Message
 
 @attrs.frozen(eq=False)
 class Ask:
-    """Ask several peers at once; the answer is one message or None (unreachable, no answer) each.
+    """Ask several peers at once; the answer is one message each, or None for a peer without one.
 
     until:  when to stop waiting.
     enough: given one answer, whether it makes the others unnecessary.
@@ -27,14 +27,14 @@ class Ask:
 
 @attrs.frozen
 class Post:
-    """Send a message to each peer and expect nothing; may be lost."""
+    """Send a message to each peer without an answer; it may be lost."""
 
     messages: tuple[tuple[int, Message], ...]
 
 
 @attrs.frozen
 class Greet:
-    """Say Hello at an address, whoever listens there; the answer is Welcome, Refused or None."""
+    """Say Hello to the listener of an address; the answer is Welcome, Refused or None."""
 
     url: str
     until: float
@@ -42,7 +42,7 @@ class Greet:
 
 @attrs.frozen
 class Drain:
-    """Take what has come from a peer and answers nothing that anybody waits for."""
+    """Take the messages of a peer that answer no pending question."""
 
     peer: int
 

@@ -3,8 +3,8 @@
 A record names a slot and the generation under which its bytes were committed. The holder makes the
 slot's generation word odd before it changes any of those bytes, and never uses an even value twice.
 So bytes read *before* a word that still equals the record's generation are the committed bytes.
-Every fabric reads the word after the bytes; nobody else compares generations, and only `reading`
-calls this.
+Every fabric reads the word after the bytes. No other module compares generations, and only
+`reading` calls this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ the same ones, so the choice is by key."""
 def verified(records: Records, words: U64) -> npt.NDArray[np.bool_]:
     """Return which pages are hits, (n,) bool.
 
-    records: (n,) RECORD, what was believed; words: (n,) uint64, read after all of a page's bytes.
+    records: (n,) RECORD, by which the pages were read; words: (n,) uint64, each read after all of
+    its page's bytes.
     """
     generations = records["generation"]
     # One word too few would be compared with every record.

@@ -1,6 +1,6 @@
 """The write path: reserve at the home node, copy, commit. Without I/O, as the read path.
 
-A slot that is not wholly copied by the deadline is aborted, never committed; nothing reads the
+A slot that is not wholly copied by the deadline is aborted, never committed. Nothing reads the
 caller's memory after the call has returned.
 """
 
@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
-from peercache.model.records import from_bytes as records_from_bytes
+from peercache.model.records import PAGE_BYTES_MAX, RECORD, RECORD_BYTES
 from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache
 from peercache.paths.reserving import Ahead, Reservations, offsets_of
 from peercache.paths.steps import Ask, Checksum, Drain, Place, Post, Step
 from peercache.paths.verify import checksum_portions, wants_checksum
@@ -44,14 +43,14 @@ RESERVE_PAGES_MAX = 4096
 """Pages of one Reserve: 96 KiB of keys and lengths, well under a millisecond of the home node."""
 
 RESEND_S = STALL_S / 2
-"""Silence after which the home node is asked again: a lost message costs a repetition, and only a
-second silence opens its breaker."""
+"""Silence after which the home node is asked again: a lost message costs a retry, and only a second
+silence opens its breaker."""
 
 PUBLISH_PATIENCE_S = 0.1
-"""How long a Commit waits for a directory owner, on top of which its answer must be on time."""
+"""How long a Commit waits for a directory owner; its answer must arrive by the deadline even so."""
 
 COMMIT_S = 0.1
-"""Kept back from the copy for the Commit, so that what was copied in time is stored."""
+"""Kept back from the copy for the Commit, so that pages that were copied in time are stored."""
 
 assert PUBLISH_PATIENCE_S + RESEND_S < STALL_S, "one slow Commit would open the breaker"
 
@@ -68,11 +67,12 @@ _REASONS = {
 
 @attrs.define(eq=False)
 class WriteOutcome:
-    """What a set came to.
+    """The outcome of a set.
 
-    stored: (n,) bool, committed at home (by us or by somebody); reasons: why not, "" otherwise.
-    copied/here: pages we committed, pages that were there; unpublished: committed, but no owner
-    had acknowledged in time.
+    stored:      (n,) bool, committed at home, by this call or before it.
+    reasons:     why a page is not stored, "" where it is.
+    copied/here: how many pages this call committed, and how many were there.
+    unpublished: pages committed that no directory owner acknowledged in time.
     """
 
     stored: Mask
@@ -85,7 +85,7 @@ class WriteOutcome:
 
 @attrs.frozen(eq=False)
 class _Slots:
-    """What a batch is copied to. unnamed: its keys, packed, if the home node was not told them."""
+    """The slots of a batch. unnamed: its keys, packed, if the home node does not know them."""
 
     sequence: int
     states: npt.NDArray[np.uint8]
@@ -122,7 +122,7 @@ class Writer:
         reservations: Reservations,
         until: float,
     ) -> Generator[Step, Any, WriteOutcome]:
-        """Store every page that fits, by `until`; in portions where the pool wants it."""
+        """Store every page that fits, by `until`, in portions of RESERVE_PAGES_MAX pages."""
         outcome = WriteOutcome(np.zeros(len(keys), np.bool_), [""] * len(keys))
         lengths = runs.lengths
         sane = (lengths > 0) & (lengths <= PAGE_BYTES_MAX)
@@ -173,14 +173,14 @@ class Writer:
                 )
             )
         finally:
-            # Only now: a reservation that is not listed may be freed, with its Commit on the way.
+            # Only now: a reservation that is not listed may be freed while its Commit is in flight.
             reservations.end(sequence)
 
     def _take_ahead(
         self, keys: PageKeys, runs: PageRuns, home: int, reservations: Reservations, until: float
     ) -> Generator[Step, Any, Ahead | None]:
         """Return granted slots that were reserved ahead, if there are any for such a batch."""
-        # What we know to be at home already is asked for by name: it need not be copied again.
+        # Pages that are at home already are asked for by name: they need no copy.
         if self._cache.has_any_at(home, keys.tolist()):
             return None
         if reservations.awaits_grant():
@@ -189,7 +189,7 @@ class Writer:
         if ahead is None or ahead.offsets is not None:
             return ahead
         try:
-            # Asked again it is answered once more, or for the first time.
+            # The same number again: the home node repeats its answer, or gives it now.
             lengths = ahead.lengths.tobytes()
             reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", lengths)
             granted = yield from self._insist(home, reserve, until)
@@ -235,7 +235,7 @@ class Writer:
             if written.any():
                 now = self._clock()
                 patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - now) / 2))
-                # A batch that was all new may be followed by another one.
+                # Another batch often follows one that was all new.
                 ahead = reservations.ask_ahead(runs.lengths, now) if written.all() else ()
                 commit = Commit(
                     0,
@@ -263,7 +263,7 @@ class Writer:
         until: float,
         written: npt.NDArray[np.uint8],
     ) -> Generator[Step, Any, U64]:
-        """Copy the wanted pages, mark those that arrived whole, return checksums (0: none)."""
+        """Copy the wanted pages, mark those that are copied whole, return checksums (0: none)."""
         checksums = np.zeros(len(keys), np.uint64)
         now = self._clock()
         copied_by = until - min(COMMIT_S, (until - now) / 4)
@@ -272,7 +272,7 @@ class Writer:
         written[done] = 1
         sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
         for part in checksum_portions(sampled, runs.lengths):
-            # A page without a checksum is only checked less; one that is late is lost.
+            # A page without a checksum is still verified by its generation; a late page is lost.
             if self._clock() >= copied_by:
                 break
             checksums[part] = yield Checksum(runs.take(part))
@@ -281,10 +281,10 @@ class Writer:
     def _insist(
         self, home: int, message: Message, until: float, patience_s: float = 0.0
     ) -> Generator[Step, Any, Any]:
-        """Ask the home node until it answers, or is taken for gone.
+        """Ask the home node until it answers, or its breaker opens.
 
-        Reserve and Commit are idempotent, so a lost message is asked again. patience_s: how long
-        the home node was told that its answer may take.
+        Reserve and Commit are idempotent, so a lost message is sent again. patience_s: how long the
+        home node may take to answer.
         """
         while (now := self._clock()) < until and self._breakers.available(home, now):
             answers: Sequence[Message | None] = yield Ask(
@@ -303,19 +303,19 @@ class Writer:
         committed: Committed | None,
         outcome: WriteOutcome,
     ) -> Places:
-        """Book what became of each page; return the places that found no room."""
+        """Note the outcome of each page; return the places that found no room."""
         final_states = granted.copy()
         if committed is not None:
             reserved = granted == RESERVED
             final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
-            self._cache.store(records_from_bytes(committed.records), self._clock())
+            self._cache.store(np.frombuffer(committed.records, RECORD), self._clock())
         else:
             final_states[granted == RESERVED] = ABORTED
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
         outcome.stored[places[stored]] = True
         for place in places[stored].tolist():
-            # It may have found no room at first.
+            # An earlier portion may have found no room for it.
             outcome.reasons[place] = ""
         outcome.copied += int(ours.sum())
         outcome.copied_bytes += int(lengths[ours].sum())
@@ -334,14 +334,14 @@ def _fits(granted: Granted, pages: int) -> bool:
 
 
 def _spread_repeats(keys: PageKeys, outcome: WriteOutcome) -> None:
-    """Give a key that is repeated in the batch the outcome of its first place."""
+    """Copy the outcome of a repeated key from its first place to the others."""
     names = keys.tolist()
     if len(set(names)) == len(names):
         return
     first: dict[bytes, int] = {}
     for place, name in enumerate(names):
         source = first.setdefault(name, place)
-        # One that has an outcome of its own, as of another size, keeps it.
+        # A place with an outcome of its own keeps it: its page may have another size.
         if source != place and not outcome.stored[place] and not outcome.reasons[place]:
             outcome.stored[place] = outcome.stored[source]
             outcome.reasons[place] = outcome.reasons[source]

@@ -16,11 +16,11 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def test_a_report_carries_each_increase_once() -> None:
-    """Two reports add up to what was counted, labels and latencies included."""
+    """Two reports add up to the client's figures, labels and latencies included."""
     client, node = Metrics(), Metrics()
     report = Report(client)
     client.pages_hit.labels("tcp").inc(3)
-    report.add_call("get", 0.5)
+    report.calls.append(("get", 0.5))
     first = report.take()
     client.pages_hit.labels("tcp").inc(4)
     client.exists_asked.inc(2)
@@ -78,7 +78,7 @@ def test_calls_that_wait_to_be_reported_are_bounded() -> None:
     """An engine whose home node is away keeps the newest calls only."""
     report = Report(Metrics())
     for _ in range(CALLS_MAX + 10):
-        report.add_call("set", 0.001)
+        report.calls.append(("set", 0.001))
 
     counted = report.take()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from peercache.observability import reasons
 from peercache.paths.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breakers, data_port
 
 
@@ -56,27 +57,43 @@ def test_an_answer_forgets_the_waiting_before_it() -> None:
 
 
 def test_one_probe_a_backoff_is_let_through() -> None:
-    """Whoever comes first probes; the others wait for what it finds."""
+    """The first caller probes; the others wait for its result."""
     breakers = Breakers()
     breakers.failed(1, 10.0)
     due = 10.0 + BACKOFF_MIN_S
 
-    assert breakers.may_be_available(1, due)
     assert [breakers.available(1, due) for _ in range(3)] == [True, False, False]
-    assert not breakers.may_be_available(1, due)
-    # A probe that nobody reports on is not the last one.
+    # A probe without a reported result is not the last one.
     assert breakers.available(1, due + BACKOFF_MIN_S)
 
 
 def test_looking_does_not_take_the_probe() -> None:
-    """Only whoever will ask takes it."""
+    """Only a read takes it."""
     breakers = Breakers()
-    breakers.failed(1, 10.0)
+    breakers.end_read(1, reasons.PEER_UNREACHABLE, 10.0)
     due = 10.0 + BACKOFF_MIN_S
 
-    assert [breakers.may_be_available(1, due) for _ in range(3)] == [True] * 3
-    assert breakers.is_open(1)
-    assert breakers.available(1, due)
+    assert not breakers.may_read([1], due - 0.01)
+    assert [breakers.may_read([1, 2], due) for _ in range(3)] == [True] * 3
+    assert breakers.is_open(data_port(1))
+    assert breakers.begin_read(1, due)
+    assert not breakers.may_read([2, 1], due)
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_open"),
+    [("", False), (reasons.PEER_UNREACHABLE, True), (reasons.DEADLINE, True)],
+)
+def test_end_of_a_probe_decides_whether_the_holder_is_read(failure: str, is_open: bool) -> None:
+    """A read that met its caller's deadline says nothing about the holder."""
+    breakers = Breakers()
+    breakers.end_read(1, reasons.PEER_UNREACHABLE, 10.0)
+    assert breakers.begin_read(1, 10.0 + BACKOFF_MIN_S)
+
+    breakers.end_read(1, failure, 10.0 + BACKOFF_MIN_S)
+
+    assert breakers.is_open(data_port(1)) is is_open
+    assert not breakers.is_open(1), "the breaker of questions is another one"
 
 
 def test_backoff_doubles_with_each_failed_probe_up_to_its_bound() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model.records import RECORD, Records
-from peercache.paths.location_cache import LocationCache, unpack
+from peercache.paths.locating import LocationCache, _unpacked
 from tests.unit.paths.world import named
 
 
@@ -100,11 +100,11 @@ def test_a_key_that_is_repeated_is_found_at_each_place() -> None:
 
 def test_unpack_gives_zeros_for_what_is_not_known() -> None:
     """Zeros are no record: their generation is 0, their holder nobody."""
-    records, known = unpack([record("a", 8).tobytes(), None])
+    records, known = _unpacked([record("a", 8).tobytes(), None])
 
     assert known.tolist() == [True, False]
     assert records["generation"].tolist() == [8, 0]
-    assert unpack([])[1].tolist() == []
+    assert _unpacked([])[1].tolist() == []
 
 
 @given(

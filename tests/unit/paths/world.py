@@ -25,8 +25,7 @@ from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import Reservations
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Place, Post, Step
@@ -306,7 +305,8 @@ class World:
     def owners(self, name: str) -> list[Node]:
         """Return the nodes that own a page's record, as they are asked, the old one last."""
         members = self.cluster.ring.members
-        return [self.nodes[members[place]] for place in self.cluster.owners(named(name))[0]]
+        arc = self.cluster.ring.arcs(named(name))[0]
+        return [self.nodes[members[place]] for place in self.cluster.query_order[arc]]
 
     def page_owned_by(self, *numbers: int) -> str:
         """Return a name whose first owners are these, in this order."""
