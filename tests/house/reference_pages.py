@@ -14,9 +14,7 @@ from typing import Any
 import attrs
 
 from peercache import errors
-from peercache.cli.main import written
-from peercache.config.flags import environment_name_of, flag_of
-from peercache.config.settings import FIELDS
+from peercache.config.settings import SETTINGS
 from peercache.model.member import Member
 from peercache.observability import reasons as miss_reasons
 from peercache.observability.metrics import Metrics
@@ -41,20 +39,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def configuration() -> str:
     """Return the table of settings."""
-    rows = []
-    for name, field in FIELDS.items():
-        choices = field.metadata["choices"]
-        meaning = field.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
-        default = written(field)
-        rows.append(
-            [
-                f"`{name}`",
-                f"`{flag_of(name)}`",
-                f"`{environment_name_of(name)}`",
-                f"`{default}`" if default else "",
-                meaning,
-            ]
-        )
+    rows = [
+        [
+            f"`{name}`",
+            f"`{row.flag}`",
+            f"`{row.environment}`",
+            f"`{row.written_default}`" if row.written_default else "",
+            row.meaning,
+        ]
+        for name, row in SETTINGS.items()
+    ]
     return table(["setting", "flag", "environment", "default", "meaning"], rows)
 
 

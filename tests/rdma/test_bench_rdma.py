@@ -29,7 +29,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_bench_rdma_measures_both_loops_and_finds_no_wrong_page() -> None:
-    """One run gives the bare loop, ours, their ratio, our processor time, and ib_read_bw."""
+    """One run gives the bare loop, ours, their ratio, and ib_read_bw."""
     done = bench(
         "rdma", "--near", "rxe1", "--far", "rxe2", "--total-bytes", "4MiB", "--seconds", "0.1",
         "--json",
@@ -40,8 +40,7 @@ def test_bench_rdma_measures_both_loops_and_finds_no_wrong_page() -> None:
     assert figures["wrong_pages_1024k"] == figures["wrong_pages_128k"] == 0
     assert figures["bare_gb_s_1024k"] > 0
     assert figures["get_ratio_128k"] > 0
-    assert figures["cpu_us_page"] > 0
-    # The tool that everybody compares with is among the guest's packages.
+    # ib_read_bw is among the guest's packages.
     assert {"ib_read_bw_gb_s_1024k", "ib_read_bw_gb_s_128k"} <= set(figures), done.stderr
     assert figures["ib_read_bw_gb_s_1024k"] > 0
     assert figures["ib_read_bw_gb_s_128k"] > 0

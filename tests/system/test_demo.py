@@ -17,10 +17,10 @@ import pytest
 
 from peercache.cli.demo import disk_part, story
 from peercache.cli.demo.content import POISON, checked, content_of, contents_of, key_of, segments_of
-from peercache.cli.demo.processes import NodeFailed, NodeProcess, NodeProcesses
 from peercache.cli.demo.reading import BATCH_PAGES
 from peercache.cli.demo.report import Reading, Report
 from peercache.cli.demo.screen import Screen
+from peercache.cli.processes import NodeFailed, NodeProcess, NodeProcesses
 from peercache.errors import DeadlineExceeded
 from tests.pace import PATIENCE_S
 
@@ -331,7 +331,7 @@ def is_running(pid: int) -> bool:
 
 def test_processes_end_with_the_block_even_if_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that ignores SIGTERM is killed, also when the demo itself failed."""
-    monkeypatch.setattr("peercache.cli.demo.processes.LEAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("peercache.cli.processes.LEAVE_TIMEOUT_S", 0.2)
     started: list[NodeProcess] = []
 
     def fail_with_running_nodes(nodes: NodeProcesses) -> None:
@@ -378,7 +378,7 @@ def test_nodes_die_with_a_demo_that_is_killed() -> None:
     """Even SIGKILL of the demo leaves no node behind: the kernel ends them."""
     program = (
         "import sys, time\n"
-        "from peercache.cli.demo.processes import NodeProcesses\n"
+        "from peercache.cli.processes import NodeProcesses\n"
         f"nodes = NodeProcesses([sys.executable, '-c', {STUBBORN!r}], log_folder=None)\n"
         "node = nodes.launch('A', {}); nodes.await_ready(node)\n"
         "print(node.process.pid, nodes.folder, flush=True); time.sleep(600)\n"

@@ -1,8 +1,8 @@
-"""How settings are written: sizes, addresses, seconds, switches.
+"""How values are written and read: sizes, addresses, seconds, switches, names.
 
-Each function takes what a flag, a TOML file, the environment or a JSON map holds, and returns the
-value that the configuration keeps; it raises ValueError or TypeError with what is allowed.
-`written_size` goes the other way, for people.
+A parser takes what a flag, a TOML file, the environment or a JSON map holds, and returns the value
+that the configuration keeps. It raises ValueError or TypeError that says what is allowed.
+`format_address`, `exact_size` and `written_size` go the other way.
 """
 
 from __future__ import annotations
@@ -21,27 +21,46 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+_SWITCHES = {
+    "true": True, "on": True, "yes": True, "1": True,
+    "false": False, "off": False, "no": False, "0": False,
+}  # fmt: skip
 
-def parse_size(text: int | str) -> int:
-    """Return bytes from 1048576, "4GiB", "100gb" or "1.5 MiB"; raise ValueError otherwise."""
-    if isinstance(text, bool):
-        raise ValueError("wants a size: bytes, or '4GiB', '100gb'")
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text), re.ASCII)
+
+def parse_size(value: Any) -> int:
+    """Return bytes from 1048576, "4GiB", "100gb" or "1.5 MiB"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value), re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError("wants a size: bytes, or '4GiB', '100gb'")
     number, unit = match[1], _UNITS[match[2].lower()]
-    # A whole number stays exact: a float would round a size above 8 PiB.
+    # A whole number stays exact: a float rounds sizes above 8 PiB.
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
+def parse_power_of_two(value: Any) -> int:
+    """Return a size that is a power of two."""
+    size = parse_size(value)
+    if size < 1 or size & (size - 1):
+        raise ValueError("wants a power of two")
+    return size
+
+
 def written_size(size_bytes: float) -> str:
-    """Return bytes as people read them, in the unit that fits."""
+    """Return bytes in the unit that fits, rounded: 1.5 GiB."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 2**power:
             return f"{size_bytes / 2**power:.1f} {unit}"
     return f"{size_bytes:.0f} bytes"
+
+
+def exact_size(size_bytes: int) -> str:
+    """Return bytes in the largest unit that divides them, so that `parse_size` reads them back."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("GB", 10**9), ("KiB", 2**10)):
+        if size_bytes and size_bytes % size == 0:
+            return f"{size_bytes // size}{unit}"
+    return str(size_bytes)
 
 
 def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:
@@ -56,35 +75,62 @@ def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, i
 
 
 def format_address(host: str, port: int) -> str:
-    """Return HOST:PORT, an IPv6 host in brackets."""
+    """Return HOST:PORT, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def size(value: Any) -> int:
-    """Convert a size."""
-    return parse_size(value)
+def parse_listen(value: Any) -> str:
+    """Return the text of an address to listen on; "" is every interface."""
+    text = parse_text(value)
+    if text:
+        parse_address(text, default_port=DEFAULT_CONTROL_PORT)
+    return text
 
 
-def addresses(value: Any) -> tuple[str, ...]:
-    """Convert a list of addresses, or one string with commas; each names a host and a port."""
+def parse_peers(value: Any) -> tuple[str, ...]:
+    """Return addresses to connect to, from a list or from one string with commas."""
+    return tuple([_peer(item) for item in parse_names(value, of="HOST:PORT")])
+
+
+def _peer(text: str) -> str:
+    host, port = parse_address(text, default_port=DEFAULT_CONTROL_PORT)
+    if not host or not port:
+        raise ValueError(f"{text!r} wants a host, and a port above 0, to connect to")
+    return format_address(host, port)
+
+
+def parse_names(value: Any, *, of: str = "a name") -> tuple[str, ...]:
+    """Return names, from a list or from one string with commas."""
     if isinstance(value, str):
         items = value.split(",")
     elif isinstance(value, (list, tuple)):
         items = [str(item) for item in value]
     else:
-        raise TypeError("wants HOST:PORT, or several of them")
-    return tuple([_reachable(item.strip()) for item in items if item.strip()])
+        raise TypeError(f"wants {of}, or several of them")
+    return tuple([item.strip() for item in items if item.strip()])
 
 
-def _reachable(text: str) -> str:
-    host, port = parse_address(text, default_port=DEFAULT_CONTROL_PORT)
-    if not host or not port:
-        raise ValueError(f"{text!r} names no host and port that one can connect to")
-    return format_address(host, port)
+def parse_ipc(value: Any) -> str:
+    """Return the text of an address on this host, ipc://PATH; "" is none."""
+    text = parse_text(value)
+    path = text.removeprefix("ipc://")
+    if text and (path == text or not path):
+        raise ValueError("wants ipc://PATH")
+    # sockaddr_un holds 108 bytes with the closing zero.
+    if len(os.fsencode(path)) > 100:
+        raise ValueError("wants a path of at most 100 bytes")
+    return text
 
 
-def whole(value: Any) -> int:
-    """Convert a whole number."""
+def parse_text(value: Any) -> str:
+    """Return a string, or a path as one."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError("wants a string")
+    return str(os.fspath(value))
+
+
+def parse_whole(value: Any) -> int:
+    """Return a whole number."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError("wants a whole number")
     try:
@@ -93,52 +139,34 @@ def whole(value: Any) -> int:
         raise ValueError("wants a whole number") from error
 
 
-def seconds(value: Any) -> float:
-    """Convert a number of seconds; infinity and NaN are none."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, OverflowError, TypeError) as error:
-        raise ValueError("wants a number of seconds") from error
-    if not math.isfinite(number):
-        # A deadline of NaN compares false with everything, so it would never come.
-        raise ValueError("wants a finite number of seconds")
+def parse_seconds(value: Any) -> float:
+    """Return a number of seconds."""
+    return _finite(value, "a finite number of seconds")
+
+
+def parse_share(value: Any) -> float:
+    """Return a share of a whole, from 0 to 1."""
+    wanted = "a share from 0 to 1"
+    number = _finite(value, wanted)
+    if not 0 <= number <= 1:
+        raise ValueError(f"wants {wanted}")
     return number
 
 
-def text(value: Any) -> str:
-    """Convert a string or a path."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError("wants a string")
-    return str(os.fspath(value))
+def _finite(value: Any, wanted: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ValueError(f"wants {wanted}") from error
+    if not math.isfinite(number):
+        # A deadline of NaN never comes: NaN compares false with every time.
+        raise ValueError(f"wants {wanted}")
+    return number
 
 
-def switch(value: Any) -> bool:
-    """Convert a switch: true, false, on, off, yes, no, 1 or 0."""
-    words = {"true": True, "on": True, "yes": True, "1": True}
-    words |= {"false": False, "off": False, "no": False, "0": False}
-    found = words.get(str(value).strip().lower())
+def parse_switch(value: Any) -> bool:
+    """Return a switch from true, false, on, off, yes, no, 1 or 0, in any case."""
+    found = _SWITCHES.get(str(value).strip().lower())
     if found is None:
         raise ValueError("wants true or false")
     return found
-
-
-def share(value: Any) -> float:
-    """Convert a share of a whole, from 0 to 1."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, OverflowError, TypeError) as error:
-        raise ValueError("wants a share from 0 to 1") from error
-    if not 0 <= number <= 1:  # Nor is NaN.
-        raise ValueError("wants a share from 0 to 1")
-    return number
-
-
-def names(value: Any) -> tuple[str, ...]:
-    """Convert a list of names, or one string with commas."""
-    if isinstance(value, str):
-        items = value.split(",")
-    elif isinstance(value, (list, tuple)):
-        items = [str(item) for item in value]
-    else:
-        raise TypeError("wants a name, or several of them")
-    return tuple([item.strip() for item in items if item.strip()])

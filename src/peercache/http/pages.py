@@ -1,6 +1,6 @@
 """The pages that a node serves over HTTP: /metrics, /healthz and, for people, an overview.
 
-A pure function from a request to an answer; it knows nothing of sockets.
+It maps a request to an answer, and knows no sockets.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from peercache.model.member import Member
 from peercache.observability.log import get_logger
 
 PAGE_FAILED = "http.page_failed"
-"""Log event: a page could not be made, which is a bug of ours."""
+"""Log event: making a page failed, which is a bug of ours."""
 
 HEALTH_FAILED = "http.health_failed"
-"""Log event: the callable that tells the health raised, which is a bug of ours."""
+"""Log event: judging the health failed, which is a bug of ours."""
 
 
 @attrs.frozen
 class Health:
-    """How the node is, now.
+    """The health of the node, now.
 
     serving: whether a client that asks this node for its pages gets them.
     reason:  why not, in words for a person; "" while serving.
-    facts:   what a person looks at next: members, pages, bytes …
+    facts:   figures that a person looks at next: members, pages, bytes …
     """
 
     serving: bool
@@ -59,7 +59,7 @@ class Pages:
         try:
             return self._answer(method, target.partition("?")[0], accept)
         except Exception as error:
-            # A page that cannot be made is no reason for a node to stop serving others.
+            # A node goes on serving when one of its pages cannot be made.
             get_logger().exception(PAGE_FAILED, page=target)
             return _told(500, {"error": f"{type(error).__name__}: {error}"})
 
@@ -85,7 +85,7 @@ class Pages:
         return _told(503, {"status": "unavailable", "reason": found.reason, **found.facts})
 
     def _shown(self) -> Answer:
-        """Show how the node is, also one that is not well: whoever looks is a person."""
+        """Answer 200 with the overview, also of a node that does not serve: a person reads it."""
         found, _ = self._health()
         page = overview(
             problem=found.reason,
@@ -96,11 +96,11 @@ class Pages:
         return Answer(200, "text/html; charset=utf-8", page.encode(errors="replace"))
 
     def _health(self) -> tuple[Health, str]:
-        """Return how the node is, and the bug of ours that kept it from saying so, or ""."""
+        """Return the health, and the bug of ours that kept the node from judging it, or ""."""
         try:
             return self.health(), ""
         except Exception as error:
-            # A node that cannot say how it is must not be taken for a healthy one.
+            # A node that cannot judge its health is not healthy.
             get_logger().exception(HEALTH_FAILED)
             bug = f"{type(error).__name__}: {error}"
             return Health(serving=False, reason=bug), bug

@@ -1,11 +1,11 @@
 """The HTTP server of a node: h11 on the node's own trio loop, no thread per connection.
 
-Hears   one request a connection, from whoever can connect.
-Says    what `Pages` answers, and closes.
-Keeps   a stop is never held up: no send is shielded, whatever the other side does or does not read.
-Limits  CONNECTIONS_MAX connections, CONNECTION_S seconds each, REQUEST_BYTES_MAX of head. Who comes
-        beyond takes the place of whoever has been there longest without a request, so that those
-        who say nothing keep no probe out.
+Hears   one request a connection, from every host that can connect.
+Says    the answer of `Pages`, and closes.
+Keeps   no client delays a stop: no send is shielded from cancellation.
+Limits  CONNECTIONS_MAX connections, CONNECTION_S seconds each, REQUEST_BYTES_MAX of head. A
+        connection beyond that replaces the oldest one without a request, so that idle connections
+        keep no probe out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import h11
 import trio
 from prometheus_client import CollectorRegistry
 
-from peercache.config.settings import DEFAULT_METRICS_PORT, format_address
+from peercache.config.quantities import format_address
+from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
+from peercache.http.overview import template
 from peercache.http.pages import Answer, Health, Pages
 from peercache.model.member import Member
 
-CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; the rest of the descriptors is for pages.
+CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
-REQUEST_BYTES_MAX = 16 * 1024  # What other servers take, too; ours need a line.
+REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.
 DISCARDED_BYTES_MAX = 64 * 1024  # A longer body is cut off by a reset instead.
 DISCARD_S = 1.0  # A client that has its answer closes at once.
 RECEIVE_BYTES = 16 * 1024
-ACCEPT_PAUSE_S = 0.1  # When the process has no descriptors left: until some come free.
+ACCEPT_PAUSE_S = 0.1  # While the process has no descriptors left.
 
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
@@ -50,16 +52,17 @@ async def serve_http(
     port: -1 takes 31997, or a free one where that is taken; 0 takes a free one; any other must be
           free, else AddressTaken is raised before anything is served.
     """
+    template()  # Loaded before the node serves, so that no request delays the loop.
     listening = await _listening(host, port)
     address = format_address(*listening.getsockname()[:2])
-    door = _Door(Pages(registry, health, members))
+    connections = _Connections(Pages(registry, health, members))
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
         task_status.started(address)
         while True:
             try:
-                nursery.start_soon(door.admit, await listener.accept())
-            except OSError as error:  # noqa: PERF203 - each turn waits for somebody
+                nursery.start_soon(connections.admit, await listener.accept())
+            except OSError as error:  # noqa: PERF203 - each turn waits for a client
                 if error.errno not in _NO_DESCRIPTORS:
                     raise
                 # trio.serve_listeners would write a traceback each time.
@@ -67,37 +70,37 @@ async def serve_http(
 
 
 @attrs.define(eq=False)
-class _Door:
-    """Lets connections in, one request each, and counts them."""
+class _Connections:
+    """Admits connections, one request each, and counts them."""
 
     pages: Pages
-    connection_count: int = 0
-    silent: dict[trio.CancelScope, None] = attrs.field(factory=dict)
-    """Connections without a request, oldest first."""
+    count: int = 0
+    idle: dict[trio.CancelScope, None] = attrs.field(factory=dict)
+    """Those without a request, oldest first."""
 
     async def admit(self, stream: trio.SocketStream) -> None:
-        """Serve one connection and close it; whatever the other side does ends here."""
+        """Serve one connection and close it; no error of the other side leaves this method."""
         async with stream:
-            if self.connection_count >= CONNECTIONS_MAX and not self._make_room():
+            if self.count >= CONNECTIONS_MAX and not self._make_room():
                 return
-            self.connection_count += 1
+            self.count += 1
             scope = trio.move_on_after(CONNECTION_S)
-            self.silent[scope] = None
+            self.idle[scope] = None
             try:
                 with scope:
                     await self._converse(stream, scope)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                return  # The other side went away: there is nobody left to tell.
+                return  # The other side went away.
             finally:
-                self.silent.pop(scope, None)
-                self.connection_count -= 1
+                self.idle.pop(scope, None)
+                self.count -= 1
 
     def _make_room(self) -> bool:
-        """End the connection that has been silent longest, if there is one."""
-        if not self.silent:
+        """End the connection that has been idle longest, if there is one."""
+        if not self.idle:
             return False
-        oldest = next(iter(self.silent))
-        del self.silent[oldest]
+        oldest = next(iter(self.idle))
+        del self.idle[oldest]
         oldest.cancel()
         return True
 
@@ -111,7 +114,7 @@ class _Door:
             return
         if request is None:
             return
-        self.silent.pop(scope, None)
+        self.idle.pop(scope, None)
         accept = dict(request.headers).get(b"accept", b"").decode("latin-1")
         method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
         answer = self.pages.answer(method, target, accept)

@@ -17,7 +17,7 @@ from typing import Any
 import pynng
 import trio
 
-from peercache.config.settings import format_address, parse_address
+from peercache.config.quantities import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
 from peercache.net.nonblocking import CLOSED, NonblockingSocket
 from peercache.wire.codec import MESSAGE_BYTES_MAX

@@ -7,7 +7,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from peercache.config.settings import DEFAULT_CONTROL_PORT, Config, format_address, parse_address
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address, parse_address
+from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError
 from peercache.net.sockets import Listener, remove_dead_socket
 

@@ -23,7 +23,8 @@ from peercache.actors.effects import TellDisk
 from peercache.actors.mailboxes import ClientGone, DiskHears, PoolGrew, RdmaAbsent
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
-from peercache.config.settings import Config, format_address
+from peercache.config.quantities import format_address
+from peercache.config.settings import Config
 from peercache.fabric.tcp.server import Admission as DataAdmission
 from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners

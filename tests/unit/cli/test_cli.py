@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 
 from peercache.cli import main as cli
 from peercache.cli.demo import story
-from peercache.config.flags import add_config_flags, config_from_flags, flag_of
-from peercache.config.settings import FIELDS, Config
+from peercache.cli.options import settings_options
+from peercache.config.settings import SETTINGS, Config
 from peercache.errors import ConfigError
 
 
 def parsed(*arguments: str, environ: Mapping[str, str] | None = None) -> Config:
     """Return what these flags give."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_config_flags(parser)
-    return config_from_flags(parser.parse_args(arguments), environ or {})
+    found: list[Config] = []
+
+    @click.command
+    @settings_options
+    def command(config: str | None, **settings: str | None) -> None:
+        found.append(Config.load(settings, file=config, environment=environ or {}))
+
+    command.main(list(arguments), standalone_mode=False)
+    return found[0]
 
 
 def test_no_flags_give_the_defaults() -> None:
@@ -32,13 +39,13 @@ def test_no_flags_give_the_defaults() -> None:
     assert parsed(environ={"PEERCACHE_POOL_SIZE": "1GiB"}).pool_size == 2**30
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_has_a_flag(name: str) -> None:
     """Each field of the configuration can be given as --kebab-case with its own default."""
     default = getattr(Config(), name)
     text = ",".join(default) if isinstance(default, tuple) else str(default)
 
-    assert parsed(f"{flag_of(name)}={text}") == Config()
+    assert parsed(f"{SETTINGS[name].flag}={text}") == Config()
 
 
 def test_discovery_has_a_short_spelling() -> None:
@@ -66,13 +73,12 @@ def test_wrong_flag_is_one_clear_error() -> None:
 
 def test_help_of_the_node_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     """Percent signs and braces in the help do not break it."""
-    parser = argparse.ArgumentParser()
-    add_config_flags(parser)
+    assert cli.main(["node", "--help"]) == 0
 
-    shown = " ".join(parser.format_help().split())
-
-    for name in FIELDS:
-        assert flag_of(name) in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    for row in SETTINGS.values():
+        assert row.flag in shown
+        assert row.allowed in shown
 
 
 def test_example_file_is_toml_with_the_defaults(
@@ -81,11 +87,11 @@ def test_example_file_is_toml_with_the_defaults(
     """Uncommented as a whole, the example file is the default configuration."""
     assert cli.main(["config", "--toml"]) == 0
     lines = [line.removeprefix("# ") for line in capsys.readouterr().out.splitlines()]
-    settings = [line for line in lines if line.partition(" = ")[0] in FIELDS]
+    settings = [line for line in lines if line.partition(" = ")[0] in SETTINGS]
     file = tmp_path / "example.toml"
     file.write_text("\n".join(settings))
 
-    assert len(settings) == len(FIELDS)
+    assert len(settings) == len(SETTINGS)
     assert 'disk_size = "100GB"' in settings
     assert Config.load(file=file) == Config()
 
@@ -95,7 +101,7 @@ def test_config_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config"]) == 0
 
     words = capsys.readouterr().out.split()
-    assert set(FIELDS) <= set(words)
+    assert set(SETTINGS) <= set(words)
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,11 +111,86 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith(f"peercache {version('peercache')} (wire version 1)")
 
 
-def test_wrong_command_ends_with_usage() -> None:
-    """A typo is told by the parser, with its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["demmo"])
-    assert ended.value.code == 2
+def test_wrong_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error is one line that names the typo, the command that is meant, and the help."""
+    assert cli.main(["demmo"]) == 2
+
+    assert capsys.readouterr().err == (
+        "peercache: No such command 'demmo'. Did you mean demo? See `peercache --help`.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["node", "--pool-sise", "1GiB"], ["--pool-sise", "--pool-size", "peercache node --help"]),
+        (["bench"], ["Missing command", "peercache bench --help"]),
+        (["bench", "drive"], ["Missing option", "--discovery", "peercache bench drive --help"]),
+        (["disk", "check"], ["Missing argument", "PATH", "peercache disk check --help"]),
+        ([], ["Missing command", "peercache --help"]),
+        (["demo", "twice"], ["unexpected extra argument", "twice"]),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong, which flag, and where to look."""
+    assert cli.main(words) == 2
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(part in error for part in says), error
+
+
+def test_help_lists_every_command_without_importing_one() -> None:
+    """`peercache --help` and a wrong command are as quick as `peercache version`."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "peercache", "--help"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    for name in ("demo", "bench", "doctor", "node", "disk", "config", "completion", "version"):
+        assert f"\n  {name} " in done.stdout
+    for heavy in ("numpy", "trio", "pynng", "rich", "jinja2", "multiprocessing"):
+        assert f" {heavy}\n" not in done.stderr, heavy
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_for_the_shell(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script asks `peercache` itself."""
+    if shutil.which(shell) is None and shell == "bash":
+        pytest.skip("click asks bash for its version")
+
+    assert cli.main(["completion", shell]) == 0
+
+    assert cli.COMPLETION in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "completes"),
+    [
+        ("peercache ve", "version"),
+        ("peercache bench lo", "local"),
+        ("peercache node --pool-s", "--pool-size"),
+        ("peercache node --fabric rd", "rdma"),
+    ],
+)
+def test_shell_completes_commands_flags_and_values(
+    line: str,
+    completes: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As bash asks: the words so far, and which of them is being written."""
+    monkeypatch.setenv(cli.COMPLETION, "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+
+    assert cli.main([]) == 0
+
+    assert completes in [item.partition(",")[2] for item in capsys.readouterr().out.splitlines()]
 
 
 def test_package_and_command_are_the_same_program() -> None:
@@ -180,7 +261,7 @@ def test_reader_that_has_enough_is_no_error() -> None:
 
 
 def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
-    """The node ends: whoever waits for the file would wait for ever."""
+    """The node ends: a program that waits for the file would wait for ever."""
     file = tmp_path / "none" / "ready.json"
     done = subprocess.run(
         [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0", "--pool-size",

@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.config.settings import (
-    FIELDS,
-    SGLANG_KEYS,
-    Config,
-    format_address,
-    parse_address,
-    parse_size,
-)
+from peercache.config.quantities import exact_size, format_address, parse_address, parse_size
+from peercache.config.settings import SETTINGS, SGLANG_KEYS, Config
 from peercache.errors import ConfigError
 
 
@@ -75,6 +69,42 @@ def test_address_survives_writing_and_reading(host: str, port: int) -> None:
     assert parse_address(format_address(host, port)) == (host, port)
 
 
+@given(st.integers(0, 2**60))
+def test_size_survives_writing_and_reading(size_bytes: int) -> None:
+    """What `exact_size` writes, `parse_size` reads, whichever unit fits."""
+    assert parse_size(exact_size(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in SETTINGS.items() if row.allowed and name != "granule"]
+)
+def test_value_beyond_a_bound_is_refused_in_the_words_of_the_table(name: str) -> None:
+    """`--help`, the reference page and the error name the same bounds."""
+    row = SETTINGS[name]
+    assert row.allowed in row.meaning
+    outside: list[Any] = [
+        *([] if row.low in (None, 0, 1) else [row.low - 1]),
+        *([] if row.high is None or row.kind.unit else [row.high + 1]),
+        *([] if row.above is None else [row.above]),
+        *([] if row.below is None else [row.below]),
+        *(["x" * (row.high + 1), ""] if row.kind.unit else []),
+        *([-1] if row.low in (0, 1) and not row.kind.unit else []),
+    ]
+
+    assert outside
+    for value in outside:
+        with pytest.raises(ConfigError, match=name) as caught:
+            Config.load({name: value})
+        assert row.allowed in str(caught.value) or "share" in str(caught.value)
+
+
+def test_error_does_not_show_the_secret() -> None:
+    """Errors are printed and logged."""
+    with pytest.raises(ConfigError, match="credentials") as caught:
+        Config.load({"credentials": ["hunter2"]})
+    assert "hunter2" not in str(caught.value)
+
+
 def test_later_sources_win(tmp_path: Path) -> None:
     """Settings beat the environment, which beats the file, which beats the defaults."""
     file = tmp_path / "node.toml"
@@ -110,7 +140,7 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("pool_size", "lots", "GiB"),
         ("pool_size", 1, "granule"),
         ("granule", 5000, "power of two"),
-        ("granule", 2048, "4096"),
+        ("granule", 2048, "4KiB or more"),
         ("fabric", "rdmaa", "auto, shm, tcp"),
         ("verify", "never", "generation, sampled, full"),
         ("log_level", "trace", "debug, info"),
@@ -125,7 +155,7 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("max_masters", True, "whole number"),
         ("max_masters", None, None),
         ("max_masters", 0, "1 or more"),
-        ("metrics_port", -2, "65535"),
+        ("metrics_port", -2, "-1 to 65535"),
         ("data_port", 65_536, "65535"),
         ("tcp_serving_threads", 65, "0 to 64"),
         ("suspect_s", 2.0, "2 heartbeat_s"),
@@ -177,7 +207,7 @@ def test_table_in_the_file_is_told_as_such(tmp_path: Path) -> None:
 
 
 def test_misspelt_name_is_answered_with_the_one_that_is_meant() -> None:
-    """Not with all fifty; and a name like no other leads to the list."""
+    """A name unlike all others leads to the list."""
     with pytest.raises(ConfigError, match=r"'pool_sise': .* is pool_size meant"):
         Config.load({"pool_sise": "4GiB"})
     with pytest.raises(
@@ -201,14 +231,14 @@ def test_config_is_frozen_and_every_field_is_explained() -> None:
 
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         config.pool_size = 1  # type: ignore[misc]
-    for name, field in FIELDS.items():
-        assert str(field.metadata["help"]).endswith("."), name
-        assert callable(field.metadata["convert"]), name
+    for name, row in SETTINGS.items():
+        assert row.help.endswith("."), name
+        assert row.meaning.startswith(row.help), name
 
 
 def test_defaults_are_valid_and_survive_their_own_converters() -> None:
-    """The defaults obey the rules that everybody else's values must obey."""
-    defaults = {name: getattr(Config(), name) for name in FIELDS}
+    """The defaults obey the rules of all values."""
+    defaults = {name: getattr(Config(), name) for name in SETTINGS}
 
     assert Config.load(defaults) == Config()
 
@@ -220,18 +250,18 @@ def test_secret_is_not_in_the_repr() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(FIELDS)),
+        st.sampled_from(sorted(SETTINGS)),
         st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.lists(st.text())),
     )
 )
 def test_any_json_gives_a_config_or_a_config_error(settings: dict[str, Any]) -> None:
-    """Whatever comes, the only exception is the one a person can read."""
+    """The only exception is the one a person can read."""
     try:
         config = Config.load(settings)
     except ConfigError:
         return
 
-    config.validate()
+    assert Config.load({name: getattr(config, name) for name in SETTINGS}) == config
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from peercache.config.settings import format_address
+from peercache.config.quantities import format_address
 from peercache.fabric.tcp.client import TcpFabric
 from peercache.fabric.tcp.native import HAS_COMPILED
 from peercache.fabric.tcp.server import Admission, serve_pages

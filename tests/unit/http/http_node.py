@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from peercache.config.settings import parse_address
+from peercache.config.quantities import parse_address
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
 from peercache.model.member import Member

@@ -12,7 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from peercache.config.settings import DEFAULT_METRICS_PORT, parse_address
+from peercache.config.quantities import parse_address
+from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
 from peercache.http import server
 from peercache.http.pages import Health

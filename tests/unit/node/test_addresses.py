@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from peercache.config.settings import DEFAULT_CONTROL_PORT, Config
+from peercache.config.quantities import DEFAULT_CONTROL_PORT
+from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError
 from peercache.net.sockets import Listener, reached
 from peercache.node import addresses

@@ -1,166 +1,285 @@
-"""`peercache bench`, from its flags to its report."""
+"""The flags of `peercache bench`; the measuring code is imported when a kind is chosen."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from peercache.cli.bench import report
-from peercache.cli.bench.disk import DiskPlan, run_disk
-from peercache.cli.bench.hosts import WorkingSet, drive, serve
-from peercache.cli.bench.local import Plan, run_local
-from peercache.cli.bench.tax import run_tax
-from peercache.cli.bench.workloads import DISK_SET_BYTES, TAX_PAGES, WORKING_SET_BYTES
+import click
+
+from peercache.cli.options import SizeType, json_option
 from peercache.errors import ConfigError
+
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+
+WORKING_SET_BYTES = 512 * 2**20
+"""Larger than any cache of the processor: hot buffers would flatter every figure."""
+
+DISK_SET_BYTES = 256 * 2**20
+"""Written and read four times each: seconds on a fast disk, and a minute on a slow one."""
+
+RDMA_BYTES = 128 * 2**20
+
+RDMA_GRANULE = 16 * 2**10
 
 PLOT_PAGE_BYTES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 """Page sizes of a plot: from a small model's page to a large one's."""
 
+EXIT_WRONG = 1
+"""A byte was wrong, a page was missed, or nothing could be read."""
 
-def run_local_bench(args: argparse.Namespace) -> int:
-    """Measure, print, draw; return 1 if one byte was wrong."""
-    if args.plot:
-        if not args.plot.endswith(".png"):
-            raise ConfigError("plot", f"{args.plot}: wants a name that ends in .png")
+
+def sizes(working_set_bytes: int) -> Callable[[Callback], Callback]:
+    """Add the sizes of a working set, which is of so many bytes by default."""
+    pages = f"as many as make {working_set_bytes >> 20} MiB, and a batch at least"
+
+    def add(command: Callback) -> Callback:
+        command = click.option(
+            "--pages",
+            type=click.IntRange(min=1),
+            help=f"Pages of the working set; default: {pages}.",
+        )(command)
+        command = click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            default=32,
+            show_default=True,
+            help="Pages in one call.",
+        )(command)
+        return click.option(
+            "--page-bytes",
+            type=SizeType(multiple_of=8),
+            default="1MiB",
+            show_default=True,
+            help="Bytes of a page.",
+        )(command)
+
+    return add
+
+
+def seconds(of: str) -> Callable[[Callback], Callback]:
+    """Add how long something is measured."""
+    return click.option(
+        "--seconds", type=float, default=2.0, show_default=True, help=f"Length of {of}."
+    )
+
+
+def over_two_hosts(command: Callback) -> Callback:
+    """Add what both hosts of `bench serve` and `bench drive` must be told."""
+    command = sizes(WORKING_SET_BYTES)(command)
+    command = click.option(
+        "--rdma-device-names", metavar="NAME[,NAME...]", help="As in the settings."
+    )(command)
+    command = click.option(
+        "--fabric",
+        type=click.Choice(["auto", "shm", "tcp", "rdma"]),
+        default="auto",
+        show_default=True,
+    )(command)
+    return click.option(
+        "--advertise", default="", metavar="HOST", help="Under which the other host reaches us."
+    )(command)
+
+
+@click.group(no_args_is_help=False)
+def bench() -> None:
+    """Measure how fast pages move, beside what the machine itself can do."""
+
+
+@bench.command()
+@click.option("--fabric", type=click.Choice(["shm", "tcp"]), default="shm", show_default=True)
+@sizes(WORKING_SET_BYTES)
+@seconds("each measurement")
+@json_option
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    help="Measure four page sizes, from 64 KiB to 4 MiB, and draw them.",
+)
+def local(
+    fabric: str,
+    page_bytes: int,
+    batch: int,
+    pages: int | None,
+    seconds: float,
+    plot: str | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure nodes and an engine as processes on this machine."""
+    from peercache.cli.bench import local as measuring  # noqa: PLC0415 - heavy
+    from peercache.cli.bench import report  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
+
+    if plot:
+        if not plot.endswith(".png"):
+            raise ConfigError("plot", f"{plot}: wants a name that ends in .png")
         report.require_plotting()
-    _check(args)
-    sizes = PLOT_PAGE_BYTES if args.plot else (args.page_bytes,)
     results = []
-    for page_bytes in sizes:
-        plan = Plan(
-            fabric=args.fabric,
-            page_bytes=page_bytes,
-            batch=args.batch,
-            pages=_pages(args, page_bytes),
-            seconds=args.seconds,
-        )
-        figures = run_local(plan, _progress)
-        results.append((page_bytes, figures))
-        if args.json:
-            print(report.as_json({"page_bytes": page_bytes, **figures}))
+    for size in PLOT_PAGE_BYTES if plot else (page_bytes,):
+        work = _working_set(size, batch, pages, WORKING_SET_BYTES)
+        figures = measuring.run_local(measuring.Plan(fabric, work, seconds), tell)
+        results.append((size, figures))
+        if as_json:
+            print_json({"page_bytes": size, **figures})
         else:
-            title = f"{args.fabric}, {args.batch} × {page_bytes // 1024} KiB"
-            report.print_table(title, figures)
-    if args.plot:
-        report.plot(args.plot, args.fabric, results)
-        print(f"  drawn: {args.plot}", file=sys.stderr)
-    return 1 if any(figures["wrong_bytes"] for _, figures in results) else 0
+            report.print_local(f"{fabric}, {batch} × {size // 1024} KiB", figures)
+    if plot:
+        report.plot(plot, fabric, results)
+        click.echo(f"  drawn: {plot}", err=True)
+    return EXIT_WRONG if any(figures["wrong_bytes"] for _, figures in results) else 0
 
 
-def run_tax_bench(args: argparse.Namespace) -> int:
-    """Measure what serving pages takes from the engine's thread."""
-    _check(args)
-    pages = args.pages or TAX_PAGES
-    plan = Plan("tcp", args.page_bytes, args.batch, pages, args.seconds)
-    figures = run_tax(plan, _progress)
-    if args.json:
-        print(report.as_json(figures))
+@bench.command()
+@click.option("--listen", default="", metavar="HOST:PORT", help="Control port.")
+@over_two_hosts
+def serve(page_bytes: int, batch: int, pages: int | None, **settings: str | None) -> None:
+    """Hold the pages: the first of two hosts, until Ctrl-C."""
+    from peercache.cli.bench import hosts  # noqa: PLC0415 - heavy
+
+    hosts.serve(_working_set(page_bytes, batch, pages, WORKING_SET_BYTES), settings)
+
+
+@bench.command()
+@click.option("--discovery", required=True, metavar="HOST:PORT", help="Of `bench serve`.")
+@over_two_hosts
+@seconds("the measurement")
+@json_option
+def drive(
+    discovery: str,
+    page_bytes: int,
+    batch: int,
+    pages: int | None,
+    seconds: float,
+    *,
+    as_json: bool,
+    **settings: str | None,
+) -> int:
+    """Read what `bench serve` holds on the other host, and measure."""
+    from peercache.cli.bench import hosts, report  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json  # noqa: PLC0415 - heavy
+
+    work = _working_set(page_bytes, batch, pages, WORKING_SET_BYTES)
+    figures = hosts.drive(work, {"discovery_addr": discovery, **settings}, seconds)
+    if as_json:
+        print_json(figures)
     else:
-        for shape in ("embedded", "standalone"):
-            lost, served = figures[f"tax_{shape}"], figures[f"tax_{shape}_served_gb_s"]
-            floor = figures[f"tax_{shape}_floor"]
-            print(f"  {shape:11} {lost:6.1%} of a Python thread, at {served:.2f} GB/s over tcp")
-            print(f"  {'':11} {floor:6.1%} is lost to a raw stream of that rate elsewhere")
-    return 0
+        report.print_local(f"from {discovery}, {batch} × {page_bytes // 1024} KiB", figures)
+    return EXIT_WRONG if figures["wrong_bytes"] or figures["misses"] else 0
 
 
-def run_disk_bench(args: argparse.Namespace) -> int:
-    """Measure the page store in a folder, and print it beside the device."""
-    _check(args)
-    if args.threads < 1 or args.entries < 1:
-        raise ConfigError("threads", "threads and entries want at least 1")
-    if not Path(args.folder).is_dir():
-        raise ConfigError("folder", f"{args.folder} is no folder")
-    pages = int(args.pages or max(args.batch, DISK_SET_BYTES // args.page_bytes))
-    plan = DiskPlan(
-        args.folder, args.page_bytes, args.batch, pages, args.threads, entries=args.entries
-    )
-    figures = run_disk(plan, _progress)
-    if args.json:
-        print(report.as_json({"page_bytes": args.page_bytes, **figures}))
+@bench.command()
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False),
+    default=".",
+    show_default=True,
+    help="On the device to measure.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Threads of the store.",
+)
+@click.option(
+    "--entries",
+    type=click.IntRange(min=1),
+    default=1_000_000,
+    show_default=True,
+    help="Pages of the index measured.",
+)
+@sizes(DISK_SET_BYTES)
+@json_option
+def disk(
+    folder: str,
+    threads: int,
+    entries: int,
+    page_bytes: int,
+    batch: int,
+    pages: int | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure the page store beside the raw device of a folder."""
+    from peercache.cli.bench import report  # noqa: PLC0415 - heavy
+    from peercache.cli.bench.disk import DiskPlan, run_disk  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
+
+    work = _working_set(page_bytes, batch, pages, DISK_SET_BYTES)
+    figures = run_disk(DiskPlan(Path(folder), work, threads, entries), tell)
+    if as_json:
+        print_json({"page_bytes": page_bytes, **figures})
     else:
-        report.print_disk(f"{args.folder}, {args.batch} × {args.page_bytes // 1024} KiB", figures)
-    return 1 if figures["wrong_bytes"] else 0
+        report.print_disk(f"{folder}, {batch} × {page_bytes // 1024} KiB", figures)
+    return EXIT_WRONG if figures["wrong_bytes"] else 0
 
 
-def run_serve(args: argparse.Namespace) -> int:
-    """Hold pages for `bench drive` until Ctrl-C."""
-    _check(args)
-    settings = {
-        "listen": args.listen,
-        "advertise": args.advertise,
-        "fabric": args.fabric,
-        "rdma_device_names": args.rdma_device_names,
-    }
-    serve(_working_set(args), settings, lambda text: print(text, flush=True))
-    return 0
+@bench.command()
+@click.option("--near", default="", metavar="DEVICE", help="Device that reads; default: the best.")
+@click.option("--far", default="", metavar="DEVICE", help="Device that is read; default: --near.")
+@click.option("--gid-index", type=int, default=-1, metavar="N", help="Of both devices.")
+@click.option(
+    "--page-bytes",
+    type=SizeType(multiple_of=RDMA_GRANULE),
+    multiple=True,
+    default=("1MiB", "128KiB"),
+    show_default=True,
+    help="Bytes of a page; may be given several times.",
+)
+@click.option(
+    "--total-bytes",
+    type=SizeType(),
+    default=RDMA_BYTES,
+    help=f"Bytes of all pages of a turn; default: {RDMA_BYTES >> 20} MiB.",
+)
+@click.option("--shm-dir", default="/dev/shm", metavar="FOLDER", show_default=True)  # noqa: S108 - the kernel's shared memory
+@seconds("each page size")
+@json_option
+def rdma(
+    near: str,
+    far: str,
+    gid_index: int,
+    page_bytes: tuple[int, ...],
+    total_bytes: int,
+    shm_dir: str,
+    seconds: float,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure READs beside a bare loop of pyverbs, on this host."""
+    from peercache.cli.bench import report  # noqa: PLC0415 - heavy
+    from peercache.cli.bench.rdma import RdmaPlan, run_rdma  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
 
-
-def run_drive(args: argparse.Namespace) -> int:
-    """Read what `bench serve` holds on the other host, and print how fast."""
-    _check(args)
-    settings = {
-        "discovery_addr": args.discovery,
-        "advertise": args.advertise,
-        "fabric": args.fabric,
-        "rdma_device_names": args.rdma_device_names,
-    }
-    figures = drive(_working_set(args), settings, args.seconds)
-    if args.json:
-        print(report.as_json(figures))
-    else:
-        title = f"from {args.discovery}, {args.batch} × {args.page_bytes // 1024} KiB"
-        report.print_table(title, figures)
-    return 1 if figures["wrong_bytes"] or figures["misses"] else 0
-
-
-def run_rdma_bench(args: argparse.Namespace) -> int:
-    """Measure READs beside the bare loop; return 1 for a wrong byte, or where there are none."""
-    # Imported here: numbers of RDMA are nobody's business who measures tcp.
-    from peercache.cli.bench.rdma import GRANULE, PAGE_BYTES, RdmaPlan, run_rdma  # noqa: PLC0415
-
-    sizes = tuple(args.page_bytes or PAGE_BYTES)
-    for page_bytes in sizes:
-        if page_bytes < GRANULE or page_bytes % GRANULE or page_bytes > args.total_bytes:
-            raise ConfigError("page-bytes", f"wants multiples of {GRANULE}, up to total-bytes")
-    near = (args.near,) if args.near else ()
+    if max(page_bytes) > total_bytes:
+        raise ConfigError("page-bytes", "wants sizes up to --total-bytes")
+    devices = (near,) if near else ()
     plan = RdmaPlan(
-        near=near,
-        far=(args.far,) if args.far else near,
-        gid_index=args.gid_index,
-        page_bytes=sizes,
-        total_bytes=args.total_bytes,
-        seconds=args.seconds,
-        shm_dir=args.shm_dir,
+        near=devices,
+        far=(far,) if far else devices,
+        gid_index=gid_index,
+        granule=RDMA_GRANULE,
+        page_bytes=page_bytes,
+        total_bytes=total_bytes,
+        seconds=seconds,
+        shm_dir=shm_dir,
     )
-    figures, problems = run_rdma(plan, _progress)
-    if args.json:
-        print(report.as_json(figures))
+    figures, problems = run_rdma(plan, tell)
+    if as_json:
+        print_json(figures)
     else:
-        print(report.rdma_table(figures, sizes), end="")
+        print(report.rdma_table(figures, page_bytes), end="")
     for problem in problems:
-        print(f"  {problem}", file=sys.stderr)
-    was_read = f"get_gb_s_{sizes[0] >> 10}k" in figures
-    wrong = any(value for name, value in figures.items() if name.startswith("wrong_pages"))
-    return 0 if was_read and not wrong else 1
+        click.echo(f"  {problem}", err=True)
+    was_read = f"get_gb_s_{page_bytes[0] >> 10}k" in figures
+    is_wrong = any(value for name, value in figures.items() if name.startswith("wrong_pages"))
+    return 0 if was_read and not is_wrong else EXIT_WRONG
 
 
-def _working_set(args: argparse.Namespace) -> WorkingSet:
-    return WorkingSet(args.page_bytes, _pages(args, args.page_bytes), args.batch)
+def _working_set(page_bytes: int, batch: int, pages: int | None, default_bytes: int) -> Any:
+    from peercache.cli.bench.engine import WorkingSet  # noqa: PLC0415 - heavy
 
-
-def _pages(args: argparse.Namespace, page_bytes: int) -> int:
-    return int(args.pages or max(args.batch, WORKING_SET_BYTES // page_bytes))
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.page_bytes < 8 or args.page_bytes % 8:
-        raise ConfigError("page-bytes", "wants a multiple of 8")
-    if args.batch < 1 or (args.pages is not None and args.pages < 1):
-        raise ConfigError("batch", "batch and pages want at least 1")
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"  {text}", file=sys.stderr)
+    return WorkingSet(page_bytes, pages or max(batch, default_bytes // page_bytes), batch)

@@ -1,7 +1,7 @@
 """`peercache bench disk`: the page store beside the raw device, and the index at a million pages.
 
 The raw rate is measured in the same folder, in turn with the store, by as many threads, with calls
-of the same size past the page cache: what is left between the two is what the store costs.
+of the same size past the page cache: the difference is what the store costs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-import shutil
 import statistics
 import tempfile
 import threading
@@ -35,6 +34,7 @@ from peercache.actors.storage_port import (
     SpillDone,
 )
 from peercache.cli.bench.disk_cluster import measure_cluster
+from peercache.cli.bench.engine import WorkingSet
 from peercache.cli.bench.limits import percentile
 from peercache.errors import ConfigError
 from peercache.model.records import RECORD, RESIDENT
@@ -46,10 +46,10 @@ from peercache.storage.slab_files import SlabFiles
 from peercache.storage.store import DiskStore, PoolMemory
 
 ROUNDS: Final = 3
-"""After one that nobody counts: a disk is slower where it was never written."""
+"""After one that is not counted: a disk is slower where it was never written."""
 
 JOBS_AT_ONCE: Final = 4
-"""What keeps every thread busy while the last job of a batch ends."""
+"""So many keep every thread busy while the last job of a batch ends."""
 
 SINGLE_LOADS: Final = 200
 
@@ -60,12 +60,10 @@ PATIENCE_S: Final = 120.0
 
 @attrs.frozen
 class DiskPlan:
-    """What is measured. pages x page_bytes is what is written and read in a round."""
+    """What is measured: each round writes and reads `work`. entries: pages of the index."""
 
-    folder: str
-    page_bytes: int
-    batch: int
-    pages: int
+    folder: Path
+    work: WorkingSet
     threads: int
     entries: int
 
@@ -75,15 +73,16 @@ class Bench:
 
     def __init__(self, plan: DiskPlan, folder: Path) -> None:
         """Open both and fill the pool."""
-        self.plan = plan
-        slot = -(-plan.page_bytes // GRANULE) * GRANULE
-        self.pages = np.frombuffer(mmap.mmap(-1, plan.pages * slot), np.uint8)
+        self.plan, self.work = plan, plan.work
+        page_bytes, page_count = plan.work.page_bytes, plan.work.pages
+        slot = -(-page_bytes // GRANULE) * GRANULE
+        self.pages = np.frombuffer(mmap.mmap(-1, page_count * slot), np.uint8)
         self.pages[:] = np.random.default_rng(1).integers(0, 256, len(self.pages), np.uint8)
-        words = np.full(plan.pages * slot // GRANULE, 2, np.uint64)
-        self.offsets = np.arange(plan.pages, dtype=np.uint64) * np.uint64(slot)
+        words = np.full(page_count * slot // GRANULE, 2, np.uint64)
+        self.offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(slot)
         self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
         self.jobs = 0
-        wanted = 2 * plan.pages * (plan.page_bytes + 2 * BLOCK_BYTES) + 4 * SLAB_BYTES_MAX
+        wanted = 2 * page_count * (page_bytes + 2 * BLOCK_BYTES) + 4 * SLAB_BYTES_MAX
         self.store = DiskStore(
             str(folder / "store"),
             size_bytes=wanted,
@@ -97,15 +96,15 @@ class Bench:
         if not isinstance(opened, DiskOpened):
             raise ConfigError("folder", f"{plan.folder} cannot be used: {opened}")
         self.index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
-        if plan.page_bytes > self.index.page_bytes_max:
+        if page_bytes > self.index.page_bytes_max:
             raise ConfigError("page-bytes", f"{self.index.page_bytes_max} at most here")
-        self.keys = [os.urandom(16) for _ in range(plan.pages)]
-        self.records = np.zeros(plan.pages, RECORD)
+        self.keys = [os.urandom(16) for _ in range(page_count)]
+        self.records = np.zeros(page_count, RECORD)
         self.records["key"] = np.frombuffer(b"".join(self.keys), "V16")
-        self.records["offset"], self.records["length"] = self.offsets, plan.page_bytes
+        self.records["offset"], self.records["length"] = self.offsets, page_bytes
         self.records["generation"], self.records["flags"] = 2, RESIDENT
-        ones = np.ones(plan.pages, np.uint64)
-        self.lengths = ones * np.uint64(plan.page_bytes)
+        ones = np.ones(page_count, np.uint64)
+        self.lengths = ones * np.uint64(page_bytes)
         self.ones = ones
         begun = self.index.begin(b"".join(self.keys), ones, self.lengths, ones, 0)
         self.places = begun.places
@@ -115,22 +114,22 @@ class Bench:
         """Return the rate of the whole working set through the store."""
         wrong = 0
         started = time.perf_counter()
-        under_way = 0
-        for begin in range(0, self.plan.pages, self.plan.batch):
-            self._submit(slice(begin, begin + self.plan.batch), write=write)
-            under_way += 1
-            if under_way == JOBS_AT_ONCE:
+        in_flight = 0
+        for some in self.work.batches():
+            self._submit(some, write=write)
+            in_flight += 1
+            if in_flight == JOBS_AT_ONCE:
                 wrong += self._await_done()
-                under_way -= 1
-        for _ in range(under_way):
+                in_flight -= 1
+        for _ in range(in_flight):
             wrong += self._await_done()
         if wrong:
             raise ConfigError("folder", f"{wrong} pages were not written or read as they should")
-        return self.plan.pages * self.plan.page_bytes / (time.perf_counter() - started) / 1e9
+        return self.work.total_bytes / (time.perf_counter() - started) / 1e9
 
     def one_page_ms(self) -> list[float]:
         """Return how long loads of single pages take, one after the other."""
-        chosen = np.random.default_rng(2).integers(0, self.plan.pages, SINGLE_LOADS).tolist()
+        chosen = np.random.default_rng(2).integers(0, self.work.pages, SINGLE_LOADS).tolist()
         times = []
         for page in chosen:
             started = time.perf_counter()
@@ -141,15 +140,15 @@ class Bench:
 
     def raw_gb_s(self, *, write: bool) -> float:
         """Return the device's own rate, with as many threads and calls of the same size."""
-        waiting = queue.SimpleQueue[tuple[int, memoryview]]()
+        pending = queue.SimpleQueue[tuple[int, memoryview]]()
         for call in self.calls:
-            waiting.put(call)
+            pending.put(call)
         move = os.pwritev if write else os.preadv
 
         def work() -> None:
             while True:
                 try:
-                    offset, memory = waiting.get_nowait()
+                    offset, memory = pending.get_nowait()
                 except queue.Empty:
                     return
                 move(self._raw, [memory], offset)
@@ -173,8 +172,8 @@ class Bench:
         self._raw = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct, 0o600)
         total = len(self.pages)
         os.posix_fallocate(self._raw, 0, total)
-        pages = max(1, UNIT_BYTES // self.plan.page_bytes)
-        size = min(total, pages * self.plan.page_bytes // BLOCK_BYTES * BLOCK_BYTES or BLOCK_BYTES)
+        pages = max(1, UNIT_BYTES // self.work.page_bytes)
+        size = min(total, pages * self.work.page_bytes // BLOCK_BYTES * BLOCK_BYTES or BLOCK_BYTES)
         memory = self.pages.data
         return [(at, memory[at : at + size]) for at in range(0, total - size + 1, size)]
 
@@ -214,14 +213,12 @@ class Bench:
 
 def run_disk(plan: DiskPlan, progress: Callable[[str], None]) -> dict[str, float]:
     """Measure everything in a folder of our own below `plan.folder`; return figures by name."""
-    folder = Path(tempfile.mkdtemp(prefix="peercache-bench-", dir=plan.folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix="peercache-bench-", dir=plan.folder) as name:
+        folder = Path(name)
         figures = _measure_store(plan, folder, progress)
-        figures |= measure_cluster(plan.page_bytes, folder / "nodes", progress)
+        figures |= measure_cluster(plan.work.page_bytes, folder / "nodes", progress)
         progress(f"an index of {plan.entries} pages")
         return figures | measure_index(plan.entries, folder / "index")
-    finally:
-        shutil.rmtree(folder)
 
 
 def _measure_store(
@@ -249,7 +246,7 @@ def _measure_store(
         [a / b for a, b in zip(samples[ours], samples[raw], strict=True)]
         for ours, raw in (("spill_gb_s", "raw_write_gb_s"), ("load_gb_s", "raw_read_gb_s"))
     )
-    # Of each round by itself: a shared disk changes its mind between rounds.
+    # Ratios are of one round each: the rate of a shared disk changes between rounds.
     figures["spill_ratio"], figures["load_ratio"] = (
         statistics.median(spill),
         statistics.median(load),
@@ -261,7 +258,7 @@ def _measure_store(
 
 
 def measure_index(entries: int, folder: Path) -> dict[str, float]:
-    """Return how long an index of so many pages takes to load, and what it takes in memory."""
+    """Return how long an index of so many pages takes to load, and the memory that it takes."""
     folder.mkdir()
     slab_bytes, length = SLAB_BYTES_MAX, 2**20
     blocks = int(slot_blocks(np.array([length]))[0])
@@ -272,7 +269,7 @@ def measure_index(entries: int, folder: Path) -> dict[str, float]:
     rows["key"] = np.frombuffer(np.random.default_rng(3).bytes(16 * entries), "V16")
     rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
     rows["length"], rows["sequence"] = length, number
-    # Well above what it takes: the index of a real store has its part of the cap.
+    # Without a cap in effect: the index of a real store has its part of the tier's.
     connection = open_index(folder, bytes_max=2**40)
     store_entries(connection, rows)
     connection.close()
@@ -310,7 +307,7 @@ def _bytes_a_page(entries: Any, slab_count: int, slab_bytes: int) -> float:
 
 
 class _Silent:
-    """A log for files that are not there on purpose."""
+    """A log that drops the warnings about slab files: the index has rows for files that are not."""
 
     def warning(self, event: str, **facts: object) -> None:
         """Say nothing."""

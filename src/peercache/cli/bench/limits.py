@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import threading
@@ -47,11 +48,16 @@ def receive_stream(listener: socket.socket, target: Memory) -> float:
 
 
 def paced_stream(
-    source: Memory, target: Memory, *, page_bytes: int, seconds: float, at_most_gb_s: float
+    source: Memory,
+    target: Memory,
+    *,
+    page_bytes: int,
+    seconds: float,
+    at_most_gb_s: float = math.inf,
 ) -> float:
     """Move the working set again and again over one raw connection; return the GB/s reached.
 
-    What it takes from others, or makes them wait, is the machine's doing and nobody's code.
+    It shows what the machine itself takes from other threads, without code of PeerCache.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stream = socket.create_connection(listener.getsockname())

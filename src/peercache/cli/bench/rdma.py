@@ -1,8 +1,7 @@
-"""`peercache bench rdma`: our fabric beside a bare loop of pyverbs, and what it costs a processor.
+"""`peercache bench rdma`: READs of our fabric beside a bare loop of pyverbs, and beside ib_read_bw.
 
-Both read the same pages over the same devices, in turns, so that a busy host slows both; both keep
-the best of their turns. The processor's time a page is taken over a device that completes at once:
-what is left is our code.
+The fabric and the bare loop read the same pages over the same devices in turns, so that a busy host
+slows both. The best turn of each counts.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from pathlib import Path
 
 import attrs
 
-from peercache.cli.bench.own_time import own_time_us
 from peercache.rdma.loopback import BareLoop, Loopback, LoopbackFailed
 from peercache.rdma.rail import Settings
 
-PAGE_BYTES = (2**20, 128 * 2**10)
 TURNS_MIN = 5
 BATCH_MAX = 128
-GRANULE = 16 * 2**10
 PERFTEST_S = 60.0
 PERFTEST_START_S = 20.0
-"""How long its server may take until it listens; a busy machine is slow to start anything."""
+"""How long the server of ib_read_bw may take until it listens."""
 PERFTEST_LOOK_S = 0.05
 PERFTEST_TRIES = 3
-"""It measures the processor's frequency first, and gives no figure where that looks unsteady."""
+"""ib_read_bw gives no figure where the processor's frequency looks unsteady to it."""
 _LISTEN = "0A"
 
 Figures = dict[str, float]
@@ -43,6 +39,7 @@ class RdmaPlan:
     near: tuple[str, ...]
     far: tuple[str, ...]
     gid_index: int
+    granule: int
     page_bytes: tuple[int, ...]
     total_bytes: int
     seconds: float
@@ -51,8 +48,7 @@ class RdmaPlan:
 
 def run_rdma(plan: RdmaPlan, tell: Callable[[str], None]) -> tuple[Figures, list[str]]:
     """Return the figures, and what could not be measured: a sentence each."""
-    tell("our own time a page")
-    figures = own_time_us()
+    figures: Figures = {}
     problems: list[str] = []
     for page_bytes in plan.page_bytes:
         tell(f"pages of {page_bytes >> 10} KiB")
@@ -81,7 +77,7 @@ def _beside_bare_loop(plan: RdmaPlan, page_bytes: int) -> Figures:
         near=Settings(device_names=plan.near, gid_index=plan.gid_index),
         far=Settings(device_names=plan.far, gid_index=plan.gid_index),
         shm_dir=plan.shm_dir,
-        granule=GRANULE,
+        granule=plan.granule,
         page_bytes=page_bytes,
         pages=pages,
     ) as loop:
@@ -131,7 +127,7 @@ def _in_turns(
 
 
 def perftest(plan: RdmaPlan, page_bytes: int) -> tuple[float, str]:
-    """Return what ib_read_bw of perftest says in GB/s, or why it says nothing."""
+    """Return the GB/s of perftest's ib_read_bw, or why there is no figure."""
     tool = shutil.which("ib_read_bw")
     if tool is None:
         return 0.0, "ib_read_bw is not installed (apt-get install perftest)"
@@ -170,7 +166,7 @@ def _one_perftest(tool: str, plan: RdmaPlan, page_bytes: int) -> tuple[float, st
 
 
 def _listens(port: int) -> bool:
-    """Return whether somebody listens there; to connect would be the one call that it answers."""
+    """Return whether a server listens there. A connection would use up ib_read_bw's only one."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = table.read_text().splitlines()[1:] if table.exists() else []
         for _, local, _, state, *_ in map(str.split, rows):

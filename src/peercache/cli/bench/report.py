@@ -1,16 +1,11 @@
-"""What a benchmark found: a table for people, JSON for machines, a plot over page sizes."""
+"""How figures of a benchmark are shown: tables, and a plot over page sizes."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from peercache.cli.terminal import console, table
 from peercache.errors import ConfigError
 
 Figures = Mapping[str, float]
@@ -44,41 +39,31 @@ _DISK_ROWS = (
 )
 
 
-def as_json(figures: Figures) -> str:
-    """Return one JSON object, figures rounded to what they mean."""
-    return json.dumps({name: round(value, 4) for name, value in figures.items()})
-
-
-def print_table(title: str, figures: Figures) -> None:
-    """Print a table; the ratio is to the machine's limit measured in the same run."""
-    table = Table(
-        "what", "median", "", "of the limit", title=title, box=box.SIMPLE, title_justify="left"
-    )
-    for name, key, unit, ratio in _ROWS:
-        if key in figures:
-            share = f"{figures[ratio]:.2f}" if ratio in figures else ""
-            share += " trips" if share and ratio.endswith("_trips") else ""
-            table.add_row(name, f"{figures[key]:.2f}", unit, share)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
-    console.print(
-        f"  {figures['wrong_bytes']:.0f} wrong bytes, {figures.get('misses', 0):.0f} misses"
-    )
+def print_local(title: str, figures: Figures) -> None:
+    """Print what `bench local` and `bench drive` measured, beside the machine's limits."""
+    _print_table(title, "of the limit", _ROWS, figures)
+    print(f"  {figures['wrong_bytes']:.0f} wrong bytes, {figures.get('misses', 0):.0f} misses")
 
 
 def print_disk(title: str, figures: Figures) -> None:
-    """Print what a disk does, and what of it the store makes use of."""
-    table = Table(
-        "what", "median", "", "of the device", title=title, box=box.SIMPLE, title_justify="left"
-    )
-    for name, key, unit, ratio in _DISK_ROWS:
-        share = f"{figures[ratio]:.2f}" if ratio else ""
-        table.add_row(name, f"{figures[key]:.2f}", unit, share)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
-    console.print(f"  set is {figures['set_disk_ratio']:.2f} of its rate without a disk")
+    """Print what the disk tier does, beside what the device does."""
+    _print_table(title, "of the device", _DISK_ROWS, figures)
+    print(f"  set is {figures['set_disk_ratio']:.2f} of its rate without a disk")
     if not figures["direct"]:
-        console.print("  through the page cache: this file system refuses direct I/O")
+        print("  through the page cache: this file system refuses direct I/O")
+
+
+def _print_table(
+    title: str, of: str, rows: Sequence[tuple[str, str, str, str]], figures: Figures
+) -> None:
+    """Print a row for each figure that was measured; the ratio is to a limit of the same run."""
+    shown = table("what", "median", "", of, title=title)
+    for name, key, unit, ratio in rows:
+        if key in figures:
+            share = f"{figures[ratio]:.2f}" if ratio in figures else ""
+            share += " trips" if share and ratio.endswith("_trips") else ""
+            shown.add_row(name, f"{figures[key]:.2f}", unit, share)
+    console().print(shown)
 
 
 def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
@@ -99,17 +84,11 @@ def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
             + (f", ib_read_bw {tool:.3f}" if tool else "")
             + f", {wrong:.0f} wrong pages"
         )
-    lines.append(
-        f"  our processor time a page, of 128: {figures['cpu_us_page']:.2f} µs "
-        f"({figures['cpu_us_page_fabric']:.2f} of them the fabric), scattered "
-        f"{figures['cpu_us_page_scattered']:.2f} µs "
-        f"({figures['cpu_us_page_fabric_scattered']:.2f})"
-    )
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def require_plotting() -> None:
-    """Raise ConfigError where nothing can be drawn, which nobody wants to hear after minutes."""
+    """Raise ConfigError where matplotlib is missing, before minutes of measuring."""
     if find_spec("matplotlib") is None:
         raise ConfigError("plot", "needs matplotlib: pip install matplotlib")
 

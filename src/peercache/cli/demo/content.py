@@ -1,4 +1,4 @@
-"""What the demo's pages hold, and whether what came back is that.
+"""The content of the demo's pages, and the check of the bytes that came back.
 
 The content of a page follows from its key, so a check needs no copy of what was stored: it makes
 the bytes anew. A destination is poisoned before each read, so a hit that wrote nothing shows.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Pages = npt.NDArray[np.uint8]
 
 POISON = 0xA5
-"""What a destination is filled with. Content is uniform, so 255 of 256 unwritten bytes differ."""
+"""Fills destinations before a read. Content is uniform, so 255 of 256 unwritten bytes differ."""
 
 
 def key_of(page: int, *, run: str) -> str:
@@ -62,7 +62,7 @@ def segments_of(pages: Pages) -> list[list[tuple[int, int]]]:
 
 @attrs.frozen
 class Checked:
-    """What one batch came to."""
+    """The result of one batch."""
 
     hits: int
     misses: int
@@ -72,15 +72,15 @@ class Checked:
 
 
 def checked(keys: Sequence[str], answers: Sequence[bool], found: Pages) -> Checked:
-    """Compare every byte of every hit with what the key says it must be.
+    """Compare every byte of every hit with the content of its key.
 
-    answers: what the cache said of each key; found: (keys, page_bytes), the destinations.
+    answers: whether each key was a hit; found: (keys, page_bytes), the destinations.
     Raises ValueError for answers that are not one a key: a short list must not pass for misses.
     """
     if len(answers) != len(keys) or len(found) != len(keys):
         raise ValueError(f"{len(keys)} keys, {len(answers)} answers, {len(found)} destinations")
     page_bytes = found.shape[1]
-    # One piece of memory for all: fresh memory costs more than the bytes that are put into it.
+    # One buffer for all pages: to populate fresh memory takes longer than to fill it.
     scratch = np.empty(page_bytes, np.uint8) if page_bytes % 8 == 0 else None
     wrong = [
         _wrong_bytes(found[row], content_of(key, page_bytes, scratch))
@@ -97,7 +97,7 @@ def checked(keys: Sequence[str], answers: Sequence[bool], found: Pages) -> Check
 
 
 def _wrong_bytes(found: Pages, expected: Pages) -> int:
-    # Almost always nothing is wrong, and to see that takes a third of the time of counting.
+    # Almost always nothing is wrong, and to compare takes a third of the time of counting.
     if np.array_equal(found, expected):
         return 0
     return int(np.count_nonzero(found != expected))

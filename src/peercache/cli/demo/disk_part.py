@@ -1,8 +1,8 @@
-"""The part of the demo that outlives its nodes: more pages than memory, restarts, and disks.
+"""The steps of the demo with disks: more pages than memory, and restarts.
 
-Nodes with small pools and a disk each. Twice as many pages are published as all pools together
-hold. Then every node is stopped and started again, with nothing in memory, and everything is read
-back from disk, at each node and over each fabric, every byte checked.
+Two nodes have small pools and a disk each. Twice as many pages are published as both pools hold.
+Then every node is stopped and started again, with nothing in memory, and everything is read back
+from disk, at each node and over each fabric, every byte checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STOP_S = 60.0
 
 
 def tell_of_disks(story: Story) -> None:
-    """Run the part; say why not where there is no room for it."""
+    """Run these steps, or say that the temporary folder has no room for them."""
     free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     if free_bytes < NEEDS_BYTES:
         story.screen.say(
@@ -49,7 +49,7 @@ def tell_of_disks(story: Story) -> None:
 
 
 class _DiskPart:
-    """Two nodes with disks, and a client for each of them and each fabric."""
+    """Two nodes with disks, and a client for each of them over each fabric."""
 
     def __init__(self, story: Story, folder: Path) -> None:
         self._story = story
@@ -78,7 +78,7 @@ class _DiskPart:
         story.screen.say("two nodes with small pools serve, each with a disk of its own")
 
     def publish(self) -> None:
-        """Set more than the memory of both holds; wait until all of it is on disk."""
+        """Set more than both pools hold; wait until all of it is on disk."""
         story = self._story
         for name, pages in self._pages.items():
             client = self._clients[name, FABRICS[0]]
@@ -108,7 +108,7 @@ class _DiskPart:
         story.screen.say(f"both nodes stopped, and serving again after {took_s:.1f} s, from disk")
 
     def stop(self) -> None:
-        """Stop the nodes, and wait until they have let go of their disks."""
+        """Stop the nodes, and wait until they have closed their disks."""
         running = [self._story.running[name] for name in NODES if name in self._story.running]
         for node in running:
             node.process.terminate()

@@ -1,4 +1,4 @@
-"""How the demo reads: in batches, every byte of every hit checked."""
+"""The reads of the demo: in batches, every byte of every hit checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGAIN_EVERY_S = 0.05
 
 
 class Reads(Protocol):
-    """What the demo needs of a client to read."""
+    """The call of a client that the demo reads with."""
 
     def batch_get_into(
         self, keys: Sequence[str], segments: Sequence[Sequence[tuple[int, int]]]
@@ -37,7 +37,7 @@ def read(
 ) -> None:
     """Read pages in batches, into poisoned destinations, and check every byte of every hit.
 
-    again_s: how long pages that were missed are asked for again, before they count as misses.
+    again_s: how long missed pages are read again before they count as misses.
     """
     found = np.empty((BATCH_PAGES, PAGE_BYTES), np.uint8)
     for batch in batches(keys):
@@ -60,6 +60,6 @@ def read(
 
 
 def batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Cut keys into what one call takes."""
+    """Cut keys into the batches of one call each."""
     for first in range(0, len(keys), BATCH_PAGES):
         yield keys[first : first + BATCH_PAGES]

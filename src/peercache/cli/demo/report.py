@@ -1,4 +1,4 @@
-"""What the demo found: figures, the verdict, and how people and machines read it."""
+"""The findings of the demo: figures, problems, and the object that --json prints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from peercache.cli.demo.content import Checked
 
 @attrs.define
 class Reading:
-    """A row of the table: pages read over one fabric in one step, and what they came to.
+    """A row of the table: the pages that one step read over one fabric.
 
-    hits_expected, misses_expected: what the step must come to; None where any mixture is right.
-    again: pages that were missed at first and asked for again.
+    hits_expected, misses_expected: the right counts; None where any mixture is right.
+    again: pages that were missed at first and read again.
     """
 
     step: str
@@ -31,7 +31,7 @@ class Reading:
     again: int = 0
 
     def add(self, checked: Checked, took_s: float, *, is_last: bool = True) -> None:
-        """Add one call: what its check found, how long it took, whether misses are final."""
+        """Add one call: its check, how long it took, whether its misses are final."""
         self.hits += checked.hits
         self.misses += checked.misses if is_last else 0
         self.again += 0 if is_last else checked.misses
@@ -52,7 +52,7 @@ class Reading:
         return self.misses_expected == 0 and self.hits_expected is not None
 
     def problems(self, *, op_timeout_s: float) -> list[str]:
-        """Return what is wrong with it, a sentence each."""
+        """Return its problems, a sentence each."""
         found = []
         where = f"{self.step}, {self.fabric}"
         if self.wrong_bytes:
@@ -70,7 +70,7 @@ class Reading:
 
 @attrs.define
 class Report:
-    """Everything that the demo found."""
+    """All findings of a demo."""
 
     op_timeout_s: float
     page_bytes: int
@@ -83,7 +83,7 @@ class Report:
     failures: list[str] = attrs.Factory(list)
 
     def problems(self) -> list[str]:
-        """Return everything that is wrong; an empty demo is wrong, too."""
+        """Return all problems; that nothing was read is one, too."""
         found = list(self.failures)
         for reading in self.readings:
             found += reading.problems(op_timeout_s=self.op_timeout_s)
@@ -100,7 +100,7 @@ class Report:
         return speeds
 
     def for_machines(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         problems = self.problems()
         return {
             "ok": not problems,

@@ -1,4 +1,4 @@
-"""How the demo looks: a progress bar while it works, a table in the end, or one JSON object."""
+"""The output of the demo: a progress bar, a table at the end, or one JSON object."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from peercache.cli.demo.report import Reading, Report
 
 
 class Advance(Protocol):
-    """Tell that so many more pages are done."""
+    """Advances a bar."""
 
     def __call__(self, pages: int) -> None:
-        """Advance the bar."""
+        """Add pages that are done."""
 
 
 class _PagesDone(ProgressColumn):
-    """How many pages are done; nothing for a step that has none."""
+    """The number of pages done; empty for a step without pages."""
 
     def render(self, task: Task) -> Text:
         """Return the cell."""
@@ -34,7 +34,7 @@ class _PagesDone(ProgressColumn):
 
 
 class Screen:
-    """Shows people what happens; shows nothing where a machine reads. A context manager."""
+    """Shows progress to a person, and only JSON to a machine; a context manager."""
 
     def __init__(self, *, as_json: bool) -> None:
         """Print JSON alone if asked; else lines, with a live bar where stdout is a terminal."""
@@ -66,13 +66,13 @@ class Screen:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar, and when it happened."""
+        """Print a line above the bar, with the seconds since the start."""
         elapsed_s = time.monotonic() - self._started
         self._console.print(Text(f"  {elapsed_s:4.1f} s  {line}"))
 
     @contextmanager
     def step(self, name: str, pages: int | None) -> Iterator[Advance]:
-        """Show a bar for the length of a block; None where nobody knows how many pages it takes."""
+        """Show a bar for the length of a block. pages: None where their number is unknown."""
         task = self._progress.add_task(name, total=pages)
         try:
             yield lambda done: self._progress.update(task, advance=done)

@@ -1,9 +1,9 @@
-"""What happens in the demo, step by step.
+"""The steps of the demo.
 
 Three nodes A, B and C. Half of the pages are published through A, half through B, and read at the
 other nodes over each fabric. Then B is killed while readers go on: A's pages stay hits, B's become
-misses. Then B comes back, its pages are set again by the client that was there all the time, and
-everything is read once more. Every byte of every hit is checked. `disk_part` tells the rest.
+misses. Then B comes back, the client that was attached to it all the time sets its pages again, and
+everything is read once more. Every byte of every hit is checked. `disk_part` has the other steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import attrs
 
 from peercache import Client
 from peercache.cli.demo.content import contents_of, key_of, segments_of
-from peercache.cli.demo.processes import NodeProcess, NodeProcesses
 from peercache.cli.demo.reading import PAGE_BYTES, batches, read
 from peercache.cli.demo.report import Reading, Report
 from peercache.cli.demo.screen import Advance, Screen
+from peercache.cli.processes import LOCAL, NodeProcess, NodeProcesses
 from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
 from peercache.observability.log import configure_logging
@@ -36,19 +36,20 @@ NODES = ("A", "B", "C")
 SHM_DIR = "/dev/shm"  # noqa: S108 - the kernel's shared memory
 
 POOL_SIZES = (512 * 2**20, 192 * 2**20)
-"""Bytes of each pool: comfortable, or, where shared memory is short, what half of the pages need
-with a third to spare."""
+"""Bytes of each pool: comfortable, or, where shared memory is short, for half of the pages with a
+third to spare."""
 
 BUDGET_S = 300.0
-"""The whole demo takes a tenth of this; beyond it something hangs, and that is a failure."""
+"""The whole demo takes a tenth of this; a demo that takes longer hangs, and has failed."""
 
 SETTLE_S = 60.0
-"""A killed node is dead in the view after 6 s, a restarted one joined within 2; on a machine that
-is ten times slower, too. So long a page that must be there is asked for again: a busy machine may
-make any call a miss."""
+"""A killed node is dead in the view after 6 s, a restarted one joined within 2; this is enough for
+a machine that is ten times slower. For so long a missed page that must be there is read again: a
+busy machine may make any call a miss."""
 
 SLOWER_S = 5.0
-"""What a machine that stands still for a moment adds to a call; one that hangs takes longer."""
+"""A machine that stands still for a moment adds this much to a call; a call that hangs takes
+longer."""
 
 WARM_ROUNDS = 3
 POLL_S = 0.05
@@ -75,10 +76,10 @@ class TooLittleMemory(PeerCacheError):
 
 @attrs.define(eq=False)
 class Clock:
-    """When the demo must end: at the end of its budget, or because somebody asks.
+    """The end of the demo: its budget is used up, or a signal came.
 
     An exception from a signal may come anywhere, also where it is swallowed, as in a `__del__`, or
-    where a process has been started and not been noted. So the first signal is only remembered.
+    between the start of a process and its note. So the first signal is only remembered.
     """
 
     until: float
@@ -100,7 +101,7 @@ class Clock:
 
 @attrs.define(eq=False)
 class Story:
-    """One run of the demo: its cluster, its clients, and what was found."""
+    """One run of the demo: its cluster, its clients, and its findings."""
 
     nodes: NodeProcesses
     screen: Screen
@@ -156,7 +157,7 @@ class Story:
         self.screen.say(f"{len(pages)} pages of 1 MiB published through {name}")
 
     def publish_batch(self, client: Client, name: str, keys: Sequence[str]) -> None:
-        """Set one batch, again what was not stored at once, and note what came of it."""
+        """Set one batch, retry pages that were not stored at once, and add to the report."""
         content = contents_of(keys, PAGE_BYTES)
         until = time.monotonic() + SETTLE_S
         while True:
@@ -185,7 +186,7 @@ class Story:
         self.screen.say(f"{step}: {total} pages read over each fabric")
 
     def kill_b_under_readers(self) -> None:
-        """Kill B while C reads over each fabric, and go on until the dust has settled."""
+        """Kill B while C reads over each fabric, and read on until the cluster has noticed."""
         dying = {
             fabric: [
                 (Reading("B killed, A's pages", fabric, None, 0), self.pages_of_a, SETTLE_S),
@@ -199,7 +200,7 @@ class Story:
             time.sleep(READ_BEFORE_KILL_S)
             self.running["B"].kill()
             self.screen.say(f"B killed (pid {self.running['B'].process.pid}), readers go on")
-            # Until B is known to be dead its memory may still be read, over shm.
+            # Until the cluster has noticed, its memory may still be read, over shm.
             self.await_(
                 "the cluster to notice that B is dead",
                 lambda: all(client.stats()["members"] == 2 for client in self._clients_of("C")),
@@ -274,7 +275,7 @@ class Story:
                 while not stop.is_set():
                     for reading, pages, again_s in parts[fabric]:
                         self._read("C", fabric, pages, reading, advance, again_s=again_s)
-            except BaseException as error:  # handed to the thread that waits
+            except BaseException as error:  # the main thread raises it
                 failures.append(error)
 
         with self.screen.step("reading while B dies", None) as advance:
@@ -310,9 +311,9 @@ class Story:
 
 
 def run_demo(*, as_json: bool, log_folder: str | None, more: Callable[[Story], None]) -> int:
-    """Run the demo and print what it found; return 0 only if everything was as promised.
+    """Run the demo and print its report; return 0 only if everything was as promised.
 
-    more: the part that comes after the first one's nodes.
+    more: further steps, after those of `tell`.
     """
     # A warning here would be about the node that the demo kills; an error would be a bug.
     configure_logging(log_format="console", level="error")
@@ -325,12 +326,10 @@ def run_demo(*, as_json: bool, log_folder: str | None, more: Callable[[Story], N
     with screen:
         try:
             settings = {
+                **LOCAL,
                 "cluster": f"demo-{secrets.token_hex(4)}",
-                "listen": "127.0.0.1:0",
-                "advertise": "127.0.0.1",
                 "pool-size": str(pool_size_for(shutil.disk_usage(SHM_DIR).free)),
                 "shm-dir": SHM_DIR,
-                "metrics-port": "0",
             }
             with NodeProcesses(log_folder=log_folder) as nodes, ExitStack() as stack:
                 story = Story(nodes, screen, report, settings, clock, stack)

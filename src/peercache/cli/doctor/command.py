@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
+
+import click
 
 from peercache.cli.doctor.host import gather
-from peercache.cli.doctor.report import as_json, as_text
+from peercache.cli.doctor.report import as_json as written_as_json
+from peercache.cli.doctor.report import as_text
 from peercache.cli.doctor.verdicts import PROBLEM, judge
-from peercache.config.flags import config_from_flags
+from peercache.cli.options import json_option, settings_options
+from peercache.config.settings import Config
 from peercache.observability.log import configure_logging
 
 
-def run_doctor(args: argparse.Namespace) -> int:
-    """Look, judge, print; return 1 if there is a problem."""
-    # What a part logs while it is tried stands in the report already.
+@click.command
+@json_option
+@click.option("--quick", is_flag=True, help="Measure nothing.")
+@settings_options
+def doctor(config: str | None, *, as_json: bool, quick: bool, **settings: str | None) -> int:
+    """Tell what this host offers, what is wrong with it, and the line that fixes it."""
+    # The report says what a part logs while it is tried.
     configure_logging(log_format="auto", level="error")
-    facts = gather(config_from_flags(args, os.environ), is_quick=args.quick)
+    facts = gather(Config.load(settings, file=config, environment=os.environ), is_quick=quick)
     findings = judge(facts)
-    sys.stdout.write(as_json(facts, findings) + "\n" if args.json else as_text(facts, findings))
+    text = written_as_json(facts, findings) + "\n" if as_json else as_text(facts, findings)
+    print(text, end="")
     return int(any(finding.level == PROBLEM for finding in findings))

@@ -1,8 +1,8 @@
-"""Which libibverbs and which pyverbs are here, and whether they fit: read from their files.
+"""The libibverbs and pyverbs of this host, and whether they fit: read from their files.
 
 pyverbs uses one symbol of libibverbs' private interface, whose number changes with releases of
-rdma-core; a pyverbs built for another one does not load, and its error helps nobody. Both numbers
-stand in the files, so that this can be said without loading anything.
+rdma-core; a pyverbs built for another number does not load, with an error that names neither. Both
+numbers stand in the files, so that doctor can compare them without loading anything.
 """
 
 from __future__ import annotations

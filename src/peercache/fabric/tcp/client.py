@@ -17,7 +17,7 @@ from typing import final
 import numpy as np
 
 from peercache.actors.channels.actor import ChannelPool, Lease
-from peercache.config.settings import parse_address
+from peercache.config.quantities import parse_address
 from peercache.errors import LocalProtocolError
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.channel import GONE, REFUSED_BECAUSE, TcpChannel, dial

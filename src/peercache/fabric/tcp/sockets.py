@@ -7,7 +7,7 @@ import socket
 
 import trio
 
-from peercache.config.settings import format_address
+from peercache.config.quantities import format_address
 from peercache.errors import AddressTaken
 
 PORT_TRIES_MAX = 16

@@ -1,5 +1,4 @@
-"""A device that completes at once and moves generation words only: what is left of a read's time is
-our own.
+"""An RDMA device that completes at once and moves generation words only, so that time is our own.
 
 It has the names of pyverbs that the fabric uses, so that the fabric runs unchanged over it, on a
 machine without RDMA too.
@@ -136,7 +135,7 @@ class _Queue:
         return len(done), done
 
     def req_notify(self) -> None:
-        """Tell nobody: what is posted is complete before anybody waits."""
+        """Do nothing: what is posted is complete before a caller waits."""
 
     def close(self) -> None:
         """Close nothing."""

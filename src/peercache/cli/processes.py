@@ -1,6 +1,6 @@
-"""The nodes of the demo: real processes, started, killed and in every case ended.
+"""Nodes as processes, for the demo and the benchmarks: started, killed, and always ended.
 
-Only processes that were started here are ever signalled, each by its own pid.
+Only processes that were started here are signalled, each by its own pid.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ POLL_S = 0.02
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
+LOCAL = {"listen": "127.0.0.1:0", "advertise": "127.0.0.1", "metrics-port": "0"}
+"""Settings of a node that only this machine reaches."""
+
 
 @attrs.define(eq=False)
 class NodeFailed(PeerCacheError):
-    """A node of the demo ended, or did not begin to serve."""
+    """A node ended, or did not begin to serve."""
 
     name: str
     problem: str
@@ -65,23 +68,25 @@ class NodeProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End it the hard way, as a crash would, and wait for the kernel to be done."""
+        """End it as a crash does, and wait until the kernel has removed it."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
 class NodeProcesses:
-    """The nodes of one demo, and the folder of their sockets and logs; a context manager."""
+    """The nodes of one run, and the folder of their sockets and logs; a context manager."""
 
-    def __init__(self, command: Sequence[str] | None = None, *, log_folder: str | None) -> None:
-        """Run `command` a node, by default this Python's peercache.node."""
+    def __init__(
+        self, command: Sequence[str] | None = None, *, log_folder: str | None = None
+    ) -> None:
+        """Run `command` for each node, by default this Python's peercache.node."""
         self._command = list(command or (sys.executable, "-m", "peercache.node"))
         self._log_folder = Path(log_folder) if log_folder else None
         self._processes: list[subprocess.Popen[bytes]] = []
-        folder = tempfile.mkdtemp(prefix="peercache-demo-")
+        folder = tempfile.mkdtemp(prefix="peercache-")
         if len(folder) > SOCKET_PATH_MAX - len("/a.ipc"):
             Path(folder).rmdir()
-            folder = tempfile.mkdtemp(prefix="peercache-demo-", dir="/tmp")
+            folder = tempfile.mkdtemp(prefix="peercache-", dir="/tmp")
         self.folder = Path(folder)
 
     def __enter__(self) -> NodeProcesses:
@@ -112,7 +117,7 @@ class NodeProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C in the terminal reaches the demo alone, which then ends its nodes.
+                # Ctrl-C in the terminal reaches this process alone, which then ends its nodes.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call that takes no lock
             )
@@ -136,6 +141,28 @@ class NodeProcesses:
             time.sleep(POLL_S)
         node.ready = json.loads(node.ready_file.read_text())
 
+    def cluster(
+        self, name: str, pools: dict[str, int], more: dict[str, dict[str, str]] | None = None
+    ) -> dict[str, NodeProcess]:
+        """Start a cluster on this machine: the nodes by their names, each with a pool of a size.
+
+        more: further settings of some of the nodes.
+        """
+        nodes: dict[str, NodeProcess] = {}
+        for node, pool_bytes in pools.items():
+            settings = {
+                **LOCAL,
+                "cluster": name,
+                "pool-size": str(pool_bytes),
+                "log-level": "warning",
+                **(more or {}).get(node, {}),
+            }
+            if nodes:
+                settings["discovery-addr"] = next(iter(nodes.values())).ready["control"]
+            nodes[node] = self.launch(node, settings)
+            self.await_ready(nodes[node])
+        return nodes
+
     def close(self) -> None:
         """End every process that was started here, then remove the folder."""
         for process in self._processes:
@@ -145,7 +172,7 @@ class NodeProcesses:
         for process in self._processes:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:  # noqa: PERF203 - three nodes
+            except subprocess.TimeoutExpired:  # noqa: PERF203 - a handful of nodes
                 process.kill()
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -155,7 +182,7 @@ _libc = ctypes.CDLL(None)  # Loaded before any fork: nothing may be loaded betwe
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process if the demo is killed and cannot end its nodes."""
+    """Have the kernel kill this process if its parent is killed and cannot end its nodes."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

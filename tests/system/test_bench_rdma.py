@@ -1,20 +1,16 @@
-"""`peercache bench rdma` where there is no RDMA: our own processor time, and what others print."""
+"""`peercache bench rdma` where there is no RDMA: its table, its error, and ib_read_bw."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from peercache.cli.bench.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.rdma import RdmaPlan, perftest, perftest_gb_s
 from peercache.cli.bench.report import rdma_table
-from peercache.rdma.null_device import instant_fabric
 
 PERFTEST = """\
 ---------------------------------------------------------------------------------------
@@ -27,34 +23,6 @@ PERFTEST = """\
 """
 
 
-def test_own_time_a_page_is_a_few_microseconds() -> None:
-    """On a quiet machine it is 4 to 5; several times that is a step that went wrong."""
-    for _ in range(20):  # Who shares the processor makes anything dear now and then.
-        figures = own_time_us()
-        slowest_us = max(figures.values())
-        if slowest_us < 30 and figures["cpu_us_page_fabric"] < figures["cpu_us_page"]:
-            break
-
-    assert min(figures.values()) > 0
-    assert slowest_us < 30, figures
-    assert figures["cpu_us_page_fabric"] < figures["cpu_us_page"]
-
-
-@pytest.mark.parametrize("apart", [1, 2])
-def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
-    """Words arrive and are judged; a path that ended early would be quick, and worth nothing."""
-    target = np.zeros(2 * BATCH * PAGE_BYTES, np.uint8)
-    fabric = instant_fabric(page_bytes=target.nbytes, granule=GRANULE)
-    fabric.register("bench", int(target.ctypes.data), target.nbytes, target)
-    places = np.arange(BATCH, dtype=np.uint64) * np.uint64(apart)
-
-    outcome = Batch(fabric, target, places).get()
-    fabric.close()
-
-    assert outcome.hits.all()
-    assert outcome.pages_by_fabric == {"rdma": BATCH}
-
-
 def test_average_is_read_out_of_perftests_table() -> None:
     """Its MB are mebibytes; where it prints no table there is no figure."""
     assert perftest_gb_s(PERFTEST, 2**20) == pytest.approx(78.91 * 2**20 / 1e9)
@@ -65,21 +33,21 @@ def test_average_is_read_out_of_perftests_table() -> None:
 def test_table_shows_what_was_measured_and_leaves_out_the_rest() -> None:
     """A line for each page size that was read, with the ratio to the bare loop."""
     figures = {
-        "cpu_us_page": 2.2, "cpu_us_page_scattered": 2.5, "cpu_us_page_fabric": 1.1,
-        "cpu_us_page_fabric_scattered": 1.2, "get_gb_s_1024k": 0.6,
-        "bare_gb_s_1024k": 0.62, "get_ratio_1024k": 0.97, "wrong_pages_1024k": 0,
-    }  # fmt: skip
+        "get_gb_s_1024k": 0.6,
+        "bare_gb_s_1024k": 0.62,
+        "get_ratio_1024k": 0.97,
+        "wrong_pages_1024k": 0,
+    }
 
     text = rdma_table(figures, (2**20, 128 * 2**10))
 
     assert "ratio 0.97" in text
     assert "0 wrong pages" in text
     assert "128 KiB" not in text
-    assert "2.20 µs" in text
 
 
-def test_command_without_rdma_says_why_and_measures_the_rest() -> None:
-    """Our own processor time needs no device; the exit status says that READs were not measured."""
+def test_command_without_rdma_says_why() -> None:
+    """The exit status says that no READ was measured."""
     done = subprocess.run(
         [sys.executable, "-m", "peercache", "bench", "rdma", "--json", "--near", "no_such_device"],
         capture_output=True,
@@ -89,8 +57,8 @@ def test_command_without_rdma_says_why_and_measures_the_rest() -> None:
     )
 
     assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["cpu_us_page"] > 0
     assert done.stderr.strip()
+    assert "Traceback" not in done.stderr
 
 
 TOOL = """#!{python}
@@ -120,8 +88,8 @@ def test_perftest_that_is_slow_or_unsure_is_waited_for_and_asked_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     plan = RdmaPlan(
-        near=("a",), far=("b",), gid_index=-1, page_bytes=(2**20,), total_bytes=2**20,
-        seconds=0.1, shm_dir=str(tmp_path),
+        near=("a",), far=("b",), gid_index=-1, granule=16384, page_bytes=(2**20,),
+        total_bytes=2**20, seconds=0.1, shm_dir=str(tmp_path),
     )  # fmt: skip
 
     rate, problem = perftest(plan, 2**20)

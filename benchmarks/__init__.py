@@ -1,0 +1,1 @@
+"""Benchmarks that developers run from a checkout: `python -m benchmarks.NAME`."""

@@ -1,0 +1,39 @@
+"""What commands print with: tables, JSON, sizes, and progress where a person looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PIPE_COLUMNS = 100
+"""The width of tables in a pipe, which has none of its own."""
+
+
+def console() -> Console:
+    """Return the console of stdout."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """Return an empty table."""
+    return Table(*columns, title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """Print one object on one line, numbers rounded to what they mean."""
+    rounded = {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+    print(json.dumps(rounded))
+
+
+def tell(text: str) -> None:
+    """Print a line of progress where stderr is a terminal."""
+    if sys.stderr.isatty():
+        print(f"  {text}", file=sys.stderr)

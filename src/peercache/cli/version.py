@@ -1,0 +1,27 @@
+"""`peercache version` and `peercache completion`: what is installed, and how shells complete it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as version_of
+
+import click
+from click.shell_completion import get_completion_class
+
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+
+
+@click.command
+def version() -> None:
+    """Print the versions of the package and of the wire."""
+    wire = f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}" if WIRE_VERSION > 1 else f"{WIRE_VERSION}"
+    print(f"peercache {version_of('peercache')} (wire version {wire})")
+
+
+@click.command
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completions of a shell: eval "$(peercache completion bash)" in ~/.bashrc."""
+    kind = get_completion_class(shell)
+    assert kind is not None, "click has lost a shell"
+    print(kind(context.find_root().command, {}, "peercache", "_PEERCACHE_COMPLETE").source())

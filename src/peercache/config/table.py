@@ -1,0 +1,163 @@
+"""What one row of the table of settings says: how a value is written, and which values are allowed.
+
+`settings.Config` is the table itself. Flags, TOML, environment, SGLang's JSON, the reference pages
+and the validation all read these rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from peercache.config import quantities
+from peercache.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "PEERCACHE_"
+
+
+@attrs.frozen
+class Kind:
+    """How values of one kind are written.
+
+    metavar: what stands for the value in `--help`.
+    parse:   makes the value; raises ValueError or TypeError that says what is allowed.
+    written: writes a value so that `parse` reads it.
+    measure, unit: what the bounds of a setting count, and its name.
+    """
+
+    metavar: str
+    parse: Callable[[Any], Any]
+    written: Callable[[Any], str] = str
+    measure: Callable[[Any], Any] = attrs.field(default=lambda value: value)
+    unit: str = ""
+
+
+def _written_list(value: tuple[str, ...]) -> str:
+    return ",".join(value)
+
+
+TEXT = Kind("TEXT", quantities.parse_text, measure=len, unit=" characters")
+FOLDER = attrs.evolve(TEXT, metavar="FOLDER")
+HOST = attrs.evolve(TEXT, metavar="HOST")
+LISTEN = Kind("HOST:PORT", quantities.parse_listen)
+PEERS = Kind("HOST:PORT[,HOST:PORT...]", quantities.parse_peers, _written_list)
+HOME = Kind("ipc://PATH", quantities.parse_ipc)
+DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)
+SIZE = Kind("SIZE", quantities.parse_size, quantities.exact_size)
+POWER_OF_TWO = Kind("SIZE", quantities.parse_power_of_two, quantities.exact_size)
+WHOLE = Kind("N", quantities.parse_whole)
+SECONDS = Kind("SECONDS", quantities.parse_seconds)
+SHARE = Kind("SHARE", quantities.parse_share)
+SWITCH = Kind("true|false", quantities.parse_switch, lambda value: str(value).lower())
+
+
+def choice(*choices: str) -> Kind:
+    """Return the kind of a text that is one of a few."""
+
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"wants one of {', '.join(choices)}")
+        return str(value)
+
+    return Kind("|".join(choices), parse)
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """One setting.
+
+    low, high: the bounds that belong to the allowed values; above, below: those that do not.
+    aliases: other spellings of the flag. secret: whether the value must not be shown.
+    """
+
+    name: str = ""
+    kind: Kind
+    default: Any
+    help: str
+    low: Any = None
+    high: Any = None
+    above: Any = None
+    below: Any = None
+    aliases: tuple[str, ...] = ()
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag: `pool_size` is `--pool-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment(self) -> str:
+        """The environment variable: `pool_size` is `PEERCACHE_POOL_SIZE`."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def choices(self) -> list[str]:
+        """The allowed texts of a setting that has a few, [] for every other."""
+        return self.kind.metavar.split("|") if "|" in self.kind.metavar else []
+
+    @property
+    def written_default(self) -> str:
+        """The default as a flag takes it; "" for none."""
+        return self.kind.written(self.default)
+
+    @property
+    def toml_default(self) -> str:
+        """The default as TOML."""
+        if isinstance(self.default, tuple):
+            return json.dumps(list(self.default))
+        written = self.written_default
+        is_text = isinstance(self.default, str) or (
+            self.kind.written is quantities.exact_size and not written.isdigit()
+        )
+        return json.dumps(written) if is_text else json.dumps(self.default)
+
+    @property
+    def allowed(self) -> str:
+        """The bounds in words, "" for none."""
+        unit = self.kind.unit
+        write = str if unit else self.kind.written
+        parts = []
+        if self.low is not None and self.high is not None:
+            parts.append(f"{write(self.low)} to {write(self.high)}{unit}")
+        elif self.low is not None:
+            parts.append(f"{write(self.low)} or more{unit}")
+        if self.above is not None:
+            parts.append(f"more than {write(self.above)}{unit}")
+        if self.below is not None:
+            parts.append(f"less than {write(self.below)}{unit}")
+        return ", ".join(parts)
+
+    @property
+    def meaning(self) -> str:
+        """The help, and the allowed values."""
+        if self.choices and self.kind is not SWITCH:
+            return f"{self.help} One of {', '.join(self.choices)}."
+        return f"{self.help} Allowed: {self.allowed}." if self.allowed else self.help
+
+    def parse(self, value: Any) -> Any:
+        """Return the value that the configuration keeps; raise ConfigError for a wrong one."""
+        shown = "" if self.secret else f"{value!r}: "
+        try:
+            parsed = self.kind.parse(value)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(self.name, f"{shown}{error}") from error
+        measured = self.kind.measure(parsed)
+        is_allowed = (
+            (self.low is None or measured >= self.low)
+            and (self.high is None or measured <= self.high)
+            and (self.above is None or measured > self.above)
+            and (self.below is None or measured < self.below)
+        )
+        if not is_allowed:
+            raise ConfigError(self.name, f"{shown}wants {self.allowed}")
+        return parsed
+
+
+def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
+    """Return the field of a configuration that one row of the table describes."""
+    row = Setting(kind=kind, default=default, help=help_text, **more)
+    return attrs.field(default=default, kw_only=True, repr=not row.secret, metadata={"row": row})
