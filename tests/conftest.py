@@ -8,13 +8,10 @@ import sys
 import threading
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# A slow or busy machine makes a property no less true: time is no part of what they state.
-settings.register_profile(
-    "peercache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.load_profile("peercache")
+from tests.examples import register_profiles
+
+register_profiles()
 
 # A shell that starts the tests in the background has SIGINT ignored, by all that they start, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

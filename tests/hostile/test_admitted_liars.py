@@ -16,6 +16,7 @@ from peercache.memory.client_lock import ClientLock
 from peercache.wire.codec import decode
 from peercache.wire.messages.pool import Abort, Clear, Commit, LiveReservations, Remove, Reserve
 from peercache.wire.messages.session import Stats, StatsAsked
+from tests.examples import examples
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
 from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
@@ -132,7 +133,7 @@ def standing() -> Iterator[LocalCluster]:
         assert_well(node)
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(st.lists(st.randoms(use_true_random=False), min_size=1, max_size=5))
 def test_whatever_is_said_on_any_port_the_next_one_is_answered(
     standing: LocalCluster,

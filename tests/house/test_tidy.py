@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -98,16 +99,21 @@ CHARTER = ("Owns", "Hears", "Says", "Keeps", "Limits")
 
 @attrs.frozen
 class Module:
-    """One source file. name: dotted, below `peercache`; "" is the package itself."""
+    """One source file. name: dotted, below `peercache`; "" is the package itself.
+
+    nodes: of the whole tree, for the many rules that look at each.
+    """
 
     name: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @classmethod
     def of(cls, name: str, text: str) -> Module:
         """Parse a source."""
-        return cls(name, text, ast.parse(text))
+        tree = ast.parse(text)
+        return cls(name, text, tree, tuple(ast.walk(tree)))
 
     @property
     def top(self) -> str:
@@ -137,6 +143,7 @@ def folder_of(name: str) -> str:
 Rule: TypeAlias = Callable[[Module], Iterator[str]]
 
 
+@cache
 def modules() -> list[Module]:
     """Read the whole package."""
     found = []
@@ -149,7 +156,7 @@ def modules() -> list[Module]:
 
 def imports_of(module: Module) -> Iterator[tuple[int, str, str]]:
     """Yield (line, imported module, imported name or ""), wherever in the file it stands."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -211,7 +218,7 @@ def cores_know_no_event_loop(module: Module) -> Iterator[str]:
         for line, source, _ in imports_of(module):
             if source.partition(".")[0] == "trio":
                 yield f"{line}: trio in {module.name}"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)):
                 yield f"{node.lineno}: async in {module.name}"
 
@@ -225,7 +232,7 @@ def time_and_randomness_are_handed_in(module: Module) -> Iterator[str]:
             yield f"{line}: {source} is imported"
         if source == "random" and name not in ("", "Random"):
             yield f"{line}: random.{name} is imported"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             whole = (node.value.id, node.attr)
             if (whole[0] == "random" and whole[1] != "Random") or whole == ("os", "urandom"):
@@ -236,7 +243,7 @@ def nothing_is_ordered_by_identity(module: Module) -> Iterator[str]:
     """`id` and `hash` differ from run to run: nothing may be ordered or chosen by them."""
     if not module.is_deterministic:
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name) and node.id in ("id", "hash"):
             yield f"{node.lineno}: {node.id} is used"
         if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Set):
@@ -257,7 +264,7 @@ def files_and_functions_are_short(module: Module) -> Iterator[str]:
     length = len(module.text.splitlines())
     if length > FILE_LINES_MAX:
         yield f"1: {length} lines, {FILE_LINES_MAX} are allowed"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:
@@ -275,7 +282,7 @@ def nothing_is_left_undone(module: Module) -> Iterator[str]:
     for number, line in enumerate(module.text.splitlines(), start=1):
         if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line):
             yield f"{number}: {line.strip()}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
             yield f"{node.lineno}: a stub"
 
@@ -287,11 +294,11 @@ def generations_are_compared_in_one_place(module: Module) -> Iterator[str]:
         return
     asserted = {
         id(inner)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Assert)
         for inner in ast.walk(node)
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Compare) or id(node) in asserted:
             continue
         text = ast.unparse(node)
@@ -314,7 +321,7 @@ def only_the_segment_stores_words(module: Module) -> Iterator[str]:
     """Generation words are stored by the segment's own function, which only the node calls."""
     if module.name == "memory.published":
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             if _is_words(node.value):
                 yield f"{node.lineno}: {ast.unparse(node)} is assigned"

@@ -27,6 +27,7 @@ from peercache.rdma.plan import (
     plan,
     stripes,
 )
+from tests.examples import examples
 
 GRANULE = 4096
 PAGES_ADDRESS = 2**40
@@ -366,7 +367,7 @@ def pieces_of(draw: st.DrawFn, begin: int, length: int) -> list[Piece]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     slots=batches(),
     remote=pieces_of(PAGES_ADDRESS, PAGE_BYTES),

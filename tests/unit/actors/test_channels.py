@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from peercache.actors.channels.actor import IDLE_S, ChannelPool, Lease
+from tests.examples import examples
 
 PEERS = st.integers(1, 3)
 MAX = 3
@@ -95,7 +96,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
 
 TestChannelMachine = ChannelMachine.TestCase
-TestChannelMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChannelMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_peer_has_no_more_channels_than_allowed() -> None:

@@ -33,6 +33,7 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryMatches,
 )
+from tests.examples import examples
 from tests.unit.actors.record_cluster import Cluster, located
 
 NAMES = st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True)
@@ -166,5 +167,5 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(
-    TestDirectoryMachine.settings, max_examples=60, stateful_step_count=40
+    TestDirectoryMachine.settings, max_examples=examples(60), stateful_step_count=40
 )

@@ -15,6 +15,7 @@ from peercache.actors.disk.index import Begun, DiskIndex
 from peercache.actors.disk.key_table import FEW_KEYS, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for, slot_blocks, slots_in
 from peercache.actors.storage_port import DISK_ENTRY
+from tests.examples import examples
 
 SLAB = 64 * BLOCK_BYTES
 
@@ -406,5 +407,5 @@ class IndexMachine(RuleBasedStateMachine):
         assert figures["disk_bytes_used"] == int(blocks.sum()) * BLOCK_BYTES
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestIndexMachine = IndexMachine.TestCase

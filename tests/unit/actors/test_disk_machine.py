@@ -23,6 +23,7 @@ from peercache.actors.storage_port import (
 from peercache.model.records import RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
 from peercache.wire.messages.promote import Promoted
+from tests.examples import examples
 from tests.unit.actors.disk_world import GRANULE, LENGTH, DiskWorld, key
 
 pages = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
@@ -209,4 +210,4 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDisk = DiskMachine.TestCase
-TestDisk.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestDisk.settings = settings(max_examples=examples(120), stateful_step_count=40)

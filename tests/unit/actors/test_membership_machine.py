@@ -16,6 +16,7 @@ from peercache.model.view import is_newer
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from tests.examples import examples
 from tests.unit.actors.membership_cluster import (
     DEAD_S,
     HEAL_S,
@@ -140,7 +141,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
 
 TestMembershipMachine = MembershipMachine.TestCase
-TestMembershipMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMembershipMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 NAMES = [f"n{number:03d}:31998" for number in range(5)]
@@ -178,7 +179,7 @@ def commit(cluster: Cluster, kind: str, what: object) -> None:
         cluster.pause(str(what))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**16),
     loss=st.sampled_from([0.0, 0.0, 0.2]),

@@ -26,6 +26,7 @@ from peercache.wire.messages.pool import (
     Reserve,
 )
 from peercache.wire.messages.session import Refused
+from tests.examples import examples
 from tests.unit.actors.pool_world import GRANULE, World, key, packed
 
 clients = st.integers(1, 3)
@@ -321,5 +322,5 @@ class PoolMachine(RuleBasedStateMachine):
             self.outcomes[reservation] = states.replace(bytes((RESERVED,)), bytes((ABORTED,)))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60)
 TestPoolAgainstItsOracle = PoolMachine.TestCase

@@ -21,6 +21,7 @@ from peercache.actors.rdma.actor import (
 )
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
 from peercache.wire.messages.session import Refused
+from tests.examples import examples
 
 ALICE, BOB = Origin(1, 11), Origin(2, 22)
 
@@ -261,6 +262,4 @@ class ServedChannelsMachine(RuleBasedStateMachine):
 
 
 TestServedChannelsMachine = ServedChannelsMachine.TestCase
-TestServedChannelsMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestServedChannelsMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)

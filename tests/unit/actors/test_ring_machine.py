@@ -16,6 +16,7 @@ from peercache.actors.ring.actor import RingActor
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
+from tests.examples import examples
 from tests.unit.actors.record_cluster import member
 
 TOKENS = 16
@@ -92,4 +93,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRingMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
+from tests.examples import examples
 from tests.unit.actors.slots_rig import Rig
 
 
@@ -230,7 +231,7 @@ def test_slot_freed_twice_is_a_bug() -> None:
         rig.slots.release(slot)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     granules=st.integers(1, 700),
     seed=st.integers(0, 2**32),

@@ -26,6 +26,7 @@ from peercache.model.reads import PeerRead
 from peercache.observability.metrics import Metrics
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from tests.contracts.fakes import PlainMemory
+from tests.examples import examples
 from tests.unit.fabric.serving import (
     CLUSTER,
     CREDENTIALS,
@@ -202,7 +203,7 @@ def test_refusal_reaches_a_client_that_sends_on(server: PageServer) -> None:
     assert wire.decode_status(answer) == wire.BOUNDS
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(garbage=st.binary(max_size=300), greeted=st.booleans())
 def test_garbage_ends_its_own_connection_only(
     server: PageServer, garbage: bytes, greeted: bool

@@ -22,6 +22,7 @@ from peercache.net.sockets import (
     remove_dead_socket,
 )
 from peercache.wire.codec import MESSAGE_BYTES_MAX
+from tests.examples import examples
 from tests.pace import paced
 from tests.unit.net.peers import PATIENCE_S, PROMPT_S, files_open, wait_until
 
@@ -188,7 +189,7 @@ def test_a_message_beyond_the_bound_costs_its_sender_the_connection_only(tmp_pat
     listener.close()
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200))
 def test_what_is_no_nng_at_all_leaves_the_listener_alive(tmp_path: Path, raw: bytes) -> None:
     """Port scanners, browsers, garbage."""

@@ -39,6 +39,7 @@ from peercache.wire.messages.directory import Located, Lookup, Put
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
 from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
+from tests.examples import examples
 from tests.pace import PATIENCE_S
 
 CLUSTER = "test"
@@ -336,7 +337,7 @@ async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling)
         assert str(WIRE_VERSION) in answer.detail
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_garbage_reaches_nobody_and_raises_nothing(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of any kind, also such as begin like one of ours."""

@@ -17,6 +17,7 @@ from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import Join
 from peercache.wire.messages.session import Stats
+from tests.examples import examples
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -92,7 +93,7 @@ def test_every_message_survives_the_wire(envelope: Envelope) -> None:
     assert codec.decode(codec.encode(envelope, cluster="c"), cluster="c") == envelope
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(any_envelope, st.data())
 def test_every_truncation_is_refused(envelope: Envelope, data: st.DataObject) -> None:
     """A message that lost its end is refused, wherever it was cut."""
@@ -110,7 +111,7 @@ def test_noise_is_refused_with_the_one_exception(raw: bytes) -> None:
         codec.decode(raw, cluster="c")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(any_envelope, st.data())
 def test_a_flipped_bit_is_refused_or_gives_another_valid_message(
     envelope: Envelope, data: st.DataObject

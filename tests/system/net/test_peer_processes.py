@@ -19,11 +19,14 @@ from tests.unit.net.peers import PATIENCE_S, PROMPT_S, Asking, wait_until
 
 ROOT = Path(__file__).parents[3]
 
+# The deadlines below are of a peer that has stalled.
+pytestmark = pytest.mark.usefixtures("stalls")
+
 
 @contextmanager
 def peer_process(kind: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.net.peer_process", kind, str(folder)],
+        [sys.executable, "-m", "tests.system.net.peer_process", kind, str(folder)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

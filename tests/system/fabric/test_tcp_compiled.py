@@ -33,6 +33,7 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import REFUSED
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
 from tests.contracts.fakes import PlainMemory
+from tests.examples import examples
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.unit.fabric.serving import WAYS, PageServer, fabric_for, wait_until
 
@@ -85,7 +86,7 @@ def read(fabric: TcpFabric, port: int, offsets: list[int], into: Destination) ->
     return fabric.read(PeerRead(member, places, into.lengths, into.runs), until)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
     pages=st.lists(
         st.tuples(
