@@ -55,7 +55,7 @@ MembershipHears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | Vie
 
 @attrs.frozen
 class ViewChanged:
-    """membership → ring, directory, publisher: the view as it is now, dead and left included."""
+    """membership → ring, directory: the view as it is now, dead and left included."""
 
     members: tuple[Member, ...]
 
@@ -140,9 +140,7 @@ class PagesCommitted:
 OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 """What a directory owner answers to a message of the publisher's stream."""
 
-PublisherHears: TypeAlias = (
-    PagesCommitted | RecordsChanged | RingChanged | Republish | ViewChanged | OwnerAnswer
-)
+PublisherHears: TypeAlias = PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer
 
 
 # --- pool -----------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Cluster:
 
     def show(self, incarnation: int, shown: ViewChanged) -> None:
         """Give a node a view, as its membership would."""
-        for actor in ("ring", "directory", "publisher"):
+        for actor in ("ring", "directory"):
             self.tell(incarnation, actor, shown)
 
     def show_all(self) -> None:

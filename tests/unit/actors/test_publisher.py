@@ -776,8 +776,3 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
     assert sorted(b"".join(m.buckets for m in repairs)) == list(range(256))
     assert sum(len(m.records) // 56 for m in repairs) == 400
     assert 0.3 <= now - 5.0 <= 0.8
-
-
-def test_view_changes_nothing_by_itself() -> None:
-    """The ring says who lives."""
-    assert heard(publisher_in(ring_of(A)), ME, view(ME, member(A, DEAD)), 0.0) == []

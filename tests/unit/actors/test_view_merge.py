@@ -77,7 +77,7 @@ def test_member_declared_dead_republishes_everything() -> None:
         for e in declared_dead
         if isinstance(e, (TellRing, TellDirectory, TellPublisher))
     ]
-    assert kinds == [ViewChanged] * 3 + [Republish]
+    assert kinds == [ViewChanged] * 2 + [Republish]
 
 
 def test_republishing_again_and_again_waits() -> None:

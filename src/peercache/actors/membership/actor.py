@@ -3,7 +3,7 @@
 Owns    this node's view, its own entry in it, and the clocks of those it judges.
 Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; a tick four times a heartbeat.
 Says    Join to discovery addresses and to the lost, Heartbeat to the masters, HeartbeatSeen and
-        ViewShared in answer; ViewChanged to ring, directory and publisher, Republish to the last.
+        ViewShared in answer; ViewChanged to ring and directory, Republish to the publisher.
 Keeps   its own entry is in its view, and alive until `leave`; whatever is said against it is
         refuted by a higher counter. Masters judge everybody, others only the masters, each by its
         own clock. Whoever spoke to us lately is not dead, whatever others say: they are told, so
@@ -376,8 +376,7 @@ class Membership:
                 count = sum(member.state == state for member in members)
                 self._metrics.members.labels(state=name).set(count)
         changed = ViewChanged(members)
-        # The publisher learns of a change from the ring, which must hear of it first.
-        return [TellRing(changed), TellDirectory(changed), TellPublisher(changed)]
+        return [TellRing(changed), TellDirectory(changed)]
 
 
 def _way_back(sender: Origin) -> int | Origin:

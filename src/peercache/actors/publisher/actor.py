@@ -1,8 +1,8 @@
 """Publisher: tells directory owners what this node holds, until they know.
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
-Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish and
-        ViewChanged, from membership; Acknowledged, SummaryMatches and SummaryDiffers, from owners.
+Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
+        from membership; Acknowledged, SummaryMatches and SummaryDiffers, from owners.
 Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to whoever waits for a commit.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it; a commit is answered
@@ -34,7 +34,6 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
     Republish,
     RingChanged,
-    ViewChanged,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
@@ -117,8 +116,6 @@ class Publisher:
                     stream.unsure = True
                 self._due = now
                 return []
-            case ViewChanged():
-                return []  # Who lives, the ring says: two sources could contradict each other.
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
