@@ -36,7 +36,7 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	@# The switch is for the next target: here nobody wants that environment.
+	@# The switch is for the next target, not for this one.
 	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest \
 		-m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
 
@@ -44,7 +44,7 @@ unit: $(STAMP)
 slow: $(STAMP)
 	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
-# Whole clusters, simulated: seeds nobody has run before, and bugs that must be found.
+# Whole clusters, simulated: fresh seeds, and planted bugs that must be found.
 sims: $(STAMP)
 	$(BIN)/python -m sims sweep --kept --minutes $(SIMS_MINUTES)
 	$(BIN)/python -m sims canaries

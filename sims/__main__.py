@@ -1,4 +1,4 @@
-"""`python -m sims`: run a seed, sweep many, or plant bugs and see them found."""
+"""`python -m sims`: run a seed, sweep many seeds, or hunt planted bugs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Questions of a simulated client: `net.asking.Asker` with simulated connections and waits.
 
-What is asked again, which answers count and who is to blame is production code
+Production code decides which questions are retried, which answers count, and which peer is
+to blame
 (`net.asking`); here is what stands for nng's sockets and for the poll.
 """
 
@@ -59,20 +60,20 @@ class Connection:
         return self.inbox.popleft() if self.inbox else None
 
     def is_refused(self, _timeout_s: float, /) -> bool:
-        """Return whether nobody is there."""
+        """Return whether no peer is connected."""
         if self._pipe is not None or self.is_probed:
             return False
         self.is_probed = True
         return self._network.is_refused(self._url)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._is_closed = True
         if self._pipe is not None:
             self._network.hang_up(self._pipe)
 
     async def run(self) -> None:
-        """Dial until somebody is there, or nobody wants it any more."""
+        """Dial until a peer answers, or the connection is closed."""
         backoff_s = RECONNECT_MIN_MS / 1000
         while not self._is_closed:
             pipe = await self._network.connect(
@@ -95,7 +96,7 @@ class Connection:
         self.wake()
 
     def _broke(self) -> None:
-        # As in production this wakes nobody.
+        # As in production this wakes no waiting task.
         self.is_broken = True
 
 
@@ -161,7 +162,7 @@ class SimAsker:
         return exchange.answers
 
     async def greet(self, url: str, until: float) -> Message | None:
-        """Say Hello at an address whoever listens there; return Welcome, Refused or None."""
+        """Send Hello to the node at an address; return Welcome, Refused or None."""
         await trio.lowlevel.checkpoint()
         if self._network.is_refused(url):
             return None
@@ -194,7 +195,7 @@ class Poll:
     """What `select.poll` is to sockets."""
 
     def __init__(self) -> None:
-        """Wait for nobody yet."""
+        """Begin with no connections."""
         self._watched: dict[int, Connection] = {}
         self._event = trio.Event()
 

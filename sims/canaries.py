@@ -1,8 +1,7 @@
 """Canaries: bugs planted one at a time, each of which the simulation must find.
 
-Planted from outside, by putting something else in place of a method for the length of a run:
-production code has no switches for it. What a fabric or a driver does wrong is planted in the
-simulated ones (`planted`).
+A bug is planted from outside: for one run, a patch replaces a method of production code, which has
+no switch for it. Bugs of fabrics and drivers are planted in the simulated ones (`planted`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FIRST_SEED = 1_000_000
 """Canaries are hunted over the same seeds each time, which no sweep starts with."""
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""Of what, which attribute, and what makes the wrong one of the right one."""
+"""An object, its attribute, and the function that makes the wrong value of the right one."""
 
 SET_ORDER = "set-order"
 
@@ -46,7 +45,7 @@ class Canary:
 CANARIES: tuple[Canary, ...] = (
     Canary(
         "generation-check-skipped",
-        "whatever was read is a hit",
+        "every read is a hit",
         10,
         patches=bugs.GENERATION_CHECK_SKIPPED,
     ),
@@ -64,7 +63,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "unconditional-delete",
-        "a delete or dispute ends whatever stands under the key, newer or not",
+        "a delete or dispute removes the record of the key, newer or not",
         100,
         patches=bugs.UNCONDITIONAL_DELETE,
     ),
@@ -222,7 +221,7 @@ def canary_named(name: str) -> Canary:
 
 @contextmanager
 def planted_canary(name: str) -> Iterator[None]:
-    """Plant a bug for as long as this lasts; "" plants nothing."""
+    """Plant a bug within this context; "" plants none."""
     if not name:
         yield
         return
@@ -243,7 +242,10 @@ def planted_canary(name: str) -> Iterator[None]:
 
 @attrs.frozen
 class Found:
-    """How a hunt ended: by which checker, after how many seeds. checker: "" if it survived."""
+    """The result of a hunt: the checker that found the bug, and the number of seeds.
+
+    checker: "" if the bug survived.
+    """
 
     name: str
     checker: str
@@ -292,7 +294,7 @@ def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]
 
 
 def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:
-    """Hunt every canary; say who found it. Return 1 if one has survived."""
+    """Hunt every canary; print the checker that found it. Return 1 if one has survived."""
     names = [canary.name for canary in CANARIES if only in ("", canary.name)]
     survivors = 0
     context = multiprocessing.get_context("spawn")

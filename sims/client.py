@@ -1,7 +1,7 @@
 """A client of a run: the production read and write paths, driven by simulated tasks.
 
 What `client.bridge` and `client.home` do with threads and sockets is done here with tasks: each
-step of the very same paths, with time between.
+step of the same paths, with time between them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class SimClient:
 
     @property
     def attached(self) -> Attached[NodeMemory] | None:
-        """The home incarnation that we write to."""
+        """The home incarnation that the client writes to."""
         return self.tie.attached
 
     @property
@@ -136,7 +136,7 @@ class SimClient:
                 nursery.start_soon(work, self)
 
     def nursery(self) -> trio.Nursery:
-        """Return where this process's own tasks run."""
+        """Return the nursery of this process's own tasks."""
         assert self._nursery is not None
         return self._nursery
 
@@ -245,7 +245,7 @@ class SimClient:
         self._log.info("home.attached", node=f"{attached.incarnation:016x}")
 
     def _rejected(self, error: PeerCacheError) -> None:
-        # Nothing in a run is configured wrongly.
+        # All settings of a run are valid.
         raise Violation("refused", f"{self.place.name}: {error}")
 
     def _view_came(self, before: Cluster, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ POLLS_BETWEEN_LOOKS = 256
 
 
 class Deadlock(Exception):
-    """Nothing can run, and nobody waits for any time."""
+    """No task can run, and no task waits for a time."""
 
 
 class TooSlow(Exception):
@@ -19,7 +19,7 @@ class TooSlow(Exception):
 
 
 class VirtualClock(trio.abc.Clock):
-    """Seconds from 0 that pass only while everybody waits.
+    """Seconds from 0 that pass only while all tasks wait.
 
     Trio asks how long it may sleep only when no task can run; the answer is to be there already.
     """
@@ -45,7 +45,7 @@ class VirtualClock(trio.abc.Clock):
         if self._polls % POLLS_BETWEEN_LOOKS == 0 and time.monotonic() > self._wall_until:
             self.overrun = True
         if deadline == math.inf:
-            # Sleeping for real would hang; whoever runs us looks at this.
+            # Really sleeping would hang; `sims.play` looks at this.
             self.deadlocked = True
             return 0.0
         self.now_s = max(self.now_s, deadline)

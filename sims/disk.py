@@ -1,4 +1,4 @@
-"""The disk of a run: the simulated store with time between its steps, and faults that it has.
+"""The disk of a run: the simulated store, with time between its steps, and faults.
 
 Outlives its node: a crash loses what was not safe, or the folder is wiped. Reads and writes take
 time, fail, come late, and a stuck disk ends the tier; pages rot.
@@ -135,7 +135,7 @@ class SimDisk:
     async def _come_late(
         self, effect: Spill | Load, late: list[tuple[int, Generator[None, None, Any]]]
     ) -> None:
-        """Do what was late after all: nobody may be hurt by it, and nobody believes it."""
+        """Finish a late job: it must harm no page, and its result is ignored."""
         for _, page in late:
             await self._pass(self._rng.expovariate(1 / LATE_S))
             await self._finish(page)

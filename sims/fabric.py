@@ -1,8 +1,9 @@
 """The fabrics: bytes come in steps with time between, so that torn reads exist.
 
 Same host: a copy by the caller, then the words. Other hosts: a transfer that goes on by itself, in
-order and answered by the owner (as tcp), or several pages at once that need nobody (as rdma). Each
-reads a page's word after that page's bytes. A read stops its transfer before it returns.
+order and answered by the owner (as tcp), or several pages at once without the holder's help (as
+rdma). Each reads a page's word after that page's bytes. A read stops its transfer before it
+returns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A simulated `net.link.Link`: the same outbox and greeting over the simulated network.
 
-The outbox is production code; that it keeps its bounds is counted here once more.
+The outbox is production code; this file counts its bounds once more.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SimLink:
         self._flush()
 
     def greet_again(self) -> None:
-        """Say Hello once more: the peer does not know us (any more)."""
+        """Say Hello once more: the peer does not know this node (any more)."""
         if self._pipe is not None:
             self._network.send(self._pipe, TO_LISTENER, self._hello())
             self._flush()

@@ -1,8 +1,8 @@
 """The second phase: the faults stop in a random connected core, and everything must heal.
 
-What is demanded, within LIVENESS_S: equal views and rings; a directory that says of the core's
-pages neither too little nor too much; no reservation that goes on; empty mailboxes; every page that
-is held is found by everybody, and every client can store a new one that everybody finds.
+Required within LIVENESS_S: equal views and rings; a directory that tells exactly the truth about
+the core's pages; no reservation left; empty mailboxes; every client finds every page that is held,
+and can store a new one that all clients find.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIVENESS_S = 30.0
 LOOK_S = 0.5
 
 WHOLE_CORE = 0.5
-"""Chance that nobody is left out."""
+"""Chance that no host is left out."""
 
 READ_PAGES = 16
 
@@ -43,7 +43,7 @@ class Liveness:
         self._core = self._choose_core()
 
     async def demand(self) -> float:
-        """Return after how many seconds everything was whole; raise Violation if it never is."""
+        """Return the seconds until everything was whole; raise Violation if it never is."""
         started = trio.current_time()
         problem = "nothing was looked at"
         while trio.current_time() < started + LIVENESS_S:
@@ -59,7 +59,7 @@ class Liveness:
     # --- the core ---------------------------------------------------------------------------------
 
     def _choose_core(self) -> list[str]:
-        """Cut some hosts off for ever; keep a head, or newcomers would know nobody."""
+        """Cut some hosts off for ever; keep a head, so that new nodes find the cluster."""
         world, rng = self._world, self._rng
         hosts = list(world.hosts)
         if rng.random() < WHOLE_CORE:
@@ -97,7 +97,7 @@ class Liveness:
         nodes = self._nodes()
         expected = [n for n in self._world.host_of if self._world.host_of[n] in self._core]
         if len(nodes) < len(expected):
-            return "start: not everybody is up again"
+            return "start: some process is not up again"
         return (
             self._views(nodes)
             or self._directory(nodes)
@@ -119,13 +119,13 @@ class Liveness:
             if [member.incarnation for member in members] != living:
                 return f"views: {node.place.name} has {len(members)} live of {len(living)}"
             if any(member.state != ALIVE for member in members):
-                return f"views: {node.place.name} suspects somebody"
+                return f"views: {node.place.name} suspects a member"
             if list(node.crew.ring.current.members) != living:
                 return f"rings: {node.place.name} has another ring"
         return "views: digests differ" if len(digests) > 1 else ""
 
     def _directory(self, nodes: list[SimNode]) -> str:
-        """Directory ⊆ truth, and nobody keeps what others own."""
+        """Directory ⊆ truth, and no node keeps records that others own."""
         known: dict[int, SimNode] = {node.incarnation: node for node in nodes}
         for node in nodes:
             shard = node.crew.directory
@@ -184,7 +184,7 @@ class Liveness:
         return held
 
     async def _reading_problem(self) -> str:
-        """Let every client read every page; return what somebody does not find."""
+        """Let every client read every page; return the pages that a client does not find."""
         for client in self._clients():
             if client.attached is None:
                 return f"home: {client.place.name} has none"

@@ -1,6 +1,6 @@
 """Memory of a run: published segments of nodes, and buffers of the callers.
 
-Both check at once, at the very access: a byte under a committed record changes only after its word
+Both check at each access: a byte under a committed record changes only after its word
 is odd, and nothing touches a caller's buffer after its call has returned.
 """
 
@@ -72,7 +72,7 @@ class Buffers:
 
 @attrs.define(eq=False)
 class Stay:
-    """One page's time in one node's memory."""
+    """The life of one page in one node's memory."""
 
     incarnation: int
     version: int
@@ -81,7 +81,7 @@ class Stay:
 
 
 class Truth:
-    """What was committed where and when: what a hit may return."""
+    """History of commits: the content that a hit may return."""
 
     def __init__(self) -> None:
         """Nothing was."""

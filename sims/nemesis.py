@@ -17,10 +17,10 @@ PARTITION_MAX_S = 14.0
 
 
 class Nemesis:
-    """Does harm until stopped."""
+    """Injects faults until stopped."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        """Harm this world."""
+        """Inject faults into this world."""
         self._world = world
         self._rng = rng
 
@@ -121,7 +121,7 @@ class Nemesis:
 
     def _pick_node(self) -> str | None:
         standing = sorted(name for name, node in self._world.nodes.items() if node.place.alive)
-        # Somebody must be there to be harmed next.
+        # A process must be left for the next fault.
         return self._rng.choice(standing) if len(standing) > 1 else None
 
     def _pick_client(self) -> str | None:

@@ -1,6 +1,6 @@
 """The network: connections over directed links that lose, repeat, reorder, clog and part.
 
-Bytes only: whoever sends has encoded with the real codec, so that wire bugs show and no two
+It carries bytes only: senders encode with the real codec, so wire bugs show and no two
 processes share an object. A connection ends when one of its ends does, or when a fault breaks it;
 what is under way then is lost, or comes to the successor at the same address, as nng does it.
 """
@@ -108,7 +108,7 @@ class SimListener:
 
     @property
     def waiting_count(self) -> int:
-        """How many messages nobody has taken yet."""
+        """How many messages are pending."""
         return len(self._waiting)
 
 
@@ -158,7 +158,7 @@ class Network:
         on_receive: Callable[[bytes], None],
         on_broken: Callable[[], None],
     ) -> Pipe | None:
-        """Dial; None if refused, or if nobody answers in time."""
+        """Dial; None if refused, or without an answer in time."""
         listener = self._listeners.get(address)
         now = trio.current_time()
         if listener is None:
@@ -178,7 +178,7 @@ class Network:
         return pipe
 
     def is_refused(self, address: str) -> bool:
-        """Return whether nobody listens at an address, as the kernel of its host tells."""
+        """Return whether no process listens at an address, as the kernel of its host tells."""
         return address not in self._listeners
 
     def hang_up(self, pipe: Pipe) -> None:
@@ -195,7 +195,7 @@ class Network:
         listener = pipe.listener
         here, there = pipe.dialler.host, listener.place.host
         self._at(self._arrival(here, there), lambda: listener.removed(pipe.number))
-        self._at(self._arrival(there, here), lambda: pipe.on_broken())  # noqa: PLW0108 - whoever hears it then
+        self._at(self._arrival(there, here), lambda: pipe.on_broken())  # noqa: PLW0108 - looked up when it runs
 
     def process_ended(self, place: Place) -> None:
         """Break whatever a process had dialled."""
@@ -281,7 +281,7 @@ class Network:
         self._way(source, target).clogged_until = until
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Return whether nothing gets through just now."""
+        """Return whether nothing passes now."""
         return source != target and self._way(source, target).cut_until > trio.current_time()
 
     def heal(self) -> None:

@@ -11,4 +11,4 @@ WORD_BEFORE_BYTES = "word-before-bytes"
 CHECKSUM_NOT_VERIFIED = "disk-checksum-not-verified"
 
 planted: set[str] = set()
-"""What is planted just now; asked by name only, so it orders nothing."""
+"""The planted bugs, by name."""

@@ -1,4 +1,4 @@
-"""One run from its seed: a world, harm done to it, and the demand that everything heals."""
+"""One run from its seed: a world, faults, and the check that everything heals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET_S = 25.0
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What a run came to. checker: "" if nothing was found."""
+    """The result of a run. checker: "" if nothing was found."""
 
     seed: int
     checker: str
@@ -46,7 +46,7 @@ class Outcome:
 
 
 async def _phases(world: World) -> float:
-    """Do harm, then demand that everything heals; return how long the healing took."""
+    """Inject faults, then check that everything heals; return how long it took."""
     with trio.fail_after(VIRTUAL_LIMIT_S):
         async with trio.open_nursery() as nursery:
             world.nursery = nursery
@@ -76,7 +76,7 @@ async def _watch(world: World) -> None:
         if world.clock.overrun:
             raise TooSlow(f"more than {WALL_LIMIT_S} s of real time")
         if world.clock.deadlocked:
-            raise Deadlock("nobody waits for any time")
+            raise Deadlock("no task waits for a time")
 
 
 async def _calm_down(world: World) -> None:

@@ -1,7 +1,7 @@
-"""The simulated page store: what `disk` does with files, done with a dictionary, step by step.
+"""The simulated page store: `storage` with a dictionary instead of files, step by step.
 
 Its jobs are generators that give way between the steps of a copy, so that a page may be evicted
-while it is written, and a slot be read while it is filled. Faults are whatever `Faults` says.
+while it is written, and a slot be read while it is filled. `Faults` decides the faults.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ FRESH_BITS = 40
 
 @attrs.define
 class Tally:
-    """What a sweep came to."""
+    """The result of a sweep."""
 
     runs: int = 0
     messages: int = 0
@@ -78,7 +78,7 @@ def reproduce_line(seed: int) -> str:
 
 
 def commit() -> str:
-    """Return which commit is checked out, as git says it."""
+    """Return the commit that is checked out."""
     asked = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607 - whichever git there is
         cwd=Path(__file__).parent,
@@ -96,7 +96,7 @@ def kept_seeds() -> list[int]:
 
 
 def fresh_seeds() -> Iterator[int]:
-    """Yield seeds that nobody has seen."""
+    """Yield fresh random seeds."""
     first = int.from_bytes(os.urandom(FRESH_BITS // 8), "little")
     while True:
         yield first

@@ -15,7 +15,7 @@ LINES_KEPT = 400
 
 
 class Violation(Exception):
-    """A checker has found something that must never be."""
+    """A checker has found a broken promise."""
 
     def __init__(self, checker: str, detail: str) -> None:
         """checker: its name; detail: a sentence for a person."""
@@ -28,7 +28,7 @@ class Trace:
     """Takes lines, hashes all of them and keeps the last."""
 
     def __init__(self, clock: Callable[[], float], *, show: Callable[[str], None] | None) -> None:
-        """Stamp lines with `clock`; hand each to `show` where somebody wants to read along."""
+        """Stamp lines with `clock`; pass each to `show`, if given."""
         self._clock = clock
         self._show = show
         self._hash = hashlib.sha256()

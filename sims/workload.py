@@ -1,4 +1,4 @@
-"""What clients do in a run, and what each call must come to."""
+"""The calls of clients in a run, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LATE_S = 1e-6
 """A call may end this much after its deadline: sums of floats."""
 
 OTHER_LENGTH = 0.02
-"""Chance that somebody sets a page with another length than everybody else."""
+"""Chance that a client sets a page with another length than the other clients."""
 
 
 @attrs.frozen
@@ -130,7 +130,7 @@ class Calls:
         outcome = await client.drive(path, attached.memory)
         self._close(regions)
         for region in regions:
-            # Whoever reads a source now stores this.
+            # A late read of a source stores this.
             region.data[:] = POISON
         self._ended(client, "set", started, timeout_s, outcome.stored, outcome.reasons)
         for key, stored in zip(keys.tolist(), outcome.stored.tolist(), strict=True):

@@ -180,7 +180,7 @@ class World:
 
     async def _start_again(self, name: str, away_s: float) -> None:
         with trio.move_on_after(away_s):
-            # When the faults stop, whoever is down comes up.
+            # When the faults stop, every process that is down starts again.
             while self.is_safety:
                 await trio.sleep(0.25)
         await self.run_node(name, 0.0)

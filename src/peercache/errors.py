@@ -1,20 +1,20 @@
 """Every exception that PeerCache raises.
 
     PeerCacheError
-    ├── DefiniteError          it did not and will not happen
+    ├── DefiniteError          did not happen and will not
     │   ├── ConfigError        a configuration name or value is wrong
-    │   ├── PoolTooLarge       the memory for the pool is not there
-    │   ├── AddressTaken       an address asked for by name is in use
-    │   └── Rejected           the other side refused us: version, cluster, granule, geometry
-    ├── IndefiniteError        it may have happened
+    │   ├── PoolTooLarge       the memory for the pool is missing
+    │   ├── AddressTaken       a configured address is in use
+    │   └── Rejected           the peer refuses: version, cluster, granule, geometry
+    ├── IndefiniteError        may have happened
     │   ├── PeerUnreachable    no connection, or no answer
     │   └── DeadlineExceeded   the time was up first
-    └── ProtocolError          somebody broke the rules of the wire
-        ├── LocalProtocolError    we did: a bug
-        └── RemoteProtocolError   the peer did: dropped and counted
+    └── ProtocolError          a rule of the wire was broken
+        ├── LocalProtocolError    by PeerCache: a bug
+        └── RemoteProtocolError   by the peer: dropped and counted
 
-None of them crosses a batch call of a `Client`: there every error is a miss with a counted reason.
-They do come out of constructors, where a person reads them.
+No batch call of a `Client` raises them: there every error is a miss with a counted reason.
+Constructors and commands raise them, where a person reads the message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProtocolError(PeerCacheError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We broke a rule of the wire: a bug of ours."""
+    """PeerCache broke a rule of the wire: a bug."""
 
 
 @attrs.define(eq=False)
@@ -49,7 +49,7 @@ class RemoteProtocolError(ProtocolError):
     what: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"the peer broke the protocol: {self.what}"
 
 
@@ -61,7 +61,7 @@ class ConfigError(DefiniteError):
     problem: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"configuration '{self.name}': {self.problem}"
 
 
@@ -74,7 +74,7 @@ class PoolTooLarge(DefiniteError):
     free_bytes: int
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return (
             f"the pool needs {self.wanted_bytes} bytes in {self.path}, which has "
             f"{self.free_bytes} free: lower pool_size, or name another shm_dir"
@@ -83,25 +83,25 @@ class PoolTooLarge(DefiniteError):
 
 @attrs.define(eq=False)
 class AddressTaken(DefiniteError):
-    """Somebody else listens on an address that the configuration names."""
+    """Another process listens on an address that the configuration names."""
 
     name: str
     address: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"{self.name} = {self.address} is in use: stop its owner, or choose another"
 
 
 @attrs.define(eq=False)
 class Rejected(DefiniteError):
-    """The other side refuses to work with us."""
+    """The peer refuses this process, and says why."""
 
     reason: str
     detail: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"refused ({self.reason}): {self.detail}"
 
 
@@ -112,7 +112,7 @@ class PeerUnreachable(IndefiniteError):
     peer: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"no answer from {self.peer}"
 
 
@@ -124,5 +124,5 @@ class DeadlineExceeded(IndefiniteError):
     timeout_s: float
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for a person."""
         return f"{self.what} did not finish within {self.timeout_s} s"

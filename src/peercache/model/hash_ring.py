@@ -1,8 +1,8 @@
 """The consistent-hash ring: which nodes own a page's location record.
 
 A pure function of the set of live incarnations, so every process that knows the same set computes
-the same owners, and there is nothing to agree on but the set. (Karger et al. 1997; owners after the
-first are the next distinct nodes clockwise, as in Dynamo, 2007, §4.3.)
+the same owners. (Karger et al. 1997; owners after the first are the next distinct nodes clockwise,
+as in Dynamo, 2007, §4.3.)
 """
 
 from __future__ import annotations

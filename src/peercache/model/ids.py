@@ -1,8 +1,8 @@
-"""Identities: who is who in a cluster.
+"""Identities of nodes and clients.
 
-A node is an *incarnation*, random and new at each start: an address may come back, an incarnation
-never does, so whatever was said about a dead one can never be taken for its successor.
-Incarnations have no order.
+A node is an *incarnation*, random and new at each start: an address may return, an incarnation
+never does, so a message about a dead node is never taken for one about its successor. Incarnations
+have no order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Incarnation = NewType("Incarnation", int)
 ClientId = NewType("ClientId", int)
 """A client's identity, 1 … 2**64 - 1, new for each `Client.open`."""
 
-NOBODY = Incarnation(0)
-"""Target of a message to whoever listens at an address (Hello, Join): no node is called 0."""
+ANY_NODE = Incarnation(0)
+"""Target of a message to the process at an address (Hello, Join): no node has the identity 0."""
 
 
 def new_incarnation(rng: random.Random) -> Incarnation:

@@ -1,4 +1,4 @@
-"""Page keys: what a page is called inside PeerCache.
+"""Page keys: the names of pages inside PeerCache.
 
 A page key is 16 bytes: the first 16 of SGLang's SHA-256 page hash XOR a 16-byte BLAKE2b of the
 namespace. A batch is one (n,) array of dtype V16, and travels as one byte string.
@@ -28,7 +28,7 @@ _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 class Namespace:
     """What separates pages that must never be mistaken for each other.
 
-    name:        what people call it: model, revision, tenant.
+    name: for people: model, revision, tenant.
     geometry:    what the bytes of a page mean: dtype, layout, page size, layers, heads … One name
                  with two geometries is refused by every node that sees both.
     coordinates: which part of a page this process holds: tensor, pipeline, context-parallel rank.

@@ -1,4 +1,4 @@
-"""A member of the cluster, as every view tells of it, and its states."""
+"""A member of the cluster, as an entry of a view, and its states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fabric is asked to read, and what it answers."""
+"""Read requests to a fabric, and their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peercache.model.member import Member
 from peercache.model.runs import U64, PageRuns
 
 ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""What a word buffer is filled with before a read: odd, so never equal to a generation."""
+"""The value in a word buffer before a read: odd, so never equal to a generation."""
 
 
 @attrs.frozen(eq=False)

@@ -32,7 +32,7 @@ ROW = np.dtype((np.void, RECORD_BYTES))
 PAGE_BYTES_MAX = 2**32 - 1
 
 DROP = np.dtype([("key", "V16"), ("generation", "<u8")])
-"""What a delete carries: the record of `key` goes if its generation is not newer than this."""
+"""A delete: removes the record of `key` if its generation is not newer than this one."""
 DROP_BYTES = DROP.itemsize
 
 RESIDENT = 1
@@ -86,7 +86,7 @@ def keys_of(records: Records) -> list[bytes]:
 
 @attrs.define(eq=False)
 class Content:
-    """What a set of records comes to: its size, and a digest for each bucket.
+    """The size of a set of records, and a digest for each bucket.
 
     Holder and owner each keep one for the records that the owner should hold of the holder.
     """
@@ -95,7 +95,7 @@ class Content:
     buckets: npt.NDArray[np.uint64] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.uint64))
 
     def flip(self, buckets: npt.NDArray[np.intp], digests: npt.NDArray[np.uint64]) -> None:
-        """Add records that were out, or take away records that were in: XOR does both."""
+        """Add or remove records: XOR does both."""
         np.bitwise_xor.at(self.buckets, buckets, digests)
 
     def digest(self) -> int:

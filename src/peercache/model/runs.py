@@ -1,4 +1,4 @@
-"""Where the bytes of a batch of pages lie in the caller's memory.
+"""Runs: the places of a batch's bytes in the caller's memory.
 
 A page is gathered from, or scattered into, one or more *runs*: (address, size) pieces. A batch is a
 few flat arrays, so that no step of the data path makes a Python object a page.

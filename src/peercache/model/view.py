@@ -1,10 +1,10 @@
-"""The view: who is in the cluster, as one node knows it. Pure, immutable, mergeable.
+"""The view: the members of the cluster, as one node knows them. Pure, immutable, mergeable.
 
 A view maps incarnation → Member. Of two entries for one incarnation the newer stays: the higher
 counter, then the worse state (alive < suspect < dead < left). That is a join of a semilattice, so
 views may be merged in any order, any number of times, and nodes that have merged the same entries
-hold equal views. Only a member itself raises its counter, so what others say of it can always be
-refuted by it, and by nobody else. (Das, Gupta, Motivala: SWIM, 2002, §4.2.)
+hold equal views. Only a member itself raises its counter, so it can refute every entry about it,
+and no other member can. (Das, Gupta, Motivala: SWIM, 2002, §4.2.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEMBERS_MAX = 16_384
 """Most entries of a view: at 350 bytes each it still fits one message (8 MiB, 65,536 entries)."""
 
 COUNTER_MAX = 2**63
-"""Counters from here on are ignored: nobody could refute them in the 64 bits of the wire."""
+"""Counters from here on are ignored: no member could refute them in the 64 bits of the wire."""
 
 NOT_A_HEAD = 255
 """Head rank of a member that no `discovery_addr` names; also the lowest rank there is."""
@@ -41,7 +41,7 @@ def is_newer(one: Member, other: Member) -> bool:
     """Return whether `one` replaces `other`, of the same incarnation.
 
     After counter and state the rest of the entry decides, so that any two different entries have
-    an order and merging stays commutative even if somebody describes itself in two ways.
+    an order and merging stays commutative even if a member describes itself in two ways.
     """
     if (one.counter, one.state) != (other.counter, other.state):
         return (one.counter, one.state) > (other.counter, other.state)
@@ -85,7 +85,8 @@ class View:
         """Return 16 bytes that are equal for views that agree about the living.
 
         The dead and the left do not count: each node forgets them by its own clock, and that must
-        not make views differ. To hold somebody dead whom others hold alive does differ.
+        not make views differ. A member that is dead in one view and alive in
+        another makes the views differ.
         """
         return self._digest.to_bytes(DIGEST_BYTES, "little")
 
@@ -100,7 +101,7 @@ class View:
     def merge(self, others: Iterable[Member]) -> tuple[View, bool]:
         """Return the view with the newer entry of each incarnation, and whether it changed.
 
-        An entry that does not change stays the same object. A full view takes no strangers.
+        An entry that does not change stays the same object. A full view takes no new members.
         """
         entries: dict[int, Member] | None = None
         digest = self._digest
@@ -128,7 +129,7 @@ class View:
         return View(entries, digest)
 
     def adds_to(self, theirs: Mapping[int, Member]) -> bool:
-        """Return whether we know a living one they lack, or something newer of one they name."""
+        """Return whether this view has a live member that theirs lacks, or a newer entry."""
         for incarnation, mine in self._entries.items():
             named = theirs.get(incarnation)
             if is_live(mine) if named is None else is_newer(mine, named):

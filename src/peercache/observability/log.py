@@ -12,8 +12,8 @@ from typing import Any, final
 import structlog
 
 LOGGER = "peercache"
-"""The standard library's logger that every line goes through: an engine's own logging settings
-decide what becomes of it, and a command sets it up with `configure_logging`."""
+"""The standard library's logger that every line goes through. An engine's own logging settings
+apply to it; a command sets it up with `configure_logging`."""
 
 WARNED_KEYS_MAX = 1024
 """Keys that one `WarnOnce` remembers; while it is full, it writes no new warning."""
@@ -59,7 +59,7 @@ _stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
 
 
 def _time_of_own_log(logger: Any, name: str, event: Any) -> Any:
-    # An engine's logging puts its own time in front.
+    # An engine's logging prints its own time.
     return event if _rendering["renderer"] is _PLAIN else _stamp(logger, name, event)
 
 

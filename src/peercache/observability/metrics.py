@@ -1,4 +1,4 @@
-"""The metrics of one process."""
+"""Metrics: every counter, gauge and histogram of one process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Metrics:
 
         # --- client
         self.pages_hit = counter("pages_hit", "Pages returned by get, verified.", "fabric")
-        self.pages_missed = counter("pages_missed", "Pages a get did not return.", "reason")
-        self.pages_set = counter("pages_set", "Pages committed, or found held already.", "outcome")
-        self.sets_refused = counter("sets_refused", "Pages a set did not store.", "reason")
+        self.pages_missed = counter("pages_missed", "Pages that a get did not return.", "reason")
+        self.pages_set = counter("pages_set", "Pages committed, or already held.", "outcome")
+        self.sets_refused = counter("sets_refused", "Pages that a set did not store.", "reason")
         self.pages_unpublished = counter(
             "pages_unpublished", "Pages committed that no directory owner acknowledged in time."
         )
-        self.exists_asked = counter("exists_asked", "Keys asked of exists.")
-        self.exists_found = counter("exists_found", "Keys exists found in the leading run.")
+        self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
+        self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")
         self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
         self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
         self.latency_s = Histogram(
@@ -49,10 +49,10 @@ class Metrics:
         self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
         self.home_attached = counter("home_attached", "Times a client attached to its home node.")
         self.rdma_fallbacks = counter(
-            "rdma_fallbacks", "Pages another fabric read because rdma could not.", "reason"
+            "rdma_fallbacks", "Pages that another fabric read because rdma could not.", "reason"
         )
         self.rdma_channels_opened = counter(
-            "rdma_channels_opened", "Channels that this client has connected."
+            "rdma_channels_opened", "Channels that this client has opened."
         )
         self.rdma_channels_failed = counter(
             "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
@@ -61,20 +61,20 @@ class Metrics:
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
         self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
-        self.reservations = gauge("reservations", "Reservations that have not ended.")
-        self.directory_records = gauge("directory_records", "Records this shard holds.")
+        self.reservations = gauge("reservations", "Live reservations.")
+        self.directory_records = gauge("directory_records", "Records in this shard.")
         self.members = gauge("members", "Members of the view.", "state")
-        self.messages_received = counter("messages_received", "Control messages taken.", "kind")
+        self.messages_received = counter("messages_received", "Control messages accepted.", "kind")
         self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
         self.connections = gauge("connections", "Open connections.", "port")
         self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
         self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
-        self.rdma_channels = gauge("rdma_channels", "Queue pairs that clients have to this node.")
+        self.rdma_channels = gauge("rdma_channels", "Queue pairs between clients and this node.")
         self.rdma_registered_bytes = gauge(
             "rdma_registered_bytes", "Bytes of page memory that every rail serves."
         )
         self.records_refused = counter(
-            "records_refused", "Records a directory shard did not take.", "reason"
+            "records_refused", "Records that this shard refused.", "reason"
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
         self._make_disk(registry, counter, gauge)
@@ -85,14 +85,14 @@ class Metrics:
         counter: Callable[..., Counter],
         gauge: Callable[..., Gauge],
     ) -> None:
-        """Make those of the disk tier."""
-        self.disk_open = gauge("disk_open", "1 while this node has a disk tier that works.")
+        """Make the metrics of the disk tier."""
+        self.disk_open = gauge("disk_open", "1 while the disk tier of this node works.")
         self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
         self.disk_pages = gauge("disk_pages", "Pages on disk.")
         self.pages_spilled = counter("pages_spilled", "Pages written to disk.")
         self.bytes_spilled = counter("bytes_spilled", "Bytes of pages written to disk.")
         self.spills_dropped = counter(
-            "spills_dropped", "Pages that were to be written to disk and were not.", "reason"
+            "spills_dropped", "Pages that were dropped instead of written to disk.", "reason"
         )
         self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
         self.bytes_promoted = counter(
@@ -101,14 +101,14 @@ class Metrics:
         self.disk_pages_lost = counter("disk_pages_lost", "Pages deleted from disk.", "reason")
         self.promote_s = Histogram(
             "peercache_promote_seconds",
-            "Time from a question for pages on disk to its answer.",
+            "Time from a Promote to its answer.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
 
 
 def totals_of(counter: Counter) -> dict[str, float]:
-    """Return what a counter has come to, by the value of its label, "" where it has none."""
+    """Return the totals of a counter, by the value of its label; "" if it has no label."""
     return {
         "".join(sample.labels.values()): sample.value
         for metric in counter.collect()

@@ -1,21 +1,21 @@
-"""The words for why a page was missed, or a read left rdma: values of the label `reason`."""
+"""Reasons: why a page was a miss, and why a read left rdma (the label `reason`)."""
 
 from __future__ import annotations
 
 # Why a page was a miss: the values of the label `reason`.
-ABSENT = "absent"  # nobody holds it, or nobody asked knew
-EVICTED = "evicted"  # the holder reused the slot before or while we read
+ABSENT = "absent"  # no node holds it, or no asked node knew a holder
+EVICTED = "evicted"  # the holder evicted it before or during the read
 PEER_UNREACHABLE = "peer_unreachable"  # no connection, no answer, or its breaker is open
-DEADLINE = "deadline"  # the caller's time was up
+DEADLINE = "deadline"  # the deadline passed
 VERIFY_FAILED = "verify_failed"  # the checksum did not match: never expected
-REFUSED = "refused"  # the peer would not serve us
+REFUSED = "refused"  # the peer refused to serve it
 WRONG_SIZE = "wrong_size"  # the page has another length than the destination
-NO_HOME = "no_home"  # no home node to write to, or it restarted
+NO_HOME = "no_home"  # no home node, or it restarted
 POOL_FULL = "pool_full"  # no room, or more uncommitted than allowed
 TOO_LARGE = "too_large"  # the page is larger than the pool
-UNSUPPORTED = "unsupported"  # an interface we answer but do not serve (SGLang's v2 pools)
-INTERNAL = "internal"  # an exception of ours: a bug, logged as an error
-CLOSED = "closed"  # after close(), or in a forked child
+UNSUPPORTED = "unsupported"  # an interface that is not served (SGLang's v2 pools)
+INTERNAL = "internal"  # a bug in PeerCache, logged as an error
+CLOSED = "closed"  # the client is closed, or this is a forked child
 NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time
 
 MISS_REASONS = (
@@ -23,10 +23,10 @@ MISS_REASONS = (
     POOL_FULL, TOO_LARGE, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
 )  # fmt: skip
 
-# Why a read over rdma did not go on: the values of the label `reason` of its metrics.
-LINK_DOWN = "link_down"  # the link of our port, or one rail alone does not get on
+# Why rdma did not finish a read: the values of the label `reason` of its metrics.
+LINK_DOWN = "link_down"  # the link of the own port is down, or one rail alone stalls
 UNREGISTERED = "unregistered"  # the peer has not registered that memory yet
-NO_MEMORY = "no_memory"  # no block of our own is registered soon enough
+NO_MEMORY = "no_memory"  # no block of the client is registered in time
 
 RDMA_FAILURES = (
     PEER_UNREACHABLE, REFUSED, DEADLINE, INTERNAL, LINK_DOWN, UNREGISTERED, NO_MEMORY,

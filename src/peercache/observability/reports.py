@@ -1,8 +1,7 @@
-"""What a client counts, told to its home node: one scrape of a node sees its engines too.
+"""Reports of a client's counters to its home node, so that a node's scrape includes its engines.
 
-A client in an engine's process has no port of its own. Once a second it tells the home node how far
-its counters have risen and how long its calls took; the node adds that to its own metrics, so both
-shapes, embedded and standalone, show the same figures at the same place.
+A client has no HTTP port. Once a second it reports the increases of its counters and the duration
+of its calls. The node adds them to its own metrics, embedded and standalone alike.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CALL = np.dtype([("operation", "u1"), ("seconds", "<f4")])
 """One call: its place in OPERATIONS, and how long it took."""
 
 CALLS_MAX = 4096
-"""Calls told at once: more in a second are not told one by one (20 KiB)."""
+"""Most calls in one report (20 KiB); a second with more calls loses the oldest."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
     "pages_hit": ("shm", "tcp", "rdma"),
@@ -47,7 +46,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
 
 @final
 class Report:
-    """What one client has not told yet. Calls are added from any thread."""
+    """The counts that one client has not reported yet. Calls are added from any thread."""
 
     def __init__(self, metrics: Metrics) -> None:
         """Report the increases of `metrics` from here on."""
@@ -57,10 +56,10 @@ class Report:
         """(operation, seconds) of each call; the client appends."""
 
     def take(self) -> Counted | None:
-        """Return what has changed since the last time, or None."""
+        """Return the increases since the last call, or None."""
         counts: dict[str, int | float | str] = {}
         for name, values in _LABELS.items():
-            # One look a counter: this is done in the engine's process, and holds its lock.
+            # Each counter is read once: this runs in the engine's process, with its lock held.
             totals = totals_of(getattr(self._metrics, name))
             for value in values or ("",):
                 path = f"{name}/{value}" if value else name
@@ -76,7 +75,7 @@ class Report:
 
 
 def absorb(metrics: Metrics, counted: Counted) -> int:
-    """Add what a client told; return how many items no correct client sends."""
+    """Add a client's report; return the number of items that no correct client sends."""
     ignored = 0
     for path, increase in counted.counts.items():
         name, _, value = path.partition("/")

@@ -26,7 +26,7 @@ TEXT_MAX = 4096
 """Longest string: a path."""
 
 LIST_MAX = 65_536
-"""Longest array: a view of the largest cluster we mean to serve."""
+"""Longest array: a view of the largest supported cluster."""
 
 ITEMS_MAX = 200_000
 """Most CBOR items of one message: a view of 16,384 members has 164,000. Eight million, which fit
@@ -37,14 +37,14 @@ _U64_MAX = 2**64 - 1
 
 @attrs.define(eq=False)
 class WrongVersion(RemoteProtocolError):
-    """The envelope is of a wire version that we do not speak."""
+    """The envelope has a wire version that this process does not speak."""
 
     version: int = 0
 
 
 @attrs.define(eq=False)
 class WrongCluster(RemoteProtocolError):
-    """The envelope is of another cluster."""
+    """The envelope belongs to another cluster."""
 
     cluster: str = ""
 
@@ -75,7 +75,7 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
             strict_hashable_types=True,
         )
         parts = decoder.decode()
-        # `loads` would pass over what follows the envelope.
+        # `loads` would ignore bytes after the envelope.
         end = decoder.fp.tell()
     except RemoteProtocolError:
         raise
@@ -98,7 +98,7 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
 def _count_items(raw: bytes) -> None:
     """Walk over the heads of all items, without making any; raise if there are too many.
 
-    What is broken otherwise is for the decoder to find: the walk always ends.
+    The decoder finds all other damage; the walk always ends.
     """
     at = count = 0
     while at < len(raw):

@@ -6,8 +6,8 @@ participle (`Touched`). Batches travel packed: `keys` is n × 16 bytes, `records
 little-endian.
 A class's place in `Message` is its tag on the wire: append only, never reorder.
 
-Nothing may depend on a message having arrived, or on its arriving once: every request carries a
-correlation number that its answer repeats, and whatever must not be lost is repaired by a summary.
+No promise depends on a message arriving, or arriving only once: every request carries a number
+that its answer repeats, and summaries repair messages that must not be lost.
 Wire version 1 is the first.
 """
 
@@ -72,7 +72,7 @@ MESSAGES: tuple[type[Message], ...] = get_args(Message)
 
 @attrs.frozen
 class Envelope:
-    """A message on its way: who sent it, and which incarnation it is meant for (0: whoever)."""
+    """A message with its sender, and the incarnation that it is for (0: any)."""
 
     sender: int
     target: int

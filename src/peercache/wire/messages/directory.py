@@ -53,7 +53,7 @@ class Acknowledged:
 
 @attrs.frozen
 class StreamSummary:
-    """State what the owner should hold of us after message `number`: count and xor digest."""
+    """State what the owner should hold of the sender after message `number`: count, XOR digest."""
 
     number: int
     count: int
@@ -62,7 +62,7 @@ class StreamSummary:
 
 @attrs.frozen
 class SummaryDiffers:
-    """Answer a summary that does not match: our digests by bucket (256 × u64), key byte 0."""
+    """Answer a summary that differs: the owner's digests by bucket (256 × u64), by key byte 0."""
 
     number: int
     buckets: bytes
@@ -70,9 +70,9 @@ class SummaryDiffers:
 
 @attrs.frozen
 class Repair:
-    """Send anew all that the owner should hold of us in these buckets (one byte a bucket).
+    """Send again all records of these buckets (one byte a bucket).
 
-    Applied as message `number` of the stream: what it does not name in those buckets goes.
+    Applied as message `number` of the stream: other records in those buckets are removed.
     """
 
     number: int
@@ -82,6 +82,6 @@ class Repair:
 
 @attrs.frozen
 class SummaryMatches:
-    """Answer a summary that matches: unlike an Acknowledged, all before it is in force too."""
+    """Answer a summary that matches: all earlier messages are in force, too."""
 
     number: int

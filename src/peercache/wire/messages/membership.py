@@ -9,14 +9,14 @@ from peercache.model.member import Member
 
 @attrs.frozen
 class Join:
-    """Ask whoever listens at a discovery address to take us into its view."""
+    """Ask the node at a discovery address to add the sender to its view."""
 
     member: Member
 
 
 @attrs.frozen
 class Heartbeat:
-    """Tell a master that we live. view: the digest of our view."""
+    """Tell a master that the sender lives. view: the digest of the sender's view."""
 
     member: Member
     view: bytes

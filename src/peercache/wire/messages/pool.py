@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-# What a page of a Reserve or Commit came to; one byte each in `states`.
+# The outcome of a page of a Reserve or Commit; one byte each in `states`.
 RESERVED = 0
 """Granted: write to the offset given."""
 HERE = 1
@@ -12,7 +12,7 @@ HERE = 1
 COMMITTED = 2
 """Committed by this request."""
 REPEATED = 3
-"""The same key stood earlier in this batch; its outcome is that one's."""
+"""The same key was earlier in this batch, and has that outcome."""
 REFUSED_SIZE = 4
 """The key is held with another length; the first stays."""
 REFUSED_TOO_LARGE = 5
@@ -71,7 +71,7 @@ class Commit:
 class Committed:
     """Answer a Commit: a state a page, the records now valid, and how many are published.
 
-    ahead, offsets: a reservation made ahead that the client was not told of; 0 and empty: none.
+    ahead, offsets: a reservation made ahead that the client does not know yet; 0 and empty: none.
     """
 
     request: int
@@ -94,7 +94,7 @@ class Abort:
 class LiveReservations:
     """List, each second, the reservations this client may still write to.
 
-    newest: the highest sequence it has used; what is not newer and not listed is freed.
+    newest: the highest sequence used; a reservation neither newer nor listed is freed.
     """
 
     newest: int
@@ -126,7 +126,7 @@ class Clear:
 
 @attrs.frozen
 class Removed:
-    """Answer a Remove or Clear: how many pages went."""
+    """Answer a Remove or Clear: the number of removed pages."""
 
     request: int
     count: int

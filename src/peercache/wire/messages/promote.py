@@ -1,7 +1,7 @@
-"""Promotion: how a reader asks a holder for pages that lie on its disk.
+"""Messages with which a reader asks a holder for pages on its disk.
 
-The holder loads them into its pool and answers with fresh records; the reader then reads as ever.
-These are messages like those of `messages`, kept here with what their answers mean.
+The holder loads them into its pool and answers with fresh records; then the reader reads them as
+any page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Promote:
 
 @attrs.frozen
 class Promoted:
-    """Answer: a state a key, and the records, in key order, of what is in memory now."""
+    """Answer a Promote: a state a key, and the records, in key order, of pages now in memory."""
 
     request: int
     states: bytes

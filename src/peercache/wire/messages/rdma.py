@@ -1,7 +1,4 @@
-"""The messages with which the two ends of a queue pair come to know each other.
-
-They are messages like all others (`wire.envelope.MESSAGES`); only there is no room for them there.
-"""
+"""Messages with which the two ends of a queue pair connect."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import attrs
 
 @attrs.frozen
 class OpenChannel:
-    """Ask a node for the other end of a queue pair, or, for one that is open, what it opens now.
+    """Ask a node for its end of a channel, or for the current regions of an open one.
 
-    channel:       the client's number of it, rising; the same again is the same channel.
+    channel: the client's number of it, rising; a repeated number is the same channel.
     rail:          which of the client's ports it is of, from 0.
     link_layer:    "Ethernet" or "InfiniBand".
     lid, gid:      its port's addresses (lid 0 on Ethernet, gid 16 bytes).
     mtu:           1 to 5: 256 bytes to 4096.
-    reads_at_once: READs that the client would like to have outstanding.
+    reads_at_once: READs that the client wants to have in flight.
     """
 
     request: int
@@ -34,10 +31,10 @@ class OpenChannel:
 
 @attrs.frozen
 class ChannelOpened:
-    """Answer an OpenChannel: the node's end, and its published memory as this port may read it.
+    """Answer an OpenChannel: the node's end, and the published memory that this port may read.
 
     pages_address, words_address: where page memory and generation words begin, in the node.
-    regions: n × (address, length, rkey), 8 bytes each: what is registered by now.
+    regions: n × (address, length, rkey), 8 bytes each: the memory registered so far.
     """
 
     request: int
@@ -59,7 +56,7 @@ class ChannelOpened:
 class ChannelsHeld:
     """List the channels to a node that the client still uses: at every change, and each 20 s.
 
-    newest: the highest number it has used; what is not newer and not listed ends.
+    newest: the highest number used; a channel neither newer nor listed ends.
     """
 
     newest: int

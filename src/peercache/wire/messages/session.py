@@ -1,4 +1,4 @@
-"""Messages of a connection: who is talking, how a node is, what a client counted."""
+"""Messages of a connection: introduction, refusal, figures of nodes and clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peercache.model.member import Member
 
 @attrs.frozen
 class Hello:
-    """Say who is talking, before anything else on a connection.
+    """Introduce the sender; the first message of a connection.
 
     lock: basename of the client's lock file in the home folder; "" from a node, from a client in
           the node's own process, and from a client that only reads.
@@ -39,7 +39,7 @@ class Welcome:
 
 @attrs.frozen
 class Refused:
-    """Answer what will not be served. reason: a word; detail: a sentence for a person."""
+    """Answer a refused request. reason: a word; detail: a sentence for a person."""
 
     request: int
     reason: str
@@ -48,21 +48,21 @@ class Refused:
 
 @attrs.frozen
 class SayHello:
-    """Tell a stranger, or one who means a dead incarnation, to introduce itself again."""
+    """Ask a sender without Hello, or for a dead incarnation, to introduce itself again."""
 
     incarnation: int
 
 
 @attrs.frozen
 class StatsAsked:
-    """Ask a node how it is."""
+    """Ask a node for its figures."""
 
     request: int
 
 
 @attrs.frozen
 class Stats:
-    """Answer: named figures."""
+    """Answer a StatsAsked: named figures."""
 
     request: int
     figures: dict[str, int | float | str]
@@ -70,7 +70,7 @@ class Stats:
 
 @attrs.frozen
 class Counted:
-    """Tell the home node what a client has counted since it last told, so that one scrape sees all.
+    """Report to the home node what a client has counted since its last report.
 
     counts:  increases by "metric" or "metric/label value".
     calls:   how long batch calls took, n × 5 bytes (`observability.reports.CALL`).
