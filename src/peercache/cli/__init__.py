@@ -1,1 +1,1 @@
-"""The `peercache` command: what people start by hand on a host."""
+"""The `peercache` command and its subcommands."""

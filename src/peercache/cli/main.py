@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import click
 
-from peercache.cli.options import LateGroup
+from peercache.cli.groups import LateGroup
 from peercache.errors import PeerCacheError
 
 EXIT_WRONG_USAGE = 2

@@ -1,10 +1,8 @@
-"""Parts that commands are made of: options with the types of PeerCache, groups that load late."""
+"""Options that several commands take: settings, sizes, --json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
@@ -15,55 +13,6 @@ from peercache.config.settings import SETTINGS
 from peercache.config.table import Setting
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
-
-
-class LateGroup(click.Group):
-    """A group whose commands are imported when one is chosen.
-
-    So `peercache version` starts quickly, and works where a node cannot be imported.
-    """
-
-    def __init__(self, *, help: str, table: Mapping[str, tuple[str, str]]) -> None:  # noqa: A002 - click's name
-        """Take the commands: by name, "module:attribute" and a line of help."""
-        super().__init__(help=help, no_args_is_help=False)
-        self._table = table
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names, in the order of the table."""
-        return list(self._table)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command; None for an unknown name."""
-        if cmd_name not in self._table:
-            return None
-        module, _, attribute = self._table[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), attribute)
-        command.short_help = self._table[cmd_name][1]
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the first argument names; suggest similar names."""
-        if args[0] not in self._table and not args[0].startswith("-"):
-            similar = get_close_matches(args[0], self._table)
-            meant = f" Did you mean {' or '.join(similar)}?" if similar else ""
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names of commands without importing them, and options."""
-        names = [
-            CompletionItem(name, help=line)
-            for name, (_, line) in self._table.items()
-            if name.startswith(incomplete)
-        ]
-        return names + click.Command.shell_complete(self, ctx, incomplete)
 
 
 class SizeType(click.ParamType[int]):

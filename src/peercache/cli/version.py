@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version as version_of
 
 import click
-from click.shell_completion import get_completion_class
 
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 
@@ -22,6 +21,8 @@ def version() -> None:
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print the completions of a shell: eval "$(peercache completion bash)" in ~/.bashrc."""
+    from click.shell_completion import get_completion_class  # noqa: PLC0415 - only for a shell
+
     kind = get_completion_class(shell)
     assert kind is not None, "click has lost a shell"
     print(kind(context.find_root().command, {}, "peercache", "_PEERCACHE_COMPLETE").source())

@@ -11,7 +11,6 @@ import multiprocessing
 import threading
 import time
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -248,12 +247,7 @@ class EngineProcess:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it."""
         self._pipe.close()
         self._process.join(END_S)

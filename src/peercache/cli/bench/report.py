@@ -1,4 +1,4 @@
-"""How figures of a benchmark are shown: tables, and a plot over page sizes."""
+"""Shows the figures of a benchmark: tables, and a plot over page sizes."""
 
 from __future__ import annotations
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Protocol
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -17,12 +16,8 @@ from rich.text import Text
 
 from peercache.cli.demo.report import Reading, Report
 
-
-class Advance(Protocol):
-    """Advances a bar."""
-
-    def __call__(self, pages: int) -> None:
-        """Add pages that are done."""
+Advance: TypeAlias = Callable[[int], None]
+"""Adds pages that are done to a bar."""
 
 
 class _PagesDone(ProgressColumn):
@@ -56,12 +51,7 @@ class Screen:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the terminal back as it was."""
         self._progress.stop()
 

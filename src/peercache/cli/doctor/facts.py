@@ -1,4 +1,4 @@
-"""What is known about a host: plain values, so that a verdict can be tested from recorded ones."""
+"""The facts about a host, as plain values: tests judge recorded ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import attrs
 class Libraries:
     """The libraries of RDMA.
 
-    libibverbs:  its file, "" where there is none; libibverbs_release: "44.0", "" if unknown.
+    libibverbs:  its file, "" where it is missing; libibverbs_release: "44.0", "" if unknown.
     offers:      the private interfaces of libibverbs, by number.
-    pyverbs:     its folder, "" where there is none; pyverbs_release: "59.0", "" if unknown.
+    pyverbs:     its folder, "" where it is missing; pyverbs_release: "59.0", "" if unknown.
     wants:       the private interface of libibverbs that pyverbs was built for, 0 for none.
     problem:     why pyverbs cannot be used, "" if it can.
     """
@@ -31,8 +31,8 @@ class Libraries:
 class PortFact:
     """One port of an RDMA device.
 
-    mtu: what its network interface carries, 0 if unknown. gids: (index, address, kind) each.
-    uverbs: its device file, and whether we may use it.
+    mtu: that of its network interface, 0 if unknown. gids: (index, address, kind) each.
+    uverbs: its device file; is_usable: whether this user may open it.
     """
 
     name: str
@@ -50,9 +50,9 @@ class PortFact:
 class Memory:
     """Limits and places of memory, in bytes; -1 is no limit.
 
-    shm_type:   the file system of shm_dir, "" where it is not there.
-    may_write_shm: whether we may make a file there.
-    cgroup:     what our container may use, and uses.
+    shm_type:   the file system of shm_dir, "" where shm_dir is missing.
+    may_write_shm: whether this user may make a file there.
+    cgroup_limit, cgroup_used: the memory of this container.
     hugepages:  (page size, all, free) of each size that the kernel has.
     huge_mounts: (folder, page size) of each hugetlbfs.
     """
@@ -72,9 +72,9 @@ class Memory:
 
 @attrs.frozen(kw_only=True)
 class Speed:
-    """What was tried. GB/s are of 1 MiB pages; 0 where it was not tried or failed.
+    """Measured rates. GB/s are of 1 MiB pages; 0 stands for not measured or failed.
 
-    read_problem: why there were no READs; read_us: one READ of a page of 4 KiB, median.
+    read_problem: why READs failed; read_us: one READ of a page of 4 KiB, median.
     """
 
     tcp_gb_s: float = 0.0
@@ -87,7 +87,7 @@ class Speed:
 
 @attrs.frozen(kw_only=True)
 class Facts:
-    """A host, and what is wanted of it."""
+    """A host, and the configuration that it is judged by."""
 
     peercache: str
     python: str
@@ -100,7 +100,7 @@ class Facts:
     libraries: Libraries
     ports: tuple[PortFact, ...]
     chosen: tuple[tuple[str, int], ...]
-    """(port, GID index) of those that would be used."""
+    """(port, GID index) of the ports that a node would use."""
     choice_problems: tuple[str, ...]
     memory: Memory
     nofile: int
@@ -110,7 +110,7 @@ class Facts:
     speed: Speed
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the facts for JSON."""
         return attrs.asdict(self)
 
 

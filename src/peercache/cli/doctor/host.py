@@ -1,4 +1,4 @@
-"""The facts of this host, gathered: nothing here judges, and nothing needs RDMA."""
+"""Gathers the facts of this host; it judges nothing, and needs no RDMA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KIB = 1024
 
 
 def gather(config: Config, *, is_quick: bool) -> Facts:
-    """Return what can be known about this host for this configuration; measure unless quick."""
+    """Return the facts of this host for a configuration; measure unless quick."""
     ports = read_ports()
     choice = choose(ports, config.rdma_device_names, config.rdma_gid_index)
     chosen = tuple([(each.port.name, each.gid.index) for each in choice.ports])
@@ -69,7 +69,7 @@ def _port(port: Port) -> PortFact:
 
 
 def _uverbs_of(device: str) -> str:
-    """Return the device file's name of a device that hangs on no bus, as Soft-RoCE does."""
+    """Return the device file's name of a device without a bus, such as Soft-RoCE."""
     for entry in sorted(Path("/sys/class/infiniband_verbs").glob("uverbs*")):
         if _text(entry / "ibdev") == device:
             return entry.name
@@ -116,7 +116,7 @@ def filesystem_of(folder: str, mounts: str) -> str:
 
 
 def _cgroup() -> tuple[int, int]:
-    """Return what the memory of our container is limited to (-1: not), and what it uses."""
+    """Return the memory limit of this container (-1: none), and the memory that it uses."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (

@@ -56,7 +56,7 @@ def release_of(name: str) -> str:
 
 
 def _mapped_libibverbs() -> Path | None:
-    """Return the file that the loader takes for libibverbs."""
+    """Return the file that the loader has mapped for libibverbs."""
     try:
         ctypes.CDLL("libibverbs.so.1")
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def _device_module(package: Path) -> Path | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (package / f"device{suffix}").exists():
             return package / f"device{suffix}"
-    # Made for another Python: what it wants of libibverbs can be said all the same.
+    # Built for another Python: it names its interface of libibverbs all the same.
     return next(iter(sorted(package.glob("device*.so"))), None)
 
 
@@ -87,4 +87,4 @@ def _pyverbs_release() -> str:
     try:
         return importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:
-        return ""  # A distribution's package says nothing of itself.
+        return ""  # A package of the distribution has no metadata.

@@ -1,4 +1,4 @@
-"""The facts and verdicts as text for a person, or as JSON."""
+"""Writes facts and verdicts, as text for a person or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few seconds of measuring: memory copy, one tcp stream, READs over what would be used."""
+"""Measures for some seconds: memory copy, one tcp stream, READs over the chosen port."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_PAGES = 16
 
 
 def measure(config: Config, chosen: Sequence[tuple[str, int]], *, is_quick: bool) -> Speed:
-    """Try every medium; READs only where a port was chosen."""
+    """Measure each; READs only where a port is chosen."""
     if is_quick:
         return Speed()
     source = np.arange(PAGES * PAGE_BYTES // 8, dtype=np.uint64).view(np.uint8)
@@ -56,7 +56,7 @@ def _tcp_gb_s(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> f
 
 
 def _reads(config: Config, settings: Settings) -> tuple[float, float]:
-    """Return GB/s of whole pages and the µs of a small one; raises if what came was not right."""
+    """Return GB/s of whole pages and the µs of a small one; raise if a page is wrong."""
 
     def loopback(page_bytes: int, pages: int) -> Loopback:
         return Loopback(
@@ -72,7 +72,7 @@ def _reads(config: Config, settings: Settings) -> tuple[float, float]:
             fetched = large.read(0, PAGES)
             times.append(time.perf_counter() - started)
             if not large.arrived(0, PAGES, fetched):
-                why = fetched.failure or "what arrived is not what was sent"
+                why = fetched.failure or "a page arrived with wrong bytes"
                 raise PeerCacheError(f"READs of {PAGES} pages: {why}")
     small_times = []
     with loopback(SMALL_BYTES, SMALL_PAGES) as small:

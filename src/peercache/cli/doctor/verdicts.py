@@ -1,4 +1,4 @@
-"""What the facts mean: a sentence each, and for what is wrong the one line that fixes it."""
+"""Judges the facts: a sentence for each, and for each problem the one line that fixes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOOD = "good"
 ADVICE = "advice"
 """It works, but not as well as it could."""
 PROBLEM = "problem"
-"""What the configuration asks for does not work, or a device lies idle."""
+"""The configuration does not work here, or a device lies idle."""
 
 NOFILE_MIN = 4096
 """Connections of a hundred peers, with room."""
@@ -31,7 +31,7 @@ _COMPILE = "apt-get install gcc && pip install --force-reinstall --no-deps .  (i
 
 @attrs.frozen
 class Finding:
-    """One verdict. fix: a command or a setting, "" where nothing is to be done."""
+    """One verdict. fix: a command or a setting, "" for none."""
 
     level: str
     topic: str
@@ -57,9 +57,11 @@ def _pool(facts: Facts) -> Iterator[Finding]:
     if facts.hugepages_wanted != "off":
         yield from _huge_pool(facts)
     elif not memory.shm_type:
-        yield Finding(PROBLEM, "pool", f"{facts.shm_dir} is not there", f"mkdir -p {facts.shm_dir}")
+        yield Finding(
+            PROBLEM, "pool", f"{facts.shm_dir} does not exist", f"mkdir -p {facts.shm_dir}"
+        )
     elif not memory.may_write_shm:
-        text = f"this user may make no file in {facts.shm_dir}"
+        text = f"this user cannot create files in {facts.shm_dir}"
         yield Finding(PROBLEM, "pool", text, f"chmod 1777 {facts.shm_dir}, or another shm_dir")
     elif memory.shm_free < wanted:
         resize = f"mount -o remount,size={_gib_up(wanted)}G {facts.shm_dir}"
@@ -74,7 +76,7 @@ def _pool(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             ADVICE,
             "pool",
-            f"{facts.shm_dir} is no memory, it is {memory.shm_type}: pages would be written to it",
+            f"{facts.shm_dir} is {memory.shm_type}, not tmpfs: pages would be written to it",
             "--shm-dir /dev/shm",
         )
     else:
@@ -136,7 +138,7 @@ def _copies(facts: Facts) -> Iterator[Finding]:
 
 
 def _files(facts: Facts) -> Iterator[Finding]:
-    # A node takes what it may by itself.
+    # A node raises its soft limit to the hard one by itself.
     if 0 <= facts.nofile_hard < NOFILE_MIN:
         yield Finding(
             ADVICE,
@@ -196,7 +198,7 @@ def _fix_of_choice(text: str) -> str:
         return "ip address add ADDRESS/24 dev INTERFACE  (of that device)"
     if "link" in text:
         return "ip link set dev INTERFACE up  (of that device), and look at the cable"
-    return "--rdma-device-names with a name that is there, or none"
+    return "--rdma-device-names with the name of a device of this host, or none"
 
 
 def _libraries(facts: Facts) -> Iterator[Finding]:
@@ -236,7 +238,7 @@ def _locking(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
     if not facts.ports:
         return
-    # Pool and host buffers are locked; what an engine has is not known here.
+    # Pool and host buffers are locked; the size of an engine's buffers is not known here.
     enough = memory.memlock < 0 or memory.may_lock_anything or memory.memlock >= facts.pool_size
     if enough:
         text = "without limit" if memory.memlock < 0 or memory.may_lock_anything else ""
@@ -254,7 +256,7 @@ def _locking(facts: Facts) -> Iterator[Finding]:
 def _reads(facts: Facts) -> Iterator[Finding]:
     speed = facts.speed
     if speed.read_problem:
-        # Without the library there are none; that was said above.
+        # The verdict about the library says why there are none.
         if not facts.libraries.problem:
             yield Finding(PROBLEM, "READ", speed.read_problem, "docs/how-to/enable-rdma.md")
     elif speed.read_gb_s:

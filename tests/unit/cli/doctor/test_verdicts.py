@@ -117,9 +117,9 @@ def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
             "64.0 GiB does not fit",
             "mount -o remount,size=64G /dev/shm",
         ),
-        (with_memory(shm_type="", shm_free=0), PROBLEM, "is not there", "mkdir -p /dev/shm"),
-        (with_memory(may_write_shm=False), PROBLEM, "may make no file", "chmod 1777 /dev/shm"),
-        (with_memory(shm_type="ext4"), ADVICE, "it is ext4", "--shm-dir /dev/shm"),
+        (with_memory(shm_type="", shm_free=0), PROBLEM, "does not exist", "mkdir -p /dev/shm"),
+        (with_memory(may_write_shm=False), PROBLEM, "cannot create files", "chmod 1777 /dev/shm"),
+        (with_memory(shm_type="ext4"), ADVICE, "is ext4", "--shm-dir /dev/shm"),
         (
             with_memory(cgroup_limit=32 * GIB, cgroup_used=2 * GIB),
             PROBLEM,
