@@ -51,7 +51,7 @@ def at_best(seconds_of: Callable[[], float], *, below: float) -> float:
     return least
 
 
-def nobody_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_peer_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the clients of this process patience with nodes that are slow because the machine is.
 
     Theirs of a quarter of a second is right in production, where a miss costs less than a wait; in
@@ -73,7 +73,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     For a conftest to import, with `stalls`: it holds in its folder.
     """
     if "stalls" not in request.fixturenames:
-        nobody_is_taken_for_hung(monkeypatch)
+        no_peer_is_taken_for_hung(monkeypatch)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ def test_passes():
 """
 
 
-def test_thread_that_is_left_behind_is_named_and_keeps_nobody(tmp_path: Path) -> None:
-    """Python would wait for it for ever, and whoever started the tests with it."""
+def test_thread_that_is_left_behind_is_named_and_delays_no_exit(tmp_path: Path) -> None:
+    """Python would wait for it for ever, and so would the caller of the tests."""
     leaking = tmp_path / "test_leaking.py"
     leaking.write_text(LEAKING)
     ours = [f"--rootdir={tmp_path}", "-c", os.devnull, "-p", "conftest"]

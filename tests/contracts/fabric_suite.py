@@ -255,7 +255,7 @@ class FabricSuite:
         assert (got.words == ODD).all()
 
     def test_other_incarnation_at_the_same_place_is_not_read(self, bench: Bench) -> None:
-        """An address that another node has now answers nobody who means the old one."""
+        """An address that another node has now serves no request for the old one."""
         bench.owner.store(0, b"mine", 4)
         stranger = attrs.evolve(bench.member, incarnation=INCARNATION + 1)
         into = Destination.of([[4]])

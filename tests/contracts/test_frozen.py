@@ -49,7 +49,7 @@ from tests.contracts.frozen.record import (
     segment_words,
     values_of,
 )
-from tests.pace import nobody_is_taken_for_hung
+from tests.pace import no_peer_is_taken_for_hung
 from tests.system.nodes import LocalCluster, wait_until
 
 FROZEN_MESSAGES = json.loads((FOLDER / f"messages-{WIRE_VERSION}.json").read_text())
@@ -82,7 +82,7 @@ def test_disk_folder_of_the_earlier_build_is_served(
     has_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that starts on the recorded folder returns every page of it, byte for byte."""
-    nobody_is_taken_for_hung(monkeypatch)
+    no_peer_is_taken_for_hung(monkeypatch)
     with zipfile.ZipFile(FOLDER / f"disk-{FORMAT_VERSION}.zip") as packed:
         packed.extractall(tmp_path)
     flags = ["--disk-enabled", "true", "--disk-path", str(tmp_path / "disk"), "--disk-size"]

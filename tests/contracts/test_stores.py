@@ -160,7 +160,7 @@ def test_restart_finds_what_was_written(open_store: OpenStore) -> None:
 
 
 def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
-    """Its word has moved on: what lies in the slot is anybody's."""
+    """Its word has moved on: the slot may hold any page."""
     with open_store() as rig:
         records = rig.pool.commit([key_of(1)], [100_000])
         rig.pool.evict(records[0])
@@ -177,7 +177,7 @@ def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
 
 
 def test_page_of_another_namespace_is_damaged(open_store: OpenStore) -> None:
-    """Whoever asks for something else than lies there gets nothing."""
+    """A request for another page than the slot's gets nothing."""
     with open_store() as rig:
         rig.spill([1])
 

@@ -52,7 +52,7 @@ def noise(rng: random.Random, longest: int = 300) -> bytes:
 
 
 def conversation(rng: random.Random) -> bytes:
-    """Return what somebody says who is in the wrong place, or who is broken."""
+    """Return a message of a misplaced or broken sender."""
     said = rng.choice(CONVERSATIONS)
     return noise(rng) if rng.random() < 0.3 else said + noise(rng, 40)
 

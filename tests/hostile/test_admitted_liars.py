@@ -28,7 +28,7 @@ WRITING = (Reserve, Commit, Abort, LiveReservations, Remove, Clear)
 @pytest.mark.parametrize(
     "count", [2000, pytest.param(20_000, marks=pytest.mark.slow)], ids=["short", "long"]
 )
-def test_a_writer_that_lies_spoils_nobody_elses_page(count: int) -> None:
+def test_a_writer_that_lies_spoils_no_other_page(count: int) -> None:
     """Reservations, commits and lists that fit nothing, mixed with some that do."""
     rng = random.Random(11)
     with one_node(pool="8MiB") as (cluster, node):
@@ -58,7 +58,7 @@ def test_a_writer_that_lies_spoils_nobody_elses_page(count: int) -> None:
             taken = metric(node, "peercache_messages_received")
         lock.release()
 
-        # Its process has exited, as far as anybody can tell: whatever it had reserved comes back.
+        # Its process has exited, as far as the node can tell: its reservations end.
         wait_until(lambda: honest.stats()["home_pool_bytes_reserved"] == 0)
         keys = keys_of("after", 4)
         wait_until(lambda: all(honest.batch_set(keys, pages_of(keys))))
@@ -91,7 +91,7 @@ def fitting(message: Reserve | Commit, rng: random.Random) -> Reserve | Commit:
     "count", [3000, pytest.param(30_000, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_a_node_that_lies_costs_no_page_its_bytes(count: int) -> None:
-    """Whoever knows the credentials can tell lies about members and records; nothing breaks.
+    """A process with the credentials can lie about members and records; nothing breaks.
 
     What it may cost is liveness as long as it goes on: who is admitted as a node is believed.
     """

@@ -36,7 +36,7 @@ def bomb(filler: bytes, size: int = MESSAGE_BYTES_MAX) -> bytes:
 
 @pytest.mark.parametrize("filler", [b"\x00", b"\x80", b"\xa0", b"\xf6", b"\x40"])
 def test_a_message_of_eight_million_items_is_refused_before_any_is_made(filler: bytes) -> None:
-    """Empty lists would take 600 MB and five seconds of the loop, from whoever can connect."""
+    """Empty lists of any connecting process would take 600 MB and five seconds of the loop."""
     raw = bomb(filler)
     tracemalloc.start()
 
@@ -143,7 +143,7 @@ def test_what_no_hello_can_be_is_not_even_decoded() -> None:
         assert isinstance(located.message, Located)
 
 
-def test_eight_million_items_from_somebody_admitted_stall_nobody() -> None:
+def test_eight_million_items_from_an_admitted_client_stall_no_other() -> None:
     """A reader's bombs cost it the connection's time, not the node's memory."""
     with one_node() as (cluster, node), Caller.at(node, "home") as reader:
         name = cluster.name

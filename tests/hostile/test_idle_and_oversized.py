@@ -57,7 +57,7 @@ def many(
 
 
 @pytest.mark.parametrize("greets", [False, True], ids=["mute", "greeted"])
-def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_nobody_out(
+def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_no_client_out(
     greets: bool,
 ) -> None:
     """Those who are there are served, those who come are let in, and all that was taken returns."""
@@ -69,7 +69,7 @@ def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_nobody_out(
             patient_until = time.monotonic() + STRANGER_S
             with many(node, port, IDLE, said.get(port, b"")):
                 if port != "http":  # That one keeps only a few.
-                    # Whoever connects slowly sees the first shown out before the last has come.
+                    # A slow connector sees the first closed before the last has come.
                     wait_until(
                         lambda until=patient_until: (  # type: ignore[misc]
                             Vitals.of(node).descriptors >= IDLE or time.monotonic() > until
@@ -90,7 +90,7 @@ def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_nobody_out(
 
 
 def assert_lets_in(cluster: LocalCluster, node: NodeProcess, name: str) -> None:
-    """Assert that somebody new can store and read pages."""
+    """Assert that a new client can store and read pages."""
     keys = keys_of(name, 8)
     with cluster.client(node, fabric="tcp") as newcomer:
         wait_until(lambda: all(newcomer.batch_set(keys, pages_of(keys))))
@@ -174,7 +174,7 @@ def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
 
 
 def test_what_cannot_be_dialled_for_want_of_descriptors_says_so() -> None:
-    """It is no fault of the address: whoever hears it tries again, and nothing is left open."""
+    """It is no fault of the address: the caller tries again, and nothing is left open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 16, hard))
@@ -293,7 +293,7 @@ def test_strangers_give_way_before_descriptors_run_out() -> None:
 def test_a_node_out_of_descriptors_lives_and_serves_again_when_they_come_back(
     port: str, greets: bool
 ) -> None:
-    """Whoever connects without end takes them all; a node that joins meanwhile breaks nothing."""
+    """A client that connects without end takes them all; a joining node breaks nothing."""
     said = PAIR1_GREETING if greets and port in {"control", "home"} else b""
     with LocalCluster() as cluster:
         node = cluster.start(flags=("--metrics-port=-1",))

@@ -71,14 +71,14 @@ class Fire:
                 _empty(caller.connection)
 
     def as_stranger(self) -> bytes:
-        """Return noise, or a real message with something wrong, of somebody unknown."""
+        """Return noise, or a real message with something wrong, of an unknown sender."""
         if self.rng.random() < 0.3:
             return noise(self.rng)
         message = any_message(self.rng)
         return mutated(enveloped(message, cluster=self.cluster, sender=99), self.rng)
 
     def as_reader(self) -> bytes:
-        """Return what somebody admitted as a reader may say, with fields that make no sense."""
+        """Return a message that a reader may send, with fields that make no sense."""
         message = any_message(self.rng, HARMLESS)
         target = self.rng.choice((0, int(self.node.ready["node"], 16), 5))
         return enveloped(message, cluster=self.cluster, sender=99, target=target)

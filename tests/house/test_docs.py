@@ -28,7 +28,7 @@ def test_made_page_is_current(page: str) -> None:
 
 
 def test_made_part_without_its_place_is_an_error() -> None:
-    """A page that lost its markers would never be current again, and nobody would notice."""
+    """A page that lost its markers would never be current again, unnoticed."""
     with pytest.raises(ValueError, match="no place"):
         with_made_part("metrics.md", f"# Metrics\n{END}\n")
     assert with_made_part("metrics.md", f"{BEGIN}\nold\n{END}\n").count("peercache_pages_hit") == 1

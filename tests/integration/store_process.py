@@ -23,13 +23,13 @@ import pytest  # noqa: E402 - likewise
 
 from peercache.sglang import PeerCacheStore  # noqa: E402 - likewise
 from tests.integration.sglang_rig import Rig, Shape  # noqa: E402 - SGLang must find the stand-ins in place
-from tests.pace import nobody_is_taken_for_hung  # noqa: E402 - likewise
+from tests.pace import no_peer_is_taken_for_hung  # noqa: E402 - likewise
 
 
 def main(replies: Any) -> None:
     """Back up one prompt a line."""
     embedding: list[Rig] = []
-    nobody_is_taken_for_hung(pytest.MonkeyPatch())
+    no_peer_is_taken_for_hung(pytest.MonkeyPatch())
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -16,7 +16,7 @@ import pytest
 from peercache.sglang import PeerCacheStore
 from tests.integration.processes import HERE, Child, StandaloneNode, free_port
 from tests.integration.sglang_rig import EVERY_POOL, Rig, Shape, prompt, wait_until
-from tests.pace import PATIENCE_S, PROMPT_S, nobody_is_taken_for_hung
+from tests.pace import PATIENCE_S, PROMPT_S, no_peer_is_taken_for_hung
 
 PAGES = 9
 
@@ -29,7 +29,7 @@ Nodes = tuple[StandaloneNode, StandaloneNode]
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process wait for nodes that are slow because the machine is."""
-    nobody_is_taken_for_hung(monkeypatch)
+    no_peer_is_taken_for_hung(monkeypatch)
 
 
 @pytest.fixture(scope="module")

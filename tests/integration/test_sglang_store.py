@@ -480,7 +480,7 @@ def test_stats_are_what_sglang_asserts_and_drain_on_read(cluster: FakeCluster) -
     assert second == StorageMetrics()
 
 
-def test_stats_that_nobody_drains_do_not_grow(cluster: FakeCluster) -> None:
+def test_stats_that_are_never_drained_do_not_grow(cluster: FakeCluster) -> None:
     """An engine that has stopped stepping must not fill its memory with our figures."""
     tally = BatchTally(StorageMetrics)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.pace import PATIENCE_S, nobody_is_taken_for_hung
+from tests.pace import PATIENCE_S, no_peer_is_taken_for_hung
 
 # The rig sets it in its guest, to the generation of pyverbs: there nothing is skipped, so that a
 # binding which cannot be imported is a failure.
@@ -25,6 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have both sides wait for each other where the machine is slow."""
-    nobody_is_taken_for_hung(monkeypatch)
+    no_peer_is_taken_for_hung(monkeypatch)
     monkeypatch.setattr("peercache.rdma.fabric.EXCHANGE_S", PATIENCE_S)
     monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", PATIENCE_S)

@@ -105,7 +105,7 @@ class RdmaBench:
         # As the actor of a node does, before it connects.
         rail = self.server.rail_for(message)
         if not rail.finds(message.gid, until):
-            return Refused(message.request, NO_PATH, f"nobody answers at {rail.name}")
+            return Refused(message.request, NO_PATH, f"no answer at {rail.name}")
         return self.forge(self.server.open(CLIENT, message))
 
     @property

@@ -2,7 +2,7 @@
 
 It obeys what was found out about verbs (test_verbs.py): completions come in order, only the last
 of a chain is signaled, an error completes everything behind it as flushed and kills both ends, an
-entry of a list is as long as the first, and whoever touches a closed object is ended.
+entry of a list is as long as the first, and touching a closed object ends the process.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def pulled(end: str) -> Iterator[None]:
 def impaired(end: str, *, loss_percent: float = 0.0, delay_ms: float = 0.0) -> Iterator[None]:
     """What this end sends is lost or late for the length of the block; its port stays up.
 
-    All of it lost is the cut nobody tells about: a switch that died, a firewall.
+    All of it lost is a silent cut: a switch that died, a firewall.
     """
     facts = ["loss", f"{loss_percent}%"] if loss_percent else []
     facts += ["delay", f"{delay_ms}ms"] if delay_ms else []
@@ -71,7 +71,7 @@ def known_to(end: str, address: str, *, of: str) -> Iterator[None]:
 
 
 def forget_neighbours(end: str) -> None:
-    """Have an interface ask anew for whoever it talks to."""
+    """Make an interface resolve its peers again."""
     for family in FAMILIES:
         _ip(family, "neigh", "flush", "dev", end)
 

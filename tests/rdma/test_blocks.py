@@ -28,7 +28,7 @@ def until() -> float:
     return time.monotonic() + LONG_S
 
 
-def test_nobody_waits_long_for_a_block_behind_a_registration_and_the_next_one_has_it(
+def test_no_read_waits_long_for_a_block_behind_a_registration_and_the_next_one_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A hundred gigabytes are being registered; reads go over tcp until the block is there."""
@@ -94,7 +94,7 @@ def test_half_of_the_time_left_is_the_other_fabrics(
     regions.close()
 
 
-def test_without_another_fabric_a_late_block_keeps_nobody_from_waiting_for_the_next() -> None:
+def test_without_another_fabric_a_late_block_lets_reads_wait_for_the_next() -> None:
     """One read's deadline was near; that says nothing about the next one's."""
     device = Device()
     regions, lent = lender(device, has_fallback=False)
@@ -110,7 +110,7 @@ def test_without_another_fabric_a_late_block_keeps_nobody_from_waiting_for_the_n
 
 
 def test_who_waits_without_another_fabric_takes_the_late_block_when_it_is_there() -> None:
-    """All blocks there may be are late: nothing comes back that would wake whoever waits."""
+    """All blocks there may be are late: nothing comes back that would wake a waiting read."""
     device = Device()
     regions, lent = lender(device, has_fallback=False, blocks_max=1)
     assert lent.lend(time.monotonic()) is None
@@ -177,7 +177,7 @@ def test_block_whose_making_was_cut_short_is_not_lost(
 
 
 def test_block_that_was_refused_is_tried_again() -> None:
-    """Somebody raised the limit of locked memory meanwhile, or gave some back."""
+    """The limit of locked memory was raised meanwhile, or some was given back."""
     device = Device(room_bytes=0)
     device.gate.set()
     regions, lent = lender(device, blocks_max=1)

@@ -52,7 +52,7 @@ def test_doctor_names_a_device_that_is_not_there() -> None:
 
 
 def test_doctor_says_what_a_pyverbs_for_another_rdma_core_wants(tmp_path: Path) -> None:
-    """The loader's own message names a symbol version that tells nobody what to do."""
+    """The loader's own message names a symbol version and no remedy."""
     folder = tmp_path / "pyverbs"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise ImportError('IBVERBS_PRIVATE_59 not found')\n")

@@ -291,7 +291,7 @@ def test_channel_that_failed_is_never_used_again(bench: FakeBench) -> None:
     assert len(numbers) == len(set(numbers)) == 3
 
 
-def test_channel_that_cannot_be_destroyed_blocks_nobody(bench: FakeBench) -> None:
+def test_channel_that_cannot_be_destroyed_blocks_no_other(bench: FakeBench) -> None:
     """The read is a miss, its lease is over, what was lent is not lent again; the next is whole."""
     offsets, contents = bench.pages(1)
     bench.get(offsets, Destination.of([[GRANULE]]))
@@ -444,7 +444,7 @@ def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_it
     assert fallbacks(bench, NO_MEMORY) == 2
 
 
-def test_client_that_finds_nobody_never_connects_and_reads_elsewhere(
+def test_client_that_finds_no_peer_never_connects_and_reads_elsewhere(
     make_bench: Callable[..., FakeBench],
     segment: PublishedSegment,
     monkeypatch: pytest.MonkeyPatch,
@@ -476,13 +476,13 @@ def test_client_that_finds_nobody_never_connects_and_reads_elsewhere(
 def test_peer_without_a_path_over_one_rail_is_read_over_the_other(
     make_bench: Callable[..., FakeBench], who: str, pages: int
 ) -> None:
-    """Whoever of the two finds nobody there; it is tried once, and the peer is not given up."""
+    """Either end finds no peer; it is tried once, and the peer is not given up."""
     bench = make_bench(rails=2)
     offsets, contents = bench.pages(pages, 2**18)
 
     def refuse(asked: OpenChannel) -> Message:
         if asked.rail == 1:
-            return Refused(asked.request, "no_path", "nobody answers for your GID")
+            return Refused(asked.request, "no_path", "no answer for your GID")
         return bench.server.open(CLIENT, asked)
 
     if who == "client":
@@ -549,7 +549,7 @@ def test_memory_that_is_registered_later_is_asked_for_again(
     ],
     ids=str,
 )
-def test_node_that_lies_about_its_memory_harms_nobody(
+def test_node_that_lies_about_its_memory_does_no_harm(
     bench: FakeBench, lies: dict[str, Any]
 ) -> None:
     """Keys that open nothing, and memory of absurd shapes, are refusals or misses."""
@@ -586,7 +586,7 @@ def test_nodes_are_told_which_channels_are_held(bench: FakeBench) -> None:
 def test_list_of_channels_is_repeated_because_messages_get_lost(
     bench: FakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node ends what nobody lists for a while."""
+    """A node ends channels that are not listed for a while."""
     bench.get(bench.pages(1)[0], Destination.of([[GRANULE]]))
     monkeypatch.setattr(channels, "HELD_S", 0.0)
 

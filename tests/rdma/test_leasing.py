@@ -49,7 +49,7 @@ def reserve(ours: Channels) -> Reserved:
 @pytest.mark.parametrize("freed", range(3))
 @pytest.mark.parametrize("turns", range(3))
 def test_small_read_takes_the_one_rail_that_is_free_out_of_turn(freed: int, turns: int) -> None:
-    """Two rails of three are busy, and nobody waits for them."""
+    """Two rails of three are busy, and no read waits for them."""
     ours = channels(3)
     for _ in range(turns):
         ours.end(reserve(ours), None, works=False)

@@ -89,7 +89,7 @@ def test_chunks_are_registered_by_several_threads_at_once_and_not_by_more_than_a
 
 
 def test_urgent_memory_goes_ahead_of_what_waits() -> None:
-    """A read waits for a block of ours, and nobody yet for the last gigabyte of an engine."""
+    """A read waits for a block, and no read yet for the last gigabyte of an engine."""
     device, engine, block = Device(), Memory(4), Memory(1)
     regions = Regions(registrar=device, threads_max=1)
     first = regions.add("engine", engine.address, engine.length, remote=False)
@@ -142,7 +142,7 @@ def test_growing_pool_registers_whole_chunks_and_its_end_with_the_last(device: D
 
 
 def test_pool_that_was_cut_short_is_registered_as_far_as_it_goes(device: Device) -> None:
-    """Somebody else took the rest of the memory: an unfinished chunk is used all the same."""
+    """Another process took the rest of the memory: an unfinished chunk is still used."""
     ours = Memory(2)
     regions = Regions(registrar=device)
     region = regions.add("pool", ours.address, ours.length, remote=True, ready_bytes=0)
@@ -353,5 +353,5 @@ def test_populating_changes_no_byte_and_refuses_read_only_memory(tmp_path: Any) 
     ],
 )
 def test_refusal_names_its_fix(number: int, memlock_bytes: int, says: str) -> None:
-    """Whoever reads the log need not know what ENOMEM of ibv_reg_mr means."""
+    """A reader of the log need not know what ENOMEM of ibv_reg_mr means."""
     assert says in explanation(number, 2**30, memlock_bytes=memlock_bytes)

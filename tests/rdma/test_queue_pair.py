@@ -222,7 +222,7 @@ def test_kernel_tells_its_ipv6_neighbours_or_nothing() -> None:
 def asked(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[socket.socket, bytes]]:
-    """Whoever is asked on this host, and its GID."""
+    """The device of this host to ask, and its GID."""
     address, gid = "127.0.0.1", bytes(10) + b"\xff\xff" + bytes([127, 0, 0, 1])
     if request.param == socket.AF_INET6:
         address, gid = "::1", bytes(15) + b"\1"

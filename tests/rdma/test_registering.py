@@ -89,7 +89,7 @@ def test_untouched_memory_is_registered_and_keeps_its_content(pd: Any) -> None:
 
 
 def test_read_only_mapping_is_refused_with_the_reason(pd: Any, tmp_path: Path) -> None:
-    """The kernel says EFAULT, which tells nobody anything."""
+    """The kernel's EFAULT explains nothing."""
     path = tmp_path / "pages"
     path.write_bytes(bytes(MIB))
     with path.open("rb") as file:

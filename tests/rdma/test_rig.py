@@ -125,7 +125,7 @@ def test_no_process_outlives_the_one_that_started_the_guest(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """Ended politely or not, within seconds; politely, no file is left either."""
-    memory_mib = 500 + number  # A size that nobody else uses tells the guest.
+    memory_mib = 500 + number  # A size that no other guest uses identifies this one.
     command = ["-m", "tests.rdma.rig", "run", "--bare", "--pyverbs", "none"]
     command += ["--memory-mib", str(memory_mib), "--", "bash", "-c", "echo up; sleep 985"]
     started = subprocess.Popen(

@@ -145,7 +145,7 @@ def test_a_record_before_its_word_is_noticed() -> None:
 
 
 def test_wrong_uncommitted_and_stale_hits_are_noticed() -> None:
-    """Bytes of no page, of a version that nobody committed, of one that had ended before."""
+    """Bytes of no page, of a version that was never committed, of one that had ended before."""
     truth = Truth()
     truth.stays[KEY] = [Stay(1, 1, since=1.0, until=2.0)]
     right = content_of(KEY, 1, 300)
@@ -162,7 +162,7 @@ def test_wrong_uncommitted_and_stale_hits_are_noticed() -> None:
     assert checkers == ["wrong-bytes", "uncommitted", "stale-hit"]
 
 
-def test_buffers_are_touched_by_nobody_after_their_call() -> None:
+def test_buffers_are_not_touched_after_their_call() -> None:
     """Neither written nor read."""
     buffers = Buffers()
     region = buffers.take(64, "reader")

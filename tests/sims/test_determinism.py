@@ -43,7 +43,7 @@ def test_the_scheduler_follows_its_seed() -> None:
 
 
 def test_the_scheduler_is_left_as_it_was() -> None:
-    """A run of the simulation changes nothing for whoever uses trio in the same process."""
+    """A run of the simulation changes nothing for other users of trio in the process."""
     private = vars(trio._core._run)
     before = private[determinism.FLAG]
 

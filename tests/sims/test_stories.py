@@ -6,7 +6,7 @@ from sims.play import play
 from sims.swarm import smaller
 
 
-def test_a_page_set_anew_with_another_length_is_found_by_everybody() -> None:
+def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
     """Seed 21: a record that does not fit is not remembered for ever.
 
     1. A client sets a page with another length than the others do, and c4 remembers its record.

@@ -83,9 +83,7 @@ def test_the_largest_cluster_runs() -> None:
     "words",
     [["run", "--seed", "1", "--canary", "no-such-bug"], ["canaries", "--only", "no-such-bug"]],
 )
-def test_bug_that_nobody_planted_is_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_bug_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt one must not pass for one that was found."""
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -208,8 +208,8 @@ def timed(call: Callable[[], list[bool]]) -> tuple[list[bool], float]:
 
 PATIENT = """
 import pytest
-from tests.pace import nobody_is_taken_for_hung
-nobody_is_taken_for_hung(pytest.MonkeyPatch())
+from tests.pace import no_peer_is_taken_for_hung
+no_peer_is_taken_for_hung(pytest.MonkeyPatch())
 """
 
 

@@ -238,7 +238,7 @@ print(client.batch_set(keys, pages_of(keys)), flush=True)
 
 
 def test_a_client_that_is_stopped_while_it_copies_spoils_no_page() -> None:
-    """Its slots stay its own, however long it sleeps; its late bytes fall on nobody's page."""
+    """Its slots stay its own, however long it sleeps; its late bytes fall on no other page."""
     with LocalCluster() as cluster:
         (node,) = cluster.start_many(1, pool="2MiB")
         with script(STOPS_WRITING, cluster.name, node.ready["home"]) as process:

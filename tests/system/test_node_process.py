@@ -126,7 +126,7 @@ def test_health_says_nothing_good_while_the_node_is_paused() -> None:
 
 def test_sigterm_is_a_goodbye_that_the_others_hear_at_once() -> None:
     """A graceful leave needs no failure detector: exit status 0, and all are told."""
-    # Nobody is missed as soon as that: who is gone from a view has said so.
+    # No member is missed that soon: a member gone from a view has left.
     patient = ("--suspect-s", "300", "--dead-s", "600")
     with LocalCluster() as cluster:
         first, second, third = [cluster.start(flags=patient) for _ in range(3)]
@@ -160,7 +160,7 @@ def test_a_node_leaves_no_segment_behind() -> None:
 
 
 def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> None:
-    """Nobody there: it serves at once, says it is alone, and is joined later."""
+    """No other node: it serves at once, logs that it is alone, and is joined later."""
     head = f"127.0.0.1:{free_port()}"
     with LocalCluster() as cluster:
         alone = cluster.start(flags=("--discovery-addr", head))
@@ -192,7 +192,7 @@ def test_with_a_dead_head_a_newcomer_joins_through_any_other_address() -> None:
 
 
 def test_nodes_of_two_clusters_refuse_each_other_loudly() -> None:
-    """A wrong cluster name joins nobody, and both logs say why."""
+    """A node with a wrong cluster name joins no node, and both logs say why."""
     with LocalCluster() as cluster, LocalCluster() as other:
         node = cluster.start()
         stranger = other.start(flags=("--discovery-addr", node.ready["control"]))

@@ -34,7 +34,7 @@ STATUS_GUEST_DIED = 125
 # Above it, the shell's way to say by which signal.
 STATUS_SIGNAL = 128
 CONSOLE_TAIL_LINES = 30
-# Ends a guest, its kernel's own helpers included, when whoever started it is gone: its stdin ends.
+# Ends a guest, its kernel's own helpers included, when its starter is gone: its stdin ends.
 WATCH = 'read line; kill -9 -"$1"'
 # Variables that describe this process, not the command's world.
 ENVIRONMENT_LEFT_OUT = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "TMPDIR"})
@@ -80,7 +80,7 @@ def _write_control(
         # Functions that a shell exported have names that no assignment can have.
         if name not in ENVIRONMENT_LEFT_OUT and name.isidentifier()
     }
-    # The tools of an administrator are on nobody's path but root's.
+    # The tools of an administrator are only on root's path.
     variables["PATH"] = f"{variables.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
     script = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     script += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}"]

@@ -1,4 +1,4 @@
-"""A soak takes ten minutes: it runs only where somebody asks for it by its mark.
+"""A soak takes ten minutes: it runs only when its mark is selected.
 
 All of these tests load the machine themselves, and none is about its speed.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pace import nobody_is_taken_for_hung
+from tests.pace import no_peer_is_taken_for_hung
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the clients wait for nodes that are slow because the machine is."""
-    nobody_is_taken_for_hung(monkeypatch)
+    no_peer_is_taken_for_hung(monkeypatch)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -47,7 +47,7 @@ def restarted(cluster: LocalCluster, place: int) -> NodeProcess:
 
 
 def stores(client: Client, name: str) -> bool:
-    """Return whether a client stores a page that nobody has."""
+    """Return whether a client stores a page that no node has."""
     key = keys_of(name, 1)
     return client.batch_set(key, pages_of(key, PAGE_BYTES)) == [True]
 

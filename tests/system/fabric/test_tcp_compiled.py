@@ -139,7 +139,7 @@ def test_memory_is_served_as_far_as_it_is_usable_by_now(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-def test_readers_that_do_not_receive_hold_nobody(compiled: bool) -> None:
+def test_readers_that_do_not_receive_hold_up_no_other(compiled: bool) -> None:
     """With many responses stuck in full sockets, another client reads at once."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
@@ -168,7 +168,7 @@ def test_readers_that_do_not_receive_hold_nobody(compiled: bool) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bytes_served_are_counted_when_the_server_ends(threads: int) -> None:
-    """The loop tells nobody as it goes; nothing is lost at the end, whichever thread sent it."""
+    """The loop reports nothing meanwhile; nothing is lost at the end, whichever thread sent it."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=threads)
     with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ def test_bytes_served_are_counted_when_the_server_ends(threads: int) -> None:
 
 @pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
-    """While one of two threads is held up, whoever comes later is the other one's.
+    """While one of two threads is held up, later connections go to the other one.
 
     1. The first client's thread is held in the middle of its response.
     2. The second one's is the other thread, which it leaves.
@@ -265,7 +265,7 @@ def say(process: subprocess.Popen[str], line: str) -> str:
 
 
 @pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
-def test_pages_are_served_while_somebody_holds_the_interpreters_lock(fabric: TcpFabric) -> None:
+def test_pages_are_served_while_a_thread_holds_the_interpreters_lock(fabric: TcpFabric) -> None:
     """An engine that computes in Python, or in C without letting go, keeps no reader waiting."""
     into = Destination.of([[GRANULE]])
     with stubborn_owner("hold") as (process, port):
@@ -296,7 +296,7 @@ def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -
 
 
 def compiled_pages() -> CompiledPages:
-    """Return a server of its own, which nobody has started."""
+    """Return a separate server, which is not started."""
     return CompiledPages(
         filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
         granule=GRANULE,

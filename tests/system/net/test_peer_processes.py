@@ -76,7 +76,7 @@ def test_a_killed_peer_is_noticed_at_once(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_a_stopped_peer_costs_its_deadline_and_comes_back(kind: str, tmp_path: Path) -> None:
-    """On old connections and new ones; whatever it answers later confuses nobody."""
+    """On old connections and new ones; late answers confuse no client."""
     with peer_process(kind, tmp_path) as (process, url), Asking({7: url}) as client:
         assert isinstance(client.ask(7)[0], Located)
         stop(process)

@@ -306,7 +306,7 @@ class DiskWorld:
                     assert isinstance(message, (Promoted, Removed)), message
                     self.answers.append(message)
                 case _:
-                    raise AssertionError(f"nobody expects {effect}")
+                    raise AssertionError(f"unexpected effect {effect}")
         if drain:
             self.drain()
 
@@ -347,7 +347,7 @@ class DiskWorld:
         assert self.memory.word_at(offset) == int(record["generation"])
         version = version_of(record["key"].tobytes(), self.memory.read(offset, length))
         assert version is not None, "wrong bytes"
-        assert version in self.versions[record["key"].tobytes()], "bytes that nobody set"
+        assert version in self.versions[record["key"].tobytes()], "bytes that were never set"
         return version
 
     def promoted(self) -> tuple[list[int], list[bytes]]:

@@ -75,7 +75,7 @@ class Cluster:
         self.max_masters = max_masters
         self.now = 100.0
         self.processes: dict[str, Process] = {}
-        self.everybody: list[Process] = []
+        self.all_started: list[Process] = []
         self.sent: Counter[tuple[str, int]] = Counter()
         self.is_cut: Callable[[str, str], bool] = lambda source, target: False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -102,7 +102,7 @@ class Cluster:
         )
         process = Process(actor, address)
         self.processes[address] = process
-        self.everybody.append(process)
+        self.all_started.append(process)
         self._perform(process, actor.start(self.now))
         self._wake(process)
         return process
@@ -133,7 +133,7 @@ class Cluster:
             self._hand_over(process, sender, message)
 
     def partition(self, *sides: Iterable[str]) -> None:
-        """Cut every link between sides; an address on no side reaches everybody."""
+        """Cut every link between sides; an address on no side reaches all."""
         side_of = {address: number for number, side in enumerate(sides) for address in side}
 
         def is_cut(source: str, target: str) -> bool:
@@ -187,7 +187,7 @@ class Cluster:
         return None if entry is None else entry.state
 
     def messages_in(self, second: int) -> int:
-        """Messages sent by everybody in one whole second."""
+        """Messages sent by all processes in one whole second."""
         return sum(count for (_, at), count in self.sent.items() if at == second)
 
     def busiest_second(self, *, since: float) -> int:
@@ -196,8 +196,8 @@ class Cluster:
         return max(counts, default=0)
 
     def report(self) -> str:
-        """Everybody's view, for a failed test."""
-        names = {process.incarnation: process.address for process in self.everybody}
+        """The view of each process, for a failed test."""
+        names = {process.incarnation: process.address for process in self.all_started}
         return "\n".join(
             f"{address}: "
             + " ".join(
@@ -258,7 +258,7 @@ class Cluster:
             address, target = self._pipes[effect.to.pipe], effect.to.identity
         else:
             entry = process.actor.member(effect.to)
-            assert entry is not None, "a message to somebody unknown"
+            assert entry is not None, "a message to an unknown member"
             address, target = entry.control, effect.to
         self._carry(process, address, target, effect.message, is_new=False)
 

@@ -298,7 +298,7 @@ class World:
                     if committed.ahead:
                         _, granted = self.writing[client, committed.ahead]
                         assert granted.offsets == committed.offsets
-                        assert set(granted.states) == {RESERVED}, "an offset that is nobody's"
+                        assert set(granted.states) == {RESERVED}, "an offset of no slot"
                 case Send(Origin(identity), Granted() as granted):
                     assert identity == client
                     assert isinstance(message, Reserve)
@@ -306,7 +306,7 @@ class World:
                 case Send(Origin(identity), Removed() | Refused()):
                     assert identity == client
                 case _:
-                    raise AssertionError(f"an effect nobody expects: {effect}")
+                    raise AssertionError(f"an unexpected effect: {effect}")
             self.check_reads()
         if isinstance(message, Reserve) and (client, message.sequence) not in self.writing:
             known = self.pool._reservations.find(client, message.sequence)
@@ -392,7 +392,7 @@ class World:
         for index, word in enumerate(self.words):
             if word % 2 == 0 and word != 0:
                 record, content = self.published.get(word, (None, []))
-                # Between the word and the telling of a commit nobody knows the record yet.
+                # Between the word and the answer of a commit no node knows the record yet.
                 if record is not None:
                     assert int(record["offset"]) == index * GRANULE, f"word {index} of another page"
                     held = self.memory[index : index + len(content)]

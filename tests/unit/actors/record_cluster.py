@@ -132,7 +132,7 @@ class Cluster:
     dead: list[int] = attrs.field(factory=list)
 
     def add(self, incarnation: int) -> Node:
-        """Start a node; nobody has it in a view yet."""
+        """Start a node; it is in no view yet."""
         metrics = Metrics()
         node = Node(
             incarnation,

@@ -110,7 +110,7 @@ def test_lookup_repeats_its_correlation_number() -> None:
 
 
 def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
-    """A page that everybody holds fills no answer, and its readers do not all go to one holder."""
+    """A page that every node holds fills no answer, and its readers do not all go to one holder."""
     holders = list(range(100, 120))
     shard = shard_of(*holders)
     for holder in holders:
@@ -122,7 +122,7 @@ def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
     assert {told[0] for told in seen} == set(holders)
 
 
-def test_own_pages_are_found_whoever_owns_the_key() -> None:
+def test_own_pages_are_found_whichever_node_owns_the_key() -> None:
     """The pool tells its own shard directly, and its drops end what they name."""
     shard = shard_of(A)
     heard(shard, ME, RecordsChanged(records_of(ME, [1, 2], 10), NO_DROPS))
@@ -200,7 +200,7 @@ def test_delete_spares_what_is_newer() -> None:
 
 
 def test_delete_of_one_holder_leaves_the_others() -> None:
-    """Order exists within one holder only: nobody's delete touches another's record."""
+    """Order exists within one holder only: no delete touches another holder's record."""
     shard = shard_of(A, B)
     heard(shard, A, put(1, A, [1], 10))
     heard(shard, B, put(1, B, [1], 10))
@@ -441,7 +441,7 @@ def test_new_incarnation_begins_a_new_stream() -> None:
 
 
 def test_unknown_holder_is_served_once_the_view_has_it() -> None:
-    """Its records may be here before the view is: they are kept, and told to nobody."""
+    """Its records may be here before the view is: they are kept, and not served."""
     shard = shard_of()
     heard(shard, A, put(1, A, [1], 10))
     before = len(located(shard, [1]))
@@ -452,7 +452,7 @@ def test_unknown_holder_is_served_once_the_view_has_it() -> None:
 
 
 def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody fills this node by inventing holders, nor with records for one."""
+    """Invented holders do not fill this node, nor do many records for one."""
     monkeypatch.setattr(directory, "UNKNOWN_HOLDERS_MAX", 2)
     monkeypatch.setattr(directory, "UNKNOWN_RECORDS_MAX", 3)
     shard = shard_of()
@@ -508,7 +508,7 @@ def test_count_of_records_is_told() -> None:
     assert (before, gauge.get()) == (3, 1)
 
 
-def test_view_without_members_ends_everybody_but_us() -> None:
+def test_view_without_members_ends_all_others() -> None:
     """An empty view is a view too."""
     shard = shard_of(A)
     heard(shard, A, put(1, A, [1], 10))

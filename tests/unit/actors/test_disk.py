@@ -303,7 +303,7 @@ def test_patience_ends_a_question_that_the_disk_does_not_answer() -> None:
 
 
 def test_question_with_nothing_to_tell_is_not_answered_at_once() -> None:
-    """Whoever asks again and again in vain does so at the pace of its patience."""
+    """A reader that asks again and again in vain is paced by its patience."""
     world = filled()
     for loading in range(POOL):
         world.ask(loading, asker=20 + loading)
@@ -352,7 +352,7 @@ def test_page_in_memory_needs_no_load() -> None:
 
 
 def test_question_without_patience_is_a_wish_that_the_rate_bounds() -> None:
-    """Nobody is answered; so many bytes a second are loaded, and no more."""
+    """There is no answer; at most so many bytes a second are loaded."""
     world = filled(wish_rate=2 * LENGTH)
 
     world.ask(0, 1, 2, 3, 4, patience_s=0.0)
@@ -409,7 +409,7 @@ def test_damaged_page_is_dropped_everywhere(outcome: int) -> None:
 
 
 def test_flipped_byte_on_disk_is_a_lost_page() -> None:
-    """The store's checksum finds it, and nobody ever reads it."""
+    """The store's checksum finds it, and no reader ever gets it."""
     world = filled()
     next(s for s in world.image.slots.values() if s.key == key(3)).data[100] ^= 1
 
@@ -421,7 +421,7 @@ def test_flipped_byte_on_disk_is_a_lost_page() -> None:
 
 
 def test_slot_of_a_late_load_stays_reserved_until_it_has_ended() -> None:
-    """A read that is stuck may still write into its slot, so that it is nobody else's."""
+    """A read that is stuck may still write into its slot, so it is not reused."""
     world = filled()
     world.ask(3)
     job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
@@ -502,7 +502,7 @@ def test_clear_empties_one_namespace_on_disk() -> None:
 
 
 def test_page_removed_while_it_is_written_does_not_come_back() -> None:
-    """The write may end well: nobody hears of it."""
+    """The write may end well, and is not published."""
     world = DiskWorld()
     world.set(1)
     (job,) = world.working
@@ -532,7 +532,7 @@ def test_page_removed_while_it_is_loaded_does_not_come_back() -> None:
 
 
 def test_page_removed_before_its_commit_was_heard_does_not_come_back() -> None:
-    """The tier takes back what the pool committed after somebody had removed it."""
+    """The tier takes back what the pool committed after a client had removed it."""
     world = filled()
     world.ask(3)
     job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
@@ -597,7 +597,7 @@ def test_end_of_the_disk_withdraws_what_was_there_only() -> None:
 
 
 def test_end_of_the_disk_ends_loads_and_their_reservations() -> None:
-    """Whoever waits is told; a slot that is being written to comes back when that is over."""
+    """Waiting readers are answered; a slot in use comes back when its read is over."""
     world = filled()
     world.ask(3)
     job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
@@ -733,7 +733,7 @@ def test_late_end_of_an_unknown_job_is_nothing() -> None:
 
 
 def test_page_is_not_written_before_its_commit_is_answered() -> None:
-    """What is written competes for the processors with what somebody waits for."""
+    """Writes compete for the processors with work that a caller waits for."""
     world = DiskWorld()
     world.tier.spills.delay_s = 0.02
     world.set(1)

@@ -78,7 +78,7 @@ def test_removals_are_kept_as_far_as_there_is_room() -> None:
 
 
 def test_namespaces_that_are_cleared_early_are_bounded() -> None:
-    """Somebody who clears without end takes no memory without end."""
+    """A client that clears without end takes bounded memory."""
     world = restarted()
     for namespace in range(10, 10 + NAMESPACES_MAX):
         hear(world, Clear(8, namespace))
@@ -90,7 +90,7 @@ def test_namespaces_that_are_cleared_early_are_bounded() -> None:
 
 
 def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
-    """It is not opened again, so nobody would ever take it."""
+    """It is not opened again, so it would never be taken."""
     world = restarted()
     hear(world, Remove(7, keys(1)))
     world.tell("disk", DiskEnded("unusable"))

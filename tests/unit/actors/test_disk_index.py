@@ -78,7 +78,7 @@ def test_slab_size_follows_the_store() -> None:
 
 
 def test_page_is_found_once_it_is_written() -> None:
-    """While it is being written it is known, so that nobody writes it twice, and not found."""
+    """While it is being written it is known, so that it is not written twice, and not found."""
     driven = Driven()
 
     begun = driven.begin([1, 2], [5000, 9000])
@@ -106,7 +106,7 @@ def test_key_named_twice_in_a_batch_gets_one_place() -> None:
 
 
 def test_page_larger_than_a_slab_is_refused() -> None:
-    """It gets no place, and nobody goes for it."""
+    """It gets no place, and no page is evicted for it."""
     driven = Driven()
     driven.add(list(range(20)))
     longest = driven.index.page_bytes_max

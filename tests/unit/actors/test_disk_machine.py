@@ -197,8 +197,8 @@ class DiskMachine(RuleBasedStateMachine):
                 assert figures["disk_bytes_in_flight"] == 0
 
     @invariant()
-    def everybody_is_answered_once(self) -> None:
-        """Who is not waiting has been answered, and nobody twice."""
+    def every_reader_is_answered_once(self) -> None:
+        """A reader that does not wait has been answered, exactly once."""
         if not hasattr(self, "world"):
             return
         answered = [a.request for a in self.world.answers if isinstance(a, Promoted)]

@@ -20,7 +20,7 @@ def test_pages_promoted_for_two_readers_are_read_when_both_have() -> None:
     assert (once, unread.size) == (100, 0)
 
 
-def test_pages_that_nobody_reads_have_had_their_time() -> None:
+def test_pages_that_are_not_read_lose_their_protection() -> None:
     """A reader that died, or a wish, holds nothing for long; what was read is not counted twice."""
     unread = Unread()
     unread.add(1.0, 100, {})

@@ -205,7 +205,7 @@ def test_master_suspects_a_silent_member_and_then_declares_it_dead() -> None:
     assert node.state(TEN) == ALIVE
 
 
-def test_member_judges_the_masters_and_nobody_else() -> None:
+def test_member_judges_only_the_masters() -> None:
     """It hears only masters, so the silence of others says nothing."""
     node = Node().knows(ONE, TWO, NINE, TEN)
 
@@ -218,7 +218,7 @@ def test_member_judges_the_masters_and_nobody_else() -> None:
 
 
 def test_outage_of_all_masters_empties_no_view() -> None:
-    """Three masters that fall silent are replaced; whoever they were masters of stays."""
+    """Three masters that fall silent are replaced; their members stay."""
     node = Node().knows(ONE, TWO, NINE, TEN)
 
     node.passes(DEAD_S + 1.0)
@@ -228,8 +228,8 @@ def test_outage_of_all_masters_empties_no_view() -> None:
     assert [node.state(i) for i in (NINE, TEN)] == [ALIVE, ALIVE]
 
 
-def test_new_master_gives_everybody_the_full_time() -> None:
-    """It heard nobody before it was one: their silence counts from now."""
+def test_new_master_gives_every_member_the_full_time() -> None:
+    """It got no heartbeats before it was one: silence counts from now."""
     node = Node().knows(ONE, TWO, NINE, TEN)
     node.passes(10.0, speaking=(ONE, TWO))
 
@@ -241,7 +241,7 @@ def test_new_master_gives_everybody_the_full_time() -> None:
 
 
 @pytest.mark.parametrize("first", ["tick", "message"])
-def test_paused_node_that_wakes_accuses_nobody(first: str) -> None:
+def test_paused_node_that_wakes_accuses_no_member(first: str) -> None:
     """It did not listen either: after a stop of a minute every silence starts anew."""
     node = Node(ONE).knows(NINE, TEN)
     node.passes(1.0, speaking=(NINE, TEN))

@@ -64,7 +64,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.takes(self.actor.start(self.now))
 
     def takes(self, effects: list[Effect]) -> None:
-        """Everything it says fits the wire, and nobody gets more views than is allowed."""
+        """Every message fits the wire, and no member gets more views than allowed."""
         if self.now - self.shares_since >= HEARTBEAT_S:
             self.shares.clear()
             self.shares_since = self.now

@@ -35,7 +35,7 @@ def test_new_cluster_agrees_within_two_seconds(seed: int) -> None:
 
 
 def test_first_node_alone_serves_and_is_joined_later() -> None:
-    """1. B starts, and nobody answers. 2. It serves alone. 3. A comes: they meet."""
+    """1. B starts, and gets no answer. 2. It serves alone. 3. A comes: they meet."""
     cluster = Cluster(2)
     lonely = cluster.start("b:1", discovery=["a:1"])
     cluster.run(60.0)
@@ -63,7 +63,7 @@ def test_head_is_pinned_and_a_dead_master_is_replaced_by_itself() -> None:
     assert masters(cluster, "n005:31998") == [HEAD, "n001:31998", "n002:31998"]
 
 
-def test_dead_head_stops_nobody_who_knows_another_address() -> None:
+def test_dead_head_stops_no_node_with_another_address() -> None:
     """Any live node answers a newcomer, also one that is neither head nor master."""
     cluster = cluster_of(6)
     cluster.kill(HEAD)
@@ -76,7 +76,7 @@ def test_dead_head_stops_nobody_who_knows_another_address() -> None:
 
 
 def test_outage_of_all_masters_leaves_every_other_in_every_view() -> None:
-    """1. All three masters die at once. 2. Nobody else is ever dead in anybody's view."""
+    """1. All three masters die at once. 2. No other member is ever dead in any view."""
     cluster = cluster_of(8)
     for address in masters(cluster, HEAD):
         cluster.kill(address)
@@ -107,7 +107,7 @@ def test_healed_partition_ends_in_equal_views(seed: int, seconds: float) -> None
 
 
 def test_healed_partition_never_empties_a_view() -> None:
-    """While two sides tell each other whom they held dead, nobody doubts its own side."""
+    """While two sides tell each other whom they held dead, no node doubts its own side."""
     cluster = cluster_of(10, seed=3)
     half = addresses(cluster)[:5]
     cluster.partition(half, addresses(cluster)[5:])
@@ -141,9 +141,9 @@ def test_partition_makes_those_held_dead_republish_once() -> None:
     assert {process.republished for process in cluster.processes.values()} == {1}
 
 
-def test_node_cut_off_for_long_kills_nobody_when_it_comes_back() -> None:
+def test_node_cut_off_for_long_kills_no_member_when_it_comes_back() -> None:
     """1. N is cut off, and ends three masters after the other. 2. It heals with a view of the dead.
-    3. Nobody else ever holds anybody dead but N.
+    3. No node but N ever holds another one dead.
     """
     cluster = cluster_of(10, seed=5)
     lost = "n009:31998"
@@ -179,7 +179,7 @@ def test_asymmetric_partition_heals(seed: int) -> None:
     assert cluster.seconds_until(cluster.agrees, at_most=HEAL_S) <= 5.0
 
 
-def test_one_broken_link_ends_nobody() -> None:
+def test_one_broken_link_ends_no_member() -> None:
     """A member that one master does not hear is suspect there, and refutes through the others."""
     cluster = cluster_of(6, seed=6)
     member, master = "n005:31998", "n001:31998"
@@ -206,7 +206,7 @@ def test_goodbye_is_known_to_all_within_a_second() -> None:
 
 
 def test_lost_goodbye_costs_no_more_than_a_crash() -> None:
-    """Nobody hears it; silence ends the member."""
+    """No node receives it; silence ends the member."""
     cluster = cluster_of(6)
     cluster.cut(*[("n004:31998", target) for target in addresses(cluster)])
 
@@ -232,7 +232,7 @@ def test_goodbye_heard_by_one_master_reaches_all() -> None:
 
 
 @pytest.mark.parametrize("address", [HEAD, "n004:31998"])
-def test_paused_node_wakes_accuses_nobody_and_is_alive_again(address: str) -> None:
+def test_paused_node_wakes_accuses_no_member_and_is_alive_again(address: str) -> None:
     """1. SIGSTOP for a minute: the others end it. 2. It goes on, with all that was queued."""
     cluster = cluster_of(6, seed=7)
     cluster.pause(address)
@@ -267,7 +267,7 @@ def test_restart_at_the_same_address_ends_the_old_incarnation_at_once() -> None:
 
 
 def test_restarted_only_head_is_found_again() -> None:
-    """It knows nobody; the others look for it as soon as they suspect it."""
+    """It knows no member; the others redial it as soon as they suspect it."""
     cluster = cluster_of(6, seed=9)
 
     cluster.start(HEAD, discovery=[HEAD])
@@ -306,7 +306,7 @@ def test_leave_is_final_for_an_incarnation_and_its_successor_joins() -> None:
 
 
 def test_lossy_network_converges_and_stays_together() -> None:
-    """With one message in ten lost nobody dies, and views are equal soon after it stops."""
+    """With one message in ten lost no member dies, and views are equal soon after it stops."""
     cluster = cluster_of(6, seed=12)
     cluster.loss = 0.1
     for process in cluster.processes.values():

@@ -349,7 +349,7 @@ def test_slots_ahead_are_named_by_their_commit() -> None:
 
 
 def test_a_page_that_is_there_by_then_stays_and_its_slot_is_free() -> None:
-    """Nobody knew the names when the slots were reserved: the first commit wins, as ever."""
+    """The names were unknown when the slots were reserved: the first commit wins."""
     world = World(granules=256)
     granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
     world.store(BOB, [5], PAGE)
@@ -426,7 +426,7 @@ def test_no_slot_ahead_for_a_page_that_cannot_be(length: int) -> None:
 
 
 def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
-    """Whoever waits for the commit does not wait for evictions: the pool is told after it."""
+    """A commit does not wait for evictions: they come after its answer."""
     world = World(granules=256)
     world.reserve(ALICE, [1, 2], PAGE, namespace=9)
     world.write(ALICE, 1)
@@ -463,7 +463,7 @@ def test_slots_that_are_needed_later_are_told_with_the_next_commit() -> None:
 
 
 def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> None:
-    """An answer names no states: a page without a slot would go into somebody else's."""
+    """An answer names no states: a page without a slot would go into another page's slot."""
     world = World(granules=64, uncommitted_max=64 * GRANULE)
     world.reserve(BOB, range(100, 158), GRANULE)
     world.reserve(ALICE, [1, 2, 3, 4], GRANULE)
@@ -478,7 +478,7 @@ def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> Non
     assert (done.ahead, done.offsets) == (0, b"")
 
 
-def test_slots_ahead_that_were_given_up_are_told_to_nobody() -> None:
+def test_slots_ahead_that_were_given_up_are_not_told() -> None:
     """The client has left them out of its list: it would write where somebody else does."""
     world = World(granules=256)
     world.reserve(ALICE, [1], PAGE)
