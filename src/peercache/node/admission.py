@@ -214,6 +214,6 @@ class Admission:
             probe = self._probe(self._home, hello.lock)
             if not probe.is_held():
                 probe.close(remove=False)
-                raise Rejected("lock", f"nobody holds the lock {hello.lock}")
+                raise Rejected("lock", f"the lock {hello.lock} is not held")
             self._locks[client] = probe
         return Role.WRITER

@@ -285,7 +285,7 @@ def test_mass_restart_agrees_on_the_new_incarnations() -> None:
 
     cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
-    assert len(cluster.everybody) == 16
+    assert len(cluster.all_started) == 16
 
 
 def test_leave_is_final_for_an_incarnation_and_its_successor_joins() -> None:

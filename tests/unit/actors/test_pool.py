@@ -479,7 +479,7 @@ def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> Non
 
 
 def test_slots_ahead_that_were_given_up_are_not_told() -> None:
-    """The client has left them out of its list: it would write where somebody else does."""
+    """The client has left them out of its list: its writes would hit another page."""
     world = World(granules=256)
     world.reserve(ALICE, [1], PAGE)
     world.commit(ALICE, 1, ahead=(2, 3))

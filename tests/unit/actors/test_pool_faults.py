@@ -289,7 +289,7 @@ def test_odd_page_does_not_fail_for_ever() -> None:
 
 
 def test_page_larger_than_the_pool_is_refused_and_evicts_nothing() -> None:
-    """It can never fit, so nobody has to go for it."""
+    """It can never fit, so no page is evicted for it."""
     world = World(granules=16, uncommitted_max=16 * GRANULE)
     world.store(ALICE, range(4), PAGE)
 

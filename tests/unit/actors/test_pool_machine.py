@@ -287,7 +287,7 @@ class PoolMachine(RuleBasedStateMachine):
     def exit(self, client: int) -> None:
         """A client's process exits; its id never comes back."""
         if client == 1:
-            return  # or long runs would have nobody left
+            return  # or long runs would have no client left
         self.dead.add(client)
         self.world.exit(client)
 

@@ -78,7 +78,7 @@ def test_least_recently_touched_page_is_evicted() -> None:
 
 
 def test_touch_under_an_old_generation_counts_for_nothing() -> None:
-    """Somebody read what was there before: that says nothing of the page that is there now."""
+    """A touch of the previous page does not count for the page that is there now."""
     world = World(granules=16)
     for number in range(4):
         world.store(ALICE, [number], PAGE)
@@ -244,7 +244,7 @@ def test_metrics_follow_the_figures() -> None:
 
 
 def test_message_that_is_not_for_a_pool_is_a_bug() -> None:
-    """What nobody should send here fails at once."""
+    """An unexpected message fails at once."""
     pool = Pool(
         incarnation=Incarnation(1),
         granule=GRANULE,

@@ -248,7 +248,7 @@ def test_commit_without_new_records_is_answered_at_once() -> None:
 
 
 def test_commit_of_a_lone_node_is_answered_at_once() -> None:
-    """Who is the only owner waits for nobody, and sends nothing."""
+    """The only owner waits for no acknowledgement, and sends nothing."""
     made = publisher_in(ring_of(ME))
 
     effects = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
@@ -595,7 +595,7 @@ def test_hand_over_keeps_to_its_rate() -> None:
 
 
 def test_page_dropped_during_a_hand_over_is_not_published_again() -> None:
-    """It waits in the queue when it goes: nobody hears of it any more."""
+    """It is pending in the queue when it is removed: it is never published."""
     made = publisher_in(ring_of(ME), rate=20.0)
     heard(made, ME, commit_of(records_of(ME, list(range(20)), 2)), 0.0)
     heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)
@@ -710,8 +710,8 @@ def test_summaries_of_many_streams_do_not_come_in_step() -> None:
 # --- those who were found dead ------------------------------------------------------------------
 
 
-def test_republish_asks_until_everybody_has_answered() -> None:
-    """Whoever believed us dead does not answer yet: it is asked again, each quarter of a second."""
+def test_republish_asks_until_every_owner_has_answered() -> None:
+    """An owner that has this node dead does not answer yet: it is asked again every 0.25 s."""
     made = publisher_in(ring_of(A, B), summary_s=100.0)
     heard(made, ME, Republish(), 1.0)
 

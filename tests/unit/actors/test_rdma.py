@@ -51,7 +51,7 @@ def ask(actor: ServedChannels, who: Origin, channel: int, now: float = 0.0) -> l
 
 
 def test_node_without_devices_refuses_with_the_reason() -> None:
-    """Whoever asks is told why, before and after the devices have been looked for."""
+    """A client is told the reason, before and after the search for devices."""
     actor = ServedChannels(channels_a_client_max=4)
 
     early = ask(actor, ALICE, 1)
@@ -62,7 +62,7 @@ def test_node_without_devices_refuses_with_the_reason() -> None:
     assert late == [Send(ALICE, Refused(5, NO_RDMA, "pyverbs cannot be imported"))]
 
 
-def test_channel_is_asked_of_whoever_has_the_devices_and_the_answer_passed_on() -> None:
+def test_channel_is_asked_of_the_device_side_and_the_answer_passed_on() -> None:
     """The actor itself makes nothing."""
     actor = serving()
 
@@ -88,7 +88,7 @@ def test_channel_that_could_not_be_made_is_forgotten() -> None:
     """Its place is free again."""
     actor = serving(channels_a_client_max=1)
     ask(actor, ALICE, 1)
-    refusal = Refused(5, "no_path", "nobody answers")
+    refusal = Refused(5, "no_path", "no answer")
 
     passed_on = actor.on_message(
         Origin(0), PairOpened(ALICE, 1, is_open=False, answer=refusal), 0.0

@@ -1,4 +1,4 @@
-"""Redial: heads for ever, the lost for ever but not all at once, and nobody who is there."""
+"""Reconnect: heads for ever, lost members for ever but not all at once, and no live member."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_lost_addresses_are_bounded_and_the_oldest_makes_room() -> None:
 
 
 def test_found_address_is_called_no_longer() -> None:
-    """Somebody alive is there, or said goodbye."""
+    """A live member is at the address, or it left."""
     calling = redial()
     calling.lost("x", 0.0)
 

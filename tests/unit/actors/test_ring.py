@@ -30,7 +30,7 @@ def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
     return rings
 
 
-def test_ring_begins_with_nobody() -> None:
+def test_ring_begins_without_members() -> None:
     """Before the first view there are no owners, and nothing is due."""
     actor = ring_actor()
 

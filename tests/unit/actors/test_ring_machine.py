@@ -34,7 +34,7 @@ def tokens_of(incarnation: int) -> list[int]:
 
 
 def walk(live: list[int], key: bytes) -> list[int]:
-    """Return the owners of a key: go clockwise from it, and take whoever is new."""
+    """Return the owners of a key: go clockwise from it, and take each new member."""
     circle = sorted((token, who) for who in live for token in tokens_of(who))
     point = int.from_bytes(key[:8], "little")
     ahead = [who for token, who in circle if token >= point]
@@ -66,8 +66,8 @@ class RingMachine(RuleBasedStateMachine):
         assert self.show(entries) == []
 
     @rule()
-    def everybody_is_forgotten(self) -> None:
-        """An empty view is a ring of nobody."""
+    def every_member_is_forgotten(self) -> None:
+        """An empty view is a ring without members."""
         self.states.clear()
         self.show([])
 
@@ -86,7 +86,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def owners_are_those_of_the_walk(self) -> None:
-        """Whoever was told of the ring computes the same owners as the slow way."""
+        """Every reader of the ring computes the same owners as the slow way."""
         assert self.told is None or self.told is self.actor.current
         owners = self.actor.current.owners(KEYS).tolist()
         assert owners == [walk(self.live(), key) for key in KEYS.tolist()]

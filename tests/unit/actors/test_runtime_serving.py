@@ -1,4 +1,4 @@
-"""Messages that are handled in the turn of whoever brought them, while the actor's task sleeps."""
+"""Messages that are handled in the turn of their sender, while the actor's task sleeps."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ async def test_an_actor_at_work_is_not_entered_again(
     assert order == [("served within", False), said("first"), said("second")]
 
 
-async def test_what_nobody_served_wakes_the_actor(autojump_clock: trio.testing.MockClock) -> None:
-    """Whoever attends to a mailbox may leave at any time, with messages in it."""
+async def test_what_was_not_served_wakes_the_actor(autojump_clock: trio.testing.MockClock) -> None:
+    """The task of a mailbox may end at any time, with messages in it."""
     alarm, mailbox = Alarm(), Mailbox()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)

@@ -64,7 +64,7 @@ def test_freed_slots_are_reused_oldest_first() -> None:
 
 
 def test_extent_that_is_wholly_free_can_be_of_another_class() -> None:
-    """Nothing stays with a size that nobody uses any more."""
+    """No memory stays with a size that is not used any more."""
     rig = Rig(16)
     slots = [rig.put(4) for _ in range(4)]
     for slot in slots:
@@ -130,7 +130,7 @@ def test_nothing_touched_since_goes() -> None:
 
 
 def test_class_without_anything_takes_the_coldest_window() -> None:
-    """Neighbouring units that nobody has touched for longest are reclaimed, and no others."""
+    """The neighbouring units that were untouched for longest are reclaimed, and no others."""
     rig = Rig(16)
     slots = [rig.put(1) for _ in range(16)]
     for slot in slots[:6] + slots[9:]:
@@ -156,7 +156,7 @@ def test_window_prefers_units_that_are_nobodys() -> None:
 
 
 def test_window_may_be_cut_from_a_larger_extent() -> None:
-    """The rest of an extent that lost some of its units is nobody's."""
+    """The rest of an extent that lost some of its units is free."""
     rig = Rig(16)
     rig.put(12)
     rig.put(4)

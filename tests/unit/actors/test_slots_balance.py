@@ -65,7 +65,7 @@ def test_only_a_much_colder_class_gives_an_extent() -> None:
 
 
 def test_search_that_failed_is_repeated_when_units_become_free() -> None:
-    """1. No two free units are neighbours; 2. two become so; 3. then nobody has to go."""
+    """1. No two free units are neighbours; 2. two become so; 3. then no page is evicted."""
     rig = Rig(8)
     rig.put(2)
     slots = {slot.first: slot for slot in (rig.put(1) for _ in range(6))}
@@ -81,7 +81,7 @@ def test_search_that_failed_is_repeated_when_units_become_free() -> None:
     assert len(rig.evicted) == 1
 
 
-def test_class_nobody_uses_any_more_gives_its_room() -> None:
+def test_unused_class_gives_its_room() -> None:
     """A pool follows the demand: the new size gets nearly everything in the end."""
     rig = Rig(1024)
     for _ in range(256):

@@ -11,7 +11,7 @@ from peercache.actors.membership import tombstones as graves_module
 from peercache.actors.membership.tombstones import ENDED_MAX, FORGET_S, Graves
 from peercache.model.member import ALIVE, DEAD, Member
 
-SOMEBODY = Member(1, 3, DEAD, 255, "host", "host:1", "", "", "")
+DEAD_MEMBER = Member(1, 3, DEAD, 255, "host", "host:1", "", "", "")
 
 
 def test_ended_is_due_after_its_time_and_oldest_first() -> None:
@@ -39,13 +39,13 @@ def test_buried_holds_what_is_not_newer() -> None:
     """A higher counter is of its own making, so it lives."""
     graves = Graves()
     graves.ended(1, 0.0)
-    graves.bury(SOMEBODY)
+    graves.bury(DEAD_MEMBER)
 
-    assert graves.holds(attrs.evolve(SOMEBODY, state=ALIVE))
-    assert graves.holds(attrs.evolve(SOMEBODY, counter=2, state=ALIVE))
-    assert not graves.holds(attrs.evolve(SOMEBODY, counter=4, state=ALIVE))
-    assert not graves.holds(attrs.evolve(SOMEBODY, incarnation=2))
-    assert graves.exhumed(attrs.evolve(SOMEBODY, counter=2, state=ALIVE)) == SOMEBODY
+    assert graves.holds(attrs.evolve(DEAD_MEMBER, state=ALIVE))
+    assert graves.holds(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE))
+    assert not graves.holds(attrs.evolve(DEAD_MEMBER, counter=4, state=ALIVE))
+    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
+    assert graves.exhumed(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE)) == DEAD_MEMBER
 
 
 def test_one_that_lives_again_is_neither_due_nor_buried() -> None:
@@ -54,11 +54,11 @@ def test_one_that_lives_again_is_neither_due_nor_buried() -> None:
     graves.ended(1, 0.0)
     graves.lives(1)
     graves.ended(2, 0.0)
-    graves.bury(attrs.evolve(SOMEBODY, incarnation=2))
+    graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=2))
     graves.lives(2)
 
     assert graves.due(2 * FORGET_S) == []
-    assert not graves.holds(attrs.evolve(SOMEBODY, incarnation=2))
+    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
 
 
 def test_buried_are_bounded_and_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_buried_are_bounded_and_the_oldest_is_given_up(monkeypatch: pytest.Monke
     graves = Graves()
     for incarnation in range(5):
         graves.ended(incarnation, 0.0)
-        graves.bury(attrs.evolve(SOMEBODY, incarnation=incarnation))
+        graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=incarnation))
 
     assert len(graves) == 3
-    assert not graves.holds(attrs.evolve(SOMEBODY, incarnation=1))
-    assert graves.holds(attrs.evolve(SOMEBODY, incarnation=2))
+    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=1))
+    assert graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=30))
@@ -81,10 +81,10 @@ def test_exhumed_is_always_dead_and_never_older_than_it_was(ends: list[tuple[int
     last: dict[int, int] = {}
     for incarnation, counter in ends:
         graves.ended(incarnation, 0.0)
-        graves.bury(attrs.evolve(SOMEBODY, incarnation=incarnation, counter=counter))
+        graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=incarnation, counter=counter))
         last[incarnation] = counter
 
     for incarnation, counter in last.items():
-        entry = attrs.evolve(SOMEBODY, incarnation=incarnation, counter=0, state=ALIVE)
+        entry = attrs.evolve(DEAD_MEMBER, incarnation=incarnation, counter=0, state=ALIVE)
         assert graves.holds(entry)
         assert graves.exhumed(entry) == attrs.evolve(entry, counter=counter, state=DEAD)

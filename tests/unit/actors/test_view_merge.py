@@ -64,7 +64,7 @@ def test_old_claim_against_us_is_ignored() -> None:
 
 
 def test_member_declared_dead_republishes_everything() -> None:
-    """Whoever held it dead dropped its records; one that only suspected it did not."""
+    """A node that held it dead dropped its records; one that only suspected it did not."""
     node = Node().knows(ONE, TWO)
 
     suspected = node.told_by(ONE, member(ME, state=SUSPECT))
@@ -81,7 +81,7 @@ def test_member_declared_dead_republishes_everything() -> None:
 
 
 def test_republishing_again_and_again_waits() -> None:
-    """One peer that loses us every few seconds must not make everybody busy; nothing is lost."""
+    """A peer that loses us every few seconds must not keep all members busy; nothing is lost."""
     node = Node(ONE).knows(NINE)
     node.told_by(NINE, member(ONE, counter=0, state=DEAD))
 
@@ -180,7 +180,7 @@ def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
 
 
 def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -> None:
-    """Somebody alive is there, be it ourselves: nobody is lost."""
+    """A live member is there, maybe this node itself: no member is lost."""
     node = Node(ONE).knows(NINE)
 
     node.hears(11, Join(member(11, member(NINE).control)))

@@ -28,7 +28,7 @@ def test_name_is_looked_up() -> None:
     assert found
 
 
-def test_slow_name_server_holds_nobody() -> None:
+def test_slow_name_server_holds_up_no_caller() -> None:
     """One thread asks for all who wait; who asks when it answers, or later, is served."""
     answers = threading.Event()
     asked: list[str] = []
@@ -60,8 +60,8 @@ def test_unknown_name_has_no_address() -> None:
 
     names = Names(ask)
 
-    assert names.resolve("nobody.example", 80, PATIENCE_S) == []
-    assert names.resolve("nobody.example", 80, PATIENCE_S) == []
+    assert names.resolve("unknown.example", 80, PATIENCE_S) == []
+    assert names.resolve("unknown.example", 80, PATIENCE_S) == []
 
 
 def test_name_that_cannot_be_encoded_has_no_address() -> None:

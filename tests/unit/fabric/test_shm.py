@@ -256,7 +256,7 @@ def test_only_segments_of_our_host_that_open_are_reached(
     shm.close()
 
 
-def test_processor_that_may_reorder_loads_reaches_nobody(
+def test_processor_that_may_reorder_loads_reaches_no_peer(
     owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a fence the word could be older than the bytes; it is said once, aloud."""
@@ -313,7 +313,7 @@ def test_forgotten_member_is_unmapped_after_the_read_that_uses_it(
 
 
 def test_close_ends_every_mapping_and_later_reads_miss(owner: PublishedSegment) -> None:
-    """After close nobody is reached, and nothing is mapped again."""
+    """After close no peer is reached, and nothing is mapped again."""
     shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
     before = mappings(owner.path)
     assert shm.reaches(member(owner.path))

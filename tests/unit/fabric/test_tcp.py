@@ -315,7 +315,7 @@ def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
 
 
 def test_request_on_an_open_channel_names_its_incarnation_too(server: PageServer) -> None:
-    """A request for somebody else is refused even after a greeting that fitted."""
+    """A request for another incarnation is refused even after a matching greeting."""
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as client:
         known = wire.greet(
             cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
@@ -390,10 +390,10 @@ def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
     assert order == ["read ", "closed"]
 
 
-# --- peers that are broken, strangers, or somebody else's -----------------------------------------
+# --- peers that are broken, unknown, or other services --------------------------------------------
 
 
-def test_nobody_at_the_address_is_unreachable_at_once(fabric: TcpFabric) -> None:
+def test_address_without_a_server_is_unreachable_at_once(fabric: TcpFabric) -> None:
     """A refused connection is known in no time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -416,7 +416,7 @@ def test_address_that_is_none_is_unreachable(fabric: TcpFabric, data: str) -> No
 
 
 def test_peer_named_by_a_host_name_is_read(server: PageServer, fabric: TcpFabric) -> None:
-    """`advertise` may be a name; localhost may be ::1 first, where nobody listens."""
+    """`advertise` may be a name; localhost may be ::1 first, without a listener."""
     member = member_of(INCARNATION, data=f"localhost:{server.port}")
 
     got = read(fabric, member, Destination.of([[1]]))
@@ -440,7 +440,7 @@ def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"PCt"])
-def test_service_of_somebody_else_is_unreachable(fabric: TcpFabric, answer: bytes) -> None:
+def test_another_service_is_unreachable(fabric: TcpFabric, answer: bytes) -> None:
     """A port that was reused by another program is no peer."""
     with peer_that(lambda connection: connection.sendall(answer)) as peer:
         got = read(fabric, peer.member, Destination.of([[1]]))
@@ -625,7 +625,7 @@ def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> No
 def test_interrupted_caller_leaves_no_channel_that_still_receives(
     server: PageServer, fabric: TcpFabric
 ) -> None:
-    """Ctrl-C in mid-read comes through, and the owner's later bytes reach nobody."""
+    """Ctrl-C in mid-read comes through, and the owner's later bytes reach no buffer."""
     going_on = threading.Event()
     main_thread = threading.get_ident()
     caught: list[int] = []
@@ -651,7 +651,7 @@ def test_interrupted_caller_leaves_no_channel_that_still_receives(
             read(fabric, at(server), into, step=PORTION)
         into.memory[:] = UNTOUCHED
         going_on.set()
-        # From here on nobody sends signals.
+        # From here on no signals are sent.
         wait_until(lambda: server.connections() == 0)
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -57,7 +57,7 @@ def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[Page
 
 
 def connect(server: PageServer) -> socket.socket:
-    """Connect as anybody can."""
+    """Connect without a greeting."""
     return socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)
 
 
@@ -130,8 +130,8 @@ def test_stranger_is_told_why_and_counted(server: PageServer, said: bytes, reaso
     assert serves(server)
 
 
-def test_server_without_a_secret_admits_whoever_can_connect(memory: PlainMemory) -> None:
-    """An empty `credentials` admits everybody, those who present some included."""
+def test_server_without_a_secret_admits_every_client(memory: PlainMemory) -> None:
+    """An empty `credentials` admits every client, with or without a secret."""
     admission = Admission(cluster="c", credentials="", granule=1, incarnation=2)
     known = {"cluster": "c", "granule": 1, "incarnation": 2}
 
@@ -218,7 +218,7 @@ def test_garbage_ends_its_own_connection_only(
     assert serves(server)
 
 
-def test_hundreds_of_idle_connections_keep_nobody_waiting(server: PageServer) -> None:
+def test_hundreds_of_idle_connections_delay_no_client(server: PageServer) -> None:
     """Silent ones, half greetings and idle admitted ones cost a task each, and no thread."""
     with contextlib.ExitStack() as stack:
         for index in range(200):
@@ -277,7 +277,7 @@ def test_client_that_does_not_receive_is_hung_up_on(
 
 
 def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemory) -> None:
-    """The limit holds, says so, and gives way when somebody leaves."""
+    """The limit holds, is reported, and gives way when a client leaves."""
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=1)
     with admitted(server), connect(server) as second:
         answer = receive(second, wire.ANSWER_BYTES)
@@ -345,7 +345,7 @@ async def test_listeners_of_an_ipv6_address_speak_it() -> None:
 
 
 async def test_taken_port_is_named() -> None:
-    """An explicit port that somebody has is an error that says which."""
+    """An explicit port in use is an error that names it."""
     first = await open_listeners("127.0.0.1", 0)
     port = first[0].socket.getsockname()[1]
 

@@ -94,7 +94,7 @@ async def test_head_has_no_body() -> None:
 
 
 async def test_named_port_that_is_taken_is_an_error() -> None:
-    """An explicit port means that port: somebody else on it is told, not worked around."""
+    """An explicit port means that port: a port in use is an error."""
     async with served() as address:
         host, port = parse_address(address)
 
@@ -106,7 +106,7 @@ async def test_named_port_that_is_taken_is_an_error() -> None:
 
 
 async def test_default_port_gives_way_to_a_free_one() -> None:
-    """Two nodes on one host both have metrics, whoever has port 31997."""
+    """Two nodes on one host both have metrics; one of them gets port 31997."""
     async with served(port=-1) as first, served(port=-1) as second:
         ports = [parse_address(address)[1] for address in (first, second)]
 
@@ -167,7 +167,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_stop(
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # a TLS greeting
     ],
 )
-async def test_broken_request_is_answered_and_harms_nobody(raw: bytes, status: int) -> None:
+async def test_broken_request_is_answered_and_does_no_harm(raw: bytes, status: int) -> None:
     """What is no HTTP gets an error, and the next probe its answer."""
     async with served() as address:
         stream = await trio.open_tcp_stream(*parse_address(address))
@@ -180,7 +180,7 @@ async def test_broken_request_is_answered_and_harms_nobody(raw: bytes, status: i
     assert following == 200
 
 
-async def test_client_that_hangs_up_at_once_harms_nobody() -> None:
+async def test_client_that_hangs_up_at_once_does_no_harm() -> None:
     """A port scan, or a reset in the middle of an answer, is no event."""
     async with served() as address:
         for raw in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
@@ -218,7 +218,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
 async def test_connections_beyond_the_limit_are_closed_where_all_have_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who reads no answer is not silent: nobody takes its place before its time is over."""
+    """A client that reads no answer is not silent: it keeps its place until its time is over."""
     monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
     async with served() as address:
         host, port = parse_address(address)

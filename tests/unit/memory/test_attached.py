@@ -157,7 +157,7 @@ def test_file_of_another_size_than_its_header_wants_is_rejected(shm_dir: Path) -
         ("nul", "cannot open"),
     ],
 )
-def test_what_is_no_segment_is_rejected_and_blocks_nobody(
+def test_what_is_no_segment_is_rejected_without_blocking(
     shm_dir: Path, kind: str, reason: str
 ) -> None:
     """Whatever a peer's path leads to, opening it ends with Rejected."""
@@ -200,7 +200,7 @@ def test_mapping_outlives_its_owner_and_its_file(start_owner: Callable[..., Any]
 
 
 def test_file_cut_short_under_a_mapping_is_no_crash(shm_dir: Path) -> None:
-    """Somebody truncates the file while we have it mapped: bytes fail to copy, words are odd."""
+    """A mapped file is truncated: bytes fail to copy, words are odd."""
     owner = publish(shm_dir)
     segment = attach(owner.path)
     os.truncate(owner.path, 0)

@@ -125,7 +125,7 @@ def test_a_forked_child_neither_takes_nor_drops_the_lock(home: str) -> None:
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_lock(home: str) -> None:
-    """Its parent has died, and nobody is left who could write."""
+    """Its parent has died, and no process is left that could write."""
     with holder(home) as process, probing(home) as probe:
         tell(process, "fork and stay")
         process.kill()
@@ -135,7 +135,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_lock(home: str) -> None:
 
 
 def test_a_lock_whose_file_was_removed_is_still_held(home: str) -> None:
-    """Whoever tidies up the folder does not end a client: the probe has its file open."""
+    """Cleaning the folder does not end a client: the probe has its file open."""
     with holder(home) as process, probing(home) as probe:
         (folder_of(home) / lock_name(CLIENT)).unlink()
 
@@ -155,7 +155,7 @@ def test_release_lets_go_and_removes_the_file(home: str) -> None:
 
 
 def test_a_starting_node_removes_the_locks_of_the_dead_only(home: str) -> None:
-    """The living keep theirs; files of other names are nobody's business."""
+    """Live clients keep their files; files with other names are left alone."""
     with holder(home), probing(home) as probe:
         folder = folder_of(home)
         (folder / lock_name(5)).touch()
@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     "name", ["", "x", "../../etc/passwd", "0" * 16, "0" * 16 + ".lock/..", "G" * 16 + ".lock"]
 )
 def test_only_names_of_locks_are_opened(home: str, name: str) -> None:
-    """The name comes from whoever connects."""
+    """The name comes from the connecting process."""
     with pytest.raises(Rejected, match="lock"):
         LockProbe(home, name)
 
@@ -267,7 +267,7 @@ def test_a_lock_that_is_not_there_or_a_link_is_refused(home: str, tmp_path: Path
 
 
 def test_the_files_are_for_their_owner_alone(home: str) -> None:
-    """Whoever could open one could hold it for a client that is dead."""
+    """A process that could open one could hold it for a dead client."""
     lock = ClientLock(home, CLIENT)
 
     assert folder_of(home).stat().st_mode & 0o777 == 0o700

@@ -50,7 +50,7 @@ def test_layout_in_huge_pages_is_whole_ones_of_them() -> None:
 
 
 def test_header_carries_the_page_size_and_takes_no_other() -> None:
-    """Whoever attaches lays the file out as its owner did; older files say 0."""
+    """A reader lays the file out as its owner did; older files say 0."""
     header = Header(NODE, 16384, 4 * HUGE_PAGE_BYTES, "0" * 36, HUGE_PAGE_BYTES)
 
     assert parse_header(pack_header(header)) == header
@@ -116,7 +116,7 @@ def test_missing_pages_are_counted_and_the_fix_is_the_whole_number() -> None:
 
 
 def test_supply_leaves_out_what_is_reserved(tmp_path: Path) -> None:
-    """The kernel counts pages as free that somebody's mapping has been promised."""
+    """The kernel counts pages as free that are promised to a mapping."""
     folder = tmp_path / "hugepages-2048kB"
     folder.mkdir()
     for name, count in (("nr_hugepages", 10), ("free_hugepages", 8), ("resv_hugepages", 3)):

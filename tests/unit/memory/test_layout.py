@@ -87,7 +87,7 @@ def test_header_with_a_wrong_field_is_rejected_with_its_reason(
 
 @given(st.binary(max_size=200), st.booleans())
 def test_garbage_is_rejected_and_never_crashes(garbage: bytes, begins_well: bool) -> None:
-    """Bytes that nobody packed raise Rejected, or are a header that could have been packed."""
+    """Arbitrary bytes raise Rejected, or are a header that could have been packed."""
     raw = pack_header(HEADER)[:12] + garbage if begins_well else garbage
 
     try:

@@ -115,7 +115,7 @@ def test_full_file_system_is_an_error_and_never_a_bus_error(
 def test_file_system_that_fills_up_while_a_segment_is_made_leaves_no_file(
     small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1 there is room · 2 somebody takes it · 3 the words are reserved: an error, no bus error."""
+    """1 there is room · 2 another file takes it · 3 words are reserved: an error, no bus error."""
     real, filler = fcntl.flock, small_tmpfs / "filler"
 
     def flock(file: int, operation: int) -> None:
@@ -146,7 +146,7 @@ def test_second_segment_of_one_incarnation_is_refused(shm_dir: Path) -> None:
 
 
 def test_close_unlinks_and_leaves_exported_views_alive(shm_dir: Path) -> None:
-    """Whoever holds a view of the pages may go on using it after close."""
+    """A holder of a view of the pages may use it after close."""
     segment = publish(shm_dir)
     segment.populate(8 * GRANULE)
     view = segment.pages[: 2 * GRANULE]

@@ -96,7 +96,7 @@ def test_empty_buffers_and_batches_have_no_bytes() -> None:
     ],
 )
 def test_what_cannot_be_used_is_refused_in_words(buffer: Any, writable: bool, said: str) -> None:
-    """The message names the place in the batch; whoever catches it makes it a miss."""
+    """The message names the place in the batch; the client makes it a miss."""
     with pytest.raises(UnusableBuffers, match=said) as refused:
         runs_of_buffers([bytearray(4), buffer], writable=writable)
 

@@ -89,7 +89,7 @@ def test_keys_spread_evenly() -> None:
     assert counts.min() > 0.6 * 20_000 / 8
 
 
-def test_ring_of_nobody_has_no_owners() -> None:
+def test_ring_without_members_has_no_owners() -> None:
     """An empty ring answers with an empty row for each key."""
     ring = ring_of([])
 

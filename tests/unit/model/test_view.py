@@ -142,7 +142,7 @@ def test_the_dead_do_not_count_in_a_digest() -> None:
 
 
 def test_irrefutable_counter_is_ignored() -> None:
-    """A claim that leaves its subject no higher counter is nobody's claim."""
+    """An entry that leaves its member no higher counter is ignored."""
     view = View.of([member(1)])
 
     assert view.merge([member(1, counter=COUNTER_MAX, state=DEAD)]) == (view, False)
@@ -231,7 +231,7 @@ def test_head_rank_beyond_the_last_is_no_head() -> None:
 
 
 def test_views_are_never_changed_in_place() -> None:
-    """Whoever holds a view keeps what it saw."""
+    """A holder of a view keeps the view it saw."""
     view = View.of([member(1)])
 
     view.merge([member(2), attrs.evolve(member(1), counter=5)])

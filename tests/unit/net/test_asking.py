@@ -80,7 +80,7 @@ def test_one_answer_may_be_enough(tmp_path: Path) -> None:
     """The others are not waited for, and not blamed for having been cut short."""
 
     def after_a_while(message: Message) -> Message | None:
-        # Long enough to make a suspect of whoever else is silent.
+        # Long enough to make another silent peer suspect.
         threading.Event().wait(STALL_S + 0.05)
         return located(message)
 
@@ -139,7 +139,7 @@ def test_the_late_answer_to_an_abandoned_question_is_skipped(local: Peer) -> Non
 
 
 def test_a_restarted_peer_is_asked_again_on_a_fresh_connection(tmp_path: Path) -> None:
-    """The pooled connection broke while nobody looked: one retry, no miss."""
+    """The pooled connection broke between two calls: one retry, no miss."""
     for kind in ("ipc", "tcp"):
         first = Peer(kind, tmp_path)
         with Asking({7: first.url}) as client:
@@ -187,7 +187,7 @@ def test_a_stranger_introduces_itself_again(local: Peer) -> None:
 
 
 def test_a_peer_that_never_knows_us_has_failed(local: Peer) -> None:
-    """On a connection that has just greeted, SayHello means that somebody else lives there."""
+    """On a connection that has just greeted, SayHello means that another node lives there."""
     local.answer = lambda _: SayHello(8)
     with Asking({7: local.url}) as client:
         began = time.monotonic()
@@ -258,7 +258,7 @@ def test_garbage_is_skipped_and_told(local: Peer, garbage: bytes) -> None:
 
 
 class Babbler:
-    """A connection on which messages arrive faster than anybody can take them."""
+    """A connection on which messages arrive faster than a reader can take them."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -353,7 +353,7 @@ def test_many_threads_share_an_asker(tmp_path: Path) -> None:
 
 
 def test_a_peer_without_an_address_has_failed_at_once() -> None:
-    """Nobody knows where it is, or nobody can be there."""
+    """Its address is unknown, or no node can be there."""
     urls = {1: None, 2: "tcp://127.0.0.1:1", 3: "tcp://nonsense", 4: "ipc:///nowhere/at/all", 5: ""}
     with Asking(urls) as client:
         began = time.monotonic()
@@ -445,17 +445,17 @@ def test_posts_pass_over_peers_whose_breaker_is_open(local: Peer) -> None:
     assert local.of(Touched) == [Touched(bytes(24))]
 
 
-def test_greeting_brings_welcome_from_whoever_listens(peer: Peer) -> None:
-    """And nothing within the deadline if nobody does."""
+def test_greeting_brings_welcome_from_the_node_at_the_address(peer: Peer) -> None:
+    """And nothing within the deadline if no node listens."""
     with Asking({}) as client:
         answer = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
         peer.end()
         began = time.monotonic()
-        nobody = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
+        silent = client.asker.greet(peer.url, time.monotonic() + PATIENCE_S)
 
     assert answer == Welcome(0, 1, member(7), 0)
     assert peer.of(Hello) == [hello()]
-    assert nobody is None
+    assert silent is None
     assert time.monotonic() - began < PROMPT_S
 
 

@@ -168,7 +168,7 @@ def test_a_late_answer_to_a_question_given_up_is_not_this_one() -> None:
     assert side.unasked == [(7, Located(late, bytes(56)))]
 
 
-def test_what_nobody_waits_for_is_heard_between_two_questions() -> None:
+def test_unawaited_messages_are_heard_between_two_questions() -> None:
     """It is handed on with whom it came from; the connection is kept."""
     side = Side()
     line = side.pooled()
@@ -184,7 +184,7 @@ def test_what_nobody_waits_for_is_heard_between_two_questions() -> None:
 
 @pytest.mark.parametrize("message", [SayHello(7), Refused(0, "stranger", "who are you?")])
 def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Message) -> None:
-    """Whoever asks next gets a new one, and learns why."""
+    """The next question gets a new one, and learns the reason."""
     side = Side()
     line = side.pooled()
     line.comes(message)
@@ -219,7 +219,7 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
 
 
 def test_a_stranger_greets_anew() -> None:
-    """SayHello on a pooled connection: once more over a new one, and nobody is to blame."""
+    """SayHello on a pooled connection: once more over a new one, and no peer is to blame."""
     side = Side()
     line = side.pooled()
     exchange = side.ask(7)
@@ -253,7 +253,7 @@ def test_a_refusal_counts_only_on_a_connection_that_is_new() -> None:
 
 
 def test_one_answer_may_be_enough_and_the_others_are_not_blamed() -> None:
-    """Whoever was cut short has not been silent."""
+    """A peer that was cut short has not been silent."""
     side = Side()
     exchange = side.ask(1, 2, enough=lambda _: True)
     side.answer(side.lines[1])
@@ -282,7 +282,7 @@ def test_silence_until_the_deadline_counts_for_the_breaker() -> None:
 
 
 def test_a_welcome_is_no_answer() -> None:
-    """It says that somebody listens, not that anybody works."""
+    """It proves that the peer listens, not that it works."""
     side = Side()
     side.breakers.failed(7, side.now)
     exchange = side.ask(7)
@@ -308,7 +308,7 @@ def test_who_was_late_himself_looks_before_he_blames() -> None:
     assert not side.breakers.is_open(7)
 
 
-def test_nobody_there_is_noticed_after_a_slice() -> None:
+def test_missing_peer_is_noticed_after_a_slice() -> None:
     """One that does not come about is asked about once, and not before."""
     side = Side()
     exchange = side.ask(7)

@@ -159,7 +159,7 @@ async def test_answers_come_back(url: str) -> None:
 
 
 async def test_the_outbox_is_bounded_and_drops_the_oldest(url: str) -> None:
-    """Nobody is there: the newest stay, each drop is counted, nothing blocks."""
+    """No peer is there: the newest stay, each drop is counted, nothing blocks."""
     async with linked(url) as ends:
         for i in range(OUTBOX_MESSAGES_MAX + 100):
             ends.link.send(b"%d" % i)
@@ -191,7 +191,7 @@ async def test_the_outbox_is_bounded_in_bytes(url: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:80/x", "", "::::"])
-async def test_an_address_that_cannot_be_dialled_ends_nobody(address: str) -> None:
+async def test_an_address_that_cannot_be_dialled_ends_no_other_link(address: str) -> None:
     """A member may say of itself what it likes: its link drops, the node lives."""
     async with linked(f"tcp://{address}") as ends:
         ends.link.send(b"a")

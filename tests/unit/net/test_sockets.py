@@ -128,7 +128,7 @@ def test_what_nng_cannot_dial_is_an_error_that_names_it(url: str) -> None:
 
 
 def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None:
-    """Also if its messages are read only afterwards; whoever asks is told that it is gone."""
+    """Also if its messages are read only afterwards; the reader learns that it is gone."""
 
     def story(pace_s: float) -> tuple[Listener, int, tuple[int, bytes] | None]:
         listener, url, ended = listening(tmp_path)
@@ -206,7 +206,7 @@ def test_what_is_no_nng_at_all_leaves_the_listener_alive(tmp_path: Path, raw: by
 
 
 def test_messages_of_no_bytes_are_messages(tmp_path: Path) -> None:
-    """Nobody who is correct sends one; whoever does must not raise anything here."""
+    """No correct peer sends one; a wrong one must not raise here."""
     listener, url, _ = listening(tmp_path)
     caller = Dialer(url)
 
@@ -236,7 +236,7 @@ def test_a_buffer_that_is_full_is_told() -> None:
 
 
 def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
-    """Somebody, nobody, or no word in time."""
+    """A listener, none, or no answer in time."""
     listener, url, _ = listening(tmp_path)
     with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as dead:
         mute.bind(f"{tmp_path}/mute")
@@ -257,7 +257,7 @@ def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
 
 
 def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
-    """Not a living one, not one whose owner is paused, and never somebody's file."""
+    """Not a live one, not one whose owner is paused, and never another program's file."""
     listener, url, _ = listening(tmp_path)
     with socket.socket(socket.AF_UNIX) as paused, socket.socket(socket.AF_UNIX) as dead:
         paused.bind(f"{tmp_path}/paused")

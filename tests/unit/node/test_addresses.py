@@ -67,7 +67,7 @@ def test_a_default_port_that_is_free_is_taken(
 
 
 def test_a_named_port_that_is_taken_is_an_error(listener: Listener, other: Listener) -> None:
-    """Whoever names a port means it."""
+    """A named port is taken literally."""
     port = other.listen_tcp("listen", "127.0.0.1", 0)
 
     with pytest.raises(AddressTaken, match=str(port)):
@@ -75,7 +75,7 @@ def test_a_named_port_that_is_taken_is_an_error(listener: Listener, other: Liste
 
 
 def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> None:
-    """Whoever may connect may read every page."""
+    """A client that may connect may read every page."""
     home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), 1)
 
     path = Path(home.removeprefix("ipc://"))
@@ -106,7 +106,7 @@ def test_a_home_that_is_in_use_is_an_error(
 
 
 def test_a_file_in_the_place_of_the_socket_is_kept(listener: Listener, tmp_path: Path) -> None:
-    """A slip of the keyboard must not cost anybody a file."""
+    """A typing error must not delete a file."""
     path = tmp_path / "thesis.txt"
     path.write_text("ten years")
 

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_and_named(
 
 
 def test_credentials_are_never_told(admission: Admission) -> None:
-    """A refusal goes to whoever can connect, and into logs."""
+    """A refusal goes to the connecting process, and into logs."""
     with pytest.raises(Rejected) as refused:
         admission.admit(1, CLIENT, attrs.evolve(FITTING, credentials="guess"))
 
@@ -109,8 +109,8 @@ def test_credentials_are_never_told(admission: Admission) -> None:
     assert "guess" not in str(refused.value)
 
 
-def test_nobody_is_called_zero(admission: Admission) -> None:
-    """Zero is whoever listens, never who speaks."""
+def test_no_sender_is_called_zero(admission: Admission) -> None:
+    """Zero is the listener at an address, never a sender."""
     with pytest.raises(Rejected, match="identity"):
         admission.admit(1, 0, FITTING)
 
@@ -144,7 +144,7 @@ def test_a_geometry_is_free_again_when_its_last_session_has_ended(admission: Adm
 
 
 def test_a_client_without_a_lock_only_reads(admission: Admission) -> None:
-    """Nobody could tell when its reservations end."""
+    """The node could not tell when its reservations end."""
     session = admission.admit(1, CLIENT, FITTING)
 
     assert session == Session(CLIENT, Role.READER, "model", "layers=2")
@@ -161,7 +161,7 @@ def test_a_client_of_this_process_shows_the_token(admission: Admission) -> None:
 
 
 def test_a_writer_holds_its_own_lock(admission: Admission, home: str) -> None:
-    """And nobody writes in the name of another: the lock carries the client's name."""
+    """And no client writes in another's name: the lock carries the client's name."""
     with lock_held(home):
         assert admission.admit(1, CLIENT, _with_lock(CLIENT)).role is Role.WRITER
         with pytest.raises(Rejected, match="lock"):
@@ -170,13 +170,13 @@ def test_a_writer_holds_its_own_lock(admission: Admission, home: str) -> None:
             admission.admit(3, CLIENT, _with_lock(0x99))
 
 
-def test_a_lock_that_nobody_holds_admits_nobody(admission: Admission, home: str) -> None:
+def test_a_lock_that_is_not_held_admits_no_client(admission: Admission, home: str) -> None:
     """The file alone may be a dead client's."""
     folder_of(home).mkdir()
     (folder_of(home) / lock_name(CLIENT)).touch()
     before = _files_open()
 
-    with pytest.raises(Rejected, match="nobody holds"):
+    with pytest.raises(Rejected, match="is not held"):
         admission.admit(1, CLIENT, _with_lock(CLIENT))
 
     assert _files_open() == before
@@ -222,7 +222,7 @@ def test_writing_clients_are_bounded(
         admission.admit(1, 1, _with_lock(1))
         with pytest.raises(Rejected, match="clients"):
             admission.admit(2, 2, _with_lock(2))
-        # Whoever is in may have as many connections as it wants.
+        # An admitted client may have any number of connections.
         admission.admit(3, 1, _with_lock(1))
 
 
@@ -270,7 +270,7 @@ def test_each_role_may_send_what_it_needs(
 
 
 def test_answers_and_greetings_go_to_no_actor() -> None:
-    """What is not in the table nobody may send; what is, names a role."""
+    """A message outside the table may not be sent; each one in it names a role."""
     answers = {Hello, Welcome, Refused, SayHello, Located, Granted}
 
     assert not answers & set(SENDERS)

@@ -1,4 +1,4 @@
-"""The switchboard: what comes in is allowed and meant for us, or reaches nobody."""
+"""The switchboard: a message is allowed and for this node, or reaches no actor."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
 
 
 class Caller:
-    """Somebody who talks to a switchboard over a connection of its own."""
+    """A peer that talks to a switchboard over its own connection."""
 
     def __init__(self, address: str, identity: int = CLIENT) -> None:
         self.identity = identity
@@ -148,7 +148,7 @@ class Caller:
 
 @pytest.fixture
 def calling() -> Any:
-    """Return a way to call; whoever called hangs up after the test."""
+    """Return a function that connects; callers disconnect after the test."""
     callers: list[Caller] = []
 
     def call(board: Board, identity: int = CLIENT) -> Caller:
@@ -231,7 +231,7 @@ async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
 async def test_a_message_for_a_predecessor_reaches_no_actor(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """The successor at the same address is somebody else, and says who."""
+    """The successor at the same address is another node, and says so."""
     async with running(tmp_path) as board:
         caller = calling(board)
         await caller.greet(lock=TOKEN)
@@ -269,7 +269,7 @@ async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
 async def test_what_a_role_may_not_send_is_refused(
     tmp_path: Path, calling: Calling, fields: dict[str, Any], message: Message
 ) -> None:
-    """It reaches nobody, is counted, and the answer carries the number of the question."""
+    """It reaches no actor, is counted, and the answer carries the number of the question."""
     async with running(tmp_path) as board:
         caller = calling(board)
         await caller.greet(**fields)
@@ -339,7 +339,7 @@ async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling)
 
 @settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_garbage_reaches_nobody_and_raises_nothing(tmp_path: Path, data: st.DataObject) -> None:
+def test_garbage_reaches_no_actor_and_raises_nothing(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of any kind, also such as begin like one of ours."""
     begin = encode(Envelope(CLIENT, ME, Lookup(1, bytes(16))), cluster=CLUSTER)
     cut = data.draw(st.integers(0, len(begin) - 1))
@@ -444,7 +444,7 @@ async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) ->
         assert [message for _, _, message in there.waiting()] == [Put(1, b""), Put(3, b"")]
 
 
-async def test_links_to_addresses_nobody_has_are_ended(tmp_path: Path) -> None:
+async def test_links_to_unused_addresses_are_ended(tmp_path: Path) -> None:
     """Members come and go; a garbage address ends nothing but its own link."""
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)

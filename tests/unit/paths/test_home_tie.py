@@ -108,7 +108,7 @@ def test_slots_ahead_are_taken_from_the_node_that_pages_are_written_to() -> None
 
 
 def test_home_node_that_restarted_is_attached_to_anew() -> None:
-    """Its old incarnation answers nothing; whoever listens there now is written to from here on."""
+    """Its old incarnation answers nothing; the node there now is the home from here on."""
     nodes = Nodes(greeting=welcome_of(PREDECESSOR))
     tie = nodes.tie()
     nodes.drive(tie.attach(11.0))
@@ -129,7 +129,7 @@ def test_home_node_that_restarted_is_attached_to_anew() -> None:
     assert tie.cluster.home == HOME
 
 
-def test_view_comes_from_others_while_the_home_node_wants_nobody() -> None:
+def test_view_comes_from_others_while_the_home_node_refuses() -> None:
     """A refusal is told, and reads go on over what other members know."""
     nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER)})
     tie = nodes.tie()

@@ -98,7 +98,7 @@ def test_an_owner_that_refuses_connections_is_replaced_at_once() -> None:
 
 
 def test_owner_and_replica_silent_is_unreachable_or_deadline() -> None:
-    """The reason tells whether there was still time when everybody had been asked."""
+    """The reason tells whether there was still time when every owner had been asked."""
     world = World(5)
     name, owners = elsewhere(world)
     for owner in owners:
@@ -162,7 +162,7 @@ def test_a_handover_that_is_over_asks_one_owner_again() -> None:
     assert world.asked(Lookup) == [sorted([1, owner.number])]
 
 
-def test_nobody_else_is_waited_for_when_home_finds_everything() -> None:
+def test_no_other_node_is_waited_for_when_home_finds_everything() -> None:
     """The home node is near: what it holds needs no owner."""
     world = World(5)
     name, owners = elsewhere(world)
@@ -197,7 +197,7 @@ def test_a_refusal_is_not_an_answer_about_pages() -> None:
     assert world.get(name).hits == [True]
 
 
-def test_records_nobody_asked_for_are_not_taken() -> None:
+def test_unrequested_records_are_not_taken() -> None:
     """What else an answer names neither fills the cache nor another place of the batch."""
     world = World(3)
     stray = world.nodes[2].hold("stray")
@@ -308,8 +308,8 @@ def test_a_large_batch_is_asked_in_messages_that_fit(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
 
 
-def test_a_cluster_of_nobody_finds_nothing() -> None:
-    """Before the first view there is nobody to ask."""
+def test_a_cluster_without_members_finds_nothing() -> None:
+    """Before the first view there is no node to ask."""
     world = World(1)
     world.cluster = world.seen({})
 

@@ -61,7 +61,7 @@ def test_a_cache_of_nothing_remembers_nothing() -> None:
 
 
 def test_drop_spares_a_newer_record() -> None:
-    """Whoever failed with an old record must not take away what another has just learned."""
+    """A reader that failed with an old record must not drop a newer one."""
     cache = LocationCache(entries_max=3)
     cache.store(record("a", 4), 0.0)
 
@@ -99,7 +99,7 @@ def test_a_key_that_is_repeated_is_found_at_each_place() -> None:
 
 
 def test_unpack_gives_zeros_for_what_is_not_known() -> None:
-    """Zeros are no record: their generation is 0, their holder nobody."""
+    """Zeros are no record: their generation and their holder are 0."""
     records, known = _unpacked([record("a", 8).tobytes(), None])
 
     assert known.tolist() == [True, False]

@@ -236,7 +236,7 @@ def test_record_of_another_length_is_not_read_into_the_destination() -> None:
 
 
 def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
-    """The get that follows finds it loaded; nobody waits for that."""
+    """The get that follows finds it loaded; no caller waits for that."""
     world = World()
     kept(world, 2, *NAMES[:3])
     world.publish(world.nodes[3].hold(NAMES[3]))

@@ -56,7 +56,7 @@ def test_a_page_is_found_read_and_verified() -> None:
 
 
 def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss() -> None:
-    """The word is read last, so it tells that the bytes may be anybody's."""
+    """The word is read last, so it tells that the bytes may be another page's."""
     world = World()
     record = held(world, 2, "a")
     evict_between(world, record, "b")
@@ -332,7 +332,7 @@ def test_a_repeated_key_fills_every_destination_of_it() -> None:
     assert max(len(lookup.keys) for lookup in lookups) == 3 * 16
 
 
-def test_an_empty_batch_asks_nobody() -> None:
+def test_an_empty_batch_asks_no_node() -> None:
     """No keys, no steps, no answers."""
     world = World()
 
@@ -362,7 +362,7 @@ def test_pages_finished_at_the_deadline_are_a_leading_run() -> None:
     assert len(world.cache) == 10
 
 
-def test_a_deadline_that_has_passed_asks_nobody() -> None:
+def test_a_deadline_that_has_passed_asks_no_node() -> None:
     """A call that comes too late is a miss at once."""
     world = World()
     held(world, 2, "a")

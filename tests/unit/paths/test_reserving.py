@@ -91,8 +91,8 @@ def test_slots_ahead_are_live_until_their_batch_has_ended() -> None:
 
 
 @pytest.mark.parametrize("now", [AHEAD_S, math.inf])
-def test_slots_that_nobody_comes_for_are_given_up_and_never_taken(now: float) -> None:
-    """From the moment that they are not listed the home node may give them to somebody else."""
+def test_slots_that_are_not_used_are_given_up_and_never_taken(now: float) -> None:
+    """As soon as they are not listed, the home node may give them to another client."""
     reservations = asked()
     reservations.granted(granted(1, 0, PAGE))
 
@@ -276,7 +276,7 @@ def test_pages_known_to_be_at_home_are_asked_for_by_name() -> None:
 
 
 def test_a_home_node_that_is_away_ends_what_was_asked_ahead() -> None:
-    """Nothing is listed that nobody will write to, and the call ends in time."""
+    """Only slots that will be written are listed, and the call ends in time."""
     world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)

@@ -152,7 +152,7 @@ def test_every_step_that_reads_the_source_ends_before_the_deadline() -> None:
 
 
 def test_nothing_written_is_an_abort() -> None:
-    """Its slots may be used again at once; nobody waits for an answer."""
+    """Its slots may be used again at once; the client waits for no answer."""
     world = World()
     world.page_s = 5.0
 
@@ -240,7 +240,7 @@ def test_a_commit_that_is_never_answered_stores_nothing_for_us() -> None:
 
 
 def test_a_refusal_is_not_asked_again() -> None:
-    """Whoever will not serve us will not a microsecond later either."""
+    """A peer that refuses will refuse a microsecond later, too."""
     world = World()
     world.nodes[1].script.append(lambda _: Refused(0, "gone", "this client has exited"))
 
@@ -259,7 +259,7 @@ def test_a_pool_without_room_is_asked_in_portions() -> None:
     outcome = world.set(list("abcde"))
 
     assert outcome.stored.tolist() == [True] * 5
-    # Whoever was stored at the second try has no reason not to be.
+    # A page stored at the second try has no miss reason.
     assert outcome.reasons == [""] * 5
     assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [5, 3, 2]
     assert [r.sequence for r in told_home(world, Reserve)] == [1, 2, 3]
@@ -479,7 +479,7 @@ def test_checksums_are_those_of_the_source() -> None:
     assert world.get("a", "b").hits == [True, True]
 
 
-def test_a_set_after_its_deadline_asks_nobody() -> None:
+def test_a_set_after_its_deadline_asks_no_node() -> None:
     """And says that time was up."""
     world = World()
 

@@ -90,7 +90,7 @@ class Node:
     """What it answers to the next messages, instead of what a correct node would."""
     heard: list[Message] = attrs.field(factory=list)
     late: deque[Granted] = attrs.field(factory=deque)
-    """What it has said and nobody has heard yet."""
+    """Its messages that are not received yet."""
 
     @property
     def number(self) -> int:
@@ -103,7 +103,7 @@ class Node:
         return self.taken - 1
 
     def hold(self, name: str, *, content: Page | None = None, **fields: int) -> Records:
-        """Commit a page; return its record, which nobody knows yet."""
+        """Commit a page; return its record, which is not published yet."""
         content = content_of(name) if content is None else content
         slot = self.slot()
         self.memory[slot * GRANULE : slot * GRANULE + len(content)] = content

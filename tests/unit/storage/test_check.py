@@ -159,7 +159,7 @@ def test_people_are_told_in_sentences(filled: Path, capsys: pytest.CaptureFixtur
 def test_folder_without_a_store_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is made where somebody has mistyped a path."""
+    """A mistyped path creates nothing."""
     assert main(["disk", "check", str(tmp_path)]) == 2
     assert main(["disk", "stats", str(tmp_path / "nowhere")]) == 2
     assert "there is no page store" in capsys.readouterr().err

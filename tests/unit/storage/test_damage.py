@@ -50,7 +50,7 @@ def test_flipped_bit_is_a_miss(tmp_path: Path, where: str) -> None:
         assert rig.load([1, 2, 3]) == ["right", DAMAGED, "right"]
         said = [facts for _, event, facts in rig.log.lines if event == "disk.page_damaged"]
         assert [(facts["file"], facts["problem"]) for facts in said] == [(str(file), problem)]
-    # The row of a damaged page is gone: nobody asks for it again.
+    # The row of a damaged page is gone: it is not asked for again.
     with Rig(tmp_path) as again:
         assert len(again.opened.entries) == 2
 
@@ -88,7 +88,7 @@ def test_truncated_slab_is_a_miss_and_takes_pages_again(tmp_path: Path) -> None:
 
 
 def test_missing_slab_is_a_miss_and_is_made_anew(tmp_path: Path) -> None:
-    """A slab file that somebody removed while the node runs."""
+    """A slab file that was removed while the node runs."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
         file, _ = rig.file_of(1)
@@ -200,7 +200,7 @@ def test_store_of_another_format_is_not_read(
     """Pages of another version are no entries; their room is used anew, and the rest is left."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
-    (tmp_path / "0" / "notes.txt").write_text("somebody's")
+    (tmp_path / "0" / "notes.txt").write_text("another program's")
     for module in ("layout", "folder", "index_file"):
         monkeypatch.setattr(f"peercache.storage.{module}.FORMAT_VERSION", 2)
 
@@ -208,7 +208,7 @@ def test_store_of_another_format_is_not_read(
         assert len(again.opened.entries) == 0
         assert again.spill([1]) == bytes(1)
         assert again.load([1]) == ["right"]
-    assert (tmp_path / "0" / "notes.txt").read_text() == "somebody's"
+    assert (tmp_path / "0" / "notes.txt").read_text() == "another program's"
 
 
 def test_folder_that_vanishes_ends_the_tier(
@@ -243,7 +243,7 @@ def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) ->
 def test_slab_that_cannot_be_allocated_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Somebody else was faster, or a quota is full: DISK_FULL, and nothing half made."""
+    """Another program was faster, or a quota is full: DISK_FULL, and nothing half made."""
     allocate = os.posix_fallocate
 
     def fail(file: int, offset: int, size: int) -> None:

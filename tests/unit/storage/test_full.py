@@ -19,7 +19,7 @@ NUMBERS = list(range(20))
 
 
 def fill(folder: Path) -> Path:
-    """Take every free byte of a file system, as somebody else; return the file."""
+    """Take every free byte of a file system, as another program; return the file."""
     others = folder / "others"
     others.write_bytes(bytes(shutil.disk_usage(folder).free))
     assert shutil.disk_usage(folder).free == 0
@@ -89,7 +89,7 @@ def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(
 
 
 def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:
-    """Nobody waits for room that may never come, and the folder is free."""
+    """The store does not wait for room that may never come, and the folder is free."""
     fill(small)
     rig = Rig(small, size_bytes=32 * MIB, opened=False)
 

@@ -114,7 +114,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         assert again.load(written) == ["right"] * len(written)
 
 
-def test_failure_is_heard_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_failure_is_heard_and_no_caller_waits_for_ever(tmp_path: Path) -> None:
     """An index that grows over its part of the cap breaks; who waited for it hears, too."""
     heard: list[str] = []
     index = IndexWriter(open_index(tmp_path, bytes_max=64 * 1024), failed=heard.append, log=Log())
@@ -129,7 +129,7 @@ def test_failure_is_heard_and_nobody_waits_for_ever(tmp_path: Path) -> None:
 
 
 def test_index_of_another_format_is_refused(tmp_path: Path) -> None:
-    """Its rows are not read; whoever opens it makes a new one."""
+    """Its rows are not read; the next open makes a new one."""
     connection = open_index(tmp_path, bytes_max=BYTES_MAX)
     connection.execute("PRAGMA user_version = 99")
     connection.close()

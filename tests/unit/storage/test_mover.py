@@ -150,7 +150,7 @@ def test_page_that_was_read_and_not_judged_is_late(rig: Rig) -> None:
 
 
 def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
-    """Its slot may be somebody else's by then: it is judged before it is told."""
+    """Its slot may be reused by then: it is judged before it is told."""
     rig.files.stuck_place = 9 * BLOCK
     rig.words[:2] = 2
     records = np.zeros(2, RECORD)

@@ -244,15 +244,15 @@ def test_forked_child_keeps_no_lock(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    """A folder 0 with files of somebody else's stays as it is."""
+    """A folder 0 with another program's files stays as it is."""
     (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "slab-000000.pcs").write_bytes(b"somebody's")
+    (tmp_path / "0" / "slab-000000.pcs").write_bytes(b"another program's")
 
     with Rig(tmp_path) as rig:
         rig.spill([1])
 
         assert rig.store._opened.folder.path.name == "1"
-    assert (tmp_path / "0" / "slab-000000.pcs").read_bytes() == b"somebody's"
+    assert (tmp_path / "0" / "slab-000000.pcs").read_bytes() == b"another program's"
     assert [entry.name for entry in (tmp_path / "0").iterdir()] == ["slab-000000.pcs"]
 
 

@@ -238,7 +238,7 @@ def test_report_shows_fixes_ports_and_the_number_of_problems() -> None:
 
 
 def test_report_as_json_has_everything() -> None:
-    """Whoever collects reports of many hosts needs facts, not sentences."""
+    """A collector of reports of many hosts needs facts, not sentences."""
     report = json.loads(as_json(HOST, judge(HOST)))
 
     assert report["problems"] == 0
