@@ -67,7 +67,7 @@ docs: $(STAMP)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
-$(STAMP): pyproject.toml setup.py $(wildcard src/peercache/*/*.c)
+$(STAMP): pyproject.toml setup.py $(wildcard src/peercache/*/*.c src/peercache/*/*/*.c)
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): PYTHON=/path/to/python3 make ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PeerCache needs Python 3.10 or later."; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,22 +1,78 @@
-"""The one thing pyproject.toml cannot say: compiled helpers that may be left out."""
+"""What pyproject.toml cannot say: how the compiled library is built, and which wheels carry it."""
+
+import os
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, ExecError, PlatformError
+
+PACKAGE = Path("src/peercache")
+_sources = runpy.run_path(os.fspath(PACKAGE / "installation" / "sources.py"))
+
+NO_COMPILER = """\
+PeerCache is partly written in C, and {compiler} is not installed here.
+Install a C compiler (Debian, Ubuntu: apt-get install gcc libc6-dev; Red Hat: dnf install gcc),
+or install a wheel of peercache-kv, which needs none."""
+NOT_COMPILED = """\
+PeerCache is partly written in C, and {compiler} could not compile it; its messages are above.
+If it does not find a header such as errno.h, install libc6-dev (Red Hat: glibc-devel)."""
+
+
+class BuildLibrary(build_ext):
+    """Builds a plain shared library: no module of Python's, so its name has no tag."""
+
+    def finalize_options(self) -> None:
+        """Compile always: a newer library may still be of other sources."""
+        super().finalize_options()
+        self.force = True
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path below the build folder."""
+        return os.fspath(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile; where that fails, say what to install in a sentence instead of a traceback."""
+        compiler = self.compiler.compiler_so[0]
+        # Python's own flags would write the folders of this machine into the library.
+        flags = shlex.split(os.environ.get("LDFLAGS", ""))
+        self.compiler.set_executables(linker_so=[compiler, "-shared", *flags])
+        try:
+            super().build_extension(ext)
+        except (CCompilerError, ExecError, PlatformError):
+            text = NOT_COMPILED if shutil.which(compiler) else NO_COMPILER
+            sys.exit("\n" + text.format(compiler=compiler))
+
+
+class BuildLibraryFirst(build):
+    """Builds the library before pip is told of every copied file: its error stands out."""
+
+    sub_commands = sorted(build.sub_commands, key=lambda command: command[0] != "build_ext")
+
+
+class AnyPythonWheel(bdist_wheel):
+    """The library is called through ctypes: one wheel fits every Python of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the wheel's tag."""
+        return "py3", "none", super().get_tag()[2]
+
 
 setup(
+    cmdclass={"build": BuildLibraryFirst, "build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel},
     ext_modules=[
         Extension(
-            "peercache.memory._scatter",
-            ["src/peercache/memory/_scatter.c"],
-            extra_compile_args=["-O3"],
-            # Without a compiler everything works, and copies are slower.
-            optional=True,
-        ),
-        Extension(
-            "peercache.fabric.tcp._tcp",
-            ["src/peercache/fabric/tcp/_receiving.c", "src/peercache/fabric/tcp/_serving.c"],
-            extra_compile_args=["-O3", "-pthread"],
+            "peercache.installation.libpeercache",
+            [os.fspath(PACKAGE / name) for name in _sources["SOURCES"]],
+            define_macros=[("PEERCACHE_SOURCES", f'"{_sources["digest_of"](PACKAGE)}"')],
+            extra_compile_args=["-std=gnu11", "-O3", "-pthread"],
             extra_link_args=["-pthread"],
-            optional=True,
-        ),
-    ]
+        )
+    ],
 )

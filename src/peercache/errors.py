@@ -5,6 +5,7 @@
     │   ├── ConfigError        a configuration name or value is wrong
     │   ├── PoolTooLarge       the memory for the pool is missing
     │   ├── AddressTaken       a configured address is in use
+    │   ├── BrokenInstallation a part is missing or stale, or another project mixes in
     │   └── Rejected           the peer refuses: version, cluster, granule, geometry
     ├── IndefiniteError        may have happened
     │   ├── PeerUnreachable    no connection, or no answer
@@ -91,6 +92,18 @@ class AddressTaken(DefiniteError):
     def __str__(self) -> str:
         """Return the message for a person."""
         return f"{self.name} = {self.address} is in use: stop its owner, or choose another"
+
+
+@attrs.define(eq=False)
+class BrokenInstallation(DefiniteError):
+    """The package cannot work: a part is missing or stale, or another project mixes in."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return the sentence a person reads."""
+        return f"{self.problem}: {self.remedy}"
 
 
 @attrs.define(eq=False)

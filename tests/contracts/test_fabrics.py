@@ -12,7 +12,6 @@ import pytest
 
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.native import HAS_COMPILED
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.model.member import Member
@@ -26,7 +25,7 @@ from tests.contracts.fabric_suite import (
     published_segment,
 )
 from tests.contracts.fakes import FakeFabric, PlainMemory
-from tests.unit.fabric.serving import WAYS, PageServer, fabric_for
+from tests.unit.fabric.serving import PageServer, fabric_for
 
 
 @pytest.fixture
@@ -113,16 +112,13 @@ def served(segment: PublishedSegment, **options: Any) -> Iterator[TcpBench]:
 class TestTcpFabric(FabricSuite):
     """Bytes through the kernel's loopback."""
 
-    @pytest.fixture(params=WAYS)
-    def bench(
-        self, segment: PublishedSegment, request: pytest.FixtureRequest
-    ) -> Iterator[TcpBench]:
+    @pytest.fixture
+    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
         """A segment, served by another thread."""
-        with served(segment, compiled=request.param, threads=1) as bench:
+        with served(segment, threads=1) as bench:
             yield bench
 
 
-@pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
 class TestTcpFabricWithTwoServingThreads(FabricSuite):
     """Connections of one client, some with each thread."""
 

@@ -31,6 +31,8 @@ LAYERS: dict[str, str] = {
     "wire.messages": "model",
     "wire": "model wire.messages",
     "observability": "wire.messages",
+    # What pip installed: the compiled library, and the distribution's name.
+    "installation": "",
     # The actors of a node: state machines without I/O, and the loop that runs them.
     "actors": "model wire wire.messages",
     "actors.membership": "model observability wire.messages actors",
@@ -44,11 +46,11 @@ LAYERS: dict[str, str] = {
     # The read and write paths, without I/O.
     "paths": "model config observability wire wire.messages",
     # One foreign library or kernel facility each.
-    "memory": "model observability",
+    "memory": "model observability installation",
     "storage": "model observability actors actors.disk",
     "net": "model config wire wire.messages paths",
     "fabric": "model observability memory",
-    "fabric.tcp": "model config observability actors.channels",
+    "fabric.tcp": "model config observability installation actors.channels",
     "rdma": "model config observability wire wire.messages actors actors.channels actors.rdma "
     "memory fabric",
     "http": "model config observability",
@@ -61,11 +63,11 @@ LAYERS: dict[str, str] = {
     "": "client",
     # What people and engines start.
     "sglang": "model config observability client",
-    "cli": "config observability wire storage node",
+    "cli": "config observability installation wire storage node",
     "cli.demo": "config observability '' cli",
     "cli.bench": "model config observability wire wire.messages actors actors.disk storage net "
     "rdma client cli",
-    "cli.doctor": "config observability memory rdma cli cli.bench",
+    "cli.doctor": "config observability installation memory rdma cli cli.bench",
 }
 
 # A foreign library is known to few places, so that a change of it has few places to be made.

@@ -14,7 +14,9 @@ elif [ ! -x "$venv/bin/python" ] || [ ! -e "$venv/.peercache-stamp" ]; then
     echo "skipped: the SGLang tests ($venv is not there; PEERCACHE_TEST_SGLANG=1 makes it)"
     exit 0
 fi
-export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 cd "$root"
+# The tests import this checkout's sources: the compiled library lies among them.
+"$venv/bin/python" setup.py -q build_ext --inplace
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 # Two engines starting on two busy cores take longer than any other fixture may.
 exec "$venv/bin/python" -m pytest -m sglang -o faulthandler_timeout=400 tests/integration "$@"

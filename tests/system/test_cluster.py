@@ -11,7 +11,6 @@ import pytest
 
 from peercache import Client
 from peercache.errors import PeerCacheError, Rejected
-from peercache.fabric.tcp.native import HAS_COMPILED
 from peercache.model.keys import Namespace
 from tests.system.nodes import (
     PAGE_BYTES,
@@ -161,7 +160,6 @@ def test_a_client_that_does_not_fit_is_refused_with_the_reason(
     assert "node.peer_refused" in three.nodes[0].said()
 
 
-@pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled")
 def test_a_node_serves_with_as_many_threads_as_it_is_told() -> None:
     """The setting comes through; its default goes by the machine."""
     client = Client.open(

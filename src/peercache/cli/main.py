@@ -15,6 +15,7 @@ import click
 
 from peercache.cli.groups import LateGroup
 from peercache.errors import PeerCacheError
+from peercache.installation import library
 
 EXIT_WRONG_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(command: click.Command, program: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status; print each error as one sentence."""
     try:
+        library.load()  # First: an installation that is not whole runs no command.
         with command.make_context(program, list(arguments)) as context:
             status = command.invoke(context)
             sys.stdout.flush()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as version_of
-
 import click
 
+from peercache.installation.distribution import version as distribution_version
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 
 
@@ -13,7 +12,7 @@ from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 def version() -> None:
     """Print the versions of the package and of the wire."""
     wire = f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}" if WIRE_VERSION > 1 else f"{WIRE_VERSION}"
-    print(f"peercache {version_of('peercache')} (wire version {wire})")
+    print(f"peercache {distribution_version()} (wire version {wire})")
 
 
 @click.command

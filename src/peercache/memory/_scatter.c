@@ -1,8 +1,4 @@
-/* One copy of a whole batch, called through ctypes, which lets the GIL go once for all of it.
- *
- * Optional: where it could not be compiled, the kernel's process_vm_readv does the same, slower,
- * and 1024 runs a call.
- */
+/* Copies a whole batch in one call; ctypes releases the GIL once for all of it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -18,43 +14,54 @@ struct piece {
     uint64_t size;
 };
 
-/* Pieces of which the first and the last byte are tried: what one call of the kernel takes. */
-#define TRIED_MAX 512
+/* Pieces whose first and last byte are probed: one call of the kernel takes them all. */
+#define PROBED_MAX 512
 
-/* Tell whether memory is there, at both ends of its pieces, so that an address which is wrong
- * altogether, or a file that was cut short, is a miss and not a crash.
+/* Return how many leading bytes of the pieces are there, so that an address that is wrong, or a file
+ * that was cut short, is a miss and not a crash. Of more than PROBED_MAX pieces a part is probed.
  *
- * The engine's memory is the local side, which the kernel reads or writes as we would: as the remote
- * one it would be pinned, and memory that a driver mapped cannot be. A segment can always be.
+ * The kernel pins the side of its call that it names remote, and cannot pin memory that a driver
+ * mapped, such as page-locked buffers of CUDA. So the engine's memory is the local side, and only a
+ * segment the remote one.
  */
-static int is_there(const struct piece *pieces, uint64_t count, int is_ours, int is_target)
+static uint64_t reachable(const struct piece *pieces, uint64_t count, uint64_t total, int is_segment,
+                          int is_target)
 {
-    struct iovec tried[2 * TRIED_MAX], scratch;
-    char bytes[2 * TRIED_MAX] = {0};
-    uint64_t stride = count / TRIED_MAX + 1, at, used = 0;
+    struct iovec probed[2 * PROBED_MAX], scratch;
+    char bytes[2 * PROBED_MAX] = {0};
+    uint64_t stride = count / PROBED_MAX + 1, used = 0, good, found = 0;
     ssize_t moved;
 
-    for (at = 0; at < count; at += stride) {
-        tried[used].iov_base = (void *)(uintptr_t)pieces[at].address;
-        tried[used++].iov_len = 1;
-        tried[used].iov_base = (void *)(uintptr_t)(pieces[at].address + pieces[at].size - 1);
-        tried[used++].iov_len = 1;
+    for (uint64_t at = 0; at < count; at += stride) {
+        probed[used].iov_base = (void *)(uintptr_t)pieces[at].address;
+        probed[used++].iov_len = 1;
+        probed[used].iov_base = (void *)(uintptr_t)(pieces[at].address + pieces[at].size - 1);
+        probed[used++].iov_len = 1;
     }
     scratch.iov_base = bytes;
     scratch.iov_len = used;
-    if (!is_ours)
-        moved = process_vm_readv(getpid(), &scratch, 1, tried, used, 0);
+    /* The call that writes to a target also finds memory that may only be read. */
+    if (is_segment && is_target)
+        moved = process_vm_writev(getpid(), &scratch, 1, probed, used, 0);
+    else if (is_segment)
+        moved = process_vm_readv(getpid(), &scratch, 1, probed, used, 0);
     else if (is_target)
-        moved = process_vm_readv(getpid(), tried, used, &scratch, 1, 0);
+        moved = process_vm_readv(getpid(), probed, used, &scratch, 1, 0);
     else
-        moved = process_vm_writev(getpid(), tried, used, &scratch, 1, 0);
-    /* Where the call is forbidden there is nothing to learn. */
-    return moved < 0 ? errno != EFAULT : (uint64_t)moved == used;
+        moved = process_vm_writev(getpid(), probed, used, &scratch, 1, 0);
+    /* Where a sandbox forbids the call, nothing is known, and the copy goes ahead. */
+    if ((moved < 0 && errno != EFAULT) || (uint64_t)moved == used)
+        return total;
+    /* Up to the last piece that was probed and found. */
+    good = moved < 0 ? 0 : (uint64_t)moved / 2;
+    for (uint64_t at = 0; good && at <= (good - 1) * stride; at++)
+        found += pieces[at].size;
+    return found;
 }
 
-/* Copy one run past the cache: nothing of a batch is read again before it has left the cache anyway,
- * and a store that goes through it first reads what it overwrites. That is a third of the traffic,
- * and memory is what a copy waits for. memcpy does so too, but only from megabytes a call on.
+/* Copy one run with stores that bypass the cache. A batch leaves the cache before it is read again,
+ * and a store through the cache first reads the line that it overwrites: a third of the memory
+ * traffic, which limits a copy. memcpy bypasses the cache only from megabytes a call on.
  */
 #if defined(__SSE2__)
 #define STREAM_BYTES_MIN 4096
@@ -97,25 +104,30 @@ static void copy_run(char *to, const char *from, uint64_t size)
 }
 #endif
 
-/* Copy `total` bytes from one list of pieces to another, in order; return whether it was done. The
- * lists may be cut differently; both hold `total` bytes, and no piece is empty. One of them is in
- * the engine's memory, the other in a segment.
+/* Copy `total` bytes from one list of pieces to another, in order; return the leading bytes copied,
+ * which are fewer where an address is not there. The lists may be cut differently; both hold `total`
+ * bytes, and no piece is empty. One list lies in the engine's memory, the other in a segment.
  */
-int peercache_scatter(const struct piece *to, uint64_t to_count, const struct piece *from,
-                      uint64_t from_count, uint64_t total, int to_segment)
+uint64_t peercache_scatter(const struct piece *to, uint64_t to_count, const struct piece *from,
+                           uint64_t from_count, uint64_t total, int to_segment)
 {
-    uint64_t to_at = 0, from_at = 0;
+    uint64_t to_at = 0, from_at = 0, left, copied;
 
-    if (!is_there(to, to_count, !to_segment, 1) || !is_there(from, from_count, to_segment, 0))
-        return 0;
-    while (total > 0) {
+    copied = reachable(to, to_count, total, to_segment, 1);
+    left = reachable(from, from_count, total, !to_segment, 0);
+    if (copied > left)
+        copied = left;
+    left = copied;
+    while (left > 0) {
         uint64_t step = to->size - to_at;
 
         if (step > from->size - from_at)
             step = from->size - from_at;
+        if (step > left)
+            step = left;
         copy_run((char *)(uintptr_t)(to->address + to_at),
                  (const char *)(uintptr_t)(from->address + from_at), step);
-        total -= step;
+        left -= step;
         to_at += step;
         from_at += step;
         if (to_at == to->size) {
@@ -127,11 +139,11 @@ int peercache_scatter(const struct piece *to, uint64_t to_count, const struct pi
             from_at = 0;
         }
     }
-    /* What is stored past the cache is not waited for by a later store: whoever sees the commit must
-     * see the bytes. And the word is loaded after the bytes, not before. */
+    /* A later store does not wait for stores past the cache: a reader that sees the commit must see
+     * the bytes. And the generation word is loaded after the bytes, never before. */
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    return 1;
+    return copied;
 }

@@ -1,7 +1,7 @@
-"""The two kernel facilities that Python's library lacks, through ctypes.
+"""Fills and empties the page tables of mappings, which Python's own library cannot do.
 
-Both release the GIL for as long as they run, which is why they are called this way: mmap's own
-MAP_POPULATE and a memoryview copy would hold it, and stop the engine for that long.
+Every call releases the GIL for as long as it runs. mmap's own MAP_POPULATE would hold it, and stop
+the engine for that long.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-IOV_MAX = 1024
-"""Most (address, size) entries the kernel takes a side (UIO_MAXIOV)."""
-
-CALL_BYTES_MAX = 0x7FFF_F000
-"""Most bytes that the kernel moves in one call (MAX_RW_COUNT)."""
-
 _DONTNEED = 4
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
@@ -29,36 +23,6 @@ _PAGE_BYTES = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
-
-HAS_VECTOR_COPY = hasattr(_libc, "process_vm_readv") and hasattr(_libc, "process_vm_writev")
-
-if HAS_VECTOR_COPY:
-    for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
-        _call.argtypes = (
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_ulong,
-        )
-        _call.restype = ctypes.c_ssize_t
-
-
-def vector_copy(
-    local: npt.NDArray[np.uint64], remote: npt.NDArray[np.uint64], *, to_remote: bool
-) -> int:
-    """Copy between two lists of (address, size) of our own process in one call.
-
-    local, remote: (n, 2) uint64, C order, up to IOV_MAX rows of equal total.
-    Return the leading bytes that were copied, which a fault on either side cuts short; or minus
-    the errno if not even the first byte was. A bad address is EFAULT here, never a signal.
-    """
-    call = _libc.process_vm_writev if to_remote else _libc.process_vm_readv
-    copied: int = call(
-        os.getpid(), local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
-    )
-    return copied if copied >= 0 else -ctypes.get_errno()
 
 
 def address_of(view: Bytes) -> int:

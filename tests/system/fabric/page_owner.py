@@ -1,9 +1,8 @@
 """A node's data port as a process: publishes pages, serves them, and acts on itself in mid-read.
 
-Arguments: SHM_DIR INCARNATION PAGES PAGE_BYTES ACTION AT WAY. Page i is full of the byte i + 1, its
+Arguments: SHM_DIR INCARNATION PAGES PAGE_BYTES ACTION AT. Page i is full of the byte i + 1, its
 word is 2 (i + 1). Prints the port. When the portion number AT (from 0) has been sent and its words
 have not, the process does ACTION to itself (a signal's name, or "nothing"), and prints "went on".
-WAY is "compiled" or anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tests.unit.fabric.serving import CLUSTER, CREDENTIALS
 
 async def main() -> None:
     """Serve until killed."""
-    shm_dir, incarnation, pages, page_bytes, action, at, way = sys.argv[1:]
+    shm_dir, incarnation, pages, page_bytes, action, at = sys.argv[1:]
     count, size = int(pages), int(page_bytes)
     segment = PublishedSegment.create(
         shm_dir,
@@ -62,7 +61,6 @@ async def main() -> None:
         segment,
         admission=admission,
         metrics=Metrics(),
-        compiled=way == "compiled",
         between_bytes_and_words=act,
     )
 

@@ -21,7 +21,7 @@ from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.observability.reasons import PEER_UNREACHABLE
 from tests.contracts.fabric_suite import INCARNATION, UNTOUCHED, Destination, member_of
 from tests.pace import PACES_S, PROMPT_S, paced
-from tests.unit.fabric.serving import PATIENCE_S, WAYS, fabric_for
+from tests.unit.fabric.serving import PATIENCE_S, fabric_for
 
 PAGE_BYTES = wire.PORTION_BYTES_MAX
 PAGES = 6
@@ -46,10 +46,10 @@ class Process:
 
 
 @contextmanager
-def owner(shm_dir: Path, action: str, at: int, way: str) -> Iterator[Process]:
+def owner(shm_dir: Path, action: str, at: int) -> Iterator[Process]:
     """Run an owner that does `action` to itself after portion `at`."""
     arguments = [str(shm_dir), str(INCARNATION), str(PAGES), str(PAGE_BYTES), action]
-    arguments += [str(at), way]
+    arguments += [str(at)]
     script = Path(__file__).parent / "page_owner.py"
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments],
@@ -82,9 +82,8 @@ def read_all(fabric: object, member: Member, into: Destination) -> tuple[Fetched
     return got, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("compiled", WAYS)
 def test_nothing_is_written_after_a_read_from_a_paused_owner(
-    tmp_path: Path, into: Destination, compiled: bool
+    tmp_path: Path, into: Destination
 ) -> None:
     """The owner is stopped in mid-read, goes on after the read has returned, and reaches nothing.
 
@@ -94,14 +93,13 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
     4. The owner serves another read, so it is past what it had in hand: the destination is as the
        caller left it.
     """
-    way = "compiled" if compiled else "in turns"
 
     def story(stall_s: float) -> tuple[Fetched, float, list[bool], str, Fetched]:
         patient = closing(fabric_for(4096))
         fabric = closing(fabric_for(4096, stall_s=stall_s))
         folder = tmp_path / str(stall_s)
         folder.mkdir()
-        with owner(folder, "SIGSTOP", 2, way) as running, fabric as hasty, patient as other:
+        with owner(folder, "SIGSTOP", 2) as running, fabric as hasty, patient as other:
             got, seconds = read_all(hasty, running.member, into)
             whole = [into.page(index) == bytes([index + 1]) * PAGE_BYTES for index in range(2)]
             into.memory[:] = UNTOUCHED
@@ -122,13 +120,9 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
     assert (into.memory == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("compiled", WAYS)
-def test_owner_killed_in_mid_read_leaves_a_leading_run(
-    tmp_path: Path, into: Destination, compiled: bool
-) -> None:
+def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Destination) -> None:
     """What had arrived with its words counts; the rest is odd, and the answer comes at once."""
-    way = "compiled" if compiled else "in turns"
-    with owner(tmp_path, "SIGKILL", 2, way) as running, closing(fabric_for(4096)) as fabric:
+    with owner(tmp_path, "SIGKILL", 2) as running, closing(fabric_for(4096)) as fabric:
         got, seconds = read_all(fabric, running.member, into)
         again, _ = read_all(fabric, running.member, into)
 

@@ -108,7 +108,9 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     """The wire version stands beside it, since that is what decides who can talk to whom."""
     assert cli.main(["version"]) == 0
 
-    assert capsys.readouterr().out.startswith(f"peercache {version('peercache')} (wire version 1)")
+    assert capsys.readouterr().out.startswith(
+        f"peercache {version('peercache-kv')} (wire version 1)"
+    )
 
 
 def test_wrong_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

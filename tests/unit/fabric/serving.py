@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import trio
 
 from peercache.config.quantities import format_address
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.native import HAS_COMPILED
 from peercache.fabric.tcp.server import Admission, serve_pages
 from peercache.fabric.tcp.serving import PageSource
 from peercache.fabric.tcp.sockets import open_listeners
@@ -21,16 +19,6 @@ from tests.pace import PATIENCE_S
 
 CLUSTER = "tests"
 CREDENTIALS = "a secret"
-
-WAYS = [
-    pytest.param(
-        True,
-        id="compiled",
-        marks=pytest.mark.skipif(not HAS_COMPILED, reason="nothing was compiled"),
-    ),
-    pytest.param(False, id="in turns"),
-]
-"""Values of `serve_pages`'s `compiled`: every promise of the server is kept in both ways."""
 
 
 class PageServer:
@@ -109,10 +97,10 @@ class PageServer:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Return once something that another thread does is done; that one needs the lock we sleep off.
+    """Wait for something that another thread does.
 
-    Who asked without a pause let the server's loop have the interpreter for a few steps in each
-    switch interval: what takes it a tenth of a second took it ten.
+    The pause releases Python's lock: without it the server's loop gets a few steps in each switch
+    interval, and needs ten seconds for the work of a tenth.
     """
     until = time.monotonic() + PATIENCE_S
     while not true():
@@ -123,7 +111,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def fabric_for(granule: int, **options: Any) -> TcpFabric:
     """Return a client side that the server above admits, unless `options` say otherwise.
 
-    It takes no peer for hung because this machine was busy: tests of silence say how long it is.
+    Its patience outlasts a busy machine: tests of silence set their own.
     """
     known: dict[str, Any] = {
         "cluster": CLUSTER,

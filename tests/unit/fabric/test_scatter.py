@@ -9,19 +9,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from peercache.fabric.tcp import receiving as module
-from peercache.fabric.tcp.native import HAS_COMPILED
-from peercache.fabric.tcp.receiving import PIECES_MAX, STEP_BYTES, Scatter, send_at_once
+from peercache.fabric.tcp.receiving import STEP_BYTES, Scatter, send_at_once
 from tests.contracts.fabric_suite import Destination
 
-
-@pytest.fixture(params=["compiled", "plain"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test holds with the loop in C and without it."""
-    if request.param == "plain":
-        monkeypatch.setattr(module, "_receive", None)
-    elif not HAS_COMPILED:
-        pytest.skip("nothing was compiled")
+PLACES = 1024
+"""More than one call of the kernel takes."""
 
 
 @settings(suppress_health_check=list(HealthCheck))
@@ -29,9 +21,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     arrivals=st.lists(st.integers(1, 40), max_size=30),
 )
-@example(sizes=[1] * (3 * PIECES_MAX), arrivals=[PIECES_MAX - 1, 2])
+@example(sizes=[1] * (3 * PLACES), arrivals=[PLACES - 1, 2])
 @example(sizes=[0, 10, 0], arrivals=[3, 3, 3])
-@example(sizes=[1, *[0] * PIECES_MAX, 1, 0], arrivals=[1, 1])
+@example(sizes=[1, *[0] * PLACES, 1, 0], arrivals=[1, 1])
 @example(sizes=[STEP_BYTES - 1, 2, STEP_BYTES, 5], arrivals=[STEP_BYTES, 1, STEP_BYTES])
 def test_bytes_land_in_order_however_they_arrive(sizes: list[int], arrivals: list[int]) -> None:
     """After every arrival, exactly the bytes so far are in their places."""

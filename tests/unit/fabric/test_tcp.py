@@ -31,7 +31,7 @@ from tests.contracts.fabric_suite import (
 )
 from tests.contracts.fakes import PlainMemory
 from tests.pace import PATIENCE_S, PROMPT_S, paced
-from tests.unit.fabric.serving import WAYS, PageServer, fabric_for, wait_until
+from tests.unit.fabric.serving import PageServer, fabric_for, wait_until
 
 PORTION = wire.PORTION_BYTES_MAX
 
@@ -45,10 +45,10 @@ def memory() -> PlainMemory:
     return plain
 
 
-@pytest.fixture(params=WAYS)
-def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[PageServer]:
+@pytest.fixture
+def server(memory: PlainMemory) -> Iterator[PageServer]:
     """A server of that memory."""
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     yield running
     running.close()
 

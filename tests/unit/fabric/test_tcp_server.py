@@ -11,19 +11,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from peercache.errors import AddressTaken
 from peercache.fabric.tcp import server as tcp_server
-from peercache.fabric.tcp import turns as tcp_turns
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.server import Admission
 from peercache.fabric.tcp.sockets import open_listeners
-from peercache.fabric.tcp.turns import PagesInTurns
 from peercache.model.reads import PeerRead
-from peercache.observability.metrics import Metrics
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from tests.contracts.fakes import PlainMemory
 from tests.examples import examples
@@ -31,13 +27,16 @@ from tests.unit.fabric.serving import (
     CLUSTER,
     CREDENTIALS,
     PATIENCE_S,
-    WAYS,
     PageServer,
     fabric_for,
     wait_until,
 )
 
 PAGE_MEMORY_BYTES = 16 * 2**20
+
+OFFSETS = st.integers(0, PAGE_MEMORY_BYTES // GRANULE).map(lambda granule: granule * GRANULE)
+OFFSETS |= st.integers(0, 2**64 - 1)
+LENGTHS = st.integers(0, 3 * GRANULE) | st.integers(0, 2**64 - 1)
 
 
 @pytest.fixture
@@ -48,10 +47,10 @@ def memory() -> PlainMemory:
     return plain
 
 
-@pytest.fixture(params=WAYS)
-def server(memory: PlainMemory, request: pytest.FixtureRequest) -> Iterator[PageServer]:
+@pytest.fixture
+def server(memory: PlainMemory) -> Iterator[PageServer]:
     """A server of that memory on a free port."""
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     yield running
     running.close()
 
@@ -189,6 +188,38 @@ def test_slots_that_cannot_be_are_refused(
     assert rest == b""
     assert server.refusals(reason) == 1
     assert serves(server)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    slots=st.lists(st.tuples(OFFSETS, LENGTHS), min_size=1, max_size=8),
+    total=st.none() | st.integers(0, 2**64 - 1),
+)
+@example(slots=[(2**64 - GRANULE, GRANULE)], total=None)
+@example(slots=[(0, 2**63), (0, 2**63)], total=0)
+@example(slots=[(0, 5)], total=6)
+def test_slots_are_served_only_if_they_lie_in_the_page_memory(
+    server: PageServer, slots: list[tuple[int, int]], total: int | None
+) -> None:
+    """The C server accepts exactly what Python's unbounded numbers find inside."""
+    said = sum(length for _, length in slots) % 2**64 if total is None else total
+    inside = all(
+        length > 0 and offset % GRANULE == 0 and offset + length <= PAGE_MEMORY_BYTES
+        for offset, length in slots
+    )
+    honest = said == sum(length for _, length in slots)
+    head = struct.pack("<4sIQQ", b"PCtr", len(slots), INCARNATION, said)
+
+    with admitted(server) as client:
+        client.sendall(head + b"".join(struct.pack("<QQ", *slot) for slot in slots))
+        reason = wire.decode_status(receive(client, wire.ANSWER_BYTES))
+
+    if inside and honest:
+        assert reason == ""
+    else:
+        allowed = {wire.MALFORMED} if inside else {wire.BOUNDS}
+        allowed |= {wire.BOUNDS} if said > wire.REQUEST_BYTES_MAX else set()
+        assert reason in allowed
 
 
 def test_refusal_reaches_a_client_that_sends_on(server: PageServer) -> None:
@@ -353,53 +384,3 @@ async def test_taken_port_is_named() -> None:
         await open_listeners("127.0.0.1", port)
 
     await first[0].aclose()
-
-
-async def test_connections_take_turns_with_the_rest_of_the_loop(memory: PlainMemory) -> None:
-    """However many connections send, the loop runs other tasks after each turn of one of them."""
-    turns_between_looks: list[int] = []
-    turns = 0
-    send_for_one_turn = tcp_turns._send_for_one_turn
-
-    def counted(*arguments: object) -> bool:
-        nonlocal turns
-        turns += 1
-        return send_for_one_turn(*arguments)  # type: ignore[arg-type]
-
-    async def watch() -> None:
-        while True:
-            before = turns
-            await trio.lowlevel.checkpoint()
-            turns_between_looks.append(turns - before)
-
-    pages = PagesInTurns(
-        memory, granule=GRANULE, incarnation=1, metrics=Metrics(), between_bytes_and_words=None
-    )
-    tcp_turns._send_for_one_turn = counted  # type: ignore[assignment]
-    pairs = [socket.socketpair() for _ in range(8)]
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            async with trio.open_nursery() as sending:
-                for ours, theirs in pairs:
-                    ours.setblocking(False)
-                    theirs.setblocking(False)
-                    sending.start_soon(pages._send, ours, [memory.pages.data[: 2**20]], PATIENCE_S)
-                    sending.start_soon(drain, theirs, 2**20)
-            nursery.cancel_scope.cancel()
-    finally:
-        tcp_turns._send_for_one_turn = send_for_one_turn
-        for ours, theirs in pairs:
-            ours.close()
-            theirs.close()
-
-    assert turns >= 8
-    # One a round of the loop; between two looks of ours lie parts of two rounds.
-    assert max(turns_between_looks) <= 2
-
-
-async def drain(connection: socket.socket, count: int) -> None:
-    """Receive so many bytes, and forget them."""
-    while count:
-        await trio.lowlevel.wait_readable(connection)
-        count -= len(connection.recv(count))

@@ -15,8 +15,6 @@ from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
 
 U64S = st.integers(0, 2**64 - 1)
-MEMORY = 2**40
-GRANULE = 4096
 
 
 def u64(values: list[int]) -> U64:
@@ -65,69 +63,6 @@ def test_reason_survives_the_wire(reason: str) -> None:
         wire.decode_status(answer)
     with pytest.raises(RemoteProtocolError):
         wire.decode_answer(status)
-
-
-@given(
-    slots=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 2**20)), min_size=1, max_size=50)
-)
-def test_request_survives_the_wire(slots: list[tuple[int, int]]) -> None:
-    """The server sees the very slots that the client asked for."""
-    offsets = u64([granule * GRANULE for granule, _ in slots])
-    lengths = u64([length for _, length in slots])
-
-    raw = wire.encode_request(offsets, lengths, 7)
-    request = wire.decode_request(raw[: wire.REQUEST_BYTES], incarnation=7)
-    entries = raw[wire.REQUEST_BYTES :]
-    seen = wire.decode_entries(entries, request, page_bytes=MEMORY, granule=GRANULE)
-
-    assert len(entries) == request.count * wire.ENTRY_BYTES
-    assert np.array_equal(seen[0], offsets)
-    assert np.array_equal(seen[1], lengths)
-
-
-@given(raw=st.binary(min_size=wire.REQUEST_BYTES, max_size=wire.REQUEST_BYTES))
-@example(raw=struct.pack("<4sIQQ", b"PCtr", wire.COUNT_MAX + 1, 7, 1))
-@example(raw=struct.pack("<4sIQQ", b"PCtr", 2**32 - 1, 7, 1))
-@example(raw=struct.pack("<4sIQQ", b"PCtr", 0, 7, 0))
-@example(raw=struct.pack("<4sIQQ", b"PCtr", 1, 8, 1))
-@example(raw=struct.pack("<4sIQQ", b"PCtr", 1, 7, wire.REQUEST_BYTES_MAX + 1))
-def test_request_head_is_refused_before_anything_is_buffered(raw: bytes) -> None:
-    """Garbage, too many pages or bytes, and another incarnation end at the first 24 bytes."""
-    with pytest.raises(wire.Refusal) as refusal:
-        wire.decode_request(raw, incarnation=7)
-
-    assert refusal.value.what in wire.REASONS
-
-
-@given(
-    slots=st.lists(st.tuples(U64S, U64S), min_size=1, max_size=8),
-    total=U64S | st.none(),
-    memory=st.sampled_from([0, 1, GRANULE, 2**20, MEMORY]),
-)
-@example(slots=[(2**64 - GRANULE, GRANULE)], total=None, memory=MEMORY)
-@example(slots=[(0, 2**63), (0, 2**63)], total=0, memory=MEMORY)
-@example(slots=[(0, 5)], total=6, memory=MEMORY)
-def test_accepted_entries_lie_inside_the_page_memory(
-    slots: list[tuple[int, int]], total: int | None, memory: int
-) -> None:
-    """Whatever comes, only slots pass that Python's unbounded numbers find inside."""
-    raw = np.array(slots, np.uint64).tobytes()
-    said = sum(length for _, length in slots) % 2**64 if total is None else total
-    request = wire.Request(len(slots), 7, said)
-    inside = all(
-        length > 0 and offset + length <= memory and offset % GRANULE == 0
-        for offset, length in slots
-    )
-
-    try:
-        offsets, lengths = wire.decode_entries(raw, request, page_bytes=memory, granule=GRANULE)
-    except wire.Refusal:
-        assert not inside or said != sum(length for _, length in slots)
-        return
-
-    assert inside
-    assert int(lengths.sum()) == said
-    assert offsets.tolist() == [offset for offset, _ in slots]
 
 
 @given(raw=st.binary(min_size=wire.OPENING_BYTES, max_size=wire.OPENING_BYTES))

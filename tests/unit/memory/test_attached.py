@@ -14,7 +14,7 @@ import pytest
 
 from peercache.errors import PeerUnreachable, Rejected
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.copying import Mover, by_kernel, copy_pages
+from peercache.memory.copying import copy_pages
 from peercache.memory.layout import HEADER_BYTES, segment_name
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
@@ -45,7 +45,6 @@ def copy(
     *,
     to_slots: bool,
     offset: int = 0,
-    mover: Mover | None = None,
 ) -> int:
     """Copy one page between `host` and a slot; return how many pages went."""
     return copy_pages(
@@ -53,7 +52,6 @@ def copy(
         np.array([segment.pages_address + offset], np.uint64),
         to_slots=to_slots,
         deadline=time.monotonic() + 60,
-        mover=mover,
     )
 
 
@@ -92,7 +90,7 @@ def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
     assert not segment._words.flags.writeable
     words_address = int(segment._words.__array_interface__["data"][0])
     to_words = words_address - segment.pages_address
-    assert copy(segment, host[:8], to_slots=True, offset=to_words, mover=by_kernel) == 0
+    assert copy(segment, host[:8], to_slots=True, offset=to_words) == 0
     assert owner.words[0] == 1
     segment.close(1.0)
     owner.close()
@@ -103,7 +101,7 @@ def test_reader_cannot_write(shm_dir: Path) -> None:
     owner = publish(shm_dir)
     segment = attach(owner.path)
 
-    copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True, mover=by_kernel)
+    copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True)
 
     assert copied == 0
     assert (owner.pages == 0).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.memory.compiled import HAS_SCATTER
+from peercache.memory import copying
 from peercache.memory.copying import (
     LATE_PORTION_BYTES,
     NEAR_S,
-    Iov,
-    Mover,
+    Pieces,
     Side,
-    by_compiled,
-    by_kernel,
-    by_memmove,
     copy_pages,
     copy_runs,
-    vector_copy_works,
+    scatter,
 )
-from peercache.memory.kernel import IOV_MAX
 from peercache.model.runs import PageRuns
 
 FOREVER = 1e18
-EVERY = [by_kernel, by_memmove, *([by_compiled] if HAS_SCATTER else [])]
-MOVERS = pytest.mark.parametrize("mover", EVERY)
 
 
 def never() -> float:
@@ -57,10 +49,10 @@ RUN_BYTES = st.integers(0, 40) | st.integers(4050, 4300)
 PAGES = st.lists(st.lists(RUN_BYTES, min_size=1, max_size=6), max_size=12)
 
 
-@given(PAGES, st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(EVERY),
+@given(PAGES, st.integers(0, 2**32 - 1), st.booleans(),
        st.integers(1, 200) | st.integers(4000, 20_000))  # fmt: skip
 def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
-    pages: list[list[int]], seed: int, to_slots: bool, mover: Mover, portion_bytes: int
+    pages: list[list[int]], seed: int, to_slots: bool, portion_bytes: int
 ) -> None:
     """Gather and scatter equal the oracle, one memoryview slice a run, whatever the cuts."""
     rng = np.random.default_rng(seed)
@@ -88,7 +80,6 @@ def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
         deadline=FOREVER,
         portion_bytes=portion_bytes,
         clock=never,
-        mover=mover,
     )
 
     assert copied == sum(map(sum, pages))
@@ -96,12 +87,9 @@ def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
     assert np.array_equal(slots, expected_slots)
 
 
-@MOVERS
 @pytest.mark.parametrize("to_slots", [False, True])
-def test_batch_of_more_runs_than_one_call_takes_is_copied_whole(
-    mover: Mover, to_slots: bool
-) -> None:
-    """40 pages of 64 runs are 2,560 entries; a call of the kernel takes 1,024 a side."""
+def test_batch_of_thousands_of_runs_is_copied_whole(to_slots: bool) -> None:
+    """40 pages of 64 runs are 2,560 pieces: of more than 512 a side, the copy probes a part."""
     pages, layers, piece = 40, 64, 48
     rng = np.random.default_rng(1)
     host = rng.integers(0, 256, (layers, pages, piece), np.uint8)
@@ -114,30 +102,27 @@ def test_batch_of_more_runs_than_one_call_takes_is_copied_whole(
     runs = PageRuns.regular(addresses, np.full(pages * layers, piece), pages)
     slot_addresses = (slots.ctypes.data + np.arange(pages) * layers * piece).astype(np.uint64)
 
-    copied = copy_pages(
-        runs, slot_addresses, to_slots=to_slots, deadline=FOREVER, clock=never, mover=mover
-    )
+    copied = copy_pages(runs, slot_addresses, to_slots=to_slots, deadline=FOREVER, clock=never)
 
-    assert pages * layers > 2 * IOV_MAX
     assert copied == pages
     assert np.array_equal(slots.reshape(pages, layers, piece), host.transpose(1, 0, 2))
 
 
-def test_batch_costs_one_call_whatever_its_pages() -> None:
-    """128 pages are one call of the mover: one hand-off of the GIL, not 128."""
+def test_batch_costs_one_call_whatever_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 pages are one call of the copy: one hand-off of the GIL, not 128."""
     calls = []
 
-    def counting(ours: Iov, segment: Iov, to_segment: bool, late: Callable[[], bool]) -> int:
+    def counting(ours: Pieces, segment: Pieces, *, to_segment: bool) -> int:
         calls.append(len(ours))
-        return by_kernel(ours, segment, to_segment, late)
+        return scatter(ours, segment, to_segment=to_segment)
+
+    monkeypatch.setattr(copying, "scatter", counting)
 
     host, slots = np.zeros((128, 2, 4096), np.uint8), np.ones((128, 4096), np.uint8)
     runs = PageRuns.regular(host.ctypes.data + np.arange(128) * 8192, np.full(128, 4096), 128)
     addresses = (slots.ctypes.data + np.arange(128) * 4096).astype(np.uint64)
 
-    copied = copy_pages(
-        runs, addresses, to_slots=False, deadline=FOREVER, clock=never, mover=counting
-    )
+    copied = copy_pages(runs, addresses, to_slots=False, deadline=FOREVER, clock=never)
 
     assert (copied, calls) == (128, [128])
     assert (host[:, 0] == 1).all()
@@ -154,8 +139,7 @@ def test_nothing_is_copied_after_the_deadline() -> None:
     assert not host.any()
 
 
-@MOVERS
-def test_deadline_in_the_middle_leaves_a_leading_run(mover: Mover) -> None:
+def test_deadline_in_the_middle_leaves_a_leading_run() -> None:
     """The clock is looked at between portions: what is counted is whole, and later ones stay."""
     size = LATE_PORTION_BYTES // 2
     host, slots = np.zeros((8, size), np.uint8), np.ones((8, size), np.uint8)
@@ -167,7 +151,6 @@ def test_deadline_in_the_middle_leaves_a_leading_run(mover: Mover) -> None:
         to_slots=False,
         deadline=NEAR_S * 0.9,
         clock=lambda: next(looks) * NEAR_S * 0.3,
-        mover=mover,
     )
 
     assert 2 <= copied < 8
@@ -176,32 +159,10 @@ def test_deadline_in_the_middle_leaves_a_leading_run(mover: Mover) -> None:
     assert not host[0].any()
 
 
-def test_memmove_asks_the_clock_before_each_piece() -> None:
-    """Each piece may wait for the GIL, so a portion of many could overrun by seconds."""
-    host, slots = np.zeros((100, 2, 16), np.uint8), np.ones((100, 16), np.uint8)
-    runs = PageRuns.regular(host.ctypes.data + np.arange(100) * 32, np.full(100, 16), 100)
-    looks = itertools.count()
-
-    copied = copy_pages(
-        runs,
-        slots.ctypes.data + np.arange(100, dtype=np.uint64) * np.uint64(16),
-        to_slots=False,
-        deadline=10.0,
-        clock=lambda: float(next(looks)),
-        mover=by_memmove,
-    )
-
-    assert 0 < copied < 10
-    assert int(host[:, 0].any(axis=1).sum()) == copied
-
-
-@pytest.mark.skipif(not HAS_SCATTER, reason="nothing was compiled")
 @pytest.mark.parametrize("to_slots", [False, True])
 @pytest.mark.parametrize("offset", [0, -2048], ids=["whole page", "its end"])
-def test_compiled_copy_misses_where_the_engines_memory_is_not_there(
-    to_slots: bool, offset: int
-) -> None:
-    """An address that is wrong altogether is no crash; what is copied is nothing."""
+def test_copy_ends_where_the_engines_memory_is_not_there(to_slots: bool, offset: int) -> None:
+    """An address that is wrong altogether is no crash: the copy ends before its page."""
     hole = mmap.mmap(-1, 3 * mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(hole))
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
@@ -213,10 +174,8 @@ def test_compiled_copy_misses_where_the_engines_memory_is_not_there(
         to_slots=to_slots,
         deadline=FOREVER,
         clock=never,
-        mover=by_compiled,
     )
 
-    # The kernel's copy takes over, and goes as far as there is something.
     assert copied == 1
     assert (slots[0] == 7).all()
 
@@ -241,7 +200,6 @@ def test_address_that_is_not_there_ends_the_copy_before_its_page(to_slots: bool,
         to_slots=to_slots,
         deadline=FOREVER,
         clock=never,
-        mover=by_kernel,
     )
 
     assert copied == 2
@@ -263,19 +221,8 @@ def test_empty_batch_and_empty_pages_are_copied() -> None:
     assert copied == [0, 2]
 
 
-def test_kernel_copy_works_here_or_memmove_is_taken() -> None:
-    """The probe answers for this process, and a copy without a named mover goes either way."""
-    host, slots = np.zeros(64, np.uint8), np.ones(64, np.uint8)
-
-    copied = copy_one(host, slots, deadline=FOREVER)
-
-    assert copied == 1
-    assert host.all()
-    assert vector_copy_works() in (True, False)
-
-
 def test_neighbours_in_memory_are_one_entry() -> None:
-    """A page of adjacent runs costs the kernel one entry; gaps and zero sizes are kept apart."""
+    """A page of adjacent runs costs the copy one piece; gaps and zero sizes are kept apart."""
     side = Side(
         np.array([100, 110, 120, 200, 300, 5], np.uint64),
         np.array([10, 10, 5, 0, 7, 1], np.uint64),

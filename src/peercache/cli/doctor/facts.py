@@ -105,8 +105,6 @@ class Facts:
     memory: Memory
     nofile: int
     nofile_hard: int
-    has_scatter: bool
-    has_vector_copy: bool
     speed: Speed
 
     def as_dict(self) -> dict[str, Any]:

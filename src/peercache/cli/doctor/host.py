@@ -6,15 +6,13 @@ import os
 import platform
 import re
 import resource
-from importlib.metadata import version
 from pathlib import Path
 
 from peercache.cli.doctor.facts import Facts, Memory, PortFact
 from peercache.cli.doctor.libraries import find_libraries
 from peercache.cli.doctor.speed import measure
 from peercache.config.settings import Config
-from peercache.memory.compiled import HAS_SCATTER
-from peercache.memory.copying import vector_copy_works
+from peercache.installation.distribution import version
 from peercache.memory.huge_pages import mounted, supplies
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 
@@ -29,7 +27,7 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
     chosen = tuple([(each.port.name, each.gid.index) for each in choice.ports])
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Facts(
-        peercache=version("peercache"),
+        peercache=version(),
         python=f"{platform.python_version()} {platform.machine()}",
         kernel=platform.release(),
         fabric=config.fabric,
@@ -44,8 +42,6 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
         memory=_memory(config),
         nofile=files[0],
         nofile_hard=files[1],
-        has_scatter=HAS_SCATTER,
-        has_vector_copy=vector_copy_works(),
         speed=measure(config, chosen, is_quick=is_quick),
     )
 

@@ -26,8 +26,6 @@ MTU_MIN = 4200
 
 GIB = 2**30
 
-_COMPILE = "apt-get install gcc && pip install --force-reinstall --no-deps .  (in a checkout)"
-
 
 @attrs.frozen
 class Finding:
@@ -43,7 +41,6 @@ def judge(facts: Facts) -> list[Finding]:
     """Return every verdict, in the order in which a person would look."""
     return [
         *_pool(facts),
-        *_copies(facts),
         *_files(facts),
         *_devices(facts),
         *_libraries(facts),
@@ -116,25 +113,6 @@ def _huge_pool(facts: Facts) -> Iterator[Finding]:
     else:
         text = f"{free} of {name} are free, the pool needs {needed}"
         yield Finding(GOOD, "huge pages", text)
-
-
-def _copies(facts: Facts) -> Iterator[Finding]:
-    if facts.has_scatter:
-        yield Finding(GOOD, "copies", "the compiled copy is there")
-    elif facts.has_vector_copy:
-        yield Finding(
-            ADVICE,
-            "copies",
-            "the compiled copy is missing; the kernel's own is used, which is a third slower",
-            _COMPILE,
-        )
-    else:
-        yield Finding(
-            PROBLEM,
-            "copies",
-            "neither the compiled copy nor process_vm_readv: an engine is stopped once a page",
-            f"{_COMPILE}, or docker: --cap-add SYS_PTRACE",
-        )
 
 
 def _files(facts: Facts) -> Iterator[Finding]:

@@ -1,8 +1,4 @@
-/* Receives one stream of bytes into many places, called through ctypes, which lets the GIL go once
- * for all of it.
- *
- * Optional: where it could not be compiled, one recvmsg a call does the same, 1024 places at most.
- */
+/* Receives one stream of bytes into many places; ctypes releases the GIL once for all of it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -17,19 +13,13 @@ struct place {
 /* Places of one recvmsg; the kernel takes 1024. */
 #define PLACES_MAX 256
 
-/* What this file and _serving.c agree upon with the Python that calls them; see native.py. */
-int peercache_tcp_layout(void)
-{
-    return 1;
-}
-
 /* Fill the places, from `skip` bytes into the first, in order; `skip` is less than its size. Return
  * the bytes received: fewer than all when the other side closed, when the socket's time-out passed,
  * or for a signal; 0 if it closed before any came, -1 and errno if nothing came for another reason.
  *
- * Every `step` bytes it leaves the kernel. Most servers' kernels interrupt nobody who is inside, and
- * a receive that waits for all of a batch stays there for 10 ms: whoever shares the processor, such
- * as a node's loop that has a question to answer, would wait as long.
+ * Every `step` bytes it leaves the kernel. Most servers' kernels do not interrupt a thread inside
+ * them, and a receive that waits for all of a batch stays there for 10 ms: a thread that shares the
+ * processor, such as a node's loop with a question to answer, would wait as long.
  */
 int64_t peercache_receive(int file, const struct place *places, uint64_t count, uint64_t skip,
                           uint64_t step)

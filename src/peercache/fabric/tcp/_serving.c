@@ -1,17 +1,16 @@
 /* Serves the admitted connections of a data port, on one thread, without Python.
  *
  * Owns    the descriptors that `take` was given: it closes them, or hands them back with a refusal.
- * Hears   requests (tcp_wire.py): nothing is believed, every length is checked before it is used.
+ * Hears   requests (wire.py): it checks every length before it uses it.
  * Says    the bytes of slots, straight from pool memory, and after them their generation words.
  * Keeps   a page's word is loaded after the sendmsg that took the page's last byte has returned, and
  *         goes out in a later one; sends copy (no MSG_ZEROCOPY, no sendfile), so what was accepted
  *         cannot change any more. No send and no receive ever waits.
  * Limits  STEP_BYTES_MAX of one connection before the others have their turn; one request of
- *         count_max entries buffered each. How many connections there are is the caller's business.
+ *         count_max entries buffered each. The caller limits the number of connections.
  *
- * `run` is called through ctypes, which lets the GIL go once, for as long as it runs: neither the
- * engine's thread nor the node's loop notices what is served. Optional: where this could not be
- * compiled, tcp_turns.py does the same on the node's loop.
+ * ctypes releases the GIL once for as long as `run` runs: serving delays neither the engine's thread
+ * nor the node's loop.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -37,7 +36,7 @@
 #define EVENTS_MAX 64
 #define NEVER INT64_MAX
 
-/* How a conversation ended; tcp_compiled.py knows them by these numbers. */
+/* How a conversation ended; serving.py knows them by these numbers. */
 enum end { GOES_ON = -1, GONE = 0, MALFORMED = 1, INCARNATION = 2, BOUNDS = 3 };
 
 enum phase { HEAD, ENTRIES, SENDING };
@@ -54,7 +53,7 @@ struct entry {
     uint64_t length;
 };
 
-_Static_assert(sizeof(struct head) == 24 && sizeof(struct entry) == 16, "as in tcp_wire.py");
+_Static_assert(sizeof(struct head) == 24 && sizeof(struct entry) == 16, "as in wire.py");
 
 /* A request in hand. lead: what goes out before the next page byte, the status or the words of the
  * portion before. Pages first to last are the portion being sent; `page` is the one begun. */
@@ -78,7 +77,7 @@ struct connection {
     struct request *request;
 };
 
-/* What the caller wants; tcp_compiled.py declares the same. usable: asked when a request goes beyond
+/* What the caller wants; serving.py declares the same. usable: called when a request goes beyond
  * what was usable last. between: for tests that act at the worst moment, or null. */
 struct settings {
     const uint8_t *pages;
@@ -96,7 +95,7 @@ struct server {
     int poll, bell, news;
     int64_t scan_at_ns;
     struct connection *all;
-    /* Under the lock: what the caller's threads and ours hand each other. */
+    /* Under the lock: what the caller's threads and this one hand each other. */
     pthread_mutex_t lock;
     struct connection *taken, *ended;
     int is_stopping;
@@ -153,7 +152,7 @@ static void end(struct server *server, struct connection *connection, enum end h
         server->all = connection->next;
     if (connection->next)
         connection->next->previous = connection->previous;
-    /* A forked child may keep the connection open: a close alone would leave it in the set. */
+    /* A forked child may keep the connection open: a close alone would leave it in the poll set. */
     epoll_ctl(server->poll, EPOLL_CTL_DEL, connection->file, NULL);
     if (how == GONE) {
         close(connection->file);
@@ -169,7 +168,7 @@ static void end(struct server *server, struct connection *connection, enum end h
     ring(server->news);
 }
 
-/* Return where the portion that begins at page `first` ends: the twin of tcp_wire.cuts. */
+/* Return where the portion that begins at page `first` ends: the twin of wire.cuts. */
 static uint32_t cut(const struct settings *settings, const struct request *request, uint32_t first)
 {
     uint64_t bytes = 0;
@@ -225,13 +224,13 @@ static enum end begin_response(struct server *server, struct connection *connect
     uint64_t total = 0;
 
     if (!is_inside(request, server->usable)) {
-        /* Perhaps the pool has grown; else the client is wrong, and one look costs us little. */
+        /* Perhaps the pool has grown; else the client is wrong, and the call costs little. */
         server->usable = settings->usable();
         if (!is_inside(request, server->usable))
             return BOUNDS;
     }
     for (uint32_t page = 0; page < request->count; page++) {
-        /* Anything but a granule's begin would be paired with another slot's word. */
+        /* An offset within a granule would be paired with another slot's word. */
         if (request->entries[page].offset % settings->granule)
             return BOUNDS;
         total += request->entries[page].length;
@@ -405,7 +404,7 @@ static void converse(struct server *server, struct connection *connection, int64
     }
 }
 
-/* Hang up on those whose time is up, and find out whose is next. */
+/* Close the connections whose deadline has passed, and note the next deadline. */
 static void scan(struct server *server, int64_t now)
 {
     struct connection *next;
@@ -482,7 +481,7 @@ void peercache_pages_run(struct server *server)
         end(server, server->all, GONE);
 }
 
-/* Serve an admitted connection too, and own its descriptor from now on; return whether we do. */
+/* Take over an admitted connection and its descriptor; return whether that was done. */
 int peercache_pages_take(struct server *server, int file, uint64_t name, int64_t idle_ns,
                          int64_t request_ns, int64_t stall_ns)
 {

@@ -1,11 +1,11 @@
-"""The tcp fabric, server side: who may read, and for how long; what they read is served elsewhere.
+"""The tcp fabric, server side: decides which clients may read, and for how long a connection lives.
 
 Owns    the data port's listeners, and each connection until its client is admitted.
-Hears   greetings (tcp_wire.py) from whoever connects: nothing is believed.
-Says    whether it is served, and if not, why. Requests are answered by the compiled loop on
-        threads of its own (tcp_compiled.py), or without it by turns on this loop (tcp_turns.py).
+Hears   greetings (wire.py) from every host that can connect: it believes none of them.
+Says    whether it serves a client, and if not, why. The compiled loop on threads of its own
+        (serving.py) answers the requests.
 Keeps   nothing is served before `Admission.admit` said so.
-Limits  CONNECTIONS_MAX connections, whoever serves them.
+Limits  CONNECTIONS_MAX connections.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ import attrs
 import trio
 
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.compiled import CompiledPages
-from peercache.fabric.tcp.native import HAS_COMPILED
-from peercache.fabric.tcp.serving import End, Pages, PageSource, Patience
+from peercache.fabric.tcp.serving import End, PageSource, Patience, ServingThread
 from peercache.fabric.tcp.sockets import receive, send
-from peercache.fabric.tcp.turns import PagesInTurns
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 
@@ -45,22 +42,22 @@ IDLE_S = 120.0
 SEND_STALL_S = 10.0
 """Without a byte taken: the client is paused or gone. Its own deadlines are far shorter."""
 GOODBYE_S = 1.0
-"""For a refused client to read why, before the close resets what is on its way."""
+"""For a refused client to read why, before the close discards what is in flight."""
 GOODBYE_BYTES_MAX = 2 * (wire.REQUEST_BYTES + wire.COUNT_MAX * wire.ENTRY_BYTES)
 """What an honest client may have sent ahead of a refusal."""
 ACCEPT_PAUSE_S = 0.1
-"""When the process has no descriptors left: until some come free."""
+"""When the process has no descriptors left: the pause before the next accept."""
 CORES_A_THREAD = 8
 """One sends 2 to 5 GB/s, and the cores of a small machine have other work."""
 THREADS_MAX = 4
-"""Where nobody says how many: a network of 100 Gb is full with them."""
+"""Unless the configuration says how many: they fill a network of 100 Gb."""
 _log = get_logger(actor="tcp_server")
 
 
 @final
 @attrs.frozen(kw_only=True)
 class Admission:
-    """Decides who may talk on the data port: the only place that does."""
+    """Decides which clients the data port admits: the only place that does."""
 
     cluster: str
     credentials: str = attrs.field(repr=False)
@@ -77,7 +74,7 @@ class Admission:
         )
         if greeting.cluster != expected.cluster:
             return wire.CLUSTER
-        # Before what tells about this node. Without a secret here, any proof is as good as none.
+        # Before every answer that tells about this node. Without a secret here, any proof will do.
         if self.credentials and not hmac.compare_digest(greeting.proof, expected.proof):
             return wire.CREDENTIALS
         if greeting.granule != self.granule:
@@ -95,27 +92,26 @@ async def serve_pages(
     metrics: Metrics,
     connections_max: int = CONNECTIONS_MAX,
     threads: int = 0,
-    compiled: bool = HAS_COMPILED,
     between_bytes_and_words: Callable[[], None] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve pages until cancelled; closes listeners and connections then.
 
-    threads: how many send; 0 goes by this machine's cores. Without the compiled loop there is none.
+    threads: how many send; 0 goes by this machine's cores.
     between_bytes_and_words: for tests that let the owner act at the worst moment.
     """
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files_max != resource.RLIM_INFINITY:
         connections_max = min(connections_max, files_max // 2)
-    pages: list[Pages] = [
-        (CompiledPages if compiled else PagesInTurns)(
+    pages = [
+        ServingThread(
             source,
             granule=admission.granule,
             incarnation=admission.incarnation,
             metrics=metrics,
             between_bytes_and_words=between_bytes_and_words,
         )
-        for _ in range((threads or usual_threads()) if compiled else 1)
+        for _ in range(threads or usual_threads())
     ]
     service = _Service(pages, admission, metrics, connections_max)
     try:
@@ -126,20 +122,20 @@ async def serve_pages(
                 nursery.start_soon(service.accept_from, listener, nursery)
             task_status.started()
     finally:
-        # Also where nothing could be started, and nobody accepts.
+        # Also where a thread could not be started, and no task accepts.
         for listener in listeners:
             listener.socket.close()
 
 
 def usual_threads() -> int:
-    """Return how many threads serve pages unless somebody says how many."""
+    """Return how many threads serve pages unless the configuration says how many."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
 
 
 @final
 @attrs.define
 class _Service:
-    pages: Sequence[Pages]
+    pages: Sequence[ServingThread]
     admission: Admission
     metrics: Metrics
     connections_max: int
@@ -157,8 +153,8 @@ class _Service:
                     if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
                         self._refuse("descriptors")
                         await trio.sleep(ACCEPT_PAUSE_S)
-                    continue  # Else the client hung up before we looked.
-                # A plain socket: trio's own has no send that tells "would block".
+                    continue  # Otherwise the client hung up before the accept.
+                # A plain socket: the compiled loop takes its descriptor over.
                 connection = socket.socket(fileno=accepted.detach())
                 if self.connections >= self.connections_max + BUSY_MAX:
                     self._refuse(wire.BUSY)
@@ -169,14 +165,14 @@ class _Service:
                 nursery.start_soon(self._look_after, connection)
 
     async def _look_after(self, connection: socket.socket) -> None:
-        """Serve one connection; whatever happens in it ends it, and nothing else."""
+        """Serve one connection; an error ends this connection only."""
         open_now = self.metrics.connections.labels(port="data")
         open_now.inc()
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._converse(connection)
         except (OSError, trio.TooSlowError):
-            pass  # The client hung up, or sleeps: its reads have ended, or will by their deadline.
+            pass  # The client hung up, or is paused: its own deadlines end its reads.
         except Exception:
             _log.error("tcp.connection_failed", exc_info=True)
         finally:
@@ -201,7 +197,7 @@ class _Service:
                 _close(left)
 
     async def _serve(self, connection: socket.socket, patience: Patience) -> End:
-        # Not in turn: of many that came, those that stay may be one thread's.
+        # The thread with the fewest: in turn, all connections that stay could be one thread's.
         chosen = self.served.index(min(self.served))
         self.served[chosen] += 1
         try:
@@ -227,7 +223,7 @@ class _Service:
         return self.admission.admit(wire.decode_greeting(rest)) or ""
 
     async def _part(self, connection: socket.socket, answer: bytes, reason: str) -> None:
-        """Say no, and close in peace: unread bytes at a close would reset the answer's way."""
+        """Send the refusal, then read on: a close with unread bytes would discard the answer."""
         self._refuse(reason)
         await send(connection, answer, stall_s=SEND_STALL_S)
         connection.shutdown(socket.SHUT_WR)
@@ -237,13 +233,13 @@ class _Service:
     def _refuse(self, reason: str) -> None:
         self.metrics.tcp_refused.labels(reason=reason).inc()
         if reason not in self.told:
-            # Once each: who can connect must not be able to fill the log.
+            # Once a reason: a stranger that can connect must not fill the log.
             self.told.add(reason)
             _log.warning("tcp.request_refused", reason=reason)
 
 
 def _close(connection: socket.socket) -> None:
-    # One that the compiled loop took over has no descriptor here any more.
+    # A connection that the compiled loop took over has no descriptor here any more.
     if connection.fileno() >= 0:
         trio.lowlevel.notify_closing(connection)
         connection.close()

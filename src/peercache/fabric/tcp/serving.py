@@ -1,16 +1,44 @@
-"""What serves pages, as the data port's server sees it: the compiled loop, or turns on trio's."""
+"""Owns the threads that serve pages: each runs the compiled loop of `_serving.c`.
+
+A thread enters C once and stays there. It takes Python's global lock neither for a request nor for
+a byte, so a thread that holds the lock does not delay it, and it delays none. The node's loop hands
+admitted connections over, and hears how each conversation ended.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import socket
-from typing import NamedTuple, Protocol
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import trio
 
+from peercache.fabric.tcp import wire
+from peercache.installation.library import function
+from peercache.model.fork_guard import ForkGuard
 from peercache.model.runs import U64
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+
+STOP_S = 5.0
+"""How long a stop waits for the thread. The thread leaves within one step of each connection, and
+then needs Python's lock once, which a busy engine releases every 5 ms."""
+COUNT_EVERY_S = 1.0
+"""How often the metric takes over the bytes that the thread has counted."""
+
+_ENDS = ("", wire.MALFORMED, wire.INCARNATION, wire.BOUNDS)
+"""How a conversation ends, by the numbers of `enum end`."""
+
+_Usable = ctypes.CFUNCTYPE(ctypes.c_uint64)
+_Between = ctypes.CFUNCTYPE(None)
+
+_log = get_logger(actor="tcp_server")
 
 
 class PageSource(Protocol):
@@ -46,21 +74,203 @@ class End(NamedTuple):
     """How a conversation ended.
 
     connection: still open if the client was refused, so that it can be told. refused: one of
-    tcp_wire.REASONS, "" if it just ended.
+    wire.REASONS, "" if it just ended.
     """
 
     connection: socket.socket | None
     refused: str
 
 
-class Pages(Protocol):
-    """Serves admitted connections."""
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        ("pages", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("granule", ctypes.c_uint64),
+        ("incarnation", ctypes.c_uint64),
+        ("count_max", ctypes.c_uint64),
+        ("request_bytes_max", ctypes.c_uint64),
+        ("portion_bytes_max", ctypes.c_uint64),
+        ("portion_pages_max", ctypes.c_uint64),
+        ("usable", _Usable),
+        ("between", _Between),
+    )
 
-    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Serve until cancelled; what `serve` took is closed when this returns."""
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "open": (ctypes.c_void_p, ctypes.POINTER(_Settings), ctypes.POINTER(ctypes.c_int)),
+    "take": (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 4),
+    "ended": (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        *map(ctypes.POINTER, (ctypes.c_uint64, ctypes.c_int, ctypes.c_int)),
+    ),
+    "served": (ctypes.c_uint64, ctypes.c_void_p),
+    "stop": (None, ctypes.c_void_p),
+    "close": (None, ctypes.c_void_p),
+    "run": (None, ctypes.c_void_p),
+}
+"""The loop's functions. Only `run` releases the GIL; the others take microseconds."""
+
+_functions = {
+    name: function(f"peercache_pages_{name}", *signature, keeps_gil=name != "run")
+    for name, signature in _SIGNATURES.items()
+}
+
+
+@final
+class ServingThread:
+    """Serves admitted connections on a thread that runs no Python."""
+
+    def __init__(
+        self,
+        source: PageSource,
+        *,
+        granule: int,
+        incarnation: int,
+        metrics: Metrics,
+        between_bytes_and_words: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepare the settings; `run` starts the thread.
+
+        between_bytes_and_words: for tests that let the owner act at the worst moment.
+        """
+        self._call = _functions
+        self._metrics = metrics
+        # The thread reads all of this; this object keeps it alive.
+        self._source = source
+        self._memory = source.pages, source.words
+        self._settings = _Settings(
+            pages=source.pages.ctypes.data,
+            words=source.words.ctypes.data,
+            granule=granule,
+            incarnation=incarnation,
+            count_max=wire.COUNT_MAX,
+            request_bytes_max=wire.REQUEST_BYTES_MAX,
+            portion_bytes_max=wire.PORTION_BYTES_MAX,
+            portion_pages_max=wire.PORTION_PAGES_MAX,
+            usable=_Usable(lambda: source.usable_bytes),
+            between=_Between(between_bytes_and_words) if between_bytes_and_words else _Between(),
+        )
+        self._server: int | None = None
+        self._news = -1
+        self._counted = 0
+        self._next_name = 1
+        self._conversations: dict[int, _Conversation] = {}
+        self._serves = False
+        self._fork = ForkGuard()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; every connection is closed when this returns.
+
+        Raises OSError without descriptors and RuntimeError without a thread, and keeps nothing.
+        """
+        self._start()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._hear)
+                task_status.started()
+                while True:
+                    await trio.sleep(COUNT_EVERY_S)
+                    self._count()
+        finally:
+            # A connection accepted in this very turn of the loop may still come: refuse it.
+            self._serves = False
+            atexit.unregister(self._stop)
+            if self._stop():
+                self._hear_all()
+                self._count()
+                self._call["close"](self._server)
+                self._server = None
 
     async def serve(self, connection: socket.socket, patience: Patience) -> End:
-        """Answer requests until the client ends it or is refused.
+        """Answer requests until the client hangs up or is refused.
 
-        connection: does not block, and is the server's from now on, the one in the End excepted.
+        connection: does not block. The thread owns it from now on and closes it; the connection of
+        a refused client comes back in the End.
         """
+        name = self._next_name
+        self._next_name += 1
+        limits = (patience.idle_s, patience.request_s, patience.stall_s)
+        conversation = self._conversations[name] = _Conversation()
+        try:
+            file = connection.fileno()
+            nanoseconds = (int(seconds * 1e9) for seconds in limits)
+            if not self._serves or not self._call["take"](self._server, file, name, *nanoseconds):
+                return End(None, "")  # The caller still owns the connection, and closes it.
+            connection.detach()
+            await conversation.over.wait()
+            return End(conversation.connection, conversation.refused)
+        finally:
+            del self._conversations[name]
+
+    def _start(self) -> None:
+        news = ctypes.c_int()
+        self._server = self._call["open"](ctypes.byref(self._settings), ctypes.byref(news))
+        if not self._server:
+            raise OSError(ctypes.get_errno(), "the page server cannot start")
+        self._news = news.value
+        self._thread = threading.Thread(
+            target=self._call["run"], args=(self._server,), name="peercache-pages", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._call["close"](self._server)
+            raise
+        # If the process exits without a cancel, the thread leaves C before the interpreter ends.
+        atexit.register(self._stop)
+        self._serves = True
+
+    async def _hear(self) -> None:
+        while True:
+            await trio.lowlevel.wait_readable(self._news)
+            self._hear_all()
+
+    def _hear_all(self) -> None:
+        name, file, how = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
+        into = (ctypes.byref(name), ctypes.byref(file), ctypes.byref(how))
+        while self._call["ended"](self._server, *into):
+            connection = socket.socket(fileno=file.value) if file.value >= 0 else None
+            if connection is not None:
+                # A default time-out of the process would make it wait, and the loop with it.
+                connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
+            conversation = self._conversations.get(name.value)
+            if conversation is not None:
+                conversation.connection, conversation.refused = connection, _ENDS[how.value]
+                conversation.over.set()
+            elif connection is not None:
+                connection.close()
+
+    def _count(self) -> None:
+        served = self._call["served"](self._server)
+        self._metrics.tcp_bytes_served.inc(served - self._counted)
+        self._counted = served
+
+    def _stop(self) -> bool:
+        """End the thread; return whether it has ended."""
+        if self._fork.is_child:
+            # A forked child has no such thread, and its copy of the lock may be held for ever.
+            return False
+        if self._server is None:
+            # Python runs exit hooks from a copy of their list: an unregistered one may still run.
+            return False
+        self._call["stop"](self._server)
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            # The thread still reads this object's memory: a leak is better than a crash.
+            _log.error("tcp.stop_overdue", after_s=STOP_S)
+            _never_freed.append(self)
+            return False
+        return True
+
+
+class _Conversation:
+    """A conversation in progress, and how it ended."""
+
+    def __init__(self) -> None:
+        self.over = trio.Event()
+        self.connection: socket.socket | None = None
+        self.refused = ""
+
+
+_never_freed: list[ServingThread] = []

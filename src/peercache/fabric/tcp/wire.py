@@ -96,15 +96,6 @@ class Greeting:
     proof: bytes
 
 
-@attrs.frozen
-class Request:
-    """The head of a request: `count` entries follow, for `total` page bytes."""
-
-    count: int
-    incarnation: int
-    total: int
-
-
 def greet(*, cluster: str, credentials: str, granule: int, incarnation: int) -> Greeting:
     """Return the greeting of an honest client for the server of that incarnation."""
     digest = hashlib.blake2b(cluster.encode(), digest_size=16).digest()
@@ -169,41 +160,6 @@ def encode_request(offsets: U64, lengths: U64, incarnation: int) -> bytes:
     entries["length"] = lengths
     total = int(lengths.sum(dtype=np.uint64))
     return _REQUEST.pack(_REQUEST_MAGIC, len(offsets), incarnation, total) + entries.tobytes()
-
-
-def decode_request(raw: bytes | bytearray, *, incarnation: int) -> Request:
-    """Check the REQUEST_BYTES before its entries, and before those are buffered; raise Refusal."""
-    magic, count, meant, total = _REQUEST.unpack(raw)
-    if magic != _REQUEST_MAGIC or not 0 < count <= COUNT_MAX:
-        raise Refusal(MALFORMED)
-    if meant != incarnation:
-        raise Refusal(INCARNATION)
-    if total > REQUEST_BYTES_MAX:
-        raise Refusal(BOUNDS)
-    return Request(count, meant, total)
-
-
-def decode_entries(
-    raw: bytes | bytearray, request: Request, *, page_bytes: int, granule: int
-) -> tuple[U64, U64]:
-    """Return offsets and lengths, each (count,) uint64, that lie inside the page memory.
-
-    raw: request.count × ENTRY_BYTES. Raises Refusal for a slot that cannot be one.
-    """
-    assert page_bytes < 2**52, "COUNT_MAX lengths of this size would not sum up in 64 bits"
-    entries = np.frombuffer(raw, _ENTRY, request.count)
-    offsets = entries["offset"].astype(np.uint64)
-    lengths = entries["length"].astype(np.uint64)
-    limit = np.uint64(page_bytes)
-    # Lengths first: with every length at most `limit`, nothing below can wrap around.
-    if (lengths == 0).any() or (lengths > limit).any() or (offsets > limit - lengths).any():
-        raise Refusal(BOUNDS)
-    # A slot begins at a granule: anything else would be paired with another slot's word.
-    if (offsets % np.uint64(granule)).any():
-        raise Refusal(BOUNDS)
-    if int(lengths.sum()) != request.total:
-        raise Refusal(MALFORMED)
-    return offsets, lengths
 
 
 def cuts(lengths: U64, *, bytes_max: int, pages_max: int) -> list[int]:

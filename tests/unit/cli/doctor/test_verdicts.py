@@ -58,8 +58,6 @@ HOST = Facts(
     ),
     nofile=1024,
     nofile_hard=1_048_576,
-    has_scatter=True,
-    has_vector_copy=True,
     speed=Speed(tcp_gb_s=4.5, copy_gb_s=12.0, read_over="mlx5_0", read_gb_s=11.4, read_us=6.0),
 )
 BARE = attrs.evolve(
@@ -125,18 +123,6 @@ def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
             PROBLEM,
             "may use 32.0 GiB",
             "docker: --memory=67g",
-        ),
-        (
-            attrs.evolve(HOST, has_scatter=False),
-            ADVICE,
-            "compiled copy is missing",
-            "apt-get install gcc",
-        ),
-        (
-            attrs.evolve(HOST, has_scatter=False, has_vector_copy=False),
-            PROBLEM,
-            "once a page",
-            "--cap-add SYS_PTRACE",
         ),
         (attrs.evolve(HOST, nofile_hard=1024), ADVICE, "at most 1024", "LimitNOFILE=65536"),
         (

@@ -21,11 +21,10 @@ import trio
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from peercache.fabric.tcp import native, wire
+from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.compiled import CompiledPages
 from peercache.fabric.tcp.server import Admission, serve_pages, usual_threads
-from peercache.fabric.tcp.serving import Patience
+from peercache.fabric.tcp.serving import Patience, ServingThread
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64
@@ -35,7 +34,7 @@ from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, memb
 from tests.contracts.fakes import PlainMemory
 from tests.examples import examples
 from tests.pace import PATIENCE_S, PROMPT_S
-from tests.unit.fabric.serving import WAYS, PageServer, fabric_for, wait_until
+from tests.unit.fabric.serving import PageServer, fabric_for, wait_until
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import ExceptionGroup
@@ -62,11 +61,11 @@ def filled(memory: PlainMemory) -> PlainMemory:
     return memory
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def server(request: pytest.FixtureRequest) -> Iterator[PageServer]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[PageServer]:
     """A server of 16 MiB, one for all: nothing here changes it."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=request.param)
+    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     yield running
     running.close()
 
@@ -120,11 +119,10 @@ def test_every_page_arrives_with_its_own_word(
         assert into.page(index) == everything[offset : offset + size]
 
 
-@pytest.mark.parametrize("compiled", WAYS)
-def test_memory_is_served_as_far_as_it_is_usable_by_now(compiled: bool) -> None:
+def test_memory_is_served_as_far_as_it_is_usable_by_now() -> None:
     """What is not populated yet is refused; once it is, it is served, on open connections too."""
     memory = GrowingMemory(np.zeros(2 * GRANULE, np.uint8), np.zeros(2, np.uint64), GRANULE)
-    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     into = Destination.of([[1]])
     with contextlib.closing(fabric_for(GRANULE)) as fabric:
         first = read(fabric, server.port, [0], into)
@@ -138,11 +136,10 @@ def test_memory_is_served_as_far_as_it_is_usable_by_now(compiled: bool) -> None:
     assert server.refusals(wire.BOUNDS) == 1
 
 
-@pytest.mark.parametrize("compiled", WAYS)
-def test_readers_that_do_not_receive_hold_up_no_other(compiled: bool) -> None:
+def test_readers_that_do_not_receive_hold_up_no_other() -> None:
     """With many responses stuck in full sockets, another client reads at once."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
-    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, compiled=compiled)
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     known = wire.greet(
         cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
     )
@@ -181,7 +178,6 @@ def test_bytes_served_are_counted_when_the_server_ends(threads: int) -> None:
     assert served == 3 * 1024
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
     """While one of two threads is held up, later connections go to the other one.
 
@@ -229,15 +225,6 @@ def test_threads_go_by_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, th
     assert usual_threads() == threads
 
 
-def test_compiled_file_of_another_build_is_as_good_as_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A structure that the two sides see differently would be a crash."""
-    monkeypatch.setattr(native, "LAYOUT", native.LAYOUT + 1)
-
-    assert native._load() is None
-
-
 @contextlib.contextmanager
 def stubborn_owner(what: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run an owner that does something unkind at the first line it gets."""
@@ -264,7 +251,6 @@ def say(process: subprocess.Popen[str], line: str) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 def test_pages_are_served_while_a_thread_holds_the_interpreters_lock(fabric: TcpFabric) -> None:
     """An engine that computes in Python, or in C without letting go, keeps no reader waiting."""
     into = Destination.of([[GRANULE]])
@@ -295,9 +281,9 @@ def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -
     assert process.returncode == 0
 
 
-def compiled_pages() -> CompiledPages:
+def serving_thread() -> ServingThread:
     """Return a separate server, which is not started."""
-    return CompiledPages(
+    return ServingThread(
         filled(PlainMemory.of(MEMORY_BYTES, GRANULE)),
         granule=GRANULE,
         incarnation=INCARNATION,
@@ -306,10 +292,9 @@ def compiled_pages() -> CompiledPages:
     )
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepters() -> None:
     """It was accepted in the turn of the loop that ended it: the C server is freed by then."""
-    pages = compiled_pages()
+    pages = serving_thread()
     async with trio.open_nursery() as nursery:
         await nursery.start(pages.run)
         nursery.cancel_scope.cancel()
@@ -325,14 +310,13 @@ async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepte
     assert taken == []
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At exit Python may call from a copy of its list, in which nothing is unregistered."""
     hooks: list[Callable[[], object]] = []
     monkeypatch.setattr(atexit, "register", hooks.append)
-    pages = compiled_pages()
+    pages = serving_thread()
     async with trio.open_nursery() as nursery:
         await nursery.start(pages.run)
         nursery.cancel_scope.cancel()
@@ -346,7 +330,6 @@ async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
     assert stopped == []
 
 
-@pytest.mark.skipif(not native.HAS_COMPILED, reason="nothing was compiled")
 @pytest.mark.parametrize("threads", [1, 3])
 async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, threads: int

@@ -1,0 +1,1 @@
+"""What pip installed: the distribution's name and version, and the compiled library."""

@@ -1,0 +1,64 @@
+"""Loads the compiled library, `libpeercache.so`, and refuses one that does not fit this package.
+
+The library is a required part: a wheel carries it, and an installation from source compiles it. It
+is plain C behind ctypes, so one library fits every version of Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from peercache.errors import BrokenInstallation
+from peercache.installation.distribution import PACKAGE, how_to_install, refuse_other_project
+from peercache.installation.sources import digest_of
+
+LIBRARY = "installation/libpeercache.so"
+
+
+def checked_library(package: Path) -> str:
+    """Return the path of a package's library; raise BrokenInstallation if it cannot be used."""
+    path = package / LIBRARY
+    if not path.exists():
+        raise BrokenInstallation(f"the compiled library {path} is missing", how_to_install(package))
+    try:
+        expected = digest_of(package)
+    except OSError as error:
+        problem = f"the C source {error.filename} is missing"
+        raise BrokenInstallation(problem, how_to_install(package)) from error
+    try:
+        sources = ctypes.CDLL(os.fspath(path)).peercache_sources
+    except (OSError, AttributeError) as error:
+        problem = f"the compiled library {path} cannot be loaded ({error})"
+        raise BrokenInstallation(problem, how_to_install(package)) from error
+    sources.restype = ctypes.c_char_p
+    if sources().decode() != expected:
+        # A structure that the two sides see differently would be a crash, or wrong bytes.
+        problem = f"the compiled library {path} is stale: its C sources have changed since"
+        raise BrokenInstallation(problem, how_to_install(package))
+    return os.fspath(path)
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Return the library twice: calls through the second handle keep Python's global lock.
+
+    Raises BrokenInstallation. The client, the node and the command line load it before they do
+    anything else.
+    """
+    refuse_other_project()
+    path = checked_library(PACKAGE)
+    return ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path, use_errno=True)
+
+
+def function(name: str, result: Any, *arguments: Any, keeps_gil: bool = False) -> Any:
+    """Return a function of the library with its ctypes signature.
+
+    keeps_gil: for calls of microseconds, which would wait longer to get the GIL back.
+    """
+    found = getattr(load()[keeps_gil], name)
+    found.restype, found.argtypes = result, arguments
+    return found
