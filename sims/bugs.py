@@ -14,17 +14,17 @@ import trio
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.holdings import Holdings
-from peercache.actors.disk.bookkeeping import DiskBooks
-from peercache.actors.disk.promotes import Promotes
 from peercache.actors.effects import Send, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
 from peercache.actors.pool import actor as pool
-from peercache.actors.pool import reservations
+from peercache.actors.pool import on_disk, reservations
 from peercache.actors.pool.page_table import Page, PageTable
+from peercache.actors.promote.promotions import Promotions
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.actors.runtime import SELF, Mailbox
+from peercache.actors.storage_port import DISK_LATE, DISK_UNTRIED
 from peercache.model import records
 from peercache.model.member import ALIVE
 from peercache.model.reads import ODD
@@ -70,7 +70,7 @@ def _early(right: Any) -> Any:
         count = len(found.states)
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
         *published, told = self._commit_open(origin, commit, found)
-        changed = RecordsChanged(told.fact.records, pool._NO_DROPS)
+        changed = RecordsChanged(told.fact.records, on_disk.NO_DROPS)
         return [*effects, *published, TellPublisher(changed)]
 
     return grant
@@ -319,20 +319,32 @@ def _in_order_of_a_set(right: Any) -> Any:
 
 
 def _late_is_over(right: Any) -> Any:
-    def done(self: Promotes, number: int, outcomes: bytes, checksums: Any) -> Any:
-        # Whatever is late is given up, and its slot with it.
-        return right(self, number, outcomes.replace(b"\5", b"\6"), checksums)
+    def loaded(self: Promotions, fact: Any) -> Any:
+        # A late page is given up, and its slot with it.
+        outcomes = fact.outcomes.replace(bytes((DISK_LATE,)), bytes((DISK_UNTRIED,)))
+        return right(self, attrs.evolve(fact, outcomes=outcomes))
 
-    return done
+    return loaded
 
 
-LATE_SLOT_REUSED: Patches = ((Promotes, "done", _late_is_over),)
+def _never_mind(_: Any) -> Any:
+    def late_ended(self: Promotions, number: int, indices: Any) -> Any:
+        del self, number, indices
+        return []
+
+    return late_ended
+
+
+LATE_SLOT_REUSED: Patches = (
+    (Promotions, "loaded", _late_is_over),
+    (Promotions, "late_ended", _never_mind),
+)
 
 
 def _stays_known(right: Any) -> Any:
     def end(self: Any, pages: Any, reserved: Any, **more: Any) -> Any:
         kept = right(self, pages, reserved, **more)
-        if self._on_disk is None:
+        if not self._has_disk:
             return kept
         return [effect for effect in kept if not isinstance(effect, (TellDirectory, TellPublisher))]
 
@@ -343,14 +355,14 @@ EVICTION_TELLS_NOBODY: Patches = ((pool.Pool, "_end", _stays_known),)
 
 
 def _is_not_told(_: Any) -> Any:
-    def withdrawn(self: Any, keys: bytes) -> Any:
+    def forgotten(self: Any, keys: bytes) -> Any:
         del self, keys
         return []
 
-    return withdrawn
+    return forgotten
 
 
-DISK_DELETION_TELLS_NOBODY: Patches = ((DiskBooks, "withdrawn", _is_not_told),)
+DISK_DELETION_TELLS_NOBODY: Patches = ((pool.Pool, "_forgotten", _is_not_told),)
 
 
 SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)

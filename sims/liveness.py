@@ -235,7 +235,7 @@ class Liveness:
 def held_lengths(node: SimNode) -> dict[bytes, int]:
     """Return the length of each page that a node has, in memory or on disk only."""
     held = {page.key: page.length for page in node.crew.pool.pages._by_key.values()}
-    index = node.crew.disk.books.index
+    index = node.crew.disk.index
     if index is not None:
         for row in index.entries(index.hottest_first()):
             held.setdefault(row["key"].tobytes(), int(row["length"]))

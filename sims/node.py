@@ -8,11 +8,12 @@ from typing import Any, cast
 import trio
 
 from peercache.actors.effects import Effect, StoreWords, TellDirectory, TellPublisher
-from peercache.actors.mailboxes import ClientGone, PoolGrew, RecordsChanged
+from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, RecordsChanged
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
 from peercache.model.ids import new_incarnation
+from peercache.model.keys import split_keys
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
@@ -195,9 +196,10 @@ class SimNode:
         self.switchboard.perform(effect)
 
     def _check_told(self, effects: list[Effect]) -> None:
-        """After a step of an actor, a page is told as on disk when it is, and is not in memory.
+        """After a step of an actor, a page is told as ON_DISK when it is, and is not in memory.
 
-        What one step tells and withdraws again, as for a page that has to go at once, counts not.
+        What one step tells and withdraws again, as for a page that has to go at once, does not
+        count; nor does a page whose withdrawal is on its way from the disk actor to the pool.
         """
         told: dict[bytes, int] = {}
         for effect in effects:
@@ -210,12 +212,25 @@ class SimNode:
                 ):
                     if told.get(key, newest + 1) <= newest:
                         del told[key]
-        index = self.crew.disk.books.index
         for key in told:
             if self.crew.pool.pages.find(key) is not None:
                 raise Violation("two-places", f"{key.hex()} is told as on disk, and is in memory")
-            if index is None or index.find(key)[0] < 0:
+            if not self._may_be_on_disk(key):
                 raise Violation("not-on-disk", f"{key.hex()} is told as on disk, and is not")
+
+    def _may_be_on_disk(self, key: bytes) -> bool:
+        """Return whether a page is on disk, or the pool is about to hear that it is not."""
+        disk = self.crew.disk
+        if disk.index is not None and disk.index.find(key)[0] >= 0:
+            return True
+        forgotten = [
+            message.keys
+            for _, message, _ in self.crew.mailboxes.pool.waiting
+            if isinstance(message, PagesForgotten)
+        ]
+        if disk.index is None:
+            forgotten.append(disk._untold)
+        return any(key in split_keys(keys) for keys in forgotten)
 
     async def _populate(self) -> None:
         whole = self.memory.pages.nbytes

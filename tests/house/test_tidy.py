@@ -40,7 +40,8 @@ LAYERS: dict[str, str] = {
     "actors.directory": "model observability wire.messages actors",
     "actors.publisher": "model observability wire.messages actors",
     "actors.pool": "model observability wire.messages actors",
-    "actors.disk": "model observability wire.messages actors actors.pool",
+    "actors.disk": "model observability wire.messages actors",
+    "actors.promote": "model observability wire.messages actors",
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",
     # The read and write paths, without I/O.
@@ -56,8 +57,8 @@ LAYERS: dict[str, str] = {
     "http": "model config observability",
     # A node is put together from all of them, then the blocking client.
     "node": "model config wire wire.messages observability actors actors.membership actors.ring "
-    "actors.directory actors.publisher actors.pool actors.disk actors.rdma memory storage net "
-    "fabric.tcp rdma http",
+    "actors.directory actors.publisher actors.pool actors.disk actors.promote actors.rdma memory "
+    "storage net fabric.tcp rdma http",
     "client": "model config wire wire.messages observability paths memory net fabric fabric.tcp "
     "rdma node",
     "": "client",

@@ -16,6 +16,7 @@ from peercache.actors.mailboxes import (
     DirectoryHears,
     DiskHears,
     PoolHears,
+    PromoteHears,
     PublisherHears,
     RdmaHears,
     RingHears,
@@ -93,6 +94,13 @@ class TellDisk:
 
 
 @attrs.frozen
+class TellPromote:
+    """Hand a fact to the promote actor."""
+
+    fact: PromoteHears
+
+
+@attrs.frozen
 class TellRdma:
     """Hand a fact to the rdma actor."""
 
@@ -107,8 +115,9 @@ class TellVerbs:
 
 
 Tell: TypeAlias = (
-    TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellRdma | TellVerbs
-)
+    TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote | TellRdma
+    | TellVerbs
+)  # fmt: skip
 
 Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect
 

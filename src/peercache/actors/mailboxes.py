@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import DiskFact, DiskOpened
+from peercache.actors.storage_port import DiskEnded, DiskFact, DiskOpened, LateEnded
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire.messages.directory import (
@@ -62,7 +62,7 @@ class ViewChanged:
 
 @attrs.frozen(eq=False)
 class RecordsChanged:
-    """pool, disk → directory and publisher: records in force, and drops that end records."""
+    """pool → directory and publisher: records in force, and drops that end records."""
 
     records: npt.NDArray[np.void]
     drops: npt.NDArray[np.void]
@@ -70,7 +70,7 @@ class RecordsChanged:
 
 @attrs.frozen
 class PoolGrew:
-    """node → pool, verbs: the first `usable_bytes` of the page memory are populated."""
+    """node → pool, verbs; pool → promote: the first `usable_bytes` of page memory are usable."""
 
     usable_bytes: int
 
@@ -153,13 +153,78 @@ class ClientGone:
     client: int
 
 
-DISK_TIER = Origin(0)
-"""The disk tier as a client of its own pool: messages between actors of this node come from 0, and
-no message from the network does. Its reservations end when the store is done with their slots."""
+PROMOTER = Origin(0)
+"""The promote actor as a client of its node's pool: messages between actors of this node come from
+0, and no message from the network does."""
+
+
+@attrs.frozen(eq=False)
+class PagesSpilled:
+    """disk → pool: these pages are on disk, in lengths[i] bytes each.
+
+    keys: n packed keys, 16 bytes each; lengths: (n,) int64.
+    """
+
+    keys: bytes
+    lengths: npt.NDArray[np.int64]
+
+
+@attrs.frozen
+class PagesForgotten:
+    """disk → pool: these pages are on disk no longer. keys: packed."""
+
+    keys: bytes
+
+
+@attrs.frozen
+class ResidentAsked:
+    """disk → pool: which of these pages are in memory, unchanged? Answered by Resident.
+
+    keys, generations: packed, 16 and 8 bytes a page.
+    """
+
+    number: int
+    keys: bytes
+    generations: bytes
+
+
+@attrs.frozen
+class ColdestAsked:
+    """disk → pool: which pages are evicted next? Answered by PagesColdest.
+
+    full_part: of the pool, from which on there are eviction candidates.
+    """
+
+    full_part: float
+
+
+@attrs.frozen
+class PagesSought:
+    """promote → pool → disk: where are these pages? The disk answers with PagesFound.
+
+    number: of the question; keys: packed.
+    resident: one byte a page, 1 where it is in memory; the pool fills it in.
+    """
+
+    number: int
+    keys: bytes
+    resident: bytes = b""
+
+
+@attrs.frozen
+class PromoteAnswered:
+    """promote → pool: answer `origin` with these states and the records of PROMOTED pages."""
+
+    origin: Origin
+    request: int
+    keys: tuple[bytes, ...]
+    states: bytes
+
 
 PoolHears: TypeAlias = (
     Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | ReserveAhead | ClientGone | PoolGrew
+    | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | PagesSought | PromoteAnswered
 )  # fmt: skip
 
 
@@ -168,10 +233,35 @@ PoolHears: TypeAlias = (
 
 @attrs.frozen(eq=False)
 class PagesStored:
-    """pool → disk: pages that a client has committed, all of one namespace."""
+    """pool → disk: pages that were committed, all of one namespace.
+
+    The disk answers with PagesSpilled for those that it has already.
+    """
 
     records: npt.NDArray[np.void]
     namespace: int
+
+
+@attrs.frozen
+class PagesDemoted:
+    """pool → disk: pages that left memory and are on disk: they were in use until now."""
+
+    keys: bytes
+
+
+@attrs.frozen
+class Resident:
+    """pool → disk: the answer to ResidentAsked, one byte a page: 1 for a page in memory."""
+
+    number: int
+    resident: bytes
+
+
+@attrs.frozen
+class PagesColdest:
+    """pool → disk: the eviction candidates, by namespace."""
+
+    groups: tuple[PagesStored, ...]
 
 
 @attrs.frozen
@@ -197,8 +287,62 @@ class DiskIndexed:
     index: object
 
 
+@attrs.frozen(eq=False)
+class LoadWanted:
+    """promote → disk: load pages into reserved slots of the pool. Answered by PagesLoaded.
+
+    job:     a number that no other LoadWanted had.
+    keys:    n packed keys; lengths, offsets: (n,) of the pages and of their slots in page memory.
+    until:   deadline, in the actors' time.
+    """
+
+    job: int
+    keys: bytes
+    namespace: int
+    lengths: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.uint64]
+    until: float
+
+
 DiskHears: TypeAlias = (
-    Promote | PagesStored | PagesRemoved | Granted | Committed | DiskIndexed | DiskFact
+    PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesSought | LoadWanted
+    | DiskIndexed | DiskFact
+)  # fmt: skip
+
+
+# --- promote --------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class PagesFound:
+    """disk → promote: the answer to PagesSought.
+
+    resident:   one byte a page, 1 where it is in memory.
+    lengths:    (n,) int64 of the pages on disk, 0 where it is not there.
+    namespaces: (n,) uint64.
+    """
+
+    number: int
+    resident: bytes
+    lengths: npt.NDArray[np.int64]
+    namespaces: npt.NDArray[np.uint64]
+
+
+@attrs.frozen(eq=False)
+class PagesLoaded:
+    """disk → promote: the outcome of each page of a LoadWanted, as in a LoadDone.
+
+    A page that left the disk before its load is DISK_DAMAGED; one that was removed while it was
+    loaded is DISK_UNTRIED. The slots of DISK_LATE pages may still be written to, until LateEnded.
+    """
+
+    job: int
+    outcomes: bytes
+    checksums: npt.NDArray[np.uint64]
+
+
+PromoteHears: TypeAlias = (
+    Promote | PagesFound | Granted | Committed | PagesLoaded | LateEnded | DiskEnded | PoolGrew
 )
 
 

@@ -94,3 +94,10 @@ def _digest(key: Key) -> bytes:
 def from_bytes(blob: bytes) -> PageKeys:
     """Return the batch of page keys that came as one byte string."""
     return np.frombuffer(blob, KEY)
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """Return the keys of a packed batch."""
+    assert len(packed) % KEY_BYTES == 0, f"{len(packed)} bytes of keys"
+    split: list[bytes] = np.frombuffer(packed, KEY).tolist()
+    return split

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import trio
@@ -13,7 +13,7 @@ from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.page_table import Page
+from peercache.actors.promote.actor import Promoter
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.rdma.actor import ServedChannels
 from peercache.actors.ring.actor import RingActor
@@ -75,20 +75,17 @@ class Crew:
             client_uncommitted_max=config.client_uncommitted_max,
             rng=rng,
             metrics=metrics,
-            # Asked within one step, so that no page is on disk only and has no record.
-            on_disk=self._on_disk if config.disk_enabled else None,
+            has_disk=config.disk_enabled,
         )
         self.disk = DiskTier(
-            pages=self.pool.pages,
-            pool_bytes=self.pool.usable_bytes,
-            coldest=self.pool.coldest if config.write_policy == "on_evict" else None,
+            writes_through=config.write_policy == "through",
             queue_bytes_max=config.disk_queue,
-            wish_rate=config.disk_promote_rate,
             tell_rate=config.republish_rate,
             ttl_s=config.disk_ttl,
             spill_delay_s=SPILL_DELAY_S,
             metrics=metrics,
         )
+        self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = ServedChannels(
             channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer
         )
@@ -100,11 +97,9 @@ class Crew:
             NamedActor("directory", self.directory, boxes.directory),
             NamedActor("pool", self.pool, boxes.pool),
             NamedActor("disk", self.disk, boxes.disk),
+            NamedActor("promote", self.promote, boxes.promote),
             NamedActor("rdma", self.rdma, boxes.rdma),
         )
-
-    def _on_disk(self, pages: Sequence[Page]) -> list[int]:
-        return self.disk.on_disk(pages)
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
         """Run each actor in a task of its own, and let membership begin."""

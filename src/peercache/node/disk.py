@@ -8,7 +8,7 @@ from typing import Any, final
 
 import trio
 
-from peercache.actors.disk.bookkeeping import indexed_of
+from peercache.actors.disk.open_index import indexed_of
 from peercache.actors.mailboxes import DiskIndexed
 from peercache.actors.storage_port import DiskEffect, DiskEnded, DiskFact, DiskOpened
 from peercache.config.settings import Config

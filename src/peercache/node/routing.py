@@ -15,6 +15,7 @@ from peercache.actors.effects import (
     TellDirectory,
     TellDisk,
     TellPool,
+    TellPromote,
     TellPublisher,
     TellRdma,
     TellRing,
@@ -25,6 +26,7 @@ from peercache.actors.mailboxes import (
     DiskHears,
     MembershipHears,
     PoolHears,
+    PromoteHears,
     PublisherHears,
     RdmaHears,
     RingHears,
@@ -87,6 +89,7 @@ class NodeMailboxes:
     directory: Mailbox[DirectoryHears] = attrs.field(factory=Mailbox, init=False)
     pool: Mailbox[PoolHears] = attrs.field(factory=Mailbox, init=False)
     disk: Mailbox[DiskHears] = attrs.field(factory=Mailbox, init=False)
+    promote: Mailbox[PromoteHears] = attrs.field(factory=Mailbox, init=False)
     rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
     verbs: Mailbox[VerbsHears] = attrs.field(factory=Mailbox, init=False)
     """Of the keeper of the rdma devices: no state actor, and not on every host."""
@@ -112,6 +115,8 @@ class NodeMailboxes:
                 self.pool.tell(SELF, fact)
             case TellDisk(fact):
                 self.disk.tell(SELF, fact)
+            case TellPromote(fact):
+                self.promote.tell(SELF, fact)
             case TellRing(fact):
                 self.ring.tell(SELF, fact)
             case TellRdma(fact):
@@ -136,7 +141,7 @@ class NodeMailboxes:
             case Touched() | Remove() | Clear():
                 return self.pool.offer(sender, message, size_bytes)
             case Promote():
-                return self.disk.offer(sender, message, size_bytes)
+                return self.promote.offer(sender, message, size_bytes)
             case Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked():
                 return self.membership.offer(sender, message, size_bytes)
             case OpenChannel() | ChannelsHeld():

@@ -39,8 +39,8 @@ def write_until_killed(folder: Path, seed: int) -> None:
             done = rig.await_fact(SpillDone)
             entries, outcomes = waiting.pop(done.job), np.frombuffer(done.outcomes, np.uint8)
             rig.index.abandon(entries[outcomes != 0])
-            gone = rig.index.finish(entries[outcomes == 0])
-            rig.perform(Forget(gone.places))
+            _, places = rig.index.finish(entries[outcomes == 0])
+            rig.perform(Forget(places))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A pool with its disk tier, its memory, a store that works when it is told to, and its records.
+"""Pool, disk and promote actor, a memory, a store that works when it is told to, and records.
 
 The store is the simulations' own. Clients set pages whose bytes are a function of key and version;
 whatever is read under a record in force must be the bytes of a version that was set.
@@ -21,11 +21,13 @@ from peercache.actors.effects import (
     TellDirectory,
     TellDisk,
     TellPool,
+    TellPromote,
     TellPublisher,
 )
 from peercache.actors.mailboxes import PagesCommitted, PoolGrew, RecordsChanged
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
+from peercache.actors.promote.actor import Promoter
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import (
     DISK_LATE,
@@ -112,8 +114,12 @@ class DiskWorld:
         ttl_s: float = 0.0,
         is_open: bool = True,
         seed: int = 1,
+        order: random.Random | None = None,
     ) -> None:
-        """Make a node over an image; `slabs` slabs of seven pages of one granule."""
+        """Make a node over an image; `slabs` slabs of seven pages of one granule.
+
+        order: draws which actor takes its next message; without it they go in order of arrival.
+        """
         self.now = 100.0
         self.metrics = Metrics()
         self.pool = Pool(
@@ -124,18 +130,22 @@ class DiskWorld:
             client_uncommitted_max=granules * GRANULE,
             rng=random.Random(seed),
             metrics=self.metrics,
-            on_disk=lambda pages: self.tier.on_disk(pages),  # noqa: PLW0108 - there is no tier yet
+            has_disk=True,
         )
         self.tier = DiskTier(
-            pages=self.pool.pages,
-            pool_bytes=self.pool.usable_bytes,
-            coldest=self.pool.coldest if on_evict else None,
+            writes_through=not on_evict,
             queue_bytes_max=queue_bytes,
-            wish_rate=wish_rate,
             tell_rate=40,
             ttl_s=ttl_s,
             metrics=self.metrics,
         )
+        self.promote = Promoter(wish_rate=wish_rate, metrics=self.metrics)
+        self.actors: dict[str, Any] = {
+            "pool": self.pool,
+            "disk": self.tier,
+            "promote": self.promote,
+        }
+        self.order = order
         self.image = image or Image()
         self.memory = Memory(np.zeros(granules * GRANULE, np.uint8), [1] * granules)
         self.store = Store(self.image, self.memory)
@@ -185,7 +195,7 @@ class DiskWorld:
 
     def ask(self, *numbers: int, patience_s: float = 0.1, asker: int = 5) -> None:
         """Ask for pages on disk."""
-        self.tell("disk", Promote(asker, keys(*numbers), patience_s), Origin(asker, 3))
+        self.tell("promote", Promote(asker, keys(*numbers), patience_s), Origin(asker, 3))
 
     def remove(self, *numbers: int) -> None:
         """Remove pages everywhere at this node."""
@@ -198,11 +208,13 @@ class DiskWorld:
     def wait(self, span_s: float) -> None:
         """Let time pass, tick by tick."""
         until = self.now + span_s
-        while self.tier.deadline() <= until:
-            self.now = max(self.now, self.tier.deadline())
-            effects = self.tier.on_tick(self.now)
-            assert self.tier.deadline() > self.now, "the tier ticks without end"
-            self.perform(effects)
+        while (due := min(actor.deadline() for actor in self.actors.values())) <= until:
+            self.now = max(self.now, due)
+            for actor in self.actors.values():
+                if actor.deadline() <= self.now:
+                    effects = actor.on_tick(self.now)
+                    assert actor.deadline() > self.now, f"{actor} ticks without end"
+                    self.perform(effects)
         self.now = until
 
     # --- the store --------------------------------------------------------------------------------
@@ -267,13 +279,20 @@ class DiskWorld:
         self.waiting.append((actor, sender, message))
 
     def drain(self) -> None:
-        """Let the actors take what waits, in order."""
+        """Let the actors take what waits; each actor's messages stay in order."""
         while self.waiting:
-            actor, sender, message = self.waiting.pop(0)
-            taker = self.pool if actor == "pool" else self.tier
+            actor, sender, message = self.waiting.pop(self._next())
+            taker = self.actors[actor]
             effects = taker.on_message(sender, message, self.now)
             taker.check()
             self.perform(effects, drain=False)
+
+    def _next(self) -> int:
+        """Return the position of the message that is taken next."""
+        if self.order is None:
+            return 0
+        names = [name for name, _, _ in self.waiting]
+        return names.index(self.order.choice(names))
 
     def perform(self, effects: Sequence[Effect], *, drain: bool = True) -> None:
         """Do effects in their order."""
@@ -292,6 +311,8 @@ class DiskWorld:
                     self.post("pool", fact)
                 case TellDisk(fact):
                     self.post("disk", fact)
+                case TellPromote(fact):
+                    self.post("promote", fact)
                 case Spill() | Load():
                     self._begin(effect)
                 case Forget(places, job):
@@ -365,7 +386,7 @@ class DiskWorld:
 
     def check_records(self) -> None:
         """Demand that the records in force are what is there, once all has been told."""
-        index = self.tier.books.index
+        index = self.tier.index
         told: dict[bytes, str] = {page.key: "memory" for page in self.pool.pages.of_namespace(1)}
         if index is not None:
             for row in index.entries(index.hottest_first()):

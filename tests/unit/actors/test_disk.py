@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
+from peercache.actors.promote.promotions import WantedPage
 from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DAMAGED,
@@ -309,7 +310,9 @@ def test_question_with_nothing_to_tell_is_not_answered_at_once() -> None:
         world.ask(loading, asker=20 + loading)
     count = len(world.answers)
 
-    world.tier.promotes._wanted.update(dict.fromkeys(key(n) for n in range(10**6, 10**6 + 65536)))
+    queued = WantedPage(LENGTH, 1)
+    for number in range(10**6, 10**6 + 65536):
+        world.promote.promotions._wanted[key(number)] = queued
     world.ask(7, asker=99, patience_s=0.1)
     early = len(world.answers)
     world.wait(0.11)
@@ -517,6 +520,40 @@ def test_page_removed_while_it_is_written_does_not_come_back() -> None:
     assert not world.image.rows
 
 
+def test_late_end_of_a_removed_write_leaves_the_page_that_was_set_since_known() -> None:
+    """The first write of a key ends after the second: what it tells is not of the second page."""
+    world = DiskWorld()
+    world.set(1)
+    (slow,) = world.working
+    for _ in range(3):
+        world.step(slow)
+    world.remove(1)
+    world.set(1)
+    (quick,) = (job for job in world.working if job != slow)
+    while quick in world.working:
+        world.step(quick)
+    world.set(*range(100, 100 + POOL))
+    known = world.where(1)
+
+    world.finish()
+
+    assert known == "disk"
+    assert world.where(1) == "disk"
+    world.check_records()
+
+
+def test_row_of_a_page_removed_while_it_is_loaded_goes_before_the_answer() -> None:
+    """A graceful restart must not find the page, however long the load takes."""
+    world = filled()
+    world.finish()
+    world.ask(3)
+
+    world.remove(3)
+    world.image.sync()
+
+    assert key(3) not in world.image.rows.values()
+
+
 def test_page_removed_while_it_is_loaded_does_not_come_back() -> None:
     """The load ends without a page."""
     world = filled()
@@ -706,8 +743,8 @@ def test_use_is_noted_for_the_order_after_a_restart() -> None:
 
     world.wait(11.0)
 
-    entry = world.tier.books.index.find(key(3))
-    place = world.tier.books.index.entries(entry)["place"][0]
+    entry = world.tier.index.find(key(3))
+    place = world.tier.index.entries(entry)["place"][0]
     assert world.noted
     assert world.noted[-1].places[-1] == place
 

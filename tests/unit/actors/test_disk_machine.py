@@ -6,6 +6,8 @@ and not have been removed since, and slots and places must add up to the byte.
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,14 +47,18 @@ class DiskMachine(RuleBasedStateMachine):
         slabs=st.sampled_from([1, 2]),
         queue_bytes=st.sampled_from([2 * LENGTH, 10**6]),
         on_evict=st.booleans(),
+        order=st.none() | st.integers(0, 2**16),
     )
-    def start(self, granules: int, slabs: int, queue_bytes: int, on_evict: bool) -> None:
-        """Draw a small pool and a small disk."""
+    def start(
+        self, granules: int, slabs: int, queue_bytes: int, on_evict: bool, order: int | None
+    ) -> None:
+        """Draw a small pool and a small disk, and the order in which the actors take turns."""
         self.options = {
             "granules": granules,
             "slabs": slabs,
             "queue_bytes": queue_bytes,
             "on_evict": on_evict,
+            "order": None if order is None else random.Random(order),
         }
         self.world = DiskWorld(**self.options)  # type: ignore[arg-type]
 
@@ -154,7 +160,7 @@ class DiskMachine(RuleBasedStateMachine):
         untold = {world.tier._untold[at : at + 16] for at in range(0, len(world.tier._untold), 16)}
         memory = {page.key for page in world.pool.pages.of_namespace(1)}
         disk: set[bytes] = set()
-        index = world.tier.books.index
+        index = world.tier.index
         if index is not None:
             disk = {row["key"].tobytes() for row in index.entries(index.hottest_first())}
         told = {k: bool(r["flags"] & RESIDENT) for k, r in world.records.items()}
@@ -203,7 +209,7 @@ class DiskMachine(RuleBasedStateMachine):
             return
         answered = [a.request for a in self.world.answers if isinstance(a, Promoted)]
         assert len(set(answered)) == len(answered)
-        assert len(answered) + len(self.world.tier.askers) == self.asked
+        assert len(answered) + len(self.world.promote.waiters) == self.asked
         for answer in self.world.answers:
             if isinstance(answer, Promoted):
                 assert answer.states.count(0) == len(records_from_bytes(answer.records))

@@ -1,23 +1,22 @@
-"""Disk tier: which pages of this node are on its disk, and their ways there and back.
+"""Disk: which pages of this node are on its disk, and their ways there and back.
 
-Owns    the index of the disk and who goes when it is full; the pages that wait to be written; the
-        loads under way and who waits for them.
-Hears   Promote, from readers; PagesStored, PagesRemoved, Granted and Committed, from the pool; the
-        facts of the page store (`actors.storage_port`).
-Says    Promoted and Removed, to whoever asked; Reserve, Commit and Remove, to the pool, as a client
-        of its own; RecordsChanged to directory and publisher; Spill, Load, Forget and NoteUse.
-Keeps   a page on disk has a record exactly while it is not in memory, and each change of it takes
-        the next number of the node; what was removed is not told again; a slot that the store may
-        still write to stays reserved.
-Limits  the bytes that wait to be written; those of `spills`, `promotes`, `askers` and `early` in
-        `disk_state`; REMOVALS_MAX.
+Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
+        loads in flight.
+Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest and PagesSought, from the
+        pool; LoadWanted, from the promote actor; the facts of the page store
+        (`actors.storage_port`).
+Says    PagesSpilled, PagesForgotten, ResidentAsked and ColdestAsked to the pool, which numbers and
+        tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the promote actor;
+        Removed to clients; Spill, Load, Forget and NoteUse to the page store.
+Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
+        was removed is not told again. A place that the store may still write to stays taken.
+Limits  the bytes that wait to be written; those of `spills` and `removals`.
 
-Without a disk, before it is open and after it has ended, every question is answered "lost".
+Without a disk, before it is open and after it has ended, no page is on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, final
 
@@ -25,22 +24,32 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.disk.askers import Askers
-from peercache.actors.disk.bookkeeping import DiskBooks, indexed_of, split
-from peercache.actors.disk.early_removals import EarlyRemovals
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.disk.promotes import Promotes
+from peercache.actors.disk.loads import DiskLoads
+from peercache.actors.disk.open_index import OpenIndex, indexed_of
+from peercache.actors.disk.removals import (
+    ANSWERS_MAX,
+    EarlyRemovals,
+    PendingRemoval,
+    PendingRemovals,
+)
 from peercache.actors.disk.spills import Spills
-from peercache.actors.effects import Effect, Send
+from peercache.actors.effects import Effect, TellPool, TellPromote
 from peercache.actors.mailboxes import (
-    DISK_TIER,
+    ColdestAsked,
     DiskHears,
     DiskIndexed,
+    LoadWanted,
+    PagesColdest,
+    PagesDemoted,
+    PagesForgotten,
+    PagesFound,
     PagesRemoved,
+    PagesSought,
     PagesStored,
+    Resident,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.storage_port import (
     DiskEnded,
     DiskOpened,
@@ -50,18 +59,18 @@ from peercache.actors.storage_port import (
     NoteUse,
     SpillDone,
 )
+from peercache.model.keys import KEY, KEY_BYTES, split_keys
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import Clear, Committed, Granted, Remove, Removed
-from peercache.wire.messages.promote import Promote
+from peercache.wire.messages.pool import Clear, Remove
 
 TELL_S: Final = 0.05
-"""Pause between two parts of what is told after opening or ending: the rate is kept over this."""
+"""Pause between two parts of what is told after opening or ending, at the rate of `tell_rate`."""
 
 LOOK_S: Final = 1.0
-"""How often figures are shown, ages are looked at, and lasting things are tried again."""
+"""How often figures are shown, ages are looked at, and retries are due."""
 
 LOOK_AHEAD_S: Final = 0.1
-"""How often, with `write_policy = on_evict`, it is looked who will be evicted soon."""
+"""How often, with `write_policy = on_evict`, the pool is asked for its eviction candidates."""
 
 AHEAD_PART: Final = 0.75
 """How full the pool may be before its coldest pages are written."""
@@ -70,54 +79,34 @@ NOTE_USE_S: Final = 10.0
 """How old the order of use is that a restart begins with."""
 
 REOPEN_S: Final = 10.0
-"""How soon a file system that was full is tried again, and what could not be written."""
+"""Back-off of a retry: of a file system that was full, and of pages that could not be written."""
 
 SEQUENCES_A_SECOND_BITS: Final = 20
-"""What is written in this life is newer than all that was written before, to whoever makes an index
-from slots, unless more pages a second than 2**20 were written."""
+"""An index that is made from slots takes what this life wrote for newer than all before it, unless
+more than 2**20 pages a second were written."""
 
 REMOVE_PATIENCE_S: Final = 0.1
-"""How long a removal is not answered, so that a restart does not bring the pages back."""
-
-REMOVALS_MAX: Final = 1024
-"""Removals that wait at once; beyond, they are answered at once."""
-
-
-@final
-@attrs.define(eq=False)
-class _Removal:
-    origin: Origin
-    request: int
-    count: int
-    until: float
+"""How long the answer to a removal waits until a restart does not bring the pages back."""
 
 
 @final
 @attrs.define(kw_only=True, eq=False)
 class DiskTier:
-    """The disk tier of one node. Does no I/O: the page store does what it says.
+    """The disk actor of one node. Does no I/O: the page store performs its effects.
 
-    pages:      of the node's memory, and the numbers of all changes.
-    pool_bytes: how much of the pool is usable now.
-    coldest:    with write_policy on_evict: the pages that the pool would evict first, as many as
-                there must be room for, or none while there is room.
-    tell_rate:  records a second that are told after opening.
-    wish_rate:  bytes a second that are loaded for nobody who waits.
+    writes_through: pages are written after their commit; else when the pool is about to evict them.
+    tell_rate:      records a second that are told after opening.
     """
 
-    pages: PageTable
-    pool_bytes: Callable[[], int]
-    coldest: Callable[[float], list[PagesStored]] | None = None
+    writes_through: bool = True
     queue_bytes_max: int
-    wish_rate: int
     tell_rate: int
     ttl_s: float = 0.0
     spill_delay_s: float = 0.0
     metrics: Metrics | None = None
-    books: DiskBooks = attrs.field(init=False)
+    open_index: OpenIndex = attrs.field(init=False)
     spills: Spills = attrs.field(init=False)
-    promotes: Promotes = attrs.field(init=False)
-    askers: Askers = attrs.field(init=False)
+    loads: DiskLoads = attrs.field(init=False)
     _untold: bytes = b""
     """Keys of pages that lay there at the start, hottest first, or that are to be withdrawn."""
     _tell_at: float = inf
@@ -127,111 +116,101 @@ class DiskTier:
     """Generations of pages that were among the coldest the last time, and queued."""
     _note_at: float = inf
     _reopen_at: float = inf
-    _removals: dict[int, _Removal] = attrs.field(factory=dict)
     _noted_clock: int = 0
+    _removals: PendingRemovals = attrs.field(factory=PendingRemovals)
     _early: EarlyRemovals = attrs.field(factory=EarlyRemovals)
 
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
-        self.books = DiskBooks(self.pages, self.metrics)
-        self.spills = Spills(self.books, self.queue_bytes_max, self.spill_delay_s)
-        self.askers = Askers(self.pages, self.metrics)
-        self.promotes = Promotes(self.books, self.askers, self.pool_bytes, self.wish_rate)
+        self.open_index = OpenIndex(self.metrics)
+        self.spills = Spills(self.open_index, self.queue_bytes_max, self.spill_delay_s)
+        self.loads = DiskLoads(self.open_index)
+
+    @property
+    def index(self) -> DiskIndex | None:
+        """Return the index of the open disk, or None."""
+        return self.open_index.index
 
     @property
     def is_open(self) -> bool:
         """Return whether there is a disk just now."""
-        return self.books.index is not None
+        return self.index is not None
 
-    def on_disk(self, pages: Sequence[Page]) -> list[int]:
-        """Tell the pool under which lengths pages, that leave memory now, are on disk; 0: not."""
-        return self.books.on_disk(pages)
-
-    def on_message(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:  # noqa: ARG002 - all messages come from this node
         """Take one message; the effects must be performed in the order of the list."""
-        self.askers.now = self.promotes.now = now
-        effects = self._apply(sender, message, now)
+        effects = self._apply(message, now)
         if self.is_open:
             effects += self.spills.pump(now)
-            effects += self.promotes.pump()
         return effects
 
-    def _apply(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:
+    def _apply(self, message: DiskHears, now: float) -> list[Effect]:
         match message:
-            case Promote():
-                return self.promotes.ask(sender, message)
             case PagesStored():
-                effects = self.spills.replace(message)
-                if self.coldest is None:
+                effects = self.spills.note_stored(message)
+                if self.writes_through:
                     self.spills.add(message, now)
                 return effects
+            case PagesDemoted(keys):
+                return self._demoted(keys)
             case PagesRemoved():
                 return self._remove(message, now)
-            case Granted():
-                return self.promotes.granted(message)
-            case Committed():
-                return self.promotes.committed(message)
+            case Resident():
+                return self.spills.begin_resident(message, now)
+            case PagesColdest():
+                self._write_ahead(message, now)
+                return []
+            case PagesSought():
+                return self._find(message)
+            case LoadWanted():
+                return self.loads.begin(message)
             case SpillDone(job, outcomes):
                 return self.spills.done(job, outcomes)
-            case LoadDone(job, outcomes, checksums):
-                return self.promotes.done(job, outcomes, checksums.tolist())
+            case LoadDone():
+                return self.loads.done(message)
             case LateEnded(job, indices):
-                spilled = self.spills.late_ended(job, indices)
-                return [*spilled, *self.promotes.late_ended(job, indices)]
+                self.spills.late_ended(job, indices)
+                return self.loads.late_ended(job, indices)
             case ForgetDone(job):
-                removal = self._removals.pop(job, None)
-                return [] if removal is None else _removed(removal)
+                return self._removals.done(job)
             case DiskOpened():
                 return self._open(indexed_of(message), now)
             case DiskIndexed():
                 return self._open(message, now)
             case DiskEnded():
-                return self._ended(now)
+                return self._ended(message, now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer who has waited long enough, tell what is untold, look after the disk."""
-        self.askers.now = self.promotes.now = now
-        effects = self.askers.expire()
-        for job in [job for job, removal in self._removals.items() if removal.until <= now]:
-            effects += _removed(self._removals.pop(job))
+        """Answer removals whose patience is over, tell what is untold, look after the disk."""
+        effects = self._removals.expire(now)
         if self._tell_at <= now:
             effects += self._tell(now)
         if self.is_open:
             effects += self._look_after(now)
             effects += self.spills.pump(now)
-            effects += self.promotes.pump()
         return effects
 
     def deadline(self) -> float:
-        """Return when somebody's patience is over, or the disk must be looked after."""
-        removal = next(iter(self._removals.values()), None)
-        due = min(
-            self.askers.deadline(),
-            self._tell_at,
-            inf if removal is None else removal.until,
-        )
+        """Return when a removal's patience is over, or the disk must be looked after."""
+        due = min(self._tell_at, self._removals.deadline())
         if not self.is_open:
             return due
-        due = min(due, self.promotes.deadline(), self.spills.deadline())
-        return min(due, self._looks_at, self._ahead_at)
+        return min(due, self.spills.deadline(), self._looks_at, self._ahead_at)
 
     def check(self) -> None:
         """Assert the sums, in constant time."""
-        self.promotes.check()
         assert 0 <= self.spills.waiting_bytes <= self.queue_bytes_max, "the queue is too long"
-        assert len(self._removals) <= REMOVALS_MAX, "too many removals wait"
-        if self.books.index is not None:
-            self.books.index.check()
+        assert len(self._removals) <= ANSWERS_MAX, "too many removals wait"
+        if self.index is not None:
+            self.index.check()
 
     def figures(self) -> dict[str, int]:
         """Return the figures for Stats."""
-        index = self.books.index
         return {
             "disk_open": int(self.is_open),
-            **({} if index is None else index.figures()),
+            **({} if self.index is None else self.index.figures()),
             "disk_bytes_waiting": self.spills.waiting_bytes,
-            "disk_loads": self.promotes.loads,
+            "disk_loads": len(self.loads),
         }
 
     # --- beginning and end ------------------------------------------------------------------------
@@ -240,7 +219,7 @@ class DiskTier:
         """Take what lies there; it is told little by little, hottest first."""
         opened, index = indexed.opened, indexed.index
         assert isinstance(index, DiskIndex), "the index is made by indexed_of"
-        self.books.open(index, unix_s=opened.unix_s, now=now)
+        self.open_index.open(index, unix_s=opened.unix_s, now=now)
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
         # A slot that was evicted and never written again is in no index, and may have a higher one.
         self.spills.begin(max(newest, opened.unix_s << SEQUENCES_A_SECOND_BITS))
@@ -250,39 +229,33 @@ class DiskTier:
         self._note_at = now + NOTE_USE_S
         self._reopen_at = now + REOPEN_S
         self._noted_clock = index.clock
-        if self.coldest is not None:
+        if not self.writes_through:
             self._ahead_at = now
-        # Of none of them anything was told yet, so there is nothing to withdraw.
-        return self.books.forgotten(Gone(b"", self._early.take(index).places))
+        # The pool was told of none of these pages, so only their rows go.
+        return self.open_index.rows_gone(self._early.take(index).places)
 
-    def _ended(self, now: float) -> list[Effect]:
-        """Go on without a disk: what was on it only is found no more."""
-        index, self.books.index = self.books.index, None
+    def _ended(self, ended: DiskEnded, now: float) -> list[Effect]:
+        """Go on without a disk: pages that were on it only are found no longer."""
+        index, self.open_index.index = self.index, None
         if index is not None:
             self._untold = index.entries(index.hottest_first())["key"].tobytes()
             self._tell_at = now
         self.spills.stop()
         self._early.stop()
         self._show()
-        effects = self.promotes.stop()
-        for removal in self._removals.values():
-            effects += _removed(removal)
-        self._removals.clear()
-        return effects
+        return [TellPromote(ended), *self._removals.expire(inf)]
 
     def _tell(self, now: float) -> list[Effect]:
-        """Tell of a part of what is untold: that it is there, or that it is no more."""
-        size = 16 * max(1, int(self.tell_rate * TELL_S))
+        """Tell the pool a part of what is untold: that it is on disk, or is so no longer."""
+        size = KEY_BYTES * max(1, int(self.tell_rate * TELL_S))
         part, self._untold = self._untold[:size], self._untold[size:]
         self._tell_at = now + TELL_S if self._untold else inf
-        index = self.books.index
-        if index is None:
-            return self.books.withdrawn(part)
-        entries = index.find(part)
+        if self.index is None:
+            return [TellPool(PagesForgotten(part))] if part else []
+        entries = self.index.find(part)
         there = np.flatnonzero(entries >= 0)
-        keys = np.frombuffer(part, "V16")[there].tobytes()
-        lengths: list[int] = index.lengths(entries[there]).tolist()
-        return self.books.published(keys, lengths)
+        keys = np.frombuffer(part, KEY)[there].tobytes()
+        return self.open_index.spilled(keys, self.index.lengths(entries[there]))
 
     # --- looking after the disk -------------------------------------------------------------------
 
@@ -290,30 +263,29 @@ class DiskTier:
         effects: list[Effect] = []
         if self._ahead_at <= now:
             self._ahead_at = now + LOOK_AHEAD_S
-            if self.spills.is_idle and self.coldest is not None:
-                self._write_ahead(self.coldest(AHEAD_PART), now)
+            if self.spills.is_idle:
+                effects.append(TellPool(ColdestAsked(AHEAD_PART)))
         if self._looks_at <= now:
             self._looks_at = now + LOOK_S
             self._show()
             effects += self._expire(now)
             effects += self._note_use(now)
-            if self._reopen_at <= now and self.books.index is not None:
+            if self._reopen_at <= now and self.index is not None:
                 self._reopen_at = now + REOPEN_S
-                self.books.index.reopen()
+                self.index.reopen()
                 if self.spills.has_failed:
                     self.spills.has_failed = False
                     self._written_ahead.clear()
         return effects
 
-    def _write_ahead(self, coldest: list[PagesStored], now: float) -> None:
+    def _write_ahead(self, coldest: PagesColdest, now: float) -> None:
         """Write those of the coldest pages that were not written yet, once while they stay such.
 
-        Those that failed are tried again with all other lasting things, after a pause. Where the
-        disk has no room for all of them they push each other out, and would be written again and
-        again.
+        Those that failed are tried again after REOPEN_S. Where the disk has no room for all of
+        them they push each other out, and would be written again and again.
         """
         before, self._written_ahead = self._written_ahead, {}
-        for stored in coldest:
+        for stored in coldest.groups:
             generations = stored.records["generation"].tolist()
             again = {generation: None for generation in generations if generation in before}
             is_new = np.array([generation not in again for generation in generations], np.bool_)
@@ -322,27 +294,25 @@ class DiskTier:
 
     def _expire(self, now: float) -> list[Effect]:
         """Delete what is older than its time to live."""
-        index = self.books.index
-        if not self.ttl_s or index is None:
+        if not self.ttl_s or self.index is None:
             return []
-        old = index.written_before(max(0, self.books.unix_s(now) - int(self.ttl_s)))
+        old = self.index.written_before(max(0, self.open_index.unix_s(now) - int(self.ttl_s)))
         if not len(old):
             return []
-        gone = index.remove(old)
-        if self.metrics is not None:
-            self.metrics.disk_pages_lost.labels("expired").inc(gone.count)
-        return self.books.forgotten(gone)
+        gone = self.index.remove(old)
+        self.open_index.count_lost("expired", gone.count)
+        return self.open_index.forgotten(gone)
 
     def _note_use(self, now: float) -> list[Effect]:
         """Let the store note what was used since the last time, coldest first."""
-        index = self.books.index
+        index = self.index
         if self._note_at > now or index is None:
             return []
         self._note_at = now + NOTE_USE_S
         used, self._noted_clock = index.touched_since(self._noted_clock), index.clock
         if not len(used):
             return []
-        return [NoteUse(np.ascontiguousarray(index.entries(used)["place"]))]
+        return [NoteUse(np.ascontiguousarray(index.rows(used)["place"]))]
 
     def _show(self) -> None:
         if self.metrics is not None:
@@ -353,40 +323,47 @@ class DiskTier:
                 self.metrics.disk_bytes.labels(state).set(figures.get(f"disk_bytes_{state}", 0))
             self.metrics.disk_bytes.labels("waiting").set(figures["disk_bytes_waiting"])
 
-    # --- removing ---------------------------------------------------------------------------------
+    # --- what the pool tells ----------------------------------------------------------------------
+
+    def _demoted(self, keys: bytes) -> list[Effect]:
+        """Make pages hot that left memory: they were used while they were there."""
+        if self.index is not None:
+            entries = self.index.find(keys)
+            self.index.touch(entries[entries >= 0])
+        return []
+
+    def _find(self, sought: PagesSought) -> list[Effect]:
+        """Tell the promote actor which pages are on disk."""
+        count = len(sought.keys) // KEY_BYTES
+        lengths, namespaces = np.zeros(count, np.int64), np.zeros(count, np.uint64)
+        if self.index is not None:
+            entries = self.index.find(sought.keys)
+            there = entries >= 0
+            rows = self.index.rows(entries[there])
+            lengths[there], namespaces[there] = rows["length"], rows["namespace"]
+        return [TellPromote(PagesFound(sought.number, sought.resident, lengths, namespaces))]
 
     def _remove(self, removed: PagesRemoved, now: float) -> list[Effect]:
-        """Remove from disk what somebody wants gone, and tell how many pages went in all."""
-        message, index = removed.message, self.books.index
-        removal = _Removal(
-            removed.origin, message.request, len(removed.keys) // 16, now + REMOVE_PATIENCE_S
-        )
+        """Remove pages from disk, and tell the client how many went in all."""
+        message, index = removed.message, self.index
+        count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_PATIENCE_S
         if index is None:
-            self.promotes.removed(removed.keys)
             self._early.add(message)
-            return _removed(removal)
-        gone = self._gone(index, message)
-        self.promotes.removed(gone.keys if isinstance(message, Clear) else message.keys)
-        went = dict.fromkeys(split(removed.keys))
-        removal.count += sum(key not in went for key in split(gone.keys))
-        if not gone.count or len(self._removals) >= REMOVALS_MAX:
-            return [*self.books.forgotten(gone), *_removed(removal)]
-        job = self.books.next_job()
-        self._removals[job] = removal
-        return self.books.forgotten(gone, job=job)
-
-    def _gone(self, index: DiskIndex, message: Remove | Clear) -> Gone:
-        """End the entries that a removal names, those that are being written included."""
-        if isinstance(message, Clear):
-            return index.remove(index.of_namespaces([message.namespace]))
-        written = index.find(message.keys)
-        gone = index.remove(np.unique(written[written >= 0]))
-        writing = self.spills.removed(message.keys)
-        return Gone(gone.keys, np.concatenate([gone.places, writing]))
+            return [PendingRemoval(removed.origin, message.request, count, until).answer()]
+        gone = _removed_from(index, message)
+        went = dict.fromkeys(split_keys(removed.keys))
+        count += sum(key not in went for key in split_keys(gone.keys))
+        removal = PendingRemoval(removed.origin, message.request, count, until)
+        if not len(gone.places) or len(self._removals) >= ANSWERS_MAX:
+            return [*self.open_index.forgotten(gone), removal.answer()]
+        job = self.open_index.next_job()
+        self._removals.add(job, removal)
+        return self.open_index.forgotten(gone, job=job)
 
 
-def _removed(removal: _Removal) -> list[Effect]:
-    """Answer, unless the tier itself has asked."""
-    if removal.origin == DISK_TIER:
-        return []
-    return [Send(removal.origin, Removed(removal.request, removal.count))]
+def _removed_from(index: DiskIndex, message: Remove | Clear) -> Gone:
+    """End the entries that a removal names, those that are being written included."""
+    if isinstance(message, Clear):
+        return index.remove(index.of_namespaces([message.namespace]))
+    named = index.live(message.keys)
+    return index.remove(np.unique(named[named >= 0]))

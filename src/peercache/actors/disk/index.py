@@ -1,4 +1,4 @@
-"""The index of a disk tier in memory: which page lies where, and who goes when room is needed.
+"""The index of a disk in memory: which page lies where, and which pages go for new ones.
 
 An *entry* is a page on disk or on its way there, and is named by a number that stays its own as
 long as the entry lives. It is WRITING, then HELD; what is removed while it is *pinned* (a write or
@@ -22,10 +22,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.disk.entries import ENDED, HELD, WRITING, EntryRows
+from peercache.actors.disk.eviction import EvictionQueues
+from peercache.actors.disk.index_rows import ENDED, HELD, WRITING, EntryRows
 from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, SlabAllocator, slot_blocks
-from peercache.actors.disk.victims import Victims
 from peercache.actors.storage_port import DISK_ENTRY
 from peercache.model.runs import I64, U64
 
@@ -34,10 +34,10 @@ PINS_MAX: Final = 255
 
 @attrs.frozen(eq=False)
 class Gone:
-    """Entries that are no more. Their index rows go (Forget places), and their records.
+    """Entries that have ended.
 
-    keys:   n packed keys.
-    places: those of them that are empty now; what is pinned keeps its place.
+    keys:   n packed keys; the pool is told of them.
+    places: whose index rows go: of pages that had been written. A pinned entry keeps its place.
     """
 
     keys: bytes
@@ -56,7 +56,7 @@ class Begun:
     entries: (n,) int64: the new entry of each page, -1 where there is none: it is there already,
              named twice, too large, or there is no room.
     places:  (n,) uint64, of the entries that are not -1.
-    gone:    who had to go; performed (Forget) before the Spill of this batch.
+    gone:    the entries that were evicted; Forget comes before the Spill of this batch.
     """
 
     entries: I64
@@ -73,7 +73,7 @@ class DiskIndex:
         self._slabs = SlabAllocator(slab_count=capacity_bytes // slab_bytes, slab_bytes=slab_bytes)
         self._keys = KeyTable()
         self._entries = EntryRows(slab_bytes)
-        self._victims = Victims(self._entries, self._slabs)
+        self._eviction = EvictionQueues(self._entries, self._slabs)
         self._held_bytes = 0
         self._held_count = 0
         self._stored_bytes = 0
@@ -106,8 +106,12 @@ class DiskIndex:
 
     def knows(self, keys: bytes) -> npt.NDArray[np.bool_]:
         """Return which packed keys are HELD or being written."""
-        found: npt.NDArray[np.bool_] = self._keys.find(halves_of(keys)) >= 0
+        found: npt.NDArray[np.bool_] = self.live(keys) >= 0
         return found
+
+    def live(self, keys: bytes) -> I64:
+        """Return the entry of each packed key, HELD or being written, -1 where there is none."""
+        return self._keys.find(halves_of(keys))
 
     def entries(self, entries: I64) -> npt.NDArray[np.void]:
         """Return entries as rows of DISK_ENTRY (`used` is 0: age is kept in touches)."""
@@ -187,10 +191,11 @@ class DiskIndex:
         self._keys.add(new, halves[pages])
         return Begun(entries, places, _together(gone))
 
-    def finish(self, entries: I64) -> Gone:
+    def finish(self, entries: I64) -> tuple[npt.NDArray[np.bool_], U64]:
         """Unpin entries that were written: they are HELD, and the hottest, the last one most.
 
-        Those that were removed meanwhile are returned: the store has rows of them.
+        Return which are; and the places of the others, which were removed meanwhile: the store has
+        rows of them. Their keys may have entries anew.
         """
         live = self._state(entries) == WRITING
         held, ended = entries[live], entries[~live]
@@ -199,24 +204,23 @@ class DiskIndex:
         self._stored_bytes += self._entries.page_bytes(held)
         self._held_bytes += self._entries.slot_bytes(held)
         self.touch(held)
-        self.unpin(held)
-        gone = self._keys.keys_of(ended)
-        return Gone(gone, self.unpin(ended))
+        places: U64 = self._entries.rows["place"][ended]
+        self.unpin(entries)
+        return live, places
 
-    def abandon(self, entries: I64) -> Gone:
+    def abandon(self, entries: I64) -> None:
         """End entries that were not written, and unpin them."""
-        gone = self._keys.keys_of(entries)
         self._end(entries[self._state(entries) == WRITING])
-        return Gone(gone, self.unpin(entries))
+        self.unpin(entries)
 
-    def refuse(self, entries: I64) -> Gone:
+    def refuse(self, entries: I64) -> None:
         """Abandon entries whose slabs the file system has no room for: closed until `reopen`."""
         for number in np.unique(self._entries.slabs_of(entries)).tolist():
             self._slabs.close(self._slabs.slabs[number])
-        return self.abandon(entries)
+        self.abandon(entries)
 
     def reopen(self) -> None:
-        """Give out places of closed slabs again: somebody may have made room."""
+        """Give out places of closed slabs again: the file system may have room now."""
         self._slabs.reopen()
 
     # --- what lies there --------------------------------------------------------------------------
@@ -241,7 +245,7 @@ class DiskIndex:
         count = len(entries)
         stamps = np.arange(self.clock + 1, self.clock + 1 + count, dtype=np.uint64)
         self._entries.rows["touched"][entries] = stamps
-        self._victims.note_touch(entries, stamps)
+        self._eviction.note_touch(entries, stamps)
         self.clock += count
 
     def pin(self, entries: I64) -> None:
@@ -250,21 +254,24 @@ class DiskIndex:
         assert (pins[entries] < PINS_MAX).all(), "an entry is pinned too often"
         pins[entries] += 1
 
-    def unpin(self, entries: I64) -> U64:
-        """Undo one `pin`; return the places that are empty now, as their entries have ended."""
+    def unpin(self, entries: I64) -> None:
+        """Undo one `pin`; free the places of those that have ended."""
         pins = self._entries.rows["pins"]
         assert (pins[entries] > 0).all(), "an entry was unpinned too often"
         pins[entries] -= 1
         ended = entries[(pins[entries] == 0) & (self._state(entries) == ENDED)]
-        return self._free(ended) if len(ended) else np.empty(0, np.uint64)
+        self._free(ended)
 
     def remove(self, entries: I64) -> Gone:
         """End entries, HELD or WRITING, each named once. Pinned ones keep their places for now."""
         state = self._state(entries)
         entries = entries[(state == HELD) | (state == WRITING)]
-        gone = self._keys.keys_of(entries)
+        keys = self._keys.keys_of(entries)
+        # Only what was written has a row; the row of a page that is being written goes later.
+        places = self._entries.rows["place"][entries[self._state(entries) == HELD]]
         self._end(entries)
-        return Gone(gone, self._free(entries[self._entries.rows["pins"][entries] == 0]))
+        self._free(entries[self._entries.rows["pins"][entries] == 0])
+        return Gone(keys, places)
 
     # --- figures ----------------------------------------------------------------------------------
 
@@ -303,7 +310,7 @@ class DiskIndex:
         missing = count - len(found[0])
         while missing:
             if not self._slabs.bind(blocks):
-                victims = self._victims.choose(blocks, missing, self.clock)
+                victims = self._eviction.choose(blocks, missing, self.clock)
                 if not len(victims):
                     break
                 gone.append(self.remove(victims))
@@ -319,7 +326,7 @@ class DiskIndex:
         return entries
 
     def _end(self, entries: I64) -> None:
-        """End the keys of HELD and WRITING entries; whose place is free is another matter."""
+        """End HELD and WRITING entries; their places are freed separately."""
         held = entries[self._state(entries) == HELD]
         self._held_count -= len(held)
         self._stored_bytes -= self._entries.page_bytes(held)
@@ -327,11 +334,10 @@ class DiskIndex:
         self._keys.remove(entries)
         self._entries.rows["state"][entries] = ENDED
 
-    def _free(self, entries: I64) -> U64:
-        places: U64 = self._entries.rows["place"][entries]
-        self._slabs.release(places)
-        self._entries.free(entries)
-        return places
+    def _free(self, entries: I64) -> None:
+        if len(entries):
+            self._slabs.release(self._entries.rows["place"][entries])
+            self._entries.free(entries)
 
     def _state(self, entries: I64) -> npt.NDArray[np.uint8]:
         state: npt.NDArray[np.uint8] = self._entries.rows["state"][entries]

@@ -3,26 +3,34 @@
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
 Hears   Reserve, Commit, Abort, LiveReservations, Touched, Remove, Clear; ClientGone, PoolGrew,
-        and ReserveAhead from the publisher.
-Says    Granted, Removed, Refused to whoever asked; StoreWords; RecordsChanged to directory and
-        publisher; PagesCommitted to the publisher, which answers the Commit. With a disk tier:
-        PagesStored and PagesRemoved to it, and what the tier asks for, as a client of its own.
+        and ReserveAhead from the publisher. From the disk actor: PagesSpilled, PagesForgotten,
+        ResidentAsked, ColdestAsked. From the promote actor: PagesSought, PromoteAnswered, and
+        Reserve and Commit, as a client of its own node.
+Says    Granted, Removed, Refused to the client that asked; StoreWords; RecordsChanged to directory
+        and publisher; PagesCommitted to the publisher, which answers the Commit. With a disk tier:
+        PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesSought to the disk
+        actor; Granted,
+        Committed, PoolGrew to the promote actor; Promoted to readers.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd.
+        The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
+        disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
+        What was removed is not committed by a promote that was in flight.
 Limits  BATCH_PAGES_MAX pages a Reserve; `client_uncommitted_max` bytes a client may hold reserved.
 
 The order of the effects is the promise: words go odd, then the records are withdrawn (or turned
-to "on disk", where the tier has the page), then the slots are granted.
+to ON_DISK, where the page is on disk), then the slots are granted.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final, final
 
+import attrs
 import numpy as np
 from typing_extensions import assert_never
 
@@ -31,20 +39,29 @@ from peercache.actors.effects import (
     Send,
     TellDirectory,
     TellDisk,
+    TellPromote,
     TellPublisher,
 )
 from peercache.actors.mailboxes import (
-    DISK_TIER,
+    PROMOTER,
     ClientGone,
+    ColdestAsked,
+    PagesColdest,
+    PagesForgotten,
     PagesRemoved,
+    PagesSought,
+    PagesSpilled,
     PagesStored,
     PoolGrew,
     PoolHears,
+    PromoteAnswered,
     RecordsChanged,
     ReserveAhead,
+    Resident,
+    ResidentAsked,
 )  # fmt: skip
 from peercache.actors.origin import Origin
-from peercache.actors.pool.answers import NO_RECORDS, asked_beside, committed, granted, refused
+from peercache.actors.pool.answers import asked_beside, committed, granted, refused
 from peercache.actors.pool.committing import commit_pages
 from peercache.actors.pool.figures import pool_figures, show_pool
 from peercache.actors.pool.granting import (
@@ -54,10 +71,22 @@ from peercache.actors.pool.granting import (
     states_ahead,
     take_slots,
 )
-from peercache.actors.pool.page_table import Page, PageTable, split_keys
+from peercache.actors.pool.on_disk import (
+    NO_DROPS,
+    NO_RECORDS,
+    changed,
+    demoted,
+    forgotten,
+    promote_answer,
+    residents,
+    spilled,
+    unchanged,
+)
+from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.ids import Incarnation
+from peercache.model.keys import split_keys
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
@@ -77,10 +106,8 @@ from peercache.wire.messages.pool import (
 )  # fmt: skip
 
 AHEAD_PAUSE_S: Final = 0.001
-"""Between the answer to a Commit and the slots it asked for ahead: whoever was answered may wait
-for our processor, and nobody for those slots."""
-
-_NO_DROPS: Final = np.frombuffer(b"", DROP)
+"""Pause between the answer to a Commit and the slots that it asked for ahead: the client that has
+the answer may need this processor, and no client waits for those slots."""
 
 
 @final
@@ -97,14 +124,13 @@ class Pool:
         client_uncommitted_max: int,
         rng: random.Random,
         metrics: Metrics | None = None,
-        on_disk: Callable[[Sequence[Page]], list[int]] | None = None,
+        has_disk: bool = False,
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
         page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
         client_uncommitted_max: bytes; 0 is half of page_bytes.
-        on_disk:      tells under which length the disk tier of this node has each page, 0 if not at
-                      all; None without a tier.
+        has_disk:     there are a disk actor and a promote actor beside this pool.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -123,7 +149,9 @@ class Pool:
         self._asked_ahead: list[ReserveAhead] = []
         self._due = inf
         self._evicted_count = 0
-        self._on_disk = on_disk
+        self._has_disk = has_disk
+        self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
+        """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
         if metrics is not None:
             show_pool(metrics, self.figures)
@@ -152,7 +180,20 @@ class Pool:
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
                 self._slots.grow(usable_bytes // self._granule)
-                return []
+                return [TellPromote(message)] if self._has_disk else []
+            case PagesSpilled():
+                return spilled(self._pages, message)
+            case PagesForgotten(keys):
+                return self._forgotten(keys)
+            case ResidentAsked(number):
+                return [TellDisk(Resident(number, unchanged(self._pages, message)))]
+            case ColdestAsked(full_part):
+                groups = coldest_pages(self._slots, self._pages, full_part)
+                return [TellDisk(PagesColdest(tuple(groups)))]
+            case PagesSought(number, keys):
+                return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
+            case PromoteAnswered():
+                return [promote_answer(self._pages, message)]
             case ReserveAhead():
                 self._asked_ahead.append(message)
                 self._due = min(self._due, now + AHEAD_PAUSE_S)
@@ -183,14 +224,6 @@ class Pool:
     def records_of(self, keys: bytes) -> Records:
         """Return the records of those of these packed keys that are here, in their order."""
         return self._pages.records(self._pages.of_keys(split_keys(keys)))
-
-    def usable_bytes(self) -> int:
-        """Return how much of the page memory is populated."""
-        return self._slots.usable * self._granule
-
-    def coldest(self, full_part: float) -> list[PagesStored]:
-        """Return the pages that go next, once so much of the pool is taken."""
-        return coldest_pages(self._slots, self._pages, full_part)
 
     def figures(self) -> dict[str, int]:
         """Return the figures for Stats; used + reserved + free is what is usable, to the byte."""
@@ -302,6 +335,8 @@ class Pool:
         self, origin: Origin, commit: Commit, reservation: Reservation
     ) -> list[Effect]:
         """Make the written pages readable."""
+        if origin == PROMOTER:
+            commit = self._without_removed(commit, reservation)
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
         ahead = self._reservations.tell(origin.identity)
@@ -310,15 +345,26 @@ class Pool:
         if not made:
             return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
         records, words = self._pages.publish(made)
-        changed = RecordsChanged(records, _NO_DROPS)
+        told = RecordsChanged(records, NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
-        effects: list[Effect] = [words, TellDirectory(changed)]
-        if origin == DISK_TIER:
-            return [*effects, TellPublisher(changed), answer]
+        effects: list[Effect] = [words, TellDirectory(told)]
+        if origin == PROMOTER:
+            effects.append(TellPublisher(told))
         effects.append(answer)
-        if self._on_disk is not None:
+        if self._has_disk:
             effects.append(TellDisk(PagesStored(records, reservation.namespace)))
         return effects
+
+    def _without_removed(self, commit: Commit, reservation: Reservation) -> Commit:
+        """Return a Commit of the promote actor without the pages that were removed meanwhile."""
+        removed = self._removed_in_promotes.pop(commit.sequence, None)
+        if not removed:
+            return commit
+        written = bytes(
+            is_written and key not in removed
+            for key, is_written in zip(split_keys(reservation.keys), commit.written, strict=True)
+        )
+        return attrs.evolve(commit, written=written)
 
     def _free(self, reservations: Sequence[Reservation | None]) -> list[Effect]:
         """Free the slots of ended reservations; their words are odd and stay so."""
@@ -343,33 +389,46 @@ class Pool:
         effects = self._end(pages, [], is_removed=True)
         for page in pages:
             self._slots.release(page.slot)
-        if self._on_disk is None:
+        if not self._has_disk:
             effects.append(Send(origin, Removed(message.request, len(pages))))
         else:
-            # Removed is removed from disk as well: the tier has the last word, and tells it.
+            self._remove_in_promotes(message)
+            # The disk actor removes the pages from disk too, and answers the client.
             keys = b"".join([page.key for page in pages])
             effects.append(TellDisk(PagesRemoved(origin, message, keys)))
         return effects
+
+    def _remove_in_promotes(self, message: Remove | Clear) -> None:
+        """Note removed pages that the promote actor is loading: its Commit may still come."""
+        for sequence, reservation in self._reservations.open_of(PROMOTER.identity):
+            keys = split_keys(reservation.keys)
+            if isinstance(message, Clear):
+                removed = keys if reservation.namespace == message.namespace else []
+            else:
+                named = dict.fromkeys(split_keys(message.keys))
+                removed = [key for key in keys if key in named]
+            if removed:
+                noted = self._removed_in_promotes.setdefault(sequence, {})
+                noted.update(dict.fromkeys(removed))
+
+    def _forgotten(self, keys: bytes) -> list[Effect]:
+        return forgotten(self._pages, keys)
 
     def _end(
         self, pages: list[Page], reserved: list[int], *, is_removed: bool = False
     ) -> list[Effect]:
         """End the records of these pages, and make their words and those of `reserved` odd.
 
-        The one place where pages leave memory: what the disk tier has stays known, as on disk.
+        The one place where pages leave memory: an evicted page that is on disk stays known so.
         """
         effects: list[Effect] = []
         firsts = dict.fromkeys([page.slot.first for page in pages] + reserved)
-        drops, records = self._pages.end(pages) if pages else _NO_DROPS, NO_RECORDS
+        drops = self._pages.end(pages) if pages else NO_DROPS
         words = self._pages.protect(list(firsts))
         if words is not None:
             effects.append(words)
-        if pages and self._on_disk is not None and not is_removed:
-            lengths = self._on_disk(pages)
-            kept = [page.key for page, length in zip(pages, lengths, strict=True) if length]
-            drops = drops[np.array(lengths) == 0]
-            records = self._pages.on_disk_records(kept, [length for length in lengths if length])
-        if pages:
-            changed = RecordsChanged(records, drops)
-            effects += [TellDirectory(changed), TellPublisher(changed)]
+        if is_removed:
+            effects += changed(NO_RECORDS, drops)
+        elif pages:
+            effects += demoted(self._pages, pages, drops)
         return effects

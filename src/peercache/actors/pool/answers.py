@@ -1,34 +1,30 @@
-"""What the pool says to whoever asked it: a client, or the disk tier of its own node."""
+"""The pool's answers to a client, or to the promote actor of its own node."""
 
 from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
-from peercache.actors.effects import Effect, Send, TellDisk, TellPublisher
-from peercache.actors.mailboxes import DISK_TIER, PagesCommitted, ReserveAhead
+from peercache.actors.effects import Effect, Send, TellPromote, TellPublisher
+from peercache.actors.mailboxes import PROMOTER, PagesCommitted, ReserveAhead
 from peercache.actors.origin import Origin
 from peercache.actors.pool.reservations import Reservation
-from peercache.model.records import RECORD, Records
+from peercache.model.records import Records
 from peercache.wire.messages.pool import Commit, Committed, Granted, Reserve
 from peercache.wire.messages.session import Refused
 
 AHEAD_MAX: Final = 4
 """Reservations that one Commit may ask for ahead."""
 
-NO_RECORDS: Final = np.frombuffer(b"", RECORD)
-
 
 def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effect]:
-    """Say that this will not be served, and why."""
+    """Refuse a message, with the reason."""
     return [Send(origin, Refused(request, reason, detail))]
 
 
-def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | TellDisk:
+def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | TellPromote:
     """Answer a Reserve."""
     answer = Granted(reserve.request, reserve.sequence, states, offsets)
-    return TellDisk(answer) if origin == DISK_TIER else Send(origin, answer)
+    return TellPromote(answer) if origin == PROMOTER else Send(origin, answer)
 
 
 def committed(
@@ -39,15 +35,15 @@ def committed(
     here: Records,
     ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
-) -> TellDisk | TellPublisher:
-    """Answer a Commit, by way of the publisher where others are to be told of it first.
+) -> TellPromote | TellPublisher:
+    """Answer a Commit: the publisher does, once directory owners have the records.
 
     ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
     """
     request, sequence = commit.request, commit.sequence
-    if origin == DISK_TIER:
+    if origin == PROMOTER:
         told = records.tobytes() + here.tobytes()
-        return TellDisk(Committed(request, sequence, states, told, 0))
+        return TellPromote(Committed(request, sequence, states, told, 0))
     patience_s = commit.patience_s
     return TellPublisher(
         PagesCommitted(origin, request, sequence, states, records, here, patience_s, *ahead, then),

@@ -8,7 +8,7 @@ that starts at random: it repeats neither here nor, but for a chance of about 2*
 of another incarnation. Zero, which the table starts with, is no page's generation.
 
 That counter numbers the changes of records too that no word stands for: of pages on disk only. So
-whatever is told later of a page, by the pool or by the disk tier, has the greater number.
+each later change of a page's record has the greater number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from peercache.actors.effects import StoreWords
 from peercache.actors.pool.slots import Slot
 from peercache.model.ids import Incarnation
-from peercache.model.keys import KEY, KEY_BYTES
+from peercache.model.keys import KEY, split_keys
 from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.runs import U64
 from peercache.wire.messages.pool import HERE, REFUSED_SIZE, REFUSED_TOO_LARGE, REPEATED, RESERVED
@@ -33,7 +33,7 @@ _ONE: Final = np.uint64(1)
 @final
 @attrs.define(eq=False)
 class Page:
-    """One committed page."""
+    """One committed page. disk_length: its length on this node's disk; 0: not there."""
 
     key: bytes
     slot: Slot
@@ -41,6 +41,7 @@ class Page:
     generation: int
     namespace: int
     checksum: int
+    disk_length: int = 0
 
 
 @final
@@ -218,10 +219,3 @@ class PageTable:
         by_key, by_slot = len(self._by_key), len(self._by_slot)
         assert by_key == by_slot, f"{by_key} pages, {by_slot} slots with one"
         assert self.stored_bytes >= by_key, f"{by_key} pages of {self.stored_bytes} bytes"
-
-
-def split_keys(keys: bytes) -> list[bytes]:
-    """Return the keys of a packed batch."""
-    assert len(keys) % KEY_BYTES == 0, f"{len(keys)} bytes of keys"
-    split: list[bytes] = np.frombuffer(keys, KEY).tolist()
-    return split

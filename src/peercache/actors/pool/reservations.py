@@ -133,6 +133,11 @@ class Reservations:
             sequence <= known.closed_up_to and sequence not in known.awaited
         )
 
+    def open_of(self, client: int) -> list[tuple[int, Reservation]]:
+        """Return a client's open reservations, by sequence."""
+        known = self._clients.get(client)
+        return list(known.open.items()) if known is not None else []
+
     def begin(self, client: int, sequence: int, reservation: Reservation) -> None:
         """Keep a new reservation; one that holds no slot has ended at once."""
         assert client not in self._gone, f"client {client:016x} is gone"

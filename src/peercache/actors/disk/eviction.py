@@ -1,8 +1,8 @@
-"""Who goes from a full disk: the coldest of the same slot size, or a slab of a colder size.
+"""Eviction from a full disk: the coldest pages of the same slot size, or a slab of a colder size.
 
-Looking for the coldest costs time that grows with the entries, so many are looked for at once and
-kept in a queue, coldest first. Whoever is touched meanwhile is skipped when met: everybody outside
-the queue is younger than everybody in it, so the order is exact.
+To find the coldest entry costs time that grows with the entries, so one search finds many and keeps
+them in a queue, coldest first. An entry that was touched meanwhile is skipped: all entries outside
+the queue are younger than all in it, so the order is exact.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.disk.entries import EntryRows
+from peercache.actors.disk.index_rows import EntryRows
 from peercache.actors.disk.slabs import UNBOUND, Slab, SlabAllocator
 from peercache.model.runs import I64, U64
 
 QUEUE_PART: Final = 16
 QUEUE_MIN: Final = 256
-"""A queue has a sixteenth of a slot size's entries: each victim costs the same few steps."""
+"""A queue has a sixteenth of a slot size's entries: each eviction costs the same few steps."""
 
 COLDER_FACTOR: Final = 2
 """A slot size takes a slab of another where that slab's entries are, on average, more than so many
@@ -43,8 +43,8 @@ class _Queue:
 
 
 @final
-class Victims:
-    """Chooses; it changes neither entries nor slabs."""
+class EvictionQueues:
+    """Chooses the entries to evict; changes neither entries nor slabs."""
 
     def __init__(self, entries: EntryRows, slabs: SlabAllocator) -> None:
         """Choose among these."""
@@ -60,7 +60,7 @@ class Victims:
         self._slab_touched[self._entries.slabs_of(entries)] = stamps
 
     def choose(self, blocks: int, count: int, clock: int) -> I64:
-        """Return who goes for `count` slots of a size; none if nobody can.
+        """Return the entries to evict for `count` slots of a size; none if none can go.
 
         They are up to `count` entries of that size, or all of one slab of another.
         """
@@ -68,7 +68,7 @@ class Victims:
         queue = self._queues.setdefault(blocks, _Queue())
         own = self._coldest_of(blocks, queue, count)
         if not len(own):
-            # Nothing of its own can go, so somebody's must: else one size could fail for ever.
+            # This size has nothing that can go: without a donor it could fail for ever.
             donors = self._donors(blocks)
             return donors[0].live_rows() if donors else own
         queue.batches += 1

@@ -48,7 +48,7 @@ class EntryRows:
         self._slab_bytes = np.uint64(slab_bytes)
 
     def new(self, count: int) -> I64:
-        """Return the numbers of `count` new rows, whose fields are those of somebody before."""
+        """Return the numbers of `count` new rows; their fields are stale."""
         reused = min(count, self._spare_count)
         self._spare_count -= reused
         old = self._spare[self._spare_count : self._spare_count + reused].astype(np.int64)
