@@ -52,8 +52,7 @@ LAYERS: dict[str, str] = {
     "net": "model config wire wire.messages paths",
     "fabric": "model observability memory",
     "fabric.tcp": "model config observability installation actors.channels",
-    "rdma": "model config observability wire wire.messages actors actors.channels actors.rdma "
-    "memory fabric",
+    "rdma": "model config observability wire wire.messages actors actors.channels memory fabric",
     "http": "model config observability",
     # A node is put together from all of them, then the blocking client.
     "node": "model config wire wire.messages observability actors actors.membership actors.ring "

@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache.actors.rdma.actor import NO_PATH
 from peercache.memory.published import PublishedSegment
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
@@ -25,7 +24,7 @@ from peercache.rdma.rail import Rail, Settings
 from peercache.rdma.serving import ChannelServer
 from peercache.rdma.verbs import Verbs, load
 from peercache.wire.envelope import Message
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.rdma import NO_PATH, ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 

@@ -20,9 +20,9 @@ from peercache.actors.mailboxes import (
     PublisherHears,
     RdmaHears,
     RingHears,
-    VerbsHears,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.storage_port import DiskEffect
 from peercache.model.runs import U64
 from peercache.wire.envelope import Message
@@ -107,19 +107,11 @@ class TellRdma:
     fact: RdmaHears
 
 
-@attrs.frozen
-class TellVerbs:
-    """Hand a fact to the keeper of the rdma devices."""
-
-    fact: VerbsHears
-
-
 Tell: TypeAlias = (
     TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote | TellRdma
-    | TellVerbs
-)  # fmt: skip
+)
 
-Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect
+Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect | RdmaEffect
 
 
 class StateActor(Protocol[Hears_contra]):

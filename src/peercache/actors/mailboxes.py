@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import RdmaFact
 from peercache.actors.storage_port import DiskEnded, DiskFact, DiskOpened, LateEnded
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
@@ -42,8 +43,7 @@ from peercache.wire.messages.pool import (
     Touched,
 )
 from peercache.wire.messages.promote import Promote
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
 
 # --- membership -----------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class RecordsChanged:
 
 @attrs.frozen
 class PoolGrew:
-    """node → pool, verbs; pool → promote: the first `usable_bytes` of page memory are usable."""
+    """node → pool, rdma; pool → promote: the first `usable_bytes` of page memory are usable."""
 
     usable_bytes: int
 
@@ -348,49 +348,4 @@ PromoteHears: TypeAlias = (
 
 # --- rdma -----------------------------------------------------------------------------------------
 
-
-@attrs.frozen
-class RdmaServes:
-    """node → rdma: the devices are open, and some of the memory is registered."""
-
-
-@attrs.frozen
-class RdmaAbsent:
-    """node → rdma: there will be no channels. reason: a sentence, for clients that ask for one."""
-
-    reason: str
-
-
-@attrs.frozen
-class PairOpened:
-    """verbs → rdma: what came of a WantPair. answer: for the client; is_open: it has a channel."""
-
-    origin: Origin
-    channel: int
-    is_open: bool
-    answer: ChannelOpened | Refused
-
-
-RdmaHears: TypeAlias = OpenChannel | ChannelsHeld | RdmaServes | RdmaAbsent | PairOpened
-
-
-# --- verbs: the keeper of the rdma devices --------------------------------------------------------
-
-
-@attrs.frozen
-class WantPair:
-    """rdma → verbs: make the other end of a channel, or say again what it opens."""
-
-    origin: Origin
-    wanted: OpenChannel
-
-
-@attrs.frozen
-class DropPair:
-    """rdma → verbs: destroy a channel of a client."""
-
-    client: int
-    channel: int
-
-
-VerbsHears: TypeAlias = WantPair | DropPair | PoolGrew
+RdmaHears: TypeAlias = OpenChannel | ChannelsHeld | PoolGrew | RdmaFact

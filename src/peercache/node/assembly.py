@@ -15,7 +15,7 @@ from peercache.actors.membership.actor import Membership
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.publisher.actor import Publisher
-from peercache.actors.rdma.actor import ServedChannels
+from peercache.actors.rdma.actor import RdmaActor
 from peercache.actors.ring.actor import RingActor
 from peercache.actors.runtime import NamedActor, run_actor
 from peercache.config.settings import Config
@@ -86,9 +86,7 @@ class Crew:
             metrics=metrics,
         )
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
-        self.rdma = ServedChannels(
-            channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer
-        )
+        self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.mailboxes = boxes = NodeMailboxes()
         self.actors: tuple[NamedActor[Any], ...] = (
             NamedActor("membership", self.membership, boxes.membership),

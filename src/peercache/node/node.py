@@ -20,7 +20,8 @@ import attrs
 import trio
 
 from peercache.actors.effects import TellDisk
-from peercache.actors.mailboxes import ClientGone, DiskHears, PoolGrew, RdmaAbsent
+from peercache.actors.mailboxes import ClientGone, DiskHears, PoolGrew
+from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
 from peercache.config.quantities import format_address
@@ -46,8 +47,8 @@ from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import absorb
-from peercache.rdma.devices import RdmaServing
 from peercache.rdma.rail import Settings
+from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.envelope import Message
 from peercache.wire.messages.session import Counted, Stats, StatsAsked
 
@@ -108,6 +109,7 @@ class Node:
         self._came_round = time.monotonic()
         self._admission: Admission | None = None
         self._disk: NodeDisk | None = None
+        self._queue_pairs: DeviceQueuePairs | None = None
 
     def stop(self) -> None:
         """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
@@ -181,10 +183,11 @@ class Node:
             metrics=self.metrics,
             log=self.log,
             perform_disk=self._open_disk(segment),
+            perform_rdma=self._open_queue_pairs(segment),
         )
         await nursery.start(switchboard.run)
         crew.start(nursery, switchboard.perform)
-        await self._serve_rdma(nursery, segment)
+        await self._serve_rdma(nursery)
         http = await self._serve_http(nursery, bound_host)
         await nursery.start(populate, segment, self._pool_grew, self.log)
         nursery.start_soon(self._keep_house, admission, listener)
@@ -208,6 +211,21 @@ class Node:
 
         self._disk = NodeDisk(self.config, segment, tell, self.log)
         return self._disk.perform
+
+    def _open_queue_pairs(self, segment: PublishedSegment) -> Callable[[RdmaEffect], None] | None:
+        """Return what performs the effects of the rdma actor; None if the node serves no rdma."""
+        if self.config.fabric not in ("auto", "rdma"):
+            return None
+        self._queue_pairs = DeviceQueuePairs(
+            Settings.of(self.config),
+            segment,
+            is_required=self.config.fabric == "rdma",
+            tell=lambda fact: self._crew.mailboxes.rdma.tell(SELF, fact),
+            rng=self._rng,
+            metrics=self.metrics,
+            log=self.log,
+        )
+        return self._queue_pairs.perform
 
     def _member(self, segment: PublishedSegment, control: str, host: str, data_port: int) -> Member:
         return Member(
@@ -256,28 +274,15 @@ class Node:
         )
         return int(listeners[0].socket.getsockname()[1])
 
-    async def _serve_rdma(self, nursery: trio.Nursery, segment: PublishedSegment) -> None:
-        """Begin to look for devices; where rdma is asked for, wait for what comes of it."""
-        boxes = self._crew.mailboxes
-        if self.config.fabric not in ("auto", "rdma"):
-            boxes.rdma.tell(SELF, RdmaAbsent(f"this node has fabric = {self.config.fabric}"))
-            boxes.verbs.close()
-            return
-        is_required = self.config.fabric == "rdma"
-        serving = RdmaServing(
-            Settings.of(self.config),
-            segment,
-            boxes.verbs,
-            is_required=is_required,
-            tell=lambda fact: boxes.rdma.tell(SELF, fact),
-            rng=self._rng,
-            metrics=self.metrics,
-            log=self.log,
-        )
-        if is_required:
-            await nursery.start(serving.run)
+    async def _serve_rdma(self, nursery: trio.Nursery) -> None:
+        """Start to look for RDMA devices; with `fabric = rdma`, wait for the outcome."""
+        if self._queue_pairs is None:
+            absent = RdmaAbsent(f"this node has fabric = {self.config.fabric}")
+            self._crew.mailboxes.rdma.tell(SELF, absent)
+        elif self.config.fabric == "rdma":
+            await nursery.start(self._queue_pairs.run)
         else:
-            nursery.start_soon(serving.run)
+            nursery.start_soon(self._queue_pairs.run)
 
     async def _serve_http(self, nursery: trio.Nursery, host: str) -> str:
         if self.config.metrics_port == 0 or (self._in_process and self.config.metrics_port == -1):
@@ -297,7 +302,7 @@ class Node:
 
     def _pool_grew(self, usable_bytes: int) -> None:
         self._crew.mailboxes.pool.tell(SELF, PoolGrew(usable_bytes))
-        self._crew.mailboxes.verbs.tell(SELF, PoolGrew(usable_bytes))
+        self._crew.mailboxes.rdma.tell(SELF, PoolGrew(usable_bytes))
 
     def _pipe_ended(self, pipe: int) -> None:
         if self._admission is not None:

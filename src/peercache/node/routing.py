@@ -19,7 +19,6 @@ from peercache.actors.effects import (
     TellPublisher,
     TellRdma,
     TellRing,
-    TellVerbs,
 )
 from peercache.actors.mailboxes import (
     DirectoryHears,
@@ -30,7 +29,6 @@ from peercache.actors.mailboxes import (
     PublisherHears,
     RdmaHears,
     RingHears,
-    VerbsHears,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox
@@ -91,8 +89,6 @@ class NodeMailboxes:
     disk: Mailbox[DiskHears] = attrs.field(factory=Mailbox, init=False)
     promote: Mailbox[PromoteHears] = attrs.field(factory=Mailbox, init=False)
     rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
-    verbs: Mailbox[VerbsHears] = attrs.field(factory=Mailbox, init=False)
-    """Of the keeper of the rdma devices: no state actor, and not on every host."""
     in_order: tuple[Mailbox[Any], ...] = attrs.field(init=False)
 
     @in_order.default
@@ -121,8 +117,6 @@ class NodeMailboxes:
                 self.ring.tell(SELF, fact)
             case TellRdma(fact):
                 self.rdma.tell(SELF, fact)
-            case TellVerbs(fact):
-                self.verbs.tell(SELF, fact)
             case _:
                 assert_never(told)
 

@@ -14,6 +14,7 @@ import trio
 
 from peercache.actors.effects import Effect, SendTo, StoreWords, Tell
 from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import DropPair, OpenPair, RdmaEffect, ServeMemory
 from peercache.actors.runtime import TURN_MESSAGES
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import Rejected, RemoteProtocolError
@@ -66,6 +67,7 @@ class Switchboard:
         log: Any,
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
+        perform_rdma: Callable[[RdmaEffect], None] | None = None,
     ) -> None:
         """Take everything from `node.Node`, which owns it; a simulation opens links of its own."""
         self._me = me
@@ -83,6 +85,7 @@ class Switchboard:
         self._log = log
         self._open_link = open_link
         self._perform_disk = perform_disk
+        self._perform_rdma = perform_rdma
         self._links: dict[str, Link] = {}
         # A refused node says Hello again every second.
         self._warn_once = WarnOnce(log)
@@ -221,6 +224,9 @@ class Switchboard:
         elif isinstance(effect, (Spill, Load, Forget, NoteUse)):
             assert self._perform_disk is not None, "a disk tier that was never opened says nothing"
             self._perform_disk(effect)
+        elif isinstance(effect, (OpenPair, DropPair, ServeMemory)):
+            assert self._perform_rdma is not None, "the rdma actor of a node without devices"
+            self._perform_rdma(effect)
         elif isinstance(effect, SendTo):
             self._say(effect.address, 0, effect.message)
         elif isinstance(effect.to, Origin) and effect.to.pipe:

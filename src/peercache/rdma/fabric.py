@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
-from peercache.actors.rdma.actor import NO_PATH, NO_RDMA
 from peercache.errors import LocalProtocolError
 from peercache.fabric.port import Fabric
 from peercache.model.ids import name_of
@@ -36,7 +35,7 @@ from peercache.rdma.plan import ReadProgress
 from peercache.rdma.rail import Rail
 from peercache.rdma.reading import Leased, Poller, Share, Transfer, Unprepared, drive, shares_of
 from peercache.wire.envelope import Message
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
+from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, ChannelsHeld
 from peercache.wire.messages.session import Refused
 
 EXCHANGE_S = 0.2

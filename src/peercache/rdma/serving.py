@@ -11,23 +11,40 @@ Keeps   `ChannelServer` never waits: it makes a queue pair in a call or two, and
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
 from typing import Any, final
 
 import attrs
 import numpy as np
+import trio
+from typing_extensions import assert_never
 
-from peercache.actors.rdma.actor import NO_PATH, NO_RDMA
+from peercache.actors.rdma_port import (
+    DropPair,
+    OpenPair,
+    PairOpened,
+    RdmaAbsent,
+    RdmaEffect,
+    RdmaFact,
+    RdmaServes,
+    ServeMemory,
+)
+from peercache.errors import ConfigError
 from peercache.memory.kernel import address_of
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import name_of
 from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.rdma import neighbours
+from peercache.rdma.device import ETHERNET
 from peercache.rdma.memory import Region
 from peercache.rdma.plan import WORD_BYTES
 from peercache.rdma.queue_pair import PSN_MAX, QpEnd, QueuePair, Sizes
-from peercache.rdma.rail import Rail
+from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.verbs import outlives_fork
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 
 WORDS_S = 10.0
@@ -194,3 +211,122 @@ class ChannelServer:
             granule=layout.granule,
             regions=np.array(regions, "<u8").tobytes(),
         )
+
+
+@final
+class DeviceQueuePairs:
+    """The port `QueuePairs` over the devices of this host, from their opening to their end.
+
+    It handles one effect a turn of the loop: to make a queue pair takes a millisecond, with the
+    interpreter's lock held. A client whose address does not resolve delays the effects behind it
+    by `neighbours.RESOLVE_S`, and not the loop.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        segment: PublishedSegment,
+        *,
+        is_required: bool,
+        tell: Callable[[RdmaFact], None],
+        rng: random.Random,
+        metrics: Metrics,
+        log: Any,
+    ) -> None:
+        """Serve `segment`; `tell` hands a fact to the rdma actor.
+
+        is_required: without devices `run` raises ConfigError.
+        """
+        self._settings = settings
+        self._segment = segment
+        self._is_required = is_required
+        self._tell = tell
+        self._rng = rng
+        self._metrics = metrics
+        self._log = log
+        # Bounded by the actor: PENDING_MAX OpenPair, and a DropPair for each channel.
+        self._give, self._effects = trio.open_memory_channel[RdmaEffect](inf)
+
+    def perform(self, effect: RdmaEffect) -> None:
+        """Queue an effect; without devices it does nothing."""
+        with suppress(trio.BrokenResourceError):
+            self._give.send_nowait(effect)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Open the devices, serve until cancelled, close them. Raises ConfigError."""
+        # The import of pyverbs, and the opening of each device, take long.
+        rails, problems = await trio.to_thread.run_sync(open_rails, self._settings)
+        if not rails:
+            self._end("; ".join(problems))
+            task_status.started()
+            return
+        server: ChannelServer | None = None
+        try:
+            server = ChannelServer(rails, self._segment, rng=self._rng)
+            failures = await trio.to_thread.run_sync(server.failures)
+            if failures:
+                self._end("; ".join(failures))
+                task_status.started()
+                return
+            self._announce(server, problems)
+            task_status.started()
+            async for effect in self._effects:
+                await self._do(server, effect)
+        except (rails[0].verbs.Error, OSError) as error:
+            # A device failed, early or late: the node goes on, and peers read over tcp.
+            self._end(str(error))
+        finally:
+            if server is not None:
+                server.close_all()
+            else:
+                for rail in rails:
+                    rail.close()
+
+    def _end(self, reason: str) -> None:
+        self._effects.close()
+        if self._is_required:
+            raise ConfigError("fabric", f"rdma is asked for, and there is none: {reason}")
+        self._log.info("rdma.devices_missing", reason=reason)
+        self._tell(RdmaAbsent(reason))
+
+    def _announce(self, server: ChannelServer, problems: tuple[str, ...]) -> None:
+        for problem in problems:
+            self._log.info("rdma.rail_skipped", problem=problem)
+        for rail in server.rails:
+            self._log.info(
+                "rdma.rail_served", rail=rail.name, gid=rail.chosen.gid.text(),
+                gid_index=rail.chosen.gid.index, mtu=128 << rail.abilities.mtu,
+            )  # fmt: skip
+        self._tell(RdmaServes())
+
+    async def _do(self, server: ChannelServer, effect: RdmaEffect) -> None:
+        if isinstance(effect, OpenPair):
+            client, channel = effect.origin.identity, effect.wanted.channel
+            answer = await self._open(server, effect)
+            is_open = isinstance(answer, ChannelOpened)
+            if not is_open:
+                # The actor forgets the channel, so an older queue pair of it must end too.
+                server.close(client, channel)
+            self._tell(PairOpened(effect.origin, channel, is_open, answer))
+        elif isinstance(effect, DropPair):
+            server.close(effect.client, effect.channel)
+        elif isinstance(effect, ServeMemory):
+            server.grew(effect.usable_bytes)
+        else:
+            assert_never(effect)
+        self._metrics.rdma_channels.set(server.channel_count)
+        self._metrics.rdma_registered_bytes.set(server.registered_bytes())
+
+    async def _open(self, server: ChannelServer, effect: OpenPair) -> ChannelOpened | Refused:
+        wanted = effect.wanted
+        rail = server.rail_for(wanted)
+        if rail.link_layer == ETHERNET and len(wanted.gid) == 16:
+            neighbours.ask(rail.chosen.gid, wanted.gid)
+            with trio.move_on_after(neighbours.RESOLVE_S):
+                # The kernel has no event for it.
+                while not neighbours.is_known(wanted.gid):  # noqa: ASYNC110
+                    await trio.sleep(neighbours.LOOK_S)
+            if not neighbours.is_known(wanted.gid):
+                what = f"no host answers for your GID {wanted.gid.hex(':', 2)} at {rail.name} here"
+                return Refused(wanted.request, NO_PATH, what)
+        return server.open(effect.origin.identity, wanted)

@@ -1,26 +1,36 @@
-"""The list of channels that a node serves."""
+"""The rdma actor: the queue pairs that clients have to a node."""
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peercache.actors.effects import Effect, Send, TellVerbs
-from peercache.actors.mailboxes import DropPair, PairOpened, RdmaAbsent, RdmaServes, WantPair
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import PoolGrew
 from peercache.actors.origin import Origin
-from peercache.actors.rdma.actor import (
-    BUSY,
-    CHANNELS_MAX,
-    NO_RDMA,
-    SILENT_S,
-    TOO_MANY,
-    WANTED_MAX,
-    ServedChannels,
+from peercache.actors.rdma.actor import CHANNELS_MAX, PENDING_MAX, SILENT_S, RdmaActor
+from peercache.actors.rdma_port import (
+    DropPair,
+    OpenPair,
+    PairOpened,
+    RdmaAbsent,
+    RdmaFact,
+    RdmaServes,
+    ServeMemory,
 )
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.rdma import (
+    BUSY,
+    NO_RDMA,
+    TOO_MANY,
+    ChannelOpened,
+    ChannelsHeld,
+    OpenChannel,
+)
 from peercache.wire.messages.session import Refused
+from tests.contracts.fake_queue_pairs import FakeQueuePairs
 from tests.examples import examples
 
 ALICE, BOB = Origin(1, 11), Origin(2, 22)
@@ -32,18 +42,18 @@ def wanted(channel: int, request: int = 5) -> OpenChannel:
 
 
 def opened(channel: int) -> ChannelOpened:
-    """Return what "verbs" answers."""
+    """Return the answer of a node that made a queue pair."""
     return ChannelOpened(5, channel, 200, 2, 0, bytes(16), 5, 16, 0, 4096, 0, 4096, b"")
 
 
-def serving(channels_a_client_max: int = 4) -> ServedChannels:
+def serving(channels_a_client_max: int = 4) -> RdmaActor:
     """Return an actor whose node has devices."""
-    actor = ServedChannels(channels_a_client_max=channels_a_client_max)
+    actor = RdmaActor(channels_a_client_max=channels_a_client_max)
     actor.on_message(Origin(0), RdmaServes(), 0.0)
     return actor
 
 
-def ask(actor: ServedChannels, who: Origin, channel: int, now: float = 0.0) -> list[Effect]:
+def ask(actor: RdmaActor, who: Origin, channel: int, now: float = 0.0) -> list[Effect]:
     """Ask for a channel."""
     effects = actor.on_message(who, wanted(channel), now)
     actor.check()
@@ -51,8 +61,8 @@ def ask(actor: ServedChannels, who: Origin, channel: int, now: float = 0.0) -> l
 
 
 def test_node_without_devices_refuses_with_the_reason() -> None:
-    """A client is told the reason, before and after the search for devices."""
-    actor = ServedChannels(channels_a_client_max=4)
+    """Every refusal has its reason, before and after the search for devices."""
+    actor = RdmaActor(channels_a_client_max=4)
 
     early = ask(actor, ALICE, 1)
     actor.on_message(Origin(0), RdmaAbsent("pyverbs cannot be imported"), 0.0)
@@ -62,20 +72,20 @@ def test_node_without_devices_refuses_with_the_reason() -> None:
     assert late == [Send(ALICE, Refused(5, NO_RDMA, "pyverbs cannot be imported"))]
 
 
-def test_channel_is_asked_of_the_device_side_and_the_answer_passed_on() -> None:
-    """The actor itself makes nothing."""
+def test_channel_is_opened_by_the_port_and_the_answer_passed_on() -> None:
+    """The actor itself makes no queue pair."""
     actor = serving()
 
     asked = ask(actor, ALICE, 1)
     answered = actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=True, answer=opened(1)), 0)
 
-    assert asked == [TellVerbs(WantPair(ALICE, wanted(1)))]
+    assert asked == [OpenPair(ALICE, wanted(1))]
     assert answered == [Send(ALICE, opened(1))]
     assert actor.figures()["rdma_channels"] == 1
 
 
 def test_same_channel_asked_for_again_counts_once() -> None:
-    """A question may be repeated, and is how a client hears of newly registered memory."""
+    """A client repeats a question to hear of newly registered memory."""
     actor = serving(channels_a_client_max=1)
 
     first, second = ask(actor, ALICE, 1), ask(actor, ALICE, 1)
@@ -88,7 +98,7 @@ def test_channel_that_could_not_be_made_is_forgotten() -> None:
     """Its place is free again."""
     actor = serving(channels_a_client_max=1)
     ask(actor, ALICE, 1)
-    refusal = Refused(5, "no_path", "no answer")
+    refusal = Refused(5, "no_path", "no host answers")
 
     passed_on = actor.on_message(
         Origin(0), PairOpened(ALICE, 1, is_open=False, answer=refusal), 0.0
@@ -111,7 +121,7 @@ def test_client_has_a_bounded_number_of_channels() -> None:
     assert isinstance(refused, Send)
     assert isinstance(refused.message, Refused)
     assert refused.message.reason == TOO_MANY
-    assert isinstance(served, TellVerbs)
+    assert isinstance(served, OpenPair)
 
 
 def test_node_has_a_bounded_number_of_channels() -> None:
@@ -131,7 +141,7 @@ def test_node_has_a_bounded_number_of_channels() -> None:
 def test_questions_that_wait_are_bounded() -> None:
     """The same channel asked for over and over is work, too; it goes on once some is done."""
     actor = serving()
-    for _ in range(WANTED_MAX):
+    for _ in range(PENDING_MAX):
         ask(actor, ALICE, 1)
 
     (refused,) = ask(actor, ALICE, 1)
@@ -141,7 +151,7 @@ def test_questions_that_wait_are_bounded() -> None:
     assert isinstance(refused, Send)
     assert isinstance(refused.message, Refused)
     assert refused.message.reason == BUSY
-    assert isinstance(served, TellVerbs)
+    assert isinstance(served, OpenPair)
 
 
 def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
@@ -152,7 +162,7 @@ def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
 
     effects = actor.on_message(ALICE, ChannelsHeld(newest=2, channels=(2,)), 1.0)
 
-    assert effects == [TellVerbs(DropPair(1, 1))]
+    assert effects == [DropPair(1, 1)]
     assert actor.figures()["rdma_channels"] == 2
 
 
@@ -177,7 +187,7 @@ def test_client_that_is_silent_loses_its_channels_and_no_other_does() -> None:
     assert actor.deadline() == SILENT_S
     effects = actor.on_tick(SILENT_S)
 
-    assert effects == [TellVerbs(DropPair(1, 1))]
+    assert effects == [DropPair(1, 1)]
     assert actor.deadline() == 10.0 + SILENT_S
 
 
@@ -204,62 +214,121 @@ def test_absurd_lists_are_harmless(newest: int) -> None:
     assert int(actor.figures()["rdma_channels"]) >= 1
 
 
-class ServedChannelsMachine(RuleBasedStateMachine):
-    """What the actor lists is what "verbs" has, by a slow count beside it."""
+def test_queue_pair_of_a_channel_that_is_not_listed_any_more_is_dropped() -> None:
+    """The first question is refused, so the channel is forgotten while the second is pending."""
+    actor = serving()
+    ask(actor, ALICE, 1)
+    ask(actor, ALICE, 1)
+    refusal = Refused(5, "no_path", "no host answers")
+    actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=False, answer=refusal), 0.0)
+
+    late = actor.on_message(Origin(0), PairOpened(ALICE, 1, is_open=True, answer=opened(1)), 0.0)
+
+    drop, answer = late
+    assert drop == DropPair(ALICE.identity, 1)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Refused)
+    assert actor.figures()["rdma_channels"] == 0
+
+
+def test_populated_memory_is_served_as_soon_as_the_devices_are_open() -> None:
+    """The pool may grow before the devices are open, and after."""
+    actor = RdmaActor(channels_a_client_max=4)
+
+    early = actor.on_message(Origin(0), PoolGrew(4096), 0.0)
+    serves = actor.on_message(Origin(0), RdmaServes(), 0.0)
+    later = actor.on_message(Origin(0), PoolGrew(8192), 0.0)
+
+    assert early == []
+    assert serves == [ServeMemory(4096)]
+    assert later == [ServeMemory(8192)]
+
+
+def test_devices_that_are_gone_take_every_channel_along() -> None:
+    """Pending questions are never answered; new ones are refused with the reason."""
+    actor = serving()
+    ask(actor, ALICE, 1)
+
+    actor.on_message(Origin(0), RdmaAbsent("the device was removed"), 0.0)
+    refused = ask(actor, BOB, 1)
+
+    assert refused == [Send(BOB, Refused(5, NO_RDMA, "the device was removed"))]
+    assert actor.figures()["rdma_channels"] == 0
+    assert actor.deadline() == float("inf")
+
+
+class RdmaActorMachine(RuleBasedStateMachine):
+    """The actor lists exactly the queue pairs of its port, once the port has done its effects."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start with open devices."""
         super().__init__()
-        self.actor = serving(channels_a_client_max=3)
+        self.actor = RdmaActor(channels_a_client_max=3)
         self.now = 0.0
-        self.pairs: set[tuple[int, int]] = set()
+        self.pairs = FakeQueuePairs(self.hear)
+        self.asked = self.answered = 0
+        self.pairs.step()
 
-    @rule(who=st.sampled_from([ALICE, BOB]), channel=st.integers(1, 6), works=st.booleans())
-    def open(self, who: Origin, channel: int, *, works: bool) -> None:
-        """Ask for a channel, which "verbs" makes or cannot make."""
-        (effect,) = self.actor.on_message(who, wanted(channel), self.now)
-        if isinstance(effect, TellVerbs):
-            known = (who.identity, channel) in self.pairs
-            is_open = works or known
-            if is_open:
-                self.pairs.add((who.identity, channel))
-            answer = opened(channel) if is_open else Refused(5, "no_path", "")
-            self.actor.on_message(Origin(0), PairOpened(who, channel, is_open, answer), self.now)
+    def hear(self, fact: RdmaFact) -> None:
+        """Hand a fact of the port to the actor."""
+        self.do(self.actor.on_message(Origin(0), fact, self.now))
+
+    @rule(
+        who=st.sampled_from([ALICE, BOB]),
+        channel=st.integers(1, 6),
+        end=st.integers(1, 2),
+        is_valid=st.booleans(),
+    )
+    def open(self, who: Origin, channel: int, end: int, *, is_valid: bool) -> None:
+        """Ask for a channel, from one of two ends, or with nonsense."""
+        self.asked += 1
+        question = attrs.evolve(wanted(channel), qp_num=end, mtu=5 if is_valid else 9)
+        self.do(self.actor.on_message(who, question, self.now))
 
     @rule(
         who=st.sampled_from([ALICE, BOB]), held=st.sets(st.integers(1, 6)), newest=st.integers(0, 6)
     )
     def hold(self, who: Origin, held: set[int], newest: int) -> None:
         """List channels."""
-        self.drop(self.actor.on_message(who, ChannelsHeld(newest, tuple(held)), self.now))
+        self.do(self.actor.on_message(who, ChannelsHeld(newest, tuple(held)), self.now))
 
     @rule(seconds=st.floats(0, 100))
     def wait(self, seconds: float) -> None:
         """Let time go by."""
         self.now += seconds
         if self.actor.deadline() <= self.now:
-            self.drop(self.actor.on_tick(self.now))
+            self.do(self.actor.on_tick(self.now))
             assert self.actor.deadline() > self.now
 
-    def drop(self, effects: list[Effect]) -> None:
+    @rule(steps=st.integers(1, 4))
+    def perform(self, steps: int) -> None:
+        """Let the port do some of its effects."""
+        for _ in range(steps):
+            self.pairs.step()
+
+    def do(self, effects: list[Effect]) -> None:
         """Do what the actor says."""
         for effect in effects:
-            assert isinstance(effect, TellVerbs)
-            assert isinstance(effect.fact, DropPair)
-            self.pairs.remove((effect.fact.client, effect.fact.channel))
+            if isinstance(effect, Send):
+                self.answered += 1
+            else:
+                assert isinstance(effect, (OpenPair, DropPair))
+                self.pairs.perform(effect)
 
     @invariant()
     def lists_what_there_is(self) -> None:
-        """No queue pair is forgotten, and none is imagined."""
+        """No queue pair is forgotten, none is imagined, and every question has one answer."""
         self.actor.check()
         listed = {
             (identity, channel)
             for identity, client in self.actor._clients.items()
             for channel in client.channels
         }
-        assert listed == self.pairs
-        assert self.actor.figures()["rdma_channels"] == len(self.pairs)
+        assert self.actor.figures()["rdma_channels"] == len(listed)
+        if not self.pairs.pending:
+            assert listed == set(self.pairs.live)
+            assert self.asked == self.answered
 
 
-TestServedChannelsMachine = ServedChannelsMachine.TestCase
-TestServedChannelsMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestRdmaActorMachine = RdmaActorMachine.TestCase
+TestRdmaActorMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)

@@ -1,1 +1,1 @@
-"""rdma: which queue pairs clients have to this node."""
+"""rdma: the queue pairs that clients have to this node."""

@@ -1,13 +1,15 @@
-"""rdma: which channels peers have to this node.
+"""rdma: the queue pairs that clients have to this node.
 
-Owns    the list of channels that clients have asked for, and when each client last spoke of them.
-        The queue pairs themselves belong to whoever keeps the devices, the actor "verbs".
-Hears   OpenChannel, ChannelsHeld; RdmaServes and RdmaAbsent from the node; PairOpened from "verbs".
-Says    WantPair and DropPair to "verbs"; ChannelOpened or Refused to whoever asked.
-Keeps   a channel that its client does not list any more is dropped, and so are all of a client that
-        has not spoken for SILENT_S: one-sided reads are invisible here, so only words count.
-        A client that is refused is told why.
-Limits  channels_a_client_max and CHANNELS_MAX queue pairs; WANTED_MAX of them in the making.
+Owns    the list of channels of each client, and the time of the client's last message about them.
+        The queue pairs live behind a port (`actors.rdma_port`): real devices, or a fake in tests.
+Hears   OpenChannel and ChannelsHeld of clients; PoolGrew of the node; RdmaServes, RdmaAbsent and
+        PairOpened of the port.
+Says    OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
+Keeps   the port has a queue pair for each listed channel that was answered, and for no other.
+        A channel is dropped when its client does not list it any more. All channels of a client are
+        dropped when it is silent for SILENT_S: a node cannot see one-sided READs, so only messages
+        count. A refusal has its reason.
+Limits  channels_a_client_max and CHANNELS_MAX queue pairs; PENDING_MAX OpenPair without an answer.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Send, TellVerbs
-from peercache.actors.mailboxes import (
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import PoolGrew, RdmaHears
+from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import (
     DropPair,
+    OpenPair,
     PairOpened,
     RdmaAbsent,
-    RdmaHears,
     RdmaServes,
-    WantPair,
+    ServeMemory,
 )
-from peercache.actors.origin import Origin
-from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
+from peercache.wire.messages.rdma import (
+    BUSY,
+    NO_PATH,
+    NO_RDMA,
+    TOO_MANY,
+    ChannelsHeld,
+    OpenChannel,
+)
 from peercache.wire.messages.session import Refused
 
 CHANNELS_MAX = 8192
@@ -35,23 +45,11 @@ CHANNELS_MAX = 8192
 for a hundred thousand, each some kilobytes of kernel memory."""
 
 SILENT_S = 65.0
-"""Three times as long as a client may be silent about the channels it holds, and some."""
+"""A client lists its channels every 20 s; three lost lists in a row are not enough to drop them."""
 
-WANTED_MAX = 256
-"""Questions handed on and not answered yet: a quarter of a second of work. Beyond it they are
-refused, because facts within a node are never dropped."""
-
-NO_RDMA = "no_rdma"
-"""Refusal: this node serves no rdma; detail says why."""
-
-NO_PATH = "no_path"
-"""Refusal: no queue pair of this node can reach that end of the client's."""
-
-TOO_MANY = "channels"
-"""Refusal: no more queue pairs for this client, or for anybody."""
-
-BUSY = "busy"
-"""Refusal: too many queue pairs are being made just now."""
+PENDING_MAX = 256
+"""OpenPair without an answer: a quarter of a second of work. The actor refuses more questions,
+because the port drops no effect."""
 
 
 @attrs.define
@@ -64,36 +62,41 @@ class _Client:
 
 @final
 @attrs.define
-class ServedChannels:
-    """The channels of one node."""
+class RdmaActor:
+    """The queue pairs of one node."""
 
     channels_a_client_max: int = attrs.field(kw_only=True)
     _absent_because: str = attrs.field(default="it is still starting", init=False)
     _clients: dict[int, _Client] = attrs.field(factory=dict, init=False)
     _count: int = attrs.field(default=0, init=False)
-    _wanted: int = attrs.field(default=0, init=False)
+    _pending: int = attrs.field(default=0, init=False)
+    _usable_bytes: int = attrs.field(default=0, init=False)
 
     def on_message(self, sender: Origin, message: RdmaHears, now: float) -> list[Effect]:
-        """Take one message; see the module's docstring."""
+        """Take one message and return what must be done."""
         if isinstance(message, OpenChannel):
             return self._open(sender, message, now)
         if isinstance(message, ChannelsHeld):
             return self._hold(sender.identity, message, now)
         if isinstance(message, PairOpened):
-            self._wanted -= 1
-            if not message.is_open:
-                self._forget(message.origin.identity, message.channel)
-            return [Send(message.origin, message.answer)]
+            return self._answer(message)
+        if isinstance(message, PoolGrew):
+            self._usable_bytes = message.usable_bytes
+            return [] if self._absent_because else [ServeMemory(self._usable_bytes)]
         if isinstance(message, RdmaServes):
             self._absent_because = ""
-            return []
+            # Memory that was populated before the devices were open.
+            return [ServeMemory(self._usable_bytes)] if self._usable_bytes else []
         if isinstance(message, RdmaAbsent):
             self._absent_because = message.reason
+            # The queue pairs are gone with the devices, and no pending OpenPair is answered.
+            self._clients.clear()
+            self._count = self._pending = 0
             return []
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Drop the channels of clients that are gone."""
+        """Drop the channels of clients that are silent for too long."""
         effects: list[Effect] = []
         for identity, client in list(self._clients.items()):
             if client.heard_at + SILENT_S <= now:
@@ -102,14 +105,14 @@ class ServedChannels:
 
     def deadline(self) -> float:
         """Return when the next client has been silent for too long; inf for never."""
-        # The one that spoke longest ago comes first: whoever speaks goes to the end.
+        # Clients are ordered by the time of their last message.
         oldest = next(iter(self._clients.values()), None)
         return oldest.heard_at + SILENT_S if oldest is not None else float("inf")
 
     def check(self) -> None:
         """Assert the invariants, in time that does not grow with the state."""
         assert 0 <= self._count <= CHANNELS_MAX, self._count
-        assert 0 <= self._wanted <= WANTED_MAX, self._wanted
+        assert 0 <= self._pending <= PENDING_MAX, self._pending
         last = next(reversed(self._clients.values()), None)
         if last is None:
             assert self._count == 0, self._count
@@ -130,8 +133,8 @@ class ServedChannels:
     def _open(self, sender: Origin, wanted: OpenChannel, now: float) -> list[Effect]:
         if self._absent_because:
             return [_refusal(sender, wanted, NO_RDMA, self._absent_because)]
-        if self._wanted >= WANTED_MAX:
-            return [_refusal(sender, wanted, BUSY, f"{self._wanted} are being made")]
+        if self._pending >= PENDING_MAX:
+            return [_refusal(sender, wanted, BUSY, f"{self._pending} are being made")]
         client = self._clients.get(sender.identity)
         held = client.channels if client is not None else {}
         if wanted.channel not in held:
@@ -141,8 +144,20 @@ class ServedChannels:
             self._count += 1
         client = self._heard(sender.identity, now)
         client.channels[wanted.channel] = None
-        self._wanted += 1
-        return [TellVerbs(WantPair(sender, wanted))]
+        self._pending += 1
+        return [OpenPair(sender, wanted)]
+
+    def _answer(self, opened: PairOpened) -> list[Effect]:
+        self._pending -= 1
+        client, channel = opened.origin.identity, opened.channel
+        if not opened.is_open:
+            self._forget(client, channel)
+        elif not self._lists(client, channel):
+            # Dropped, or refused to an earlier question, while this one was pending: the queue pair
+            # would never be dropped.
+            refusal = Refused(opened.answer.request, NO_PATH, "the channel was given up meanwhile")
+            return [DropPair(client, channel), Send(opened.origin, refusal)]
+        return [Send(opened.origin, opened.answer)]
 
     def _hold(self, identity: int, listed: ChannelsHeld, now: float) -> list[Effect]:
         if identity not in self._clients:
@@ -165,12 +180,16 @@ class ServedChannels:
     def _drop(self, identity: int, channels: list[int]) -> list[Effect]:
         for channel in channels:
             self._forget(identity, channel)
-        return [TellVerbs(DropPair(identity, channel)) for channel in channels]
+        return [DropPair(identity, channel) for channel in channels]
+
+    def _lists(self, identity: int, channel: int) -> bool:
+        client = self._clients.get(identity)
+        return client is not None and channel in client.channels
 
     def _forget(self, identity: int, channel: int) -> None:
-        client = self._clients.get(identity)
-        if client is None or channel not in client.channels:
+        if not self._lists(identity, channel):
             return
+        client = self._clients[identity]
         del client.channels[channel]
         self._count -= 1
         if not client.channels:

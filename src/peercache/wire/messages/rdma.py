@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import attrs
 
+NO_RDMA = "no_rdma"
+"""Refusal: the node serves no rdma; detail says why."""
+
+NO_PATH = "no_path"
+"""Refusal: no queue pair of the node can reach the client's end."""
+
+TOO_MANY = "channels"
+"""Refusal: the client, or the node, has no room for another queue pair."""
+
+BUSY = "busy"
+"""Refusal: the node is making too many queue pairs now."""
+
 
 @attrs.frozen
 class OpenChannel:

@@ -1,4 +1,4 @@
-"""The work actor that keeps a node's devices, over fake ones."""
+"""The queue pairs of a node over fake devices: their opening, their faults and their end."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import attrs
 import pytest
 import trio
 
-from peercache.actors.mailboxes import (
+from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import (
     DropPair,
+    OpenPair,
     PairOpened,
-    PoolGrew,
     RdmaAbsent,
     RdmaServes,
-    WantPair,
+    ServeMemory,
 )
-from peercache.actors.origin import Origin
-from peercache.actors.runtime import SELF, Mailbox
 from peercache.errors import ConfigError
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.rdma.devices import RdmaServing
 from peercache.rdma.rail import Settings
 from peercache.rdma.registrar import RegistrationFailed
+from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 from tests.rdma.fake_device import FakeRail, VerbsError, World, rng
 
@@ -56,13 +55,12 @@ class Rig:
     ) -> None:  # fmt: skip
         """Have it find these rails."""
         monkeypatch.setattr(
-            "peercache.rdma.devices.open_rails", lambda settings: (rails, ("no more of them",))
+            "peercache.rdma.serving.open_rails", lambda settings: (rails, ("no more of them",))
         )
-        self.mailbox = Mailbox()
         self.told: list[Any] = []
         self.heard = trio.Event()
-        self.actor = RdmaServing(
-            Settings(), segment, self.mailbox, is_required=is_required, tell=self.tell,
+        self.pairs = DeviceQueuePairs(
+            Settings(), segment, is_required=is_required, tell=self.tell,
             rng=rng(), metrics=Metrics(), log=get_logger(),
         )  # fmt: skip
 
@@ -87,15 +85,15 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
     rail = FakeRail(world)
     rig = Rig(monkeypatch, segment, rail)
     async with trio.open_nursery() as nursery:
-        await nursery.start(rig.actor.run)
+        await nursery.start(rig.pairs.run)
         assert rig.told == [RdmaServes()]
         rig.heard = trio.Event()
-        rig.mailbox.tell(SELF, PoolGrew(PAGE_BYTES // 2))
-        rig.mailbox.tell(SELF, WantPair(Origin(9, 1), WANTED))
+        rig.pairs.perform(ServeMemory(PAGE_BYTES // 2))
+        rig.pairs.perform(OpenPair(Origin(9, 1), WANTED))
 
         opened = await rig.next()
         pairs = world.open_pairs()
-        rig.mailbox.tell(SELF, DropPair(9, 1))
+        rig.pairs.perform(DropPair(9, 1))
         with trio.fail_after(60):
             while world.open_pairs():
                 await trio.lowlevel.checkpoint()
@@ -112,14 +110,13 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
 async def test_host_without_devices_says_why_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
 ) -> None:
-    """Facts that come later do not pile up in its mailbox."""
+    """Effects that come later do nothing."""
     rig = Rig(monkeypatch, segment)
 
-    await rig.actor.run()
-    rig.mailbox.tell(SELF, PoolGrew(4096))
+    await rig.pairs.run()
+    rig.pairs.perform(ServeMemory(4096))
 
     assert rig.told == [RdmaAbsent("no more of them")]
-    assert len(rig.mailbox) == 0
 
 
 async def test_memory_that_cannot_be_locked_is_an_absence_with_its_reason(
@@ -134,7 +131,7 @@ async def test_memory_that_cannot_be_locked_is_an_absence_with_its_reason(
     monkeypatch.setattr(rail.regions._registrar, "register", refuse)
     rig = Rig(monkeypatch, segment, rail)
 
-    await rig.actor.run()
+    await rig.pairs.run()
 
     assert rig.told == [RdmaAbsent("fake0: the limit is 65536: run `ulimit -l unlimited`")]
     assert rail.is_closed
@@ -152,7 +149,7 @@ async def test_device_that_fails_is_an_absence_and_not_the_end_of_the_node(
     rail.verbs = attrs.evolve(rail.verbs, CQ=fail)
     rig = Rig(monkeypatch, segment, rail)
 
-    await rig.actor.run()
+    await rig.pairs.run()
 
     assert rig.told == [RdmaAbsent("Failed to create a CQ")]
     assert rail.is_closed
@@ -165,4 +162,4 @@ async def test_absence_is_an_error_where_rdma_is_asked_for(
     rig = Rig(monkeypatch, segment, is_required=True)
 
     with pytest.raises(ConfigError, match="rdma is asked for"):
-        await rig.actor.run()
+        await rig.pairs.run()
