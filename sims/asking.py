@@ -37,7 +37,7 @@ class Connection:
         self.is_fresh = True
         self.is_probed = False
         self.inbox: deque[bytes] = deque()
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _no_waiter
         self._url = url
         self._place = place
         self._network = network
@@ -207,7 +207,7 @@ class Poll:
     def unregister(self, connection: Connection) -> None:
         """Wait for it no more."""
         del self._watched[connection.fd]
-        connection.wake = _nobody
+        connection.wake = _no_waiter
 
     async def wait(self, timeout_s: float) -> None:
         """Return as soon as one has something, or the time is up."""
@@ -224,5 +224,5 @@ class Poll:
         self._event.set()
 
 
-def _nobody() -> None:
+def _no_waiter() -> None:
     return

@@ -144,7 +144,7 @@ def _with_timer(right: Any) -> Any:
 RESERVATION_FREED_BY_TIME: Patches = ((pool.Pool, "on_message", _with_timer),)
 
 
-def _nobody_ends(right: Any) -> Any:
+def _no_member_ends(right: Any) -> Any:
     def follow(self: Any, view: Any, now: float) -> None:
         living = tuple(attrs.evolve(member, state=ALIVE) for member in view.members)
         right(self, attrs.evolve(view, members=living), now)
@@ -153,7 +153,7 @@ def _nobody_ends(right: Any) -> Any:
     return follow
 
 
-DEAD_INCARNATION_ACCEPTED: Patches = ((directory.DirectoryShard, "_follow", _nobody_ends),)
+DEAD_INCARNATION_ACCEPTED: Patches = ((directory.DirectoryShard, "_follow", _no_member_ends),)
 
 
 def _table_of_extent(right: Any) -> Any:
@@ -238,14 +238,14 @@ def _without_summaries(right: Any) -> Any:
 NO_SUMMARIES: Patches = ((publisher.Publisher, "on_tick", _without_summaries),)
 
 
-def _for_whoever(right: Any) -> Any:
+def _for_any_target(right: Any) -> Any:
     def decode(raw: bytes, *, cluster: str) -> Any:
         return attrs.evolve(right(raw, cluster=cluster), target=0)
 
     return decode
 
 
-SUCCESSOR_ACCEPTS: Patches = ((switchboard, "decode", _for_whoever),)
+SUCCESSOR_ACCEPTS: Patches = ((switchboard, "decode", _for_any_target),)
 
 
 def _keeps_to_itself(_: Any) -> Any:
@@ -311,7 +311,7 @@ def _in_order_of_a_set(right: Any) -> Any:
     def next_owners(self: Any, is_available: Any, *, in_handover: bool) -> Any:
         found = right(self, is_available, in_handover=in_handover)
         names = {f"{peer:016x}" for peer in found}
-        # Only the first is asked at once: whoever that is.
+        # Only the first peer is asked at once.
         first = int(next(iter(names)), 16) if names else 0
         return {peer: keys for peer, keys in found.items() if peer == first}
 
@@ -351,7 +351,7 @@ def _stays_known(right: Any) -> Any:
     return end
 
 
-EVICTION_TELLS_NOBODY: Patches = ((pool.Pool, "_end", _stays_known),)
+EVICTION_NOT_PUBLISHED: Patches = ((pool.Pool, "_end", _stays_known),)
 
 
 def _is_not_told(_: Any) -> Any:
@@ -362,7 +362,7 @@ def _is_not_told(_: Any) -> Any:
     return forgotten
 
 
-DISK_DELETION_TELLS_NOBODY: Patches = ((pool.Pool, "_forgotten", _is_not_told),)
+DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_told),)
 
 
 SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)

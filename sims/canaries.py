@@ -179,13 +179,13 @@ CANARIES: tuple[Canary, ...] = (
         "eviction-not-published",
         "with a disk, an eviction leaves the record of the page in memory",
         20,
-        patches=bugs.EVICTION_TELLS_NOBODY,
+        patches=bugs.EVICTION_NOT_PUBLISHED,
     ),
     Canary(
         "disk-deletion-not-published",
         "a page that is deleted from disk is still told as on disk",
         50,
-        patches=bugs.DISK_DELETION_TELLS_NOBODY,
+        patches=bugs.DISK_DELETION_NOT_PUBLISHED,
     ),
     Canary(
         "outbox-without-bound",

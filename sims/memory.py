@@ -110,7 +110,7 @@ class Truth:
         self.hits += 1
 
 
-def _anybody(client: int, index: int) -> bool:
+def _any_client(client: int, index: int) -> bool:
     del client, index
     return True
 
@@ -129,7 +129,7 @@ class NodeMemory:
         self.words: npt.NDArray[np.uint64] = np.zeros(granules, np.uint64)
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
-        self.may_write: Callable[[int, int], bool] = _anybody
+        self.may_write: Callable[[int, int], bool] = _any_client
         """Whether a client has a reservation of the slot at an index, as the owner knows."""
         self._truth = truth
         self._cover: npt.NDArray[np.int64] = np.full(granules, -1, np.int64)

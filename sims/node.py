@@ -253,7 +253,7 @@ class SimNode:
         self.memory.store_words(effect, trio.current_time())
 
     def _has_reserved(self, client: int, index: int) -> bool:
-        """Return whether a client may write to a slot; once the owner is dead, nobody minds."""
+        """Return whether a client may write to a slot; a dead owner allows all."""
         known = self.crew.pool._reservations._clients.get(client)
         slots = [s for r in known.open.values() for s in r.slots] if known is not None else []
         is_reserved = any(slot is not None and slot.first == index for slot in slots)

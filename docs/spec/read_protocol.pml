@@ -168,11 +168,11 @@ bit connected[PAGES] = 1;
 #define readable(p, i, g)    (made[p] && segment_of(holder[p]) == segment_of(i) && covers(p, g) && \
                               word_at(holder[p], place[p]) == generation[p])
 #if PAGES == 2
-#define nobody_reads(i, g)   (!readable(0, i, g) && !readable(1, i, g))
+#define is_unread(i, g)   (!readable(0, i, g) && !readable(1, i, g))
 #define is_unused(value)     (!(made[0] && generation[0] == (value)) && \
                               !(made[1] && generation[1] == (value)))
 #else
-#define nobody_reads(i, g)   (!readable(0, i, g) && !readable(1, i, g) && !readable(2, i, g))
+#define is_unread(i, g)   (!readable(0, i, g) && !readable(1, i, g) && !readable(2, i, g))
 #define is_unused(value)     (!(made[0] && generation[0] == (value)) && \
                               !(made[1] && generation[1] == (value)) && \
                               !(made[2] && generation[2] == (value)))
@@ -373,7 +373,7 @@ proctype Writer(byte p) {
            d_step {
                RULE(OWN_SLOT, is_own(p, g));
                RULE(ODD, is_odd(word_at(home[p], g)));
-               RULE(UNREADABLE, nobody_reads(home[p], g + n / CELLS));
+               RULE(UNREADABLE, is_unread(home[p], g + n / CELLS));
                byte_at(home[p], g + n / CELLS, n % CELLS) = BYTE(source, n);
                n = n + 1
            }

@@ -199,7 +199,7 @@ class Wiring:
         if not self._config.home:
             return
         # Forgotten before anything can fail: a lock that is released twice would close a
-        # descriptor that is somebody else's by then.
+        # descriptor that is another object's by then.
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
@@ -209,7 +209,7 @@ class Wiring:
         return self.home.url_of(peer)
 
     def _hello(self, peer: int) -> Hello:
-        # 0 is whoever listens at the home address: only there do we write.
+        # 0 is the node at the home address, the only one that this client writes to.
         is_home = peer == 0 or self.home.tie.is_home(peer)
         return Hello(
             request=0,

@@ -321,7 +321,7 @@ class Node:
             await trio.sleep(HOUSEKEEPING_S)
 
     def _follow_members(self, members: Sequence[Member], known: dict[int, int]) -> None:
-        """Log and count how the others are, and end the links nobody needs."""
+        """Log and count the states of the other members, and end links without a use."""
         for member in members:
             if known.get(member.incarnation) != member.state and member.control != self._control:
                 state, name = STATE_NAMES[member.state], name_of(member.incarnation)
