@@ -108,7 +108,7 @@ class ShmFabric:
             segment.close(0.0)
 
     def close(self) -> None:
-        """Unmap everything, after the reads in flight; afterwards nobody is reached."""
+        """Unmap everything, after the reads in flight; afterwards no peer is reached."""
         with self._lock:
             self._closed = True
             segments = list(self._segments.values())

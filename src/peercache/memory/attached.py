@@ -2,8 +2,8 @@
 
 Owns    two mappings: header and words, read-only always; page memory, writable for a writer.
 Keeps   nothing is unmapped under a copy: uses are counted, and the last one unmaps after `close`.
-        Nothing found in a file is believed before its size and its incarnation fit.
-        No memory of the owner is touched that it has not populated: it would count as ours.
+        The content of a file is used only after its size and its incarnation match.
+        Memory that the owner has not populated is never touched: this process would pay for it.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for a prefaulting thread.
 """
 
@@ -178,8 +178,8 @@ class AttachedSegment:
         self.pages_address = 0
         self._words = np.empty(0, np.uint64)
         self._pages = np.empty(0, np.uint8)
-        # Whoever took a word outside `in_use` may hold a view for an instant: then the views'
-        # own references end the mapping, and this is no error.
+        # A caller that took a word outside `in_use` may hold a view for an instant: then the
+        # views' own references end the mapping, and this is no error.
         for mapping in (self._body, self._head):
             with suppress(BufferError):
                 mapping.close()

@@ -59,7 +59,7 @@ class ClientLock:
             try:
                 file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
-                continue  # Whoever was the last to leave has just taken the folder along.
+                continue  # The last client that left has just removed the folder.
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A node that starts removes files without a lock; it may have caught this one.
@@ -72,10 +72,10 @@ class ClientLock:
                 raise
             os.close(file)
             time.sleep(LOCK_RETRY_S)
-        raise BlockingIOError(errno.EAGAIN, "somebody else holds the lock")
+        raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
 
     def release(self) -> None:
-        """Remove the file and let go: nothing will be written any more."""
+        """Remove the file and release the lock: the client will write no more."""
         _remove(self._path)
         os.close(self._fd)
 
@@ -84,9 +84,9 @@ class ClientLock:
 class LockProbe:
     """Held by a node: tells whether a client's lock is held.
 
-    It keeps the file open, so it asks about the very file that the client locked, whatever becomes
-    of its name. It must not be used for a client of the node's own process: closing the descriptor
-    would release that lock.
+    It keeps the file open, so it asks about the file that the client locked, even if its name is
+    gone. It must not be used for a client of the node's own process: closing the descriptor would
+    release that lock.
     """
 
     def __init__(self, home: str, name: str) -> None:
@@ -106,7 +106,7 @@ class LockProbe:
         return kind != fcntl.F_UNLCK
 
     def take(self) -> bool:
-        """Take the lock, if nobody holds it, until `close`; return whether that was so."""
+        """Take the lock until `close`, unless it is held; return whether it was free."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

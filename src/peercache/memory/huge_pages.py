@@ -1,4 +1,4 @@
-"""Huge pages: which the kernel has, where they can be had as files, and what to do for more.
+"""Huge pages: how many the kernel has, the folders that hold them, and how to get more.
 
 A segment in huge pages is a file of a hugetlbfs, because local clients map it by its path. The
 kernel hands huge pages out whole and keeps them aside beforehand, so what is missing is known, and
@@ -19,7 +19,7 @@ SIZES = {"2M": HUGE_PAGE_BYTES, "1G": GIB_PAGE_BYTES}
 """Page sizes, by their names in the configuration."""
 
 DEFAULT_PAGE_BYTES = HUGE_PAGE_BYTES
-"""What a hugetlbfs has whose options name no size."""
+"""The size of a hugetlbfs whose options name none."""
 
 _KERNEL = Path("/sys/kernel/mm/hugepages")
 _MOUNTS = Path("/proc/mounts")
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @attrs.frozen
 class Supply:
-    """Huge pages of one size: all that the kernel has, and those that nobody has or will have."""
+    """Huge pages of one size: all that the kernel has, and those that are free and not reserved."""
 
     page_bytes: int
     total: int
@@ -44,7 +44,7 @@ def supplies(kernel: Path = _KERNEL) -> tuple[Supply, ...]:
             int((folder / name).read_text(encoding="ascii"))
             for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
         )
-        # Reserved ones count as free until they are touched, but somebody else's they are.
+        # Reserved pages count as free until they are touched, but belong to another mapping.
         found.append(Supply(page_bytes, total, free - reserved))
     return tuple(sorted(found, key=lambda supply: supply.page_bytes))
 

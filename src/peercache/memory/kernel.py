@@ -47,10 +47,10 @@ def prefault(view: Bytes, *, write: bool) -> None:
 
 
 def populate_range(address: int, length: int) -> bool:
-    """Populate memory that may be anybody's, whole pages of it, without changing a byte.
+    """Populate any memory of this process, in whole pages, without changing a byte.
 
     Return False where the kernel cannot (before 5.14) or will not (a driver's mapping, read-only
-    memory): whoever uses the memory then finds out by itself.
+    memory): the user of the memory then meets the fault itself.
     """
     begin = address // _PAGE_BYTES * _PAGE_BYTES
     end = -(-(address + length) // _PAGE_BYTES) * _PAGE_BYTES

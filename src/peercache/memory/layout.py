@@ -1,4 +1,4 @@
-"""What lies where in a published segment: header | generation words | page memory.
+"""The layout of a published segment: header | generation words | page memory.
 
 One aligned 64-bit word a granule; a slot's word is that of its first granule, `offset // granule`,
 whatever the slot's size, so a record's word never moves. Nothing here is ever resized.
@@ -94,7 +94,7 @@ class Layout:
 
 @attrs.frozen
 class Header:
-    """What the first bytes of a segment say."""
+    """The header of a segment."""
 
     incarnation: Incarnation
     granule: int
@@ -140,9 +140,9 @@ def parse_header(raw: bytes) -> Header:
 
 
 def boot_id() -> str:
-    """Return what tells this host, since it started, from every other: up to 36 ASCII characters.
+    """Return an id of this host since its start: up to 36 ASCII characters.
 
-    Where the kernel does not say, the host's name has to do: two hosts of one name are then told
+    If the kernel has none, it is the host's name: two hosts of one name are then told
     apart by the segment, which does not open on the wrong one.
     """
     try:

@@ -1,6 +1,7 @@
 """The published segment, as its owner holds it.
 
-Owns    one file in shm_dir, mode 0600, under a lock that lives and dies with this process: whoever
+Owns    one file in shm_dir, mode 0600, under a lock that lives and dies with this process: a
+process that
         can take the lock knows that the owner is dead.
 Keeps   only `store_words` changes a generation word, each by one aligned 8-byte store.
         No memory is touched before the file system has promised it: a full one is an error at
@@ -32,8 +33,8 @@ POPULATE_CHUNK_BYTES = 16 * 2**20
 """About 10 ms of zeroing, in which the kernel lets no thread of the process map memory."""
 
 CREATE_ATTEMPTS_MAX = 100
-"""Each failed attempt means that another node's start took our new file for a leftover in the
-microseconds before we locked it; a hundred in a row do not happen."""
+"""Each failed attempt means that another node's start removed the new file as a leftover in the
+microseconds before it was locked; a hundred in a row do not happen."""
 
 NEVER_COMMITTED = np.uint64(1)
 """A word that no record can carry, for slots that hold nothing yet."""
@@ -86,7 +87,7 @@ class PublishedSegment:
             os.ftruncate(file, layout.total_bytes)
             _reserve(file, 0, layout.words_end, path, layout)
             segment = cls(path, file, layout, incarnation)
-            # Odd before the header is there: nobody can read a slot that was never committed.
+            # Odd before the header is there: no reader accepts a slot that was never committed.
             segment.words.fill(NEVER_COMMITTED)
             raw = pack_header(
                 Header(incarnation, layout.granule, layout.page_bytes, boot_id(), huge_page_bytes)
@@ -140,7 +141,7 @@ class PublishedSegment:
     def close(self) -> None:
         """Unlink the file and let go of the memory, after a step of `populate` in progress.
 
-        Whoever still holds `words` or `pages` keeps the memory mapped until they let go of it.
+        A holder of `words` or `pages` keeps the memory mapped until it drops them.
         """
         with self._populating:
             if self._closed:
@@ -181,7 +182,7 @@ def _create_locked(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        # It looked before we had the lock, took the file for a leftover, and removed its name.
+        # The other node looked before the lock was taken, and removed the file as a leftover.
         os.close(file)
     raise AddressTaken("shm_dir", os.fspath(path))
 

@@ -1,8 +1,8 @@
 """Removes the segments that dead processes left behind.
 
-An owner holds its file's lock for life, and the kernel lets go of it at death, SIGKILL included.
-So a file whose lock can be taken belongs to nobody. Files are unlinked by name, never truncated,
-written or reused: whoever still has one mapped keeps reading the bytes that were there.
+An owner holds its file's lock for life, and the kernel releases it at death, SIGKILL included.
+So a file whose lock can be taken has no owner. Files are unlinked by name, never truncated,
+written or reused: a process that still has one mapped keeps reading the old bytes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ POPULATE_STEP_BYTES = 256 * 2**20
 
 
 def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
-    """Create the segment, after what dead nodes have left is out of its way."""
+    """Create the segment, after the segments of dead nodes are removed."""
     folder, huge_page_bytes = config.shm_dir, 0
     if config.hugepages != "off":
         folder = huge_pages.folder_for(config.hugepages, config.hugepages_dir)
@@ -28,7 +28,7 @@ def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
         if config.pool_size < huge_page_bytes:
             raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
     try:
-        # What others have left there would count as taken.
+        # Segments of dead nodes would take the room.
         remove_leftovers(folder)
         if huge_page_bytes:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
@@ -64,7 +64,7 @@ async def populate(
         except PoolTooLarge as error:
             if not done:
                 raise
-            # Somebody else took the memory meanwhile; what is there goes on serving.
+            # Another process took the memory meanwhile; the populated part still serves.
             log.warning("pool.growth_stopped", usable_bytes=done, problem=str(error))
             return
         if done <= before:
