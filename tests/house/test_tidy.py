@@ -50,8 +50,8 @@ LAYERS: dict[str, str] = {
     "memory": "model observability installation",
     "storage": "model observability actors actors.disk",
     "net": "model config wire wire.messages paths",
-    "fabric": "model observability memory",
-    "fabric.tcp": "model config observability installation actors.channels",
+    "fabric": "model observability actors.channels memory",
+    "fabric.tcp": "model config observability installation actors.channels fabric",
     "rdma": "model config observability wire wire.messages actors actors.channels memory fabric",
     "http": "model config observability",
     # A node is put together from all of them, then the blocking client.

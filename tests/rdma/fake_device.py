@@ -17,7 +17,9 @@ from typing import Any
 
 import attrs
 
+from peercache.rdma.channels import Channel
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
+from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.memory import Regions
 from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
@@ -328,3 +330,9 @@ def fake_verbs(world: World, rail: str = "") -> Verbs:
 def rng() -> random.Random:
     """Return numbers that are the same each time."""
     return random.Random(1)
+
+
+def channels_over(fabric: RdmaFabric, rail: int) -> list[Channel]:
+    """Return the open channels of a fabric over one of its rails."""
+    over = fabric._sides[rail].rail
+    return [each for each in fabric._channels._driver.channels.values() if each.rail is over]

@@ -41,7 +41,16 @@ from tests.contracts.fabric_suite import (
 )
 from tests.contracts.fakes import FakeFabric
 from tests.pace import PATIENCE_S, PROMPT_S
-from tests.rdma.fake_device import ACCESS, FENCE, RETRY, SIGNALED, FakeRail, World, rng
+from tests.rdma.fake_device import (
+    ACCESS,
+    FENCE,
+    RETRY,
+    SIGNALED,
+    FakeRail,
+    World,
+    channels_over,
+    rng,
+)
 
 CLIENT = 7
 
@@ -295,8 +304,7 @@ def test_channel_that_cannot_be_destroyed_blocks_no_other(bench: FakeBench) -> N
     """The read is a miss, its lease is over, what was lent is not lent again; the next is whole."""
     offsets, contents = bench.pages(1)
     bench.get(offsets, Destination.of([[GRANULE]]))
-    side = bench.fabric._sides[0]
-    pair = next(iter(side.channels.values()))._pair
+    pair = channels_over(bench.fabric, 0)[0]._pair
     destroy, called = pair.destroy, list[bool]()
 
     def fails() -> None:
@@ -308,14 +316,14 @@ def test_channel_that_cannot_be_destroyed_blocks_no_other(bench: FakeBench) -> N
     bench.world.fails = lambda address: ACCESS
 
     missed = bench.get(offsets, Destination.of([[GRANULE]]))
-    left = dict(bench.fabric._channels._numbers)
+    left = bench.fabric._channels._driver.list_channels()[1]
     bench.world.fails = lambda address: 0
     bench.fabric._unreachable.clear()
     into = Destination.of([[GRANULE]])
     again = bench.get(offsets, into)
 
     assert called
-    assert (missed.failure, left, again.failure) == (INTERNAL, {}, "")
+    assert (missed.failure, left, again.failure) == (INTERNAL, [], "")
     assert into.page(0) == contents[0]
 
 
@@ -342,7 +350,7 @@ def test_rail_that_is_down_is_left_out_and_comes_back(make_bench: Callable[..., 
     into = Destination.of([[2**18]] * 8)
 
     alone = bench.get(offsets, into)
-    used = [len(side.channels) for side in bench.fabric._sides]
+    used = [len(channels_over(bench.fabric, rail)) for rail in range(2)]
     bench.ours[1].link_is_up = True
     time.sleep(0.02)
     before = bench.world.doorbells
@@ -363,7 +371,7 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     offsets, contents = bench.pages(8, 2**18)
     into = Destination.of([[2**18]] * 8)
     bench.get(offsets, Destination.of([[2**18]] * 8))
-    channel = next(iter(bench.fabric._sides[1].channels.values()))
+    channel = channels_over(bench.fabric, 1)[0]
     hanging = bench.world.pairs[channel._pair.number]
     hanging.go_on = lambda chains=None: None  # type: ignore[method-assign]
     begun = time.monotonic()
@@ -501,7 +509,7 @@ def test_peer_without_a_path_over_one_rail_is_read_over_the_other(
     bench.ours[1].finds_others, bench.answer = True, None
     for _ in range(2):
         assert bench.get(offsets, Destination.of([[2**18]] * pages)).failure == ""
-    assert len(bench.fabric._sides[1].channels) == 1
+    assert len(channels_over(bench.fabric, 1)) == 1
 
 
 def test_peer_without_rdma_is_asked_once_and_not_by_every_read(bench: FakeBench) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peercache.actors.channels.actor import ChannelPool
 from peercache.model.reads import PeerRead
 from peercache.rdma.channels import STRIPE_BYTES_MIN, Channels, Reserved
 from peercache.rdma.plan import ReadProgress
@@ -21,13 +20,9 @@ from tests.pace import PATIENCE_S
 def channels(rails: int) -> Channels:
     """Return the channels of a client, one to a peer over each of its rails."""
     sides: list[Any] = [
-        SimpleNamespace(
-            index=index, is_usable=lambda _: True, channels={},
-            pool=ChannelPool(max_channels_per_peer=1),
-        )
-        for index in range(rails)
-    ]  # fmt: skip
-    return Channels(sides, time.monotonic)
+        SimpleNamespace(index=index, is_usable=lambda _: True) for index in range(rails)
+    ]
+    return Channels(sides, max_channels_per_peer=1, clock=time.monotonic)
 
 
 def small() -> ReadProgress:

@@ -34,7 +34,7 @@ from tests.contracts.fabric_suite import (
     content_of,
     member_of,
 )
-from tests.rdma.fake_device import FakeRail, Pair, World, rng
+from tests.rdma.fake_device import FakeRail, Pair, World, channels_over, rng
 
 CLIENT = 7
 LEFT_OUT_S = 0.05
@@ -185,7 +185,7 @@ def rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rails]:
 
     monkeypatch.setattr(ClientRail, "leave_out", noted)
     assert made.read()[0].failure == ""
-    assert len(made.fabric._sides[1].channels) == 1
+    assert len(channels_over(made.fabric, 1)) == 1
     yield made
     made.world.holds = False
     made.fabric.close()

@@ -12,7 +12,6 @@ Keeps   one read uses a channel at a time. After an error a channel is destroyed
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, final
@@ -20,9 +19,9 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from peercache.actors.channels.actor import ChannelPool, Lease
+from peercache.actors.channels.actor import ChannelLeased
+from peercache.fabric.channels import ChannelDriver
 from peercache.memory.layout import GRANULE_BYTES_MIN
-from peercache.observability.reasons import CLOSED, DEADLINE
 from peercache.rdma.key_table import MemoryKeys
 from peercache.rdma.memory import Blocks
 from peercache.rdma.plan import (
@@ -195,10 +194,10 @@ _WORDS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (WORD_GAP_BYTES + WORD_BYTES)
 
 @final
 class ClientRail:
-    """One rail of a client: its channels to every peer, and the memory that it lends to reads.
+    """One rail of a client, and the memory that it lends to reads.
 
-    `Channels` guards `pool` and `channels` with its lock. A rail whose link is down, or that stalls
-    while another one does not, is skipped until its link is up and its back-off is over.
+    A rail whose link is down, or that stalls while another one does not, is skipped until its link
+    is up and its back-off is over.
     """
 
     def __init__(
@@ -206,20 +205,17 @@ class ClientRail:
         rail: Rail,
         index: int,
         *,
-        max_channels_per_peer: int,
         rng: random.Random,
         clock: Callable[[], float],
         has_fallback: bool,
     ) -> None:
-        """Start without channels.
+        """Lend nothing yet.
 
         index:        the number of the rail at this client.
         has_fallback: another fabric serves a read that gets no block of memory.
         """
         self.rail = rail
         self.index = index
-        self.pool = ChannelPool(max_channels_per_peer=max_channels_per_peer)
-        self.channels: dict[int, Channel] = {}
         self.words = Blocks(
             rail.regions, "words read", clock=clock, blocks_max=WORDS_BLOCKS_MAX,
             block_bytes=PORTIONS_AT_ONCE * _WORDS_HALF_BYTES, has_fallback=has_fallback,
@@ -292,9 +288,6 @@ def end_of(answer: ChannelOpened) -> QpEnd:
     return QpEnd(answer.qp_num, answer.psn, answer.lid, answer.gid)
 
 
-CLOSE_MARGIN_S = 1.0
-"""How long `close` waits beyond the last known deadline."""
-
 HELD_S = 20.0
 """Interval at which a client lists unchanged channels to a node: a third of the time after which
 the node drops channels that are not listed."""
@@ -305,70 +298,71 @@ STRIPE_BYTES_MIN = 2**20
 
 @attrs.frozen(eq=False)
 class Reserved:
-    """The lease of one channel of one rail. number: the channel's number at the peer."""
+    """The lease of one channel of one rail."""
 
     side: ClientRail
-    lease: Lease
-    number: int
+    lease: ChannelLeased
+
+    @property
+    def number(self) -> int:
+        """Return the channel's number, at this client and at the peer."""
+        return self.lease.channel
 
 
 @final
 class Channels:
     """All channels of one client. Thread-safe."""
 
-    def __init__(self, sides: Sequence[ClientRail], clock: Callable[[], float]) -> None:
-        """Start without channels."""
+    def __init__(
+        self,
+        sides: Sequence[ClientRail],
+        *,
+        max_channels_per_peer: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start without channels; a peer has max_channels_per_peer on each rail."""
         self._sides = tuple(sides)
         self._clock = clock
-        # Guards the fields below; a read waits on it for a channel to come free.
-        self._changed = threading.Condition()
-        self._numbers: dict[tuple[int, int], tuple[int, int]] = {}
-        self._newest = 0
+        self._driver: ChannelDriver[Channel] = ChannelDriver(
+            max_channels_per_peer=max_channels_per_peer, clock=clock
+        )
         self._listed: dict[int, tuple[tuple[int, ...], float]] = {}
-        self._last_deadline = 0.0
         self._turn = 0
-        self._closed = False
 
     @property
     def is_closed(self) -> bool:
         """Return whether `close` was called: there are no new leases."""
-        return self._closed
+        return self._driver.is_closed
 
     def reserve(self, progress: ReadProgress) -> tuple[list[Reserved], str]:
         """Lease a channel of every rail, or of one rail for a small read; wait for the first.
 
         Returns [] and the reason if there is no lease; the reason "" means that no rail is left.
         """
-        with self._changed:
-            while True:
-                now = self._clock()
-                if self._closed:
-                    return [], CLOSED
-                if now >= progress.deadline:
-                    return [], DEADLINE
-                sides = [
-                    side
-                    for side in self._sides
-                    if side.index not in progress.avoided and side.is_usable(now)
-                ]
-                if not sides:
-                    return [], ""
-                wanted = len(sides)
-                if progress.total_bytes < STRIPE_BYTES_MIN:
-                    # Rails take turns; a busy rail is passed over while another is free.
-                    self._turn += 1
-                    first, wanted = self._turn % len(sides), 1
-                    sides = sides[first:] + sides[:first]
-                free = (
-                    Reserved(side, lease, self._number(side, lease))
-                    for side in sides
-                    if (lease := side.pool.lease(progress.peer)) is not None
-                )
-                reserved = list(islice(free, wanted))
-                if reserved:
-                    self._last_deadline = max(self._last_deadline, progress.deadline)
-                    return reserved, ""
-                self._changed.wait(progress.deadline - now)
+
+        def choose(now: float) -> list[Reserved] | None:
+            sides = [
+                side
+                for side in self._sides
+                if side.index not in progress.avoided and side.is_usable(now)
+            ]
+            if not sides:
+                return []
+            wanted = len(sides)
+            if progress.total_bytes < STRIPE_BYTES_MIN:
+                # Rails take turns; a busy rail is passed over while another is free.
+                self._turn += 1
+                first, wanted = self._turn % len(sides), 1
+                sides = sides[first:] + sides[:first]
+            free = (
+                Reserved(side, lease)
+                for side in sides
+                if (lease := self._driver.lease_now(progress.peer, side.index, now)) is not None
+            )
+            return list(islice(free, wanted)) or None
+
+        reserved = self._driver.choose(choose, progress.deadline)
+        return ([], reserved) if isinstance(reserved, str) else (reserved, "")
 
     def has_spare(self, progress: ReadProgress, reserved: Sequence[Reserved]) -> bool:
         """Return whether a small read that stalls on its rail could use another one.
@@ -383,48 +377,27 @@ class Channels:
 
     def idle(self, reserved: Reserved) -> Channel | None:
         """Return the channel of a lease; None if it must be made."""
-        with self._changed:
-            return reserved.side.channels.get(reserved.lease.channel)
+        return self._driver.channel_of(reserved.lease)
 
     def end(self, reserved: Reserved, channel: Channel | None, *, works: bool) -> None:
         """End a lease; a channel that does not work is closed first."""
-        side, lease = reserved.side, reserved.lease
-        try:
-            if channel is not None and not works:
-                channel.close()
-        finally:
-            with self._changed:
-                if channel is not None and works:
-                    side.channels[lease.channel] = channel
-                    self._drop(side, side.pool.give_back(lease, self._clock()))
-                else:
-                    side.channels.pop(lease.channel, None)
-                    self._numbers.pop((side.index, lease.channel), None)
-                    side.pool.destroy(lease)
-                self._changed.notify_all()
+        self._driver.end(reserved.lease, channel, works=works)
 
     def retire(self, side: ClientRail, peer: int) -> None:
         """Close the idle channels to a peer, after one of them failed."""
-        with self._changed:
-            self._drop(side, side.pool.retire_idle(peer))
+        self._driver.retire_idle(peer, side.index)
 
     def forget(self, peer: int) -> None:
         """Close the channels to a dead member; a channel in use when its read ends."""
-        with self._changed:
-            for side in self._sides:
-                self._drop(side, side.pool.forget(peer))
-            self._changed.notify_all()
+        self._driver.forget(peer)
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
         """Close idle channels; return the lists that nodes must get now. Call each second."""
         now = self._clock()
-        with self._changed:
-            for side in self._sides:
-                self._drop(side, side.pool.on_tick(now))
-            by_peer: dict[int, list[int]] = {peer: [] for peer in self._listed}
-            for peer, number in self._numbers.values():
-                by_peer.setdefault(peer, []).append(number)
-            newest = self._newest
+        newest, channels = self._driver.list_channels()
+        by_peer: dict[int, list[int]] = {peer: [] for peer in self._listed}
+        for peer, number in channels:
+            by_peer.setdefault(peer, []).append(number)
         told = []
         for peer, numbers in by_peer.items():
             current = tuple(sorted(numbers))
@@ -438,26 +411,4 @@ class Channels:
 
     def close(self) -> bool:
         """Close idle channels, wait for the others; return whether all are closed."""
-        with self._changed:
-            self._closed = True
-            for side in self._sides:
-                self._drop(side, side.pool.close())
-            self._changed.notify_all()
-            until = max(self._last_deadline, self._clock()) + CLOSE_MARGIN_S
-            while self._numbers and self._clock() < until:
-                self._changed.wait(until - self._clock())
-            return not self._numbers
-
-    def _number(self, side: ClientRail, lease: Lease) -> int:
-        """Return the channel's number at its peer; the caller holds the lock."""
-        key = (side.index, lease.channel)
-        if lease.is_new:
-            self._newest += 1
-            self._numbers[key] = (lease.peer, self._newest)
-        return self._numbers[key][1]
-
-    def _drop(self, side: ClientRail, channels: Sequence[int]) -> None:
-        """Close idle channels; the caller holds the lock."""
-        for channel in channels:
-            side.channels.pop(channel).close()
-            self._numbers.pop((side.index, channel), None)
+        return self._driver.close()

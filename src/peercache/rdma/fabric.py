@@ -134,12 +134,9 @@ class RdmaFabric:
         fallback: reads the pages that rdma cannot read; None makes them misses.
         """
         self._sides = tuple(
-            ClientRail(
-                rail, index, max_channels_per_peer=max_channels_per_peer, rng=rng, clock=clock,
-                has_fallback=fallback is not None,
-            )
+            ClientRail(rail, index, rng=rng, clock=clock, has_fallback=fallback is not None)
             for index, rail in enumerate(rails)
-        )  # fmt: skip
+        )
         self._exchange = exchange
         self._metrics = metrics
         self._fallback = fallback
@@ -147,7 +144,9 @@ class RdmaFabric:
         self._poller = poller
         self._log = get_logger(actor="rdma")
         self.between: Callable[[], None] | None = None
-        self._channels = Channels(self._sides, clock)
+        self._channels = Channels(
+            self._sides, max_channels_per_peer=max_channels_per_peer, clock=clock
+        )
         self._unreachable = UnreachablePeers()
         self._warn_once = WarnOnce(self._log)
         # Guards `_is_released`.

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.channel import TcpChannel
-from peercache.fabric.tcp.client import TcpFabric
+from peercache.fabric.tcp.client import TcpChannel, TcpFabric
 from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.runs import PageRuns
@@ -382,7 +381,7 @@ def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
     reading.start()
     assert hanging.wait(PATIENCE_S)
     closing.start()
-    wait_until(lambda: fabric._closed)
+    wait_until(lambda: fabric._channels.is_closed)
     going_on.set()
     reading.join()
     closing.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from peercache.fabric.tcp.watchdog import Watchdog
+from peercache.fabric.tcp.client import Watchdog
 from tests.pace import PATIENCE_S
 
 

@@ -1,48 +1,114 @@
-"""Channel pool: which connections to which peers exist, and who uses them.
+"""Channel pool: which channels to which peers exist, and which reads use them.
 
-Owns    the channels of one client: numbers, given to whoever keeps the sockets or queue pairs.
-Hears   lease, give_back, destroy, retire_idle, forget, close; a tick when an idle one is too old.
-Says    which channel to use, whether it must be opened first, and which ones to close.
-Keeps   a channel has at most one user; a peer has at most max_channels_per_peer, opening ones and
-        condemned ones included; one that was destroyed or closed is never leased again.
-Limits  max_channels_per_peer a peer; IDLE_S until an unused channel is closed.
+Owns    the channels of one client: their numbers. A driver keeps the sockets or queue pairs.
+Hears   LeaseChannel, which is a tick, too; ReturnChannel, DestroyChannel, RetireIdle, ForgetPeer,
+        CloseChannels; a tick, now and then, from a client that reads nothing.
+Says    ChannelLeased, with whether it must be opened first; CloseChannel. To a LeaseChannel it
+        says nothing while all channels are in use, and after CloseChannels.
+Keeps   a channel has at most one user; a peer has at most max_channels_per_peer on each rail,
+        opening and condemned ones included; a channel that ended is never leased again, and
+        numbers rise.
+Limits  max_channels_per_peer a peer and rail; IDLE_S until an unused channel is closed.
 
-It has no sockets, no clock and no lock: its user drives it under a lock of its own, and performs
-what it says. Waiting for a free channel is the user's too, for it knows its deadline.
+It has no sockets, no clock and no lock. No loop runs it: a read leases and returns its channel in
+the caller's thread, and `fabric.channels` drives the pool there, under a lock (ADR 0012).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from math import inf
-from typing import final
+from typing import TypeAlias, final
 
 import attrs
 
 IDLE_S = 60.0
-"""Shorter than the server's own patience (tcp_server.IDLE_S), so that as a rule the side that would
-be surprised by a close is the one that closes."""
+"""Shorter than the tcp server's own patience (`fabric.tcp.server.IDLE_S`), so that as a rule the
+client closes an idle channel: a close by the server would surprise a read."""
 
 
 @attrs.frozen
-class Lease:
+class LeaseChannel:
+    """A read wants a channel to a peer. rail: one of several ways to it; 0 where there is one."""
+
+    peer: int
+    rail: int = 0
+
+
+@attrs.frozen
+class ChannelLeased:
     """The right to use one channel alone.
 
-    is_new: the channel must be opened first; if that fails, destroy the lease.
+    is_new: the channel must be opened first; if that fails, destroy it.
     """
 
     peer: int
+    rail: int
     channel: int
     is_new: bool
 
 
+@attrs.frozen
+class ReturnChannel:
+    """A read has ended, and its channel works."""
+
+    lease: ChannelLeased
+
+
+@attrs.frozen
+class DestroyChannel:
+    """A channel failed, or never opened. The driver has closed it already."""
+
+    lease: ChannelLeased
+
+
+@attrs.frozen
+class RetireIdle:
+    """An idle channel was found dead: those that were idle beside it are closed, too.
+
+    A channel that is idle after this has worked since, so a second try needs no third.
+    """
+
+    peer: int
+    rail: int = 0
+
+
+@attrs.frozen
+class ForgetPeer:
+    """A peer is dead: its idle channels are closed now, the others when they come back."""
+
+    peer: int
+
+
+@attrs.frozen
+class CloseChannels:
+    """The client closes: nothing is leased any more."""
+
+
+@attrs.frozen
+class CloseChannel:
+    """The driver closes this idle channel."""
+
+    channel: int
+
+
+ChannelsHear: TypeAlias = (
+    LeaseChannel | ReturnChannel | DestroyChannel | RetireIdle | ForgetPeer | CloseChannels
+)
+ChannelsSay: TypeAlias = ChannelLeased | CloseChannel
+
+
 @attrs.define
-class _Peer:
+class _Link:
+    """The channels to one peer over one rail.
+
+    idle:      (unused since, channel), oldest first.
+    condemned: the part of `leased` that is closed instead of coming back.
+    """
+
     idle: deque[tuple[float, int]] = attrs.field(factory=deque)
-    """(unused since, channel), oldest first."""
     leased: set[int] = attrs.field(factory=set)
     condemned: set[int] = attrs.field(factory=set)
-    """The part of `leased` that is closed instead of coming back."""
 
 
 @final
@@ -52,103 +118,116 @@ class ChannelPool:
 
     max_channels_per_peer: int = attrs.field(kw_only=True)
     idle_s: float = attrs.field(default=IDLE_S, kw_only=True)
-    _peers: dict[int, _Peer] = attrs.field(factory=dict, init=False)
-    _next_channel: int = attrs.field(default=1, init=False)
-    _closed: bool = attrs.field(default=False, init=False)
+    newest: int = attrs.field(default=0, init=False)
+    """The number of the newest channel."""
+    _links: dict[tuple[int, int], _Link] = attrs.field(factory=dict, init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
 
-    def lease(self, peer: int) -> Lease | None:
-        """Return a channel to use alone, or None while all are in use (or after close).
+    def on_message(self, message: ChannelsHear, now: float) -> list[ChannelsSay]:
+        """Handle one message; return what the driver does."""
+        if isinstance(message, LeaseChannel):
+            return [*self.on_tick(now), *self._lease(message.peer, message.rail)]
+        if isinstance(message, ReturnChannel):
+            return self._take_back(message.lease, now)
+        if isinstance(message, DestroyChannel):
+            return self._destroy(message.lease)
+        if isinstance(message, RetireIdle):
+            return self._retire_idle((message.peer, message.rail))
+        if isinstance(message, ForgetPeer):
+            return self._forget([key for key in self._links if key[0] == message.peer])
+        self._is_closed = True
+        return self._forget(list(self._links))
 
-        The one that was used last is preferred, so that a peer's surplus grows old and is closed.
-        """
-        if self._closed:
-            return None
-        ours = self._peers.setdefault(peer, _Peer())
-        if ours.idle:
-            _, channel = ours.idle.pop()
-            ours.leased.add(channel)
-            return Lease(peer, channel, is_new=False)
-        if len(ours.idle) + len(ours.leased) >= self.max_channels_per_peer:
-            return None
-        channel = self._next_channel
-        self._next_channel += 1
-        ours.leased.add(channel)
-        return Lease(peer, channel, is_new=True)
-
-    def give_back(self, lease: Lease, now: float) -> list[int]:
-        """Take back a channel that works; return it if it must be closed instead of kept."""
-        ours = self._peers[lease.peer]
-        ours.leased.remove(lease.channel)
-        if lease.channel in ours.condemned:
-            ours.condemned.remove(lease.channel)
-            self._drop_if_empty(lease.peer)
-            return [lease.channel]
-        ours.idle.append((now, lease.channel))
-        return []
-
-    def destroy(self, lease: Lease) -> None:
-        """Strike out a channel that failed, or never opened. Its user has closed it already."""
-        ours = self._peers[lease.peer]
-        ours.leased.remove(lease.channel)
-        ours.condemned.discard(lease.channel)
-        self._drop_if_empty(lease.peer)
-
-    def retire_idle(self, peer: int) -> list[int]:
-        """Return the idle channels of a peer, to be closed: one of them was just found dead.
-
-        What is idle after this has worked since, so a second try needs no third.
-        """
-        ours = self._peers.get(peer)
-        if ours is None:
-            return []
-        closing = [channel for _, channel in ours.idle]
-        ours.idle.clear()
-        self._drop_if_empty(peer)
-        return closing
-
-    def forget(self, peer: int) -> list[int]:
-        """Give up a dead peer; return its idle channels to be closed, the rest when they return."""
-        ours = self._peers.get(peer)
-        if ours is not None:
-            ours.condemned |= ours.leased
-        return self.retire_idle(peer)
-
-    def close(self) -> list[int]:
-        """Lease nothing any more; return the idle channels to be closed."""
-        self._closed = True
-        return [channel for peer in list(self._peers) for channel in self.forget(peer)]
-
-    def in_use(self) -> int:
-        """Return how many channels are leased."""
-        return sum(len(ours.leased) for ours in self._peers.values())
-
-    def on_tick(self, now: float) -> list[int]:
-        """Return the channels that nobody used for idle_s, to be closed."""
-        closing: list[int] = []
-        for peer, ours in list(self._peers.items()):
-            while ours.idle and ours.idle[0][0] + self.idle_s <= now:
-                closing.append(ours.idle.popleft()[1])
-            self._drop_if_empty(peer)
+    def on_tick(self, now: float) -> list[ChannelsSay]:
+        """Close the channels that were unused for idle_s."""
+        closing: list[ChannelsSay] = []
+        for key, link in list(self._links.items()):
+            while link.idle and link.idle[0][0] + self.idle_s <= now:
+                closing.append(CloseChannel(link.idle.popleft()[1]))
+            self._drop_if_empty(key)
         return closing
 
     def deadline(self) -> float:
         """Return when the next idle channel is too old; inf for never."""
-        oldest = (ours.idle[0][0] for ours in self._peers.values() if ours.idle)
+        oldest = (link.idle[0][0] for link in self._links.values() if link.idle)
         return min(oldest, default=inf) + self.idle_s
+
+    def in_use(self) -> int:
+        """Return how many channels are leased."""
+        return sum(len(link.leased) for link in self._links.values())
+
+    def channels(self) -> list[tuple[int, int]]:
+        """Return (peer, channel) of every channel that has not ended."""
+        return [
+            (peer, channel)
+            for (peer, _), link in self._links.items()
+            for channel in (*(channel for _, channel in link.idle), *link.leased)
+        ]
 
     def check(self) -> None:
         """Assert the invariants."""
-        for peer, ours in self._peers.items():
-            idle = {channel for _, channel in ours.idle}
-            count = len(ours.idle) + len(ours.leased)
-            assert 0 < count <= self.max_channels_per_peer, f"{peer}: {count} channels"
-            assert len(idle) == len(ours.idle), f"{peer}: a channel is idle twice"
-            assert not idle & ours.leased, f"{peer}: a channel in use is on offer"
-            assert ours.condemned <= ours.leased, f"{peer}: condemned but not in use"
-            assert max(idle | ours.leased) < self._next_channel, f"{peer}: a channel of the future"
-            assert not (self._closed and ours.idle), f"{peer}: open after close"
+        for key, link in self._links.items():
+            idle = {channel for _, channel in link.idle}
+            count = len(link.idle) + len(link.leased)
+            assert 0 < count <= self.max_channels_per_peer, f"{key}: {count} channels"
+            assert len(idle) == len(link.idle), f"{key}: a channel is idle twice"
+            assert not idle & link.leased, f"{key}: a channel in use is on offer"
+            assert link.condemned <= link.leased, f"{key}: condemned but not in use"
+            assert max(idle | link.leased) <= self.newest, f"{key}: a channel of the future"
+            assert not (self._is_closed and link.idle), f"{key}: open after close"
 
-    def _drop_if_empty(self, peer: int) -> None:
-        ours = self._peers[peer]
-        if not ours.idle and not ours.leased:
-            del self._peers[peer]
+    def _lease(self, peer: int, rail: int) -> list[ChannelsSay]:
+        if self._is_closed:
+            return []
+        link = self._links.setdefault((peer, rail), _Link())
+        is_new = not link.idle
+        if not is_new:
+            # The one that was used last, so that a peer's surplus grows old and is closed.
+            _, channel = link.idle.pop()
+        elif len(link.leased) < self.max_channels_per_peer:
+            self.newest = channel = self.newest + 1
+        else:
+            return []
+        link.leased.add(channel)
+        return [ChannelLeased(peer, rail, channel, is_new)]
+
+    def _take_back(self, lease: ChannelLeased, now: float) -> list[ChannelsSay]:
+        key = (lease.peer, lease.rail)
+        link = self._links[key]
+        link.leased.remove(lease.channel)
+        if lease.channel in link.condemned:
+            link.condemned.remove(lease.channel)
+            self._drop_if_empty(key)
+            return [CloseChannel(lease.channel)]
+        link.idle.append((now, lease.channel))
+        return []
+
+    def _destroy(self, lease: ChannelLeased) -> list[ChannelsSay]:
+        key = (lease.peer, lease.rail)
+        link = self._links[key]
+        link.leased.remove(lease.channel)
+        link.condemned.discard(lease.channel)
+        self._drop_if_empty(key)
+        return []
+
+    def _retire_idle(self, key: tuple[int, int]) -> list[ChannelsSay]:
+        link = self._links.get(key)
+        if link is None:
+            return []
+        closing: list[ChannelsSay] = [CloseChannel(channel) for _, channel in link.idle]
+        link.idle.clear()
+        self._drop_if_empty(key)
+        return closing
+
+    def _forget(self, keys: list[tuple[int, int]]) -> list[ChannelsSay]:
+        closing: list[ChannelsSay] = []
+        for key in keys:
+            link = self._links[key]
+            link.condemned |= link.leased
+            closing += self._retire_idle(key)
+        return closing
+
+    def _drop_if_empty(self, key: tuple[int, int]) -> None:
+        link = self._links[key]
+        if not link.idle and not link.leased:
+            del self._links[key]

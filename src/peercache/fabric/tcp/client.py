@@ -1,44 +1,62 @@
 """The tcp fabric, client side: blocking sockets in the caller's thread.
 
-No thread and no loop moves bytes. One read leases one channel, sends what it wants in one call,
-and receives straight into the caller's memory. A channel that did not end its read in full and in
-order is closed before `read` returns: a socket that is closed writes nowhere, which is how "after
-it returns nothing writes to a destination" is kept. Idle channels are closed on the way of later
-reads; a client that reads nothing more keeps them until the server's patience ends.
+No thread and no loop moves bytes. A read leases one channel, sends its request in one call, and
+receives straight into the caller's memory. A channel that did not end its read in full and in order
+is closed before `read` returns. A closed socket writes nowhere: so nothing writes to a destination
+after `read` has returned. Idle channels are closed on the way of later reads; a client that reads
+nothing more keeps them until the server closes them.
+
+A wait is bounded by SO_RCVTIMEO and SO_SNDTIMEO, so that a receive is one system call of the C
+library with the GIL released once, not a poll and a receive. The kernel counts only the time that a
+receive sleeps, so a `Watchdog` interrupts a read that outlasts its deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
+from math import inf
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
-from peercache.actors.channels.actor import ChannelPool, Lease
+from peercache.actors.channels.actor import ChannelLeased
 from peercache.config.quantities import parse_address
-from peercache.errors import LocalProtocolError
+from peercache.errors import LocalProtocolError, RemoteProtocolError
+from peercache.fabric.channels import ChannelDriver
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.channel import GONE, REFUSED_BECAUSE, TcpChannel, dial
-from peercache.fabric.tcp.names import Names
-from peercache.fabric.tcp.watchdog import Watchdog
+from peercache.fabric.tcp.names import Names, dial
+from peercache.fabric.tcp.receiving import Scatter, send_at_once
 from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
 from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
 from peercache.observability.log import WarnOnce, get_logger
-from peercache.observability.reasons import CLOSED, DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 
 STALL_S = 0.25
 """Silence after which a peer counts as unreachable. A paused process is silent for ever; a busy one
 on a local network answers in milliseconds."""
+
 CONNECT_TIMEOUT_S = 0.5
-"""Patience for a connection; a lost first packet is sent again only after a second."""
-CLOSE_MARGIN_S = 1.0
-"""What `close` waits beyond the last deadline it knows. Only a thread that is no more (we are its
-forked child) keeps a channel for longer."""
+"""Patience for a connection; the kernel sends a lost first packet again only after a second."""
+
+GONE = "gone"
+"""Failure: the server closed before it answered anything, perhaps while the channel was idle."""
+
+REFUSED_BECAUSE = "refused: "
+"""Failure: this and the server's reason."""
+
+JOIN_S = 1.0
+"""What `Watchdog.close` waits for its thread, which is about to end."""
 
 _log = get_logger(actor="tcp")
 
@@ -69,23 +87,20 @@ class TcpFabric:
         self._clock = clock
         self._names = Names()
         self._watchdog = Watchdog(clock)
-        # Guards everything below; whoever waits on it waits for a channel to come free.
-        self._changed = threading.Condition()
-        self._pool = ChannelPool(max_channels_per_peer=max_channels_per_peer)
-        self._channels: dict[int, TcpChannel] = {}
-        self._last_deadline = 0.0
-        self._closed = False
+        self._channels: ChannelDriver[TcpChannel] = ChannelDriver(
+            max_channels_per_peer=max_channels_per_peer, clock=clock
+        )
         self._warn_once = WarnOnce(_log)
 
     def reaches(self, member: Member) -> bool:
-        """Return whether the member says where it serves; whether it does, only a read tells."""
+        """Return whether the member announces a data port; only a read tells whether it serves."""
         return bool(member.data)
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
         """Fill the destinations in page order by `deadline`; see `Fabric`.
 
         A peer that is silent for stall_s, refuses connections or breaks the protocol is
-        "peer_unreachable"; one that will not serve us, or not these slots, "refused".
+        "peer_unreachable"; one that serves not us, or not these slots, "refused".
         """
         words = np.full(len(read.offsets), ODD, np.uint64)
         if not len(words):
@@ -102,19 +117,11 @@ class TcpFabric:
 
     def forget(self, incarnation: int) -> None:
         """Close the channels to a member that is dead, those in use when their reads end."""
-        with self._changed:
-            self._drop(self._pool.forget(incarnation))
-            self._changed.notify_all()
+        self._channels.forget(incarnation)
 
     def close(self) -> None:
         """Refuse new reads, wait for those in flight (each ends by its deadline), close all."""
-        with self._changed:
-            self._closed = True
-            self._drop(self._pool.close())
-            self._changed.notify_all()
-            until = max(self._last_deadline, self._clock()) + CLOSE_MARGIN_S
-            while self._pool.in_use() and self._clock() < until:
-                self._changed.wait(until - self._clock())
+        self._channels.close()
         self._watchdog.close()
 
     def _read(self, read: PeerRead, words: U64, deadline: float) -> tuple[int, str]:
@@ -124,37 +131,21 @@ class TcpFabric:
             return 0, REFUSED
         peer = read.member.incarnation
         for _ in range(2):
-            lease = self._lease(peer, deadline)
+            lease = self._channels.lease(peer, deadline)
             if isinstance(lease, str):
                 return 0, lease
             done, failure = self._use(lease, read, words, deadline)
             if failure != GONE:
                 return done, failure
             # The server closed it: while it was idle (then a new one may work), or for good.
-            with self._changed:
-                self._drop(self._pool.retire_idle(peer))
+            self._channels.retire_idle(peer)
             if lease.is_new:
                 break
         return 0, PEER_UNREACHABLE
 
-    def _lease(self, peer: int, deadline: float) -> Lease | str:
-        """Return a channel, waiting until one is free, or the failure."""
-        with self._changed:
-            while True:
-                now = self._clock()
-                if self._closed:
-                    return CLOSED
-                if now >= deadline:
-                    return DEADLINE
-                if self._pool.deadline() <= now:
-                    self._drop(self._pool.on_tick(now))
-                lease = self._pool.lease(peer)
-                if lease is not None:
-                    self._last_deadline = max(self._last_deadline, deadline)
-                    return lease
-                self._changed.wait(deadline - now)
-
-    def _use(self, lease: Lease, read: PeerRead, words: U64, deadline: float) -> tuple[int, str]:
+    def _use(
+        self, lease: ChannelLeased, read: PeerRead, words: U64, deadline: float
+    ) -> tuple[int, str]:
         """Read over one channel, which afterwards is back in the pool or closed."""
         channel: TcpChannel | None = None
         works = False
@@ -164,7 +155,7 @@ class TcpFabric:
                 if channel is None:
                     return 0, failure
             else:
-                channel = self._channels[lease.channel]
+                channel = self._channels.channels[lease.channel]
             watched = self._watchdog.watch(channel.interrupt, deadline)
             try:
                 done, failure = channel.fetch(read, words, deadline)
@@ -173,20 +164,8 @@ class TcpFabric:
             works = in_time and not failure
             return done, self._explain(failure, read.member)
         finally:
-            self._end(lease, channel, works=works)
-
-    def _end(self, lease: Lease, channel: TcpChannel | None, *, works: bool) -> None:
-        # Also on the way of a KeyboardInterrupt: an unfinished channel never goes back.
-        if channel is not None and not works:
-            channel.close()
-        with self._changed:
-            if channel is not None and works:
-                self._channels[lease.channel] = channel
-                self._drop(self._pool.give_back(lease, self._clock()))
-            else:
-                self._channels.pop(lease.channel, None)
-                self._pool.destroy(lease)
-            self._changed.notify_all()
+            # After a KeyboardInterrupt, too: an unfinished channel never goes back.
+            self._channels.end(lease, channel, works=works)
 
     def _open(self, member: Member, deadline: float) -> tuple[TcpChannel | None, str]:
         try:
@@ -212,7 +191,7 @@ class TcpFabric:
         failure = self._explain(channel.greet(greeting, deadline), member)
         if failure:
             channel.close()
-            # A close instead of an answer, on a connection that never was idle.
+            # The server closed instead of answering, on a connection that never was idle.
             return None, PEER_UNREACHABLE if failure == GONE else failure
         return channel, ""
 
@@ -226,7 +205,217 @@ class TcpFabric:
         self._warn_once("tcp.read_refused", key, peer=name, at=member.data, reason=reason)
         return REFUSED
 
-    def _drop(self, channels: Sequence[int]) -> None:
-        """Close idle channels; the caller holds the lock."""
-        for channel in channels:
-            self._channels.pop(channel).close()
+
+@final
+class TcpChannel:
+    """An accepted connection to one incarnation; one thread uses it at a time."""
+
+    def __init__(
+        self, connection: socket.socket, *, stall_s: float, clock: Callable[[], float]
+    ) -> None:
+        """Take over a connected, blocking socket."""
+        self._socket = connection
+        self._stall_s = stall_s
+        self._clock = clock
+        self._patience: dict[int, float] = {}
+
+    def greet(self, greeting: wire.Greeting, until: float) -> str:
+        """Introduce ourselves, once; return "" or the failure."""
+        failure = self._send(wire.encode_greeting(greeting), until)
+        if failure:
+            return failure
+        raw = np.zeros(wire.ANSWER_BYTES, np.uint8)
+        plan = Scatter(np.array([raw.ctypes.data], np.uint64), np.array([len(raw)], np.uint64))
+        failure = self._fill(plan, until)
+        if failure:
+            return failure
+        try:
+            reason = wire.decode_answer(raw.tobytes())
+        except RemoteProtocolError:
+            return PEER_UNREACHABLE
+        return REFUSED_BECAUSE + reason if reason else ""
+
+    def fetch(self, read: PeerRead, words: U64, until: float) -> tuple[int, str]:
+        """Receive pages and their words; return how many leading ones are complete, and a failure.
+
+        After any failure the channel is out of step and must be closed. words: (n,) uint64, filled
+        in place; beyond the complete pages it may hold parts of words.
+        """
+        requests = wire.requests(read.offsets, read.lengths, read.member.incarnation)
+        failure = self._send(requests[0].raw, until)
+        if failure:
+            return 0, failure
+        done = 0
+        for index, request in enumerate(requests):
+            ahead = ""
+            # One request ahead, so that the server goes from one to the next without a round trip.
+            if index + 1 < len(requests):
+                ahead = self._send(requests[index + 1].raw, until)
+            if ahead and ahead != GONE:
+                return done, ahead
+            # A server that is gone may have answered this one before.
+            pages, failure = self._response(read, words, request, until)
+            done += pages
+            failure = failure or ahead
+            if failure:
+                break
+        # A new attempt would discard the pages that have arrived.
+        return done, PEER_UNREACHABLE if done and failure == GONE else failure
+
+    def interrupt(self) -> None:
+        """Have the read of another thread over this channel fail at once."""
+        with contextlib.suppress(OSError):  # The server has closed it already.
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection: from here on nothing arrives in any destination."""
+        self._socket.close()
+
+    def _response(
+        self, read: PeerRead, words: U64, request: wire.PageRequest, until: float
+    ) -> tuple[int, str]:
+        status = np.zeros(wire.ANSWER_BYTES, np.uint8)
+        plan, complete_at = _lay_out(read, words, request, status)
+        failure = self._fill(plan, until)
+        if plan.received < wire.ANSWER_BYTES:
+            return 0, failure
+        try:
+            reason = wire.decode_status(status.tobytes())
+        except RemoteProtocolError:
+            return 0, PEER_UNREACHABLE
+        if reason:
+            return 0, REFUSED_BECAUSE + reason
+        pages = int(np.searchsorted(complete_at, np.uint64(plan.received), side="right"))
+        return pages, failure
+
+    def _send(self, raw: bytes, until: float) -> str:
+        left = until - self._clock()
+        if left <= 0:
+            return DEADLINE
+        try:
+            sent = send_at_once(self._socket.fileno(), raw)
+            if sent < len(raw):
+                self._wait_at_most(socket.SO_SNDTIMEO, min(left, self._stall_s))
+                self._socket.sendall(memoryview(raw)[sent:])
+        except BlockingIOError:
+            return DEADLINE if left <= self._stall_s else PEER_UNREACHABLE
+        except OSError:
+            # Our own deadline is no sign that the server closed.
+            return DEADLINE if self._clock() >= until else GONE
+        return ""
+
+    def _fill(self, plan: Scatter, until: float) -> str:
+        while plan.received < plan.total:
+            left = until - self._clock()
+            if left <= 0:
+                return DEADLINE
+            self._wait_at_most(socket.SO_RCVTIMEO, min(left, self._stall_s))
+            try:
+                taken = plan.receive(self._socket.fileno())
+            except InterruptedError:
+                continue
+            except BlockingIOError:
+                # Not one byte in all that time.
+                return DEADLINE if left <= self._stall_s else PEER_UNREACHABLE
+            except OSError as error:
+                if error.errno == errno.EFAULT:
+                    return INTERNAL  # A destination of the caller that is no memory.
+                taken = 0
+            if not taken:
+                if self._clock() >= until:
+                    return DEADLINE  # The watchdog has interrupted the read.
+                return PEER_UNREACHABLE if plan.received else GONE
+        return ""
+
+    def _wait_at_most(self, option: int, seconds: float) -> None:
+        if self._patience.get(option) == seconds:
+            return
+        # Zero would mean no limit.
+        microseconds = max(int(seconds * 1e6), 1)
+        value = struct.pack("@ll", *divmod(microseconds, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+        self._patience[option] = seconds
+
+
+def _lay_out(
+    read: PeerRead, words: U64, request: wire.PageRequest, status: npt.NDArray[np.uint8]
+) -> tuple[Scatter, U64]:
+    """Return where one response goes, and after how many of its bytes each page is complete."""
+    first, cut, runs = request.first, request.portions, read.runs
+    lengths = read.lengths[first : first + cut[-1]]
+    addresses: list[U64] = [np.array([status.ctypes.data], np.uint64)]
+    sizes: list[U64] = [np.array([len(status)], np.uint64)]
+    word_memory = words.ctypes.data + first * wire.WORD_BYTES
+    for begin, end in pairwise(cut):
+        low, high = runs.starts[first + begin], runs.starts[first + end]
+        address, size = word_memory + begin * wire.WORD_BYTES, (end - begin) * wire.WORD_BYTES
+        addresses += [runs.addresses[low:high], np.array([address], np.uint64)]
+        sizes += [runs.sizes[low:high], np.array([size], np.uint64)]
+    bytes_until = np.cumsum(lengths, dtype=np.uint64)
+    portion_end = np.repeat(bytes_until[np.array(cut[1:]) - 1], np.diff(cut))
+    words_until = np.arange(1, len(lengths) + 1, dtype=np.uint64) * np.uint64(wire.WORD_BYTES)
+    complete_at = portion_end + words_until + np.uint64(len(status))
+    return Scatter(np.concatenate(addresses), np.concatenate(sizes)), complete_at
+
+
+@final
+class Watchdog:
+    """Interrupts every read that is not released by its deadline, with one thread for all.
+
+    The thread sleeps as long as all reads end in time: it wakes about once in the length of a
+    deadline, and never when nothing is read.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start no thread yet. clock: the seconds that deadlines are in."""
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._watched: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._next_token = 1
+        self._wakes_at = inf
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, interrupt: Callable[[], None], until: float) -> int:
+        """Call `interrupt` at `until`, from another thread, unless `release` comes first.
+
+        interrupt: short; never raises. Raises RuntimeError if no thread can be started.
+        """
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="peercache-deadlines", daemon=True)
+                thread.start()
+                self._thread = thread
+            token = self._next_token
+            self._next_token += 1
+            self._watched[token] = (until, interrupt)
+            if until < self._wakes_at:
+                # Only then: waking it for each read would cost more than the read's own calls.
+                self._wakes_at = until
+                self._changed.notify()
+            return token
+
+    def release(self, token: int) -> bool:
+        """Stop watching a read; return whether it ended by itself: False after an interrupt."""
+        with self._changed:
+            return self._watched.pop(token, None) is not None
+
+    def close(self) -> None:
+        """End the thread, after every read has been released."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                now = self._clock()
+                due = [token for token, (until, _) in self._watched.items() if until <= now]
+                for token in due:
+                    # Under the lock: after `release` nothing is interrupted any more.
+                    self._watched.pop(token)[1]()
+                self._wakes_at = min((until for until, _ in self._watched.values()), default=inf)
+                self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)

@@ -1,15 +1,15 @@
-"""Host names to addresses, without ever waiting past a deadline.
+"""Host names to connections, without ever waiting past a deadline.
 
 The system's resolver has no time-out that we could set: a name server that is away holds its caller
-for seconds. Addresses in figures never ask it; names are asked for on a thread of their own, one
-for each name at a time, and an answer that comes too late serves whoever asks next.
+for seconds. A numeric address needs no resolver. A name is resolved on a thread of its own, one for
+each name at a time; an answer that comes too late serves the next read.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeAlias, final
@@ -29,7 +29,7 @@ class Names:
     """Resolves HOST, PORT to the addresses to try, in order."""
 
     def __init__(self, ask: Callable[[str, int, int], list[Address]] = look_up) -> None:
-        """Ask nothing yet."""
+        """Resolve nothing yet."""
         self._look_up = ask
         self._lock = threading.Lock()
         self._asked: dict[tuple[str, int], Future[list[Address]]] = {}
@@ -39,7 +39,7 @@ class Names:
         try:
             return self._look_up(host, port, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
-            pass  # It is a name, then, or nothing at all.
+            pass  # It is a name, then, or no address at all.
         key = (host, port)
         with self._lock:
             answer = self._asked.get(key)
@@ -50,7 +50,7 @@ class Names:
                 )
                 try:
                     asking.start()
-                except RuntimeError:  # No thread to be had: as good as no name server.
+                except RuntimeError:  # No thread can be started: as good as no name server.
                     return []
                 self._asked[key] = answer
         try:
@@ -61,8 +61,40 @@ class Names:
     def _ask(self, key: tuple[str, int], answer: Future[list[Address]]) -> None:
         try:
             answer.set_result(self._look_up(*key, 0))
-        except Exception as error:  # Whatever it is, it belongs to those who wait.
+        except Exception as error:  # Every failure goes to the reads that wait for the answer.
             answer.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
-        # Nothing is remembered: a name may move, and every answer opens a channel that lasts.
+        # No answer is cached: a name may move, and every answer opens a channel that lasts.
         with self._lock:
             del self._asked[key]
+
+
+SEND_BUFFER_BYTES = 256 * 2**10
+"""Holds two requests of COUNT_MAX pages, so that sending one ahead does not wait for the server."""
+
+
+def dial(
+    addresses: Sequence[Address],
+    *,
+    until: float,
+    connect_timeout_s: float,
+    clock: Callable[[], float],
+) -> socket.socket | None:
+    """Return a connection to the first address that answers, or None."""
+    until = min(until, clock() + connect_timeout_s)
+    for family, address in addresses:
+        left = until - clock()
+        if left <= 0:
+            break
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(left)
+            connection.connect(address)
+            connection.settimeout(None)
+            # The last words of a response are a small packet behind large ones.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        except OSError:
+            connection.close()
+            continue
+        return connection
+    return None

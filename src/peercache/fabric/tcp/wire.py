@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -84,10 +85,10 @@ class Refusal(RemoteProtocolError):
 
 @attrs.frozen
 class Greeting:
-    """Who asks to read, and from which incarnation.
+    """The client's introduction: which cluster it is of, and which incarnation it will read.
 
     cluster: digest of the cluster's name, 16 bytes.
-    proof:   32 bytes that only who knows the shared secret can make; zeros without a secret.
+    proof:   32 bytes that only a holder of the shared secret can make; zeros without a secret.
     """
 
     granule: int
@@ -150,6 +151,32 @@ def encode_status(reason: str) -> bytes:
 def decode_status(raw: bytes | bytearray) -> str:
     """Return "" or the reason of a refusal; raise RemoteProtocolError for anything else."""
     return _reason(raw, _RESPONSE_MAGIC)
+
+
+@attrs.frozen(eq=False)
+class PageRequest:
+    """One request of a read, encoded.
+
+    first:    its first page, as a place in the read.
+    raw:      its bytes.
+    portions: where the portions of its response begin, and the number of its pages at the end.
+    """
+
+    first: int
+    raw: bytes
+    portions: list[int]
+
+
+def requests(offsets: U64, lengths: U64, incarnation: int) -> list[PageRequest]:
+    """Return the requests for a read of these pages, in order; at least one page is wanted."""
+    return [
+        PageRequest(
+            first,
+            encode_request(offsets[first:last], lengths[first:last], incarnation),
+            portions(lengths[first:last]),
+        )
+        for first, last in pairwise(cuts(lengths, bytes_max=REQUEST_BYTES_MAX, pages_max=COUNT_MAX))
+    ]
 
 
 def encode_request(offsets: U64, lengths: U64, incarnation: int) -> bytes:
