@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from peercache.fabric.tcp.receiving import STEP_BYTES, Scatter, send_at_once
+from peercache.fabric.tcp.client import STEP_BYTES, Scatter, send_at_once
 from tests.contracts.fabric_suite import Destination
 
 PLACES = 1024

@@ -517,16 +517,16 @@ def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
     """The server answered, and was gone before the request ahead reached it."""
     monkeypatch.setattr(wire, "COUNT_MAX", 1)
     answered = threading.Event()
-    send_request = TcpChannel._request
+    send = TcpChannel._send
+    sent: list[bytes] = []
 
-    def send_when_the_server_is_gone(
-        channel: TcpChannel, read: PeerRead, span: tuple[int, int], until: float
-    ) -> str:
-        if span[0] > 0:
+    def send_when_the_server_is_gone(channel: TcpChannel, raw: bytes, until: float) -> str:
+        if len(sent) == 2:  # The greeting and the first request.
             assert answered.wait(PATIENCE_S)
-        return send_request(channel, read, span, until)
+        sent.append(raw)
+        return send(channel, raw, until)
 
-    monkeypatch.setattr(TcpChannel, "_request", send_when_the_server_is_gone)
+    monkeypatch.setattr(TcpChannel, "_send", send_when_the_server_is_gone)
 
     def answer_and_reset(connection: socket.socket) -> None:
         accept(connection)

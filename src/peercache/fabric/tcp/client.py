@@ -6,15 +6,21 @@ is closed before `read` returns. A closed socket writes nowhere: so nothing writ
 after `read` has returned. Idle channels are closed on the way of later reads; a client that reads
 nothing more keeps them until the server closes them.
 
-A wait is bounded by SO_RCVTIMEO and SO_SNDTIMEO, so that a receive is one system call of the C
-library with the GIL released once, not a poll and a receive. The kernel counts only the time that a
-receive sleeps, so a `Watchdog` interrupts a read that outlasts its deadline.
+A thread beside a busy Python program may wait 5 ms for the GIL each time that it has released it:
+the number of releases, not the bytes, decides how long a batch takes. So numpy builds the list of
+places, and one call of a loop in C (`_receiving.c`) fills all of them with the GIL released once.
+(`socket.recvmsg_into` takes a Python object for each place.) A request is small, and a send that
+never waits keeps the GIL. Waits are bounded by SO_RCVTIMEO and SO_SNDTIMEO, not by a poll before
+each call. The kernel counts only the time that a receive sleeps, so a `Watchdog` interrupts a read
+that outlasts its deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import os
 import socket
 import struct
 import threading
@@ -33,7 +39,7 @@ from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.fabric.channels import ChannelDriver
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.names import Names, dial
-from peercache.fabric.tcp.receiving import Scatter, send_at_once
+from peercache.installation.library import function
 from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.model.reads import ODD, Fetched, PeerRead
@@ -57,6 +63,17 @@ REFUSED_BECAUSE = "refused: "
 
 JOIN_S = 1.0
 """What `Watchdog.close` waits for its thread, which is about to end."""
+
+STEP_BYTES = 128 * 2**10
+"""Bytes after which the loop in C leaves the kernel for a moment; see there."""
+
+_receive = function(
+    "peercache_receive", ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint64] * 3
+)
+# PyDLL calls without releasing the GIL.
+_send = ctypes.PyDLL(None, use_errno=True).send
+_send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+_send.restype = ctypes.c_ssize_t
 
 _log = get_logger(actor="tcp")
 
@@ -356,6 +373,54 @@ def _lay_out(
     words_until = np.arange(1, len(lengths) + 1, dtype=np.uint64) * np.uint64(wire.WORD_BYTES)
     complete_at = portion_end + words_until + np.uint64(len(status))
     return Scatter(np.concatenate(addresses), np.concatenate(sizes)), complete_at
+
+
+def send_at_once(descriptor: int, raw: bytes) -> int:
+    """Send what the socket takes without waiting, and return its bytes; raise OSError."""
+    sent: int = _send(descriptor, raw, len(raw), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    if sent >= 0:
+        return sent
+    code = ctypes.get_errno()
+    if code in {errno.EAGAIN, errno.EINTR}:
+        return 0
+    raise OSError(code, os.strerror(code))
+
+
+@final
+class Scatter:
+    """The places that a stream of `total` bytes fills, in order.
+
+    addresses, sizes: (places,) uint64. The memory must stay valid until the last `receive`;
+    `received` counts the bytes that are in place.
+    """
+
+    def __init__(self, addresses: U64, sizes: U64) -> None:
+        """Lay out the places; nothing is received yet."""
+        self._places: npt.NDArray[np.uint64] = np.empty((len(addresses), 2), np.uint64)
+        self._places[:, 0] = addresses
+        self._places[:, 1] = sizes
+        self._ends: U64 = np.cumsum(sizes, dtype=np.uint64)
+        self.total = int(self._ends[-1]) if len(sizes) else 0
+        self.received = 0
+
+    def receive(self, descriptor: int) -> int:
+        """Receive once, and return the bytes taken; 0 means that the other side closed.
+
+        Returns early, with what came, when the socket's SO_RCVTIMEO has passed. Raises OSError:
+        BlockingIOError if nothing came in that time, EINTR as InterruptedError, EFAULT for a place
+        that is no memory.
+        """
+        assert self.received < self.total, "nothing is left to receive"
+        here = np.uint64(self.received)
+        first = int(np.searchsorted(self._ends, here, side="right"))
+        filled = int(here - (self._ends[first] - self._places[first, 1]))
+        left = self._places[first:]
+        taken: int = _receive(descriptor, left.ctypes.data, len(left), filled, STEP_BYTES)
+        if taken < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.received += taken
+        return taken
 
 
 @final
