@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 
-from peercache.actors.membership.reconnect import ALIAS_S, CALLS_PER_TURN, LOST_MAX, Redial
+from peercache.actors.membership.reconnect import ALIAS_S, LOST_MAX, REDIALS_PER_TURN, Reconnect
 
 TURN_S = 0.25
 
 
-def redial(**discovery: int) -> Redial:
-    return Redial(discovery, first_s=0.5, longest_s=3.0, rng=random.Random(1))
+def redial(**discovery: int) -> Reconnect:
+    return Reconnect(discovery, first_s=0.5, longest_s=3.0, rng=random.Random(1))
 
 
 def calls_in(
-    calling: Redial,
+    calling: Reconnect,
     seconds: float,
     *,
     start: float = 0.0,
@@ -72,7 +72,7 @@ def test_lost_are_called_in_turn_and_never_all_at_once() -> None:
         calling.lost(f"n{number}", 0.0)
 
     for turn in range(200):
-        assert len(calling.due(turn * TURN_S, reached=(), ranks=())) <= CALLS_PER_TURN
+        assert len(calling.due(turn * TURN_S, reached=(), ranks=())) <= REDIALS_PER_TURN
     calls = calls_in(calling, 500.0, start=50.0)
 
     counts = [calls.count(f"n{number}") for number in range(100)]

@@ -1,4 +1,4 @@
-"""Graves: what has ended is kept, then buried, and never mistaken for a living one."""
+"""Tombstones: what has ended is kept, then buried, and never mistaken for a living one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.actors.membership import tombstones as graves_module
-from peercache.actors.membership.tombstones import ENDED_MAX, FORGET_S, Graves
+from peercache.actors.membership import tombstones as tombstones_module
+from peercache.actors.membership.tombstones import ENDED_MAX, FORGET_S, Tombstones
 from peercache.model.member import ALIVE, DEAD, Member
 
 DEAD_MEMBER = Member(1, 3, DEAD, 255, "host", "host:1", "", "", "")
@@ -16,75 +16,75 @@ DEAD_MEMBER = Member(1, 3, DEAD, 255, "host", "host:1", "", "", "")
 
 def test_ended_is_due_after_its_time_and_oldest_first() -> None:
     """Each keeps the time at which it was first seen to have ended."""
-    graves = Graves()
-    graves.ended(1, 0.0)
-    graves.ended(2, 10.0)
-    graves.ended(1, 20.0)
+    tombstones = Tombstones()
+    tombstones.ended(1, 0.0)
+    tombstones.ended(2, 10.0)
+    tombstones.ended(1, 20.0)
 
-    assert graves.due(FORGET_S - 1.0) == []
-    assert graves.due(FORGET_S) == [1]
-    assert graves.due(FORGET_S + 10.0) == [1, 2]
+    assert tombstones.due(FORGET_S - 1.0) == []
+    assert tombstones.due(FORGET_S) == [1]
+    assert tombstones.due(FORGET_S + 10.0) == [1, 2]
 
 
 def test_too_many_ended_are_due_early() -> None:
     """Views stay small whatever happens to a cluster."""
-    graves = Graves()
+    tombstones = Tombstones()
     for incarnation in range(ENDED_MAX + 3):
-        graves.ended(incarnation, 5.0)
+        tombstones.ended(incarnation, 5.0)
 
-    assert graves.due(5.0) == [0, 1, 2]
+    assert tombstones.due(5.0) == [0, 1, 2]
 
 
 def test_buried_holds_what_is_not_newer() -> None:
     """A higher counter is of its own making, so it lives."""
-    graves = Graves()
-    graves.ended(1, 0.0)
-    graves.bury(DEAD_MEMBER)
+    tombstones = Tombstones()
+    tombstones.ended(1, 0.0)
+    tombstones.set(DEAD_MEMBER)
 
-    assert graves.holds(attrs.evolve(DEAD_MEMBER, state=ALIVE))
-    assert graves.holds(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE))
-    assert not graves.holds(attrs.evolve(DEAD_MEMBER, counter=4, state=ALIVE))
-    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
-    assert graves.exhumed(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE)) == DEAD_MEMBER
+    assert tombstones.holds(attrs.evolve(DEAD_MEMBER, state=ALIVE))
+    assert tombstones.holds(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE))
+    assert not tombstones.holds(attrs.evolve(DEAD_MEMBER, counter=4, state=ALIVE))
+    assert not tombstones.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
+    assert tombstones.as_dead(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE)) == DEAD_MEMBER
 
 
 def test_one_that_lives_again_is_neither_due_nor_buried() -> None:
     """It refuted: nothing of its death is left."""
-    graves = Graves()
-    graves.ended(1, 0.0)
-    graves.lives(1)
-    graves.ended(2, 0.0)
-    graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=2))
-    graves.lives(2)
+    tombstones = Tombstones()
+    tombstones.ended(1, 0.0)
+    tombstones.lives(1)
+    tombstones.ended(2, 0.0)
+    tombstones.set(attrs.evolve(DEAD_MEMBER, incarnation=2))
+    tombstones.lives(2)
 
-    assert graves.due(2 * FORGET_S) == []
-    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
+    assert tombstones.due(2 * FORGET_S) == []
+    assert not tombstones.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
 
 
 def test_buried_are_bounded_and_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the dead does not grow for ever."""
-    monkeypatch.setattr(graves_module, "BURIED_MAX", 3)
-    graves = Graves()
+    monkeypatch.setattr(tombstones_module, "TOMBSTONES_MAX", 3)
+    tombstones = Tombstones()
     for incarnation in range(5):
-        graves.ended(incarnation, 0.0)
-        graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=incarnation))
+        tombstones.ended(incarnation, 0.0)
+        tombstones.set(attrs.evolve(DEAD_MEMBER, incarnation=incarnation))
 
-    assert len(graves) == 3
-    assert not graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=1))
-    assert graves.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
+    assert len(tombstones) == 3
+    assert not tombstones.holds(attrs.evolve(DEAD_MEMBER, incarnation=1))
+    assert tombstones.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=30))
 def test_exhumed_is_always_dead_and_never_older_than_it_was(ends: list[tuple[int, int]]) -> None:
     """The oracle: the last counter with which each was buried."""
-    graves = Graves()
+    tombstones = Tombstones()
     last: dict[int, int] = {}
     for incarnation, counter in ends:
-        graves.ended(incarnation, 0.0)
-        graves.bury(attrs.evolve(DEAD_MEMBER, incarnation=incarnation, counter=counter))
+        tombstones.ended(incarnation, 0.0)
+        tombstones.set(attrs.evolve(DEAD_MEMBER, incarnation=incarnation, counter=counter))
         last[incarnation] = counter
 
     for incarnation, counter in last.items():
         entry = attrs.evolve(DEAD_MEMBER, incarnation=incarnation, counter=0, state=ALIVE)
-        assert graves.holds(entry)
-        assert graves.exhumed(entry) == attrs.evolve(entry, counter=counter, state=DEAD)
+        assert tombstones.holds(entry)
+        assert tombstones.as_dead(entry) == attrs.evolve(entry, counter=counter, state=DEAD)

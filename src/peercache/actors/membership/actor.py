@@ -1,15 +1,15 @@
-"""Membership: who is in the cluster, by what they say of themselves and by their silence.
+"""Membership: which nodes are in the cluster, by their own messages and by their silence.
 
-Owns    this node's view, its own entry in it, and the clocks of those it judges.
+Owns    this node's view, its own entry in it, and the failure detector's clocks.
 Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; a tick four times a heartbeat.
-Says    Join to discovery addresses and to the lost, Heartbeat to the masters, HeartbeatSeen and
+Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
         ViewShared in answer; ViewChanged to ring and directory, Republish to the publisher.
-Keeps   its own entry is in its view, and alive until `leave`; whatever is said against it is
-        refuted by a higher counter. Masters judge everybody, others only the masters, each by its
-        own clock. Whoever spoke to us lately is not dead, whatever others say: they are told, so
-        that they can refute. A dead incarnation comes back only by a counter of its own making.
-Limits  MEMBERS_MAX entries (view), those that ended as in graves, calls as in redial;
-        SHARES_PER_BEAT views per peer and heartbeat, LEAVE_MAX goodbyes.
+Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that says
+        otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
+        each by its own clock. A member heard lately is not dead, whatever other nodes say: they
+        tell it, so that it can refute. A dead incarnation comes back only by its own counter.
+Limits  MEMBERS_MAX entries of a view; the limits of `tombstones` and `reconnect`;
+        SHARES_PER_BEAT views a peer and heartbeat, LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from peercache.actors.effects import (
     TellRing,
 )
 from peercache.actors.mailboxes import MembershipHears, Republish, ViewChanged
-from peercache.actors.membership.failure_detector import Silence
-from peercache.actors.membership.reconnect import Redial
-from peercache.actors.membership.tombstones import Graves
-from peercache.actors.membership.view_merge import introduced, speaks_for_itself, weigh
+from peercache.actors.membership.failure_detector import FailureDetector
+from peercache.actors.membership.reconnect import Reconnect
+from peercache.actors.membership.tombstones import Tombstones
+from peercache.actors.membership.view_merge import introduced, judge_view, speaks_for_itself
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import COUNTER_MAX, MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
@@ -41,19 +41,20 @@ from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
 
 TICKS_PER_BEAT = 4
-"""Turns in one heartbeat: how finely silence is judged, and how soon a new master hears of us."""
+"""Turns in one heartbeat: how finely silence is judged, and how soon a new master hears of this
+node."""
 
 DIAL_MAX_S = 5.0
-"""Longest backoff, or three heartbeats if that is less: partitions heal in ten seconds."""
+"""Longest back-off, or three heartbeats if that is less: partitions heal in ten seconds."""
 
 SHARES_PER_BEAT = 4
 """Views sent to one peer in one heartbeat: an exchange takes two, a heal three."""
 
 LEAVE_MAX = 256
-"""Goodbyes said when leaving, masters first; whoever gets none hears it from a master."""
+"""Goodbyes said when leaving, masters first; the other nodes hear it from a master."""
 
 REPUBLISH_GAP_S = 30.0
-"""Least time between two Republish: a peer that loses us again and again must not drown all."""
+"""Least time between two Republish: a peer that loses this node again and again floods no node."""
 
 
 @final
@@ -74,7 +75,7 @@ class Membership:
     ) -> None:
         """Begin alone. `me` is alive; its head_rank is its own place in `discovery_addr`."""
         assert me.state == ALIVE, "a node starts alive"
-        assert heartbeat_s * 2 < suspect_s < dead_s, "two lost heartbeats are no silence"
+        assert heartbeat_s * 2 < suspect_s < dead_s, "two lost heartbeats make no suspect"
         self._me = me
         self._max_masters = max_masters
         self._heartbeat_s = heartbeat_s
@@ -82,7 +83,7 @@ class Membership:
         self._dead_s = dead_s
         self._turn_s = heartbeat_s / TICKS_PER_BEAT
         self._metrics = metrics
-        self._redial = Redial(
+        self._reconnect = Reconnect(
             {
                 address: rank
                 for rank, address in enumerate(discovery_addr)
@@ -94,8 +95,8 @@ class Membership:
         )
         self._view = View.of([me])
         self._masters: tuple[Member, ...] = (me,)
-        self._silence = Silence()
-        self._graves = Graves()
+        self._detector = FailureDetector()
+        self._tombstones = Tombstones()
         self._shares: dict[int, int] = {}
         # Control addresses and head ranks of the others that are alive.
         self._reached: frozenset[str] = frozenset()
@@ -111,7 +112,7 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """Our own entry, with the counter that it has reached."""
+        """The entry of this node, with the counter that it has reached."""
         return self._me
 
     def member(self, incarnation: int) -> Member | None:
@@ -123,14 +124,14 @@ class Membership:
         return self._masters
 
     def start(self, now: float) -> list[Effect]:
-        """Tell our own actors that we are alone, and call every discovery address."""
+        """Tell the other actors that this node is alone, and dial every discovery address."""
         self._ran_at = now
         self._turn_at = now + self._turn_s
         self._beat_at = self._shares_until = now + self._heartbeat_s
         return [*self._announce(), *self._dial(now)]
 
     def leave(self, now: float) -> list[Effect]:
-        """Say goodbye. Final for this incarnation: afterwards nothing is heard or said."""
+        """Say goodbye. Final for this incarnation: afterwards it hears and says nothing."""
         if self._me.state == LEFT:
             return []
         self._me = attrs.evolve(self._me, state=LEFT, counter=self._me.counter + 1)
@@ -141,7 +142,7 @@ class Membership:
         return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
 
     def on_message(self, sender: Origin, message: MembershipHears, now: float) -> list[Effect]:
-        """Take what a node, or for ViewAsked also a client, says."""
+        """Take a message of a node, or the ViewAsked of a client."""
         if self._me.state == LEFT or sender.identity == self._me.incarnation:
             return []
         self._notice_pause(now)
@@ -161,7 +162,7 @@ class Membership:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Judge silence, forget the long ended, send heartbeats, call the lost."""
+        """Judge silent members, forget ended ones, send heartbeats, redial lost addresses."""
         if self._me.state == LEFT:
             return []
         self._notice_pause(now)
@@ -182,13 +183,13 @@ class Membership:
 
     def check(self) -> None:
         """Assert what must hold after every step."""
-        assert self._view.get(self._me.incarnation) is self._me, "our own entry is not in our view"
+        assert self._view.get(self._me.incarnation) is self._me, "the own entry is not in the view"
         assert self._masters or self._me.state == LEFT, "a living node knows at least itself"
         assert len(self._view) <= MEMBERS_MAX, f"a view of {len(self._view)}"
-        assert len(self._silence) < len(self._view), "clocks of those who are gone"
+        assert len(self._detector) < len(self._view), "clocks of members that are gone"
         assert len(self._shares) <= MEMBERS_MAX, f"{len(self._shares)} peers in one heartbeat"
 
-    # --- what others say ------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _on_join(self, sender: Origin, member: Member, now: float) -> list[Effect]:
         if not speaks_for_itself(sender.identity, member):
@@ -202,16 +203,16 @@ class Membership:
         if not speaks_for_itself(sender.identity, member):
             return []
         effects = self._meet(member, now)
-        ours = self._view.digest()
-        if digest != ours:
-            # Before the answer: what the sender still misses in us is then judged by that digest.
+        own = self._view.digest()
+        if digest != own:
+            # Before the answer: by that digest the sender judges what this node still misses.
             effects += self._share(sender)
-        return [*effects, Send(_way_back(sender), HeartbeatSeen(ours))]
+        return [*effects, Send(_way_back(sender), HeartbeatSeen(own))]
 
     def _meet(self, member: Member, now: float) -> list[Effect]:
         own = self._me.incarnation
-        news = introduced(member, me=own, view=self._view, graves=self._graves)
-        effects = self._merge(news, now)
+        known = introduced(member, me=own, view=self._view, tombstones=self._tombstones)
+        effects = self._merge(known, now)
         self._hear(member.incarnation, now)
         return effects
 
@@ -219,7 +220,7 @@ class Membership:
         if sender.identity not in self._view:
             return []
         self._hear(sender.identity, now)
-        # Their view came before this, so what differs still is something that they lack.
+        # The sender's view came before this message, so a difference is what the sender lacks.
         return [] if digest == self._view.digest() else self._share(sender)
 
     def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
@@ -228,68 +229,68 @@ class Membership:
         if before is None and sender.identity not in theirs:
             return []
         masters = {master.incarnation for master in self._masters}
-        weighed = weigh(
+        judged = judge_view(
             theirs,
             sender=sender.identity,
             me=self._me.incarnation,
             view=self._view,
-            graves=self._graves,
-            heard_lately=lambda who: self._silence.heard_within(who, now, self._suspect_s),
+            tombstones=self._tombstones,
+            heard_lately=lambda one: self._detector.heard_within(one, now, self._suspect_s),
             may_end=sender.identity in masters or self._me.incarnation in masters,
         )
         refuted = self._refute(theirs.get(self._me.incarnation))
-        effects = self._merge([*weighed.news, self._me], now)
+        effects = self._merge([*judged.merged, self._me], now)
         self._hear(sender.identity, now)
-        for claim in weighed.doubted:
-            # The accused refutes, and then the accuser takes it back. Our word would not do.
-            effects += self._share(Origin(claim.incarnation), (self._me, claim))
+        for entry in judged.doubted:
+            # The member refutes, and its sender takes the entry back. This node cannot refute it.
+            effects += self._share(Origin(entry.incarnation), (self._me, entry))
         if refuted:
             effects += [*self._beat(now), *self._republish(now)]
             if sender.identity not in masters:
                 effects += self._share(sender, (self._me,))
-        # Two sides meet, each with what the other lacks. Members that know each other need no
-        # answer here: they learn the rest from the masters.
+        # After a partition each side has what the other lacks. Members that know each other need
+        # no answer here: they learn the rest from the masters.
         met = before is None or before.state in (DEAD, LEFT)
         if met and self._view.adds_to(theirs):
             effects += self._share(sender)
         return effects
 
-    def _refute(self, claim: Member | None) -> bool:
-        """Raise our counter above a claim about us that would win against our entry."""
-        if claim is None or not is_newer(claim, self._me) or claim.counter + 1 >= COUNTER_MAX:
+    def _refute(self, entry: Member | None) -> bool:
+        """Raise this node's counter above an entry about it that would win against its own."""
+        if entry is None or not is_newer(entry, self._me) or entry.counter + 1 >= COUNTER_MAX:
             return False
-        self._me = attrs.evolve(self._me, counter=claim.counter + 1)
-        # Whoever held us dead dropped our records.
-        self._republish_owed = self._republish_owed or not is_live(claim)
+        self._me = attrs.evolve(self._me, counter=entry.counter + 1)
+        # Nodes that held this node dead have dropped its records.
+        self._republish_owed = self._republish_owed or not is_live(entry)
         return True
 
     # --- time -----------------------------------------------------------------------------------
 
     def _notice_pause(self, now: float) -> None:
-        """Start every silence anew if we were stopped: we did not listen either."""
+        """Start every clock anew if this process was stopped: it heard no member meanwhile."""
         if now - self._ran_at > self._turn_s + self._heartbeat_s:
-            self._silence.pardon_all(now)
+            self._detector.restart_all(now)
         self._ran_at = now
 
     def _judge(self, now: float) -> list[Effect]:
         found: list[Member] = []
-        for incarnation, silent_s in self._silence.longer_than(self._suspect_s, now):
+        for incarnation, silent_s in self._detector.silent_for(self._suspect_s, now):
             member = self._view.get(incarnation)
-            assert member is not None, "only those in the view are judged"
+            assert member is not None, "only members of the view are judged"
             if silent_s >= self._dead_s:
                 found.append(attrs.evolve(member, state=DEAD))
             elif member.state == ALIVE:
                 found.append(attrs.evolve(member, state=SUSPECT))
                 # Perhaps a successor answers there.
-                self._redial.lost(member.control, now)
+                self._reconnect.lost(member.control, now)
         return self._merge(found, now)
 
     def _forget(self, now: float) -> list[Effect]:
-        gone = self._graves.due(now)
+        gone = self._tombstones.due(now)
         for incarnation in gone:
             entry = self._view.get(incarnation)
-            assert entry is not None, "what has ended is in the view until it is buried"
-            self._graves.bury(entry)
+            assert entry is not None, "an ended member is in the view until it has a tombstone"
+            self._tombstones.set(entry)
         return self._adopt(self._view.without(gone), now) if gone else []
 
     def _beat(self, now: float) -> list[Effect]:
@@ -299,7 +300,7 @@ class Membership:
         return [Send(m.incarnation, beat) for m in self._masters if m.incarnation != own]
 
     def _dial(self, now: float) -> list[Effect]:
-        due = self._redial.due(now, reached=self._reached, ranks=self._ranks)
+        due = self._reconnect.due(now, reached=self._reached, ranks=self._ranks)
         return [SendTo(address, Join(self._me)) for address in due]
 
     def _republish(self, now: float) -> list[Effect]:
@@ -311,12 +312,12 @@ class Membership:
 
     # --- the view -------------------------------------------------------------------------------
 
-    def _merge(self, news: list[Member], now: float) -> list[Effect]:
-        view, changed = self._view.merge(news)
+    def _merge(self, entries: list[Member], now: float) -> list[Effect]:
+        view, changed = self._view.merge(entries)
         return self._adopt(view, now) if changed else []
 
     def _adopt(self, view: View, now: float) -> list[Effect]:
-        """Take another view in place of ours, and bring everything that follows it up to date."""
+        """Replace the view, and bring everything that follows it up to date."""
         old, self._view = self._view, view
         members = view.members()
         others = [member for member in members if member is not self._me]
@@ -329,40 +330,40 @@ class Membership:
                 self._follow(member, before, now)
         masters = view.masters(self._max_masters)
         if [m.incarnation for m in masters] != [m.incarnation for m in self._masters]:
-            # A new master must hear of us before it begins to count our silence.
+            # A new master must hear of this node before it begins to count its silence.
             self._beat_at = min(self._beat_at, self._turn_at)
         self._masters = masters
-        judged = others if any(m is self._me for m in masters) else masters
-        self._silence.judge(
-            [m.incarnation for m in judged if is_live(m) and m is not self._me], now
+        followed = others if any(m is self._me for m in masters) else masters
+        self._detector.judge(
+            [m.incarnation for m in followed if is_live(m) and m is not self._me], now
         )
         return self._announce()
 
     def _follow(self, member: Member, before: Member | None, now: float) -> None:
-        """Note what the change of one entry means for clocks, graves and redialling."""
+        """Note what the change of one entry means for clocks, tombstones and redialling."""
         incarnation = member.incarnation
         if is_live(member):
-            self._graves.lives(incarnation)
+            self._tombstones.lives(incarnation)
             if member.state == ALIVE:
-                self._redial.found(member.control)
+                self._reconnect.found(member.control)
             if before is None or member.counter > before.counter:
-                # Only itself raises its counter: it lived lately, though we did not hear it.
-                self._silence.pardon(incarnation)
+                # Only a member raises its own counter: it lived lately, though unheard here.
+                self._detector.restart(incarnation)
             return
-        self._silence.ended(incarnation)
-        self._graves.ended(incarnation, now)
+        self._detector.ended(incarnation)
+        self._tombstones.ended(incarnation, now)
         if member.state == LEFT:
-            self._redial.found(member.control)
+            self._reconnect.found(member.control)
         elif member.control not in self._reached and member.control != self._me.control:
-            self._redial.lost(member.control, now)
+            self._reconnect.lost(member.control, now)
 
     def _hear(self, incarnation: int, now: float) -> None:
         member = self._view.get(incarnation)
         if member is not None and is_live(member):
-            self._silence.heard(incarnation, now)
+            self._detector.heard(incarnation, now)
 
     def _share(self, to: Origin, members: tuple[Member, ...] = ()) -> list[Effect]:
-        """Send these entries, or all, unless this peer got enough of them in this heartbeat."""
+        """Send these entries, or all, unless this peer has got SHARES_PER_BEAT already."""
         sent = self._shares.get(to.identity, 0)
         if sent >= SHARES_PER_BEAT or len(self._shares) >= MEMBERS_MAX:
             return []

@@ -1,8 +1,9 @@
-"""Graves: how ended members are forgotten without coming back. Pure.
+"""Tombstones: how ended members are forgotten and cannot come back by gossip. Pure.
 
-An entry that ends, dead or left, stays in the view for FORGET_S, so that it wins against every view
-that still has it alive. Then it is buried: it leaves the view, and only its last counter is kept
-here, for this node alone. Whoever brings it up again with no higher counter brings up a dead one.
+The entry of a member that ended, dead or left, stays in the view for FORGET_S, so that it wins
+against every view that still has the member alive. Then the entry leaves the view, and a tombstone
+keeps its last counter, on this node only. An entry with no higher counter is one of the same dead
+member.
 """
 
 from __future__ import annotations
@@ -14,49 +15,49 @@ import attrs
 from peercache.model.member import DEAD, Member
 
 FORGET_S = 300.0
-"""How long an ended entry stays in the view: long after it has reached everybody."""
+"""How long an ended entry stays in the view: long after it has reached every node."""
 
 ENDED_MAX = 1024
-"""Ended entries kept in the view, and shared with it; more are buried early, oldest first."""
+"""Ended entries kept in the view and shared with it; beyond, the oldest leave it early."""
 
-BURIED_MAX = 65_536
-"""Counters kept, at about 150 bytes. Of one deeper down an old view makes a ghost: it is silent,
-and dead again after dead_s."""
+TOMBSTONES_MAX = 65_536
+"""Tombstones kept, of about 150 bytes. Without one an old view revives its member for `dead_s`: the
+member is silent, and so becomes dead again."""
 
 
 @final
-class Graves:
-    """Who has ended, and when; who is buried, and with which counter."""
+class Tombstones:
+    """When each ended member ended, and the last counters of those that left the view."""
 
     def __init__(self) -> None:
-        """Nobody has ended yet."""
+        """Start with no ended member."""
         self._ended_at: dict[int, float] = {}  # oldest first
-        self._buried: dict[int, int] = {}  # oldest first
+        self._counters: dict[int, int] = {}  # oldest first
 
     def __len__(self) -> int:
-        """Return the number of the buried."""
-        return len(self._buried)
+        """Return the number of tombstones."""
+        return len(self._counters)
 
     def ended(self, incarnation: int, now: float) -> None:
         """Note that an entry of the view has ended."""
         self._ended_at.setdefault(incarnation, now)
-        self._buried.pop(incarnation, None)
+        self._counters.pop(incarnation, None)
 
     def lives(self, incarnation: int) -> None:
-        """Note that it lives, by a counter higher than any we knew."""
+        """Note that a member lives, by a counter higher than any known one."""
         self._ended_at.pop(incarnation, None)
-        self._buried.pop(incarnation, None)
+        self._counters.pop(incarnation, None)
 
     def holds(self, member: Member) -> bool:
-        """Return whether this very entry, or a newer one, is buried."""
-        return member.counter <= self._buried.get(member.incarnation, -1)
+        """Tell whether a tombstone stands for this very entry or for a newer one."""
+        return member.counter <= self._counters.get(member.incarnation, -1)
 
-    def exhumed(self, member: Member) -> Member:
-        """Return a buried one as it has to be told: dead, with the counter it died with."""
-        return attrs.evolve(member, state=DEAD, counter=self._buried[member.incarnation])
+    def as_dead(self, member: Member) -> Member:
+        """Return the entry that its tombstone stands for: dead, with the counter it died with."""
+        return attrs.evolve(member, state=DEAD, counter=self._counters[member.incarnation])
 
     def due(self, now: float) -> list[int]:
-        """Return whom to bury now, oldest first."""
+        """Return the ended members that leave the view now, oldest first."""
         gone: list[int] = []
         for incarnation, ended_at in self._ended_at.items():
             if now - ended_at < FORGET_S and len(self._ended_at) - len(gone) <= ENDED_MAX:
@@ -64,9 +65,9 @@ class Graves:
             gone.append(incarnation)
         return gone
 
-    def bury(self, member: Member) -> None:
+    def set(self, member: Member) -> None:
         """Keep the counter of an entry that leaves the view."""
         del self._ended_at[member.incarnation]
-        self._buried[member.incarnation] = member.counter
-        if len(self._buried) > BURIED_MAX:
-            del self._buried[next(iter(self._buried))]
+        self._counters[member.incarnation] = member.counter
+        if len(self._counters) > TOMBSTONES_MAX:
+            del self._counters[next(iter(self._counters))]

@@ -1,9 +1,9 @@
-"""Claims: what a node believes of what others say. Pure.
+"""View merge: which entries of another node's view this node merges into its own. Pure.
 
-Merging is a law (model/view.py); whether to merge what somebody says is judgement, and it stands
-here: whoever spoke to us lately is not dead, only its judges end a member, the buried stay dead,
-and an address has one holder. Without it one node that was cut off for a while, and comes back
-with a view full of the dead, would empty everybody's view until the last of them has refuted.
+How two entries merge is a law (`model/view.py`). Which entries to merge is judged here: a member
+heard lately is not dead, only the judges of a member end it, a tombstone stays, and an address has
+one holder. Otherwise one node that was cut off, and comes back with a view full of dead members,
+would empty every view until the last of them has refuted.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import final
 
 import attrs
 
-from peercache.actors.membership.tombstones import Graves
+from peercache.actors.membership.tombstones import Tombstones
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import View, is_live, is_newer
 
 
 @final
 @attrs.frozen
-class Weighed:
-    """news: what to merge. doubted: claims against members that spoke to us lately."""
+class JudgedView:
+    """merged: entries to merge. doubted: DEAD or SUSPECT entries of members heard lately."""
 
-    news: list[Member]
+    merged: list[Member]
     doubted: list[Member]
 
 
 def speaks_for_itself(sender: int, member: Member) -> bool:
-    """Return whether this is an entry as only the member itself, `sender`, may bring it."""
+    """Tell whether `sender` brings its own entry, in a state that only a member itself reports."""
     return member.incarnation == sender and member.state in (ALIVE, LEFT)
 
 
-def introduced(member: Member, *, me: int, view: View, graves: Graves) -> list[Member]:
-    """Return what follows from a node's own word that it lives at its address."""
+def introduced(member: Member, *, me: int, view: View, tombstones: Tombstones) -> list[Member]:
+    """Return the entries that follow from a node's own message that it lives at its address."""
     known = view.get(member.incarnation)
-    if known is None and graves.holds(member):
-        return [graves.exhumed(member)]
+    if known is None and tombstones.holds(member):
+        return [tombstones.as_dead(member)]
     if known is not None or member.state != ALIVE:
         return [member]
-    # An address is bound by one process: whoever had it before is gone. Judged at first sight
-    # only, or two nodes that advertise one address by mistake would end each other for ever.
+    # One process binds an address, so the member that had it before is gone. Judged at first sight
+    # only: two nodes that advertise one address by mistake would end each other for ever.
     return [member] + [
         attrs.evolve(other, state=DEAD)
         for other in view.live()
@@ -48,45 +48,45 @@ def introduced(member: Member, *, me: int, view: View, graves: Graves) -> list[M
     ]
 
 
-def weigh(
+def judge_view(
     theirs: Mapping[int, Member],
     *,
     sender: int,
     me: int,
     view: View,
-    graves: Graves,
+    tombstones: Tombstones,
     heard_lately: Callable[[int], bool],
     may_end: bool,
-) -> Weighed:
-    """Part what `sender` says of others into what we take, and what we know better.
+) -> JudgedView:
+    """Part the entries of `sender`'s view into those to merge and those to doubt.
 
-    heard_lately: whether a member itself spoke to us within suspect_s.
-    may_end:      whether the sender or we judge everybody, so that its word of a death counts.
+    heard_lately: whether a message of the member itself came within suspect_s.
+    may_end:      whether the sender or this node is a master, so that DEAD counts.
     """
     holders = {member.control: member.incarnation for member in theirs.values() if is_live(member)}
-    weighed = Weighed([], [])
-    for incarnation, claim in theirs.items():
+    judged = JudgedView([], [])
+    for incarnation, entry in theirs.items():
         mine = view.get(incarnation)
         if incarnation == me:
             continue
         if incarnation == sender:
-            if speaks_for_itself(sender, claim):
-                weighed.news.extend(introduced(claim, me=me, view=view, graves=graves))
+            if speaks_for_itself(sender, entry):
+                judged.merged.extend(introduced(entry, me=me, view=view, tombstones=tombstones))
         elif mine is None:
-            if not graves.holds(claim):
-                weighed.news.append(claim)
-            elif is_live(claim):
-                # Shared as dead it reaches those who hear it and tell it to refute, or nobody.
-                weighed.news.append(graves.exhumed(claim))
-        elif not is_newer(claim, mine):
+            if not tombstones.holds(entry):
+                judged.merged.append(entry)
+            elif is_live(entry):
+                # Gossip the member as DEAD, so that it can refute.
+                judged.merged.append(tombstones.as_dead(entry))
+        elif not is_newer(entry, mine):
             continue
-        elif claim.state in (ALIVE, LEFT) or not is_live(mine):
-            weighed.news.append(claim)
-        elif heard_lately(incarnation) and holders.get(claim.control, incarnation) == incarnation:
-            weighed.doubted.append(claim)
-        elif claim.state == DEAD and not may_end:
-            # Neither of us judges this one: our masters will know.
-            weighed.news.append(attrs.evolve(claim, state=SUSPECT))
+        elif entry.state in (ALIVE, LEFT) or not is_live(mine):
+            judged.merged.append(entry)
+        elif heard_lately(incarnation) and holders.get(entry.control, incarnation) == incarnation:
+            judged.doubted.append(entry)
+        elif entry.state == DEAD and not may_end:
+            # Neither node judges this member; the masters will know.
+            judged.merged.append(attrs.evolve(entry, state=SUSPECT))
         else:
-            weighed.news.append(claim)
-    return weighed
+            judged.merged.append(entry)
+    return judged

@@ -1,4 +1,4 @@
-"""Ring: which nodes own which records, as the view has it now.
+"""Ring: which nodes own which records, by the view as it is now.
 
 Owns    the hash ring of the members that are alive or suspect.
 Hears   ViewChanged, from membership.
@@ -32,7 +32,7 @@ class RingActor:
     current: HashRing = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Start with a ring of nobody."""
+        """Start with an empty ring."""
         self.current = self._ring_of([])
 
     def on_message(self, sender: Origin, message: RingHears, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
@@ -56,7 +56,7 @@ class RingActor:
 
     def _follow(self, view: ViewChanged) -> list[Effect]:
         # A suspect member stays: it usually refutes, and moving its arcs twice costs far more than
-        # a few failed questions, which their askers bring to the replica.
+        # a few failed lookups, which readers retry at the replica.
         live = sorted({m.incarnation for m in view.members if m.state in (ALIVE, SUSPECT)})
         if tuple(live) == self.current.members:
             return []
