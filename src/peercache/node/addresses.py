@@ -64,7 +64,7 @@ def listen_home(listener: Listener, config: Config, control_port: int) -> str:
     except OSError as error:
         raise ConfigError("home", f"cannot use {path}: {error.strerror}") from error
     listener.listen_local(home)
-    # Whoever may connect may read every page: the owner of the node, and root.
+    # A process that may connect may read every page: the node's user, and root.
     path.chmod(0o600)
     return home
 
@@ -83,7 +83,7 @@ def advertised_host(config: Config, bound_host: str) -> str:
         return config.advertise
     if bound_host:
         return bound_host
-    # Which of our addresses the system would use; a UDP socket sends nothing by connecting.
+    # Which address of this host the system would use; a UDP socket sends nothing by connecting.
     towards = config.discovery_addr[0] if config.discovery_addr else "192.0.2.1:9"
     host, port = parse_address(towards)
     try:
@@ -97,12 +97,12 @@ def advertised_host(config: Config, bound_host: str) -> str:
 
 
 def head_rank(config: Config, control: str) -> int:
-    """Return our place among the discovery addresses: the founder of a cluster is its head."""
+    """Return the rank among the discovery addresses: a cluster's founder is its head."""
     if not config.discovery_addr:
         return 0
-    ours = _resolved(control)
+    own = _resolved(control)
     for rank, address in enumerate(config.discovery_addr):
-        if address == control or ours & _resolved(address):
+        if address == control or own & _resolved(address):
             return min(rank, NO_HEAD)
     return NO_HEAD
 

@@ -1,4 +1,4 @@
-"""Who may talk to a node, and about what: the one place that decides.
+"""Admission: which connections a node accepts, and which messages each may send.
 
 A connection begins with a Hello. It is refused, loudly and with a reason, when wire version,
 granule, credentials or a namespace's geometry do not fit; what comes before a Hello is dropped.
@@ -116,7 +116,7 @@ class Admission:
         local_token: str,
         probe: Callable[[str, str], LockProbe] = LockProbe,
     ) -> None:
-        """Admit who fits; clients of this very process show `local_token` instead of a lock.
+        """Admit peers that fit; clients of this very process show `local_token` instead of a lock.
 
         probe: opens a client's lock file, given home address and name; raises Rejected.
         """
@@ -132,7 +132,7 @@ class Admission:
     def admit(self, pipe: int, sender: int, hello: Hello) -> Session:
         """Open a session on a pipe, or raise Rejected with what does not fit."""
         if sender == 0:
-            raise Rejected("identity", "nobody is called 0")
+            raise Rejected("identity", "0 names no node and no client")
         if hello.wire_newest < WIRE_VERSION_OLDEST or hello.wire_oldest > WIRE_VERSION:
             raise Rejected(
                 "wire_version",
@@ -156,9 +156,9 @@ class Admission:
         self.sessions.pop(pipe, None)
 
     def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: int) -> list[int]:
-        """Return whom to hang up on, of these open connections (oldest first).
+        """Return which of these open connections (oldest first) to close.
 
-        That is, of those that have not said Hello, who was here STRANGER_S ago, and the oldest of
+        Of those that have not said Hello: each that is STRANGER_S old, and the oldest of
         the rest as long as there are more connections than `connections_max`.
         """
         strangers = [pipe for pipe in pipes if pipe not in self.sessions]
@@ -206,7 +206,7 @@ class Admission:
         if hmac.compare_digest(hello.lock.encode(), self._local_token.encode()):
             return Role.WRITER
         if hello.lock != lock_name(client):
-            # Else whoever has heard of a client could write in its name.
+            # Else any process that knows a client's id could write in its name.
             raise Rejected("lock", f"{hello.lock!r} is not the lock of client {name_of(client)}")
         if client not in self._locks:
             if len(self._locks) >= CLIENTS_MAX:

@@ -8,11 +8,9 @@ messages.
 from __future__ import annotations
 
 import random
-import resource
 import secrets
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
@@ -20,14 +18,13 @@ import attrs
 import trio
 
 from peercache.actors.effects import TellDisk
-from peercache.actors.mailboxes import ClientGone, DiskHears, PoolGrew
+from peercache.actors.mailboxes import DiskHears, PoolGrew
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
 from peercache.config.quantities import format_address
 from peercache.config.settings import Config
-from peercache.fabric.tcp.server import Admission as DataAdmission
-from peercache.fabric.tcp.server import serve_pages
+from peercache.fabric.tcp.server import DataAdmission, serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
@@ -35,14 +32,15 @@ from peercache.memory.client_lock import remove_dead_locks
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import name_of, new_incarnation
-from peercache.model.member import ALIVE, SUSPECT, Member
-from peercache.model.view import STATE_NAMES
+from peercache.model.member import ALIVE, Member
 from peercache.net.sockets import Listener
 from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
+from peercache.node.housekeeping import Housekeeping
 from peercache.node.memory import Source, populate, publish
+from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
@@ -55,18 +53,8 @@ from peercache.wire.messages.session import Counted, Stats, StatsAsked
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup
 
-HOUSEKEEPING_S = 1.0
-"""How soon the slots of a client that died come back; a probe is one system call a client."""
-
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
-
-CONTROL_SHARE = 0.25
-"""Of the descriptors of this process, for connections of the control plane: half are for the data
-port, and links and files need some. Beyond it, those give way that never said Hello."""
-
-LATE_S = 5.0
-"""A loop that has not come round for so long is not serving, whatever else is fine."""
 
 
 @attrs.frozen
@@ -106,7 +94,6 @@ class Node:
         self.log = get_logger(node=name_of(self.incarnation))
         self._stopping = trio.Event()
         self.stopped = trio.Event()
-        self._came_round = time.monotonic()
         self._admission: Admission | None = None
         self._disk: NodeDisk | None = None
         self._queue_pairs: DeviceQueuePairs | None = None
@@ -160,7 +147,6 @@ class Node:
         host = addresses.advertised_host(config, bound_host)
         data_port = await self._serve_pages(nursery, segment, bound_host)
         me = self._member(segment, format_address(host, control_port), host, data_port)
-        self._control = me.control
         self._crew = crew = Crew(
             config,
             me,
@@ -185,12 +171,25 @@ class Node:
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
         )
+        housekeeping = Housekeeping(
+            config,
+            own_address=me.control,
+            admission=admission,
+            listener=listener,
+            switchboard=switchboard,
+            members=self._members,
+            metrics=self.metrics,
+            log=self.log,
+        )
+        self._status = NodeStatus(
+            self.incarnation, crew, self._disk, housekeeping, is_leaving=self._stopping.is_set
+        )
         await nursery.start(switchboard.run)
         crew.start(nursery, switchboard.perform)
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery, bound_host)
         await nursery.start(populate, segment, self._pool_grew, self.log)
-        nursery.start_soon(self._keep_house, admission, listener)
+        nursery.start_soon(housekeeping.run)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
             incarnation=self.incarnation,
@@ -202,7 +201,7 @@ class Node:
         )
 
     def _open_disk(self, segment: PublishedSegment) -> Callable[[DiskEffect], None] | None:
-        """Begin to open the disk tier, if there is to be one; return who does what it says."""
+        """Begin to open the disk tier, if configured; return the performer of its effects."""
         if not self.config.disk_enabled:
             return None
 
@@ -308,87 +307,22 @@ class Node:
         if self._admission is not None:
             self._admission.end(pipe)
 
-    async def _keep_house(self, admission: Admission, listener: Listener) -> None:
-        known: dict[int, int] = {}
-        while True:
-            for client in admission.exited():
-                self.log.info("client.exited", client=name_of(client))
-                self._crew.mailboxes.pool.tell(SELF, ClientGone(client))
-            members = self._members()
-            self._follow_members(members, known)
-            self._show_out_strangers(admission, listener)
-            self._came_round = time.monotonic()
-            await trio.sleep(HOUSEKEEPING_S)
-
-    def _follow_members(self, members: Sequence[Member], known: dict[int, int]) -> None:
-        """Log and count the states of the other members, and end links without a use."""
-        for member in members:
-            if known.get(member.incarnation) != member.state and member.control != self._control:
-                state, name = STATE_NAMES[member.state], name_of(member.incarnation)
-                self.log.info(
-                    "membership.member_changed", member=name, state=state, at=member.control
-                )
-        if not known and len(members) == 1 and self.config.discovery_addr:
-            self.log.info("node.started_alone", asked=list(self.config.discovery_addr))
-        known.clear()
-        known.update({member.incarnation: member.state for member in members})
-        kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
-        self._switchboard.keep_links(kept | set(self.config.discovery_addr))
-        for number, word in enumerate(STATE_NAMES):
-            self.metrics.members.labels(word).set(sum(m.state == number for m in members))
-
-    def _show_out_strangers(self, admission: Admission, listener: Listener) -> None:
-        """Hang up on who connected and never said Hello."""
-        pipes = listener.pipes()
-        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = int(files_max * CONTROL_SHARE) if files_max != resource.RLIM_INFINITY else len(pipes)
-        overstaying = admission.overstaying(pipes, time.monotonic(), connections_max=room)
-        for pipe in overstaying:
-            listener.disconnect(pipe)
-        self.metrics.connections.labels("control").set(len(pipes) - len(overstaying))
-        if overstaying:
-            self.metrics.messages_dropped.labels("no_hello").inc(len(overstaying))
-
     async def _leave(self) -> None:
         self.log.info("node.leave_started")
         for effect in self._crew.membership.leave(trio.current_time()):
             self._switchboard.perform(effect)
         await self._switchboard.flush(GOODBYE_S)
 
-    # --- what others may ask ----------------------------------------------------------------------
-
     def health(self) -> Health:
-        """Return whether this node truly serves."""
-        facts = self.figures()
-        late_s = time.monotonic() - self._came_round
-        if self._stopping.is_set():
-            return Health(serving=False, reason="leaving the cluster", facts=facts)
-        if late_s > LATE_S:
-            return Health(serving=False, reason=f"the loop is {late_s:.0f} s late", facts=facts)
-        if not self._crew.pool.figures()["pool_bytes_usable"]:
-            return Health(serving=False, reason="no page memory is populated yet", facts=facts)
-        return Health(serving=True, reason="", facts=facts)
+        """Return whether this node serves."""
+        return self._status.health()
 
     def figures(self) -> dict[str, int | float | str]:
         """Return named figures about this node."""
-        members = self._members()
-        return {
-            "node": name_of(self.incarnation),
-            "members_alive": sum(member.state == ALIVE for member in members),
-            "masters": len(self._crew.membership.masters()),
-            "directory_records": self._crew.directory.record_count,
-            **self._crew.pool.figures(),
-            **self._disk_figures(),
-            **self._crew.rdma.figures(),
-        }
-
-    def _disk_figures(self) -> dict[str, int | float | str]:
-        if self._disk is None:
-            return {}
-        return {**self._crew.disk.figures(), "disk_problem": self._disk.problem}
+        return self._status.figures()
 
     def _answer(self, message: Message) -> Message | None:
-        """Answer what is for the node itself."""
+        """Answer a message for the node itself."""
         if isinstance(message, StatsAsked):
             return Stats(message.request, self.figures())
         if isinstance(message, Counted):

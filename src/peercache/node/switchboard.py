@@ -1,7 +1,7 @@
 """The switchboard: messages from sockets to mailboxes, and effects to sockets and memory.
 
 Everything that comes in passes here once: decoded, its sender known, meant for this incarnation,
-and allowed; else it is dropped and counted, and a stranger is told to say Hello.
+and allowed; else it is dropped and counted, and an unknown sender is told to say Hello.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BURST_MESSAGES = 16
 
 STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
-fits, and a megabyte would be a gift of a second of our time to whoever can connect."""
+fits, and to decode a megabyte would cost this node a second for any connection."""
 
 
 @final
@@ -120,7 +120,7 @@ class Switchboard:
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """Have what is put into mailboxes meanwhile handled at the end, without waking anybody."""
+        """Have what is put into mailboxes meanwhile handled at the end, without waking a task."""
         mailboxes = self._mailboxes.in_order
         for mailbox in mailboxes:
             mailbox.is_attended = True
@@ -160,7 +160,7 @@ class Switchboard:
             self._reply(pipe, envelope.sender, SayHello(self._me.incarnation))
             return
         if envelope.target not in (0, self._me.incarnation):
-            # Meant for a predecessor at this address: never ours to act on.
+            # Meant for a predecessor at this address: this incarnation must not act on it.
             self._drop("other_incarnation")
             self._reply(pipe, envelope.sender, SayHello(self._me.incarnation))
             return
@@ -257,14 +257,14 @@ class Switchboard:
         link.send(self._encode(target, message))
 
     def keep_links(self, addresses: set[str]) -> None:
-        """End the links to addresses that nobody has any more."""
+        """End the links to addresses that no member has any more."""
         for address in [address for address in self._links if address not in addresses]:
             self._links.pop(address).stop()
 
     async def flush(self, timeout_s: float) -> None:
         """Wait, for a bounded time, until every link has handed over what it had."""
         with trio.move_on_after(timeout_s):
-            # nng tells no event for it, so we look.
+            # nng tells no event for it, so the node polls.
             while not all(link.is_empty for link in self._links.values()):  # noqa: ASYNC110
                 await trio.sleep(timeout_s / 20)
 

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 import trio
 
-from peercache.fabric.tcp.server import Admission, serve_pages
+from peercache.fabric.tcp.server import DataAdmission, serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
@@ -38,7 +38,7 @@ async def main() -> None:
         segment.pages[page * size : (page + 1) * size] = page + 1
     starts = np.arange(count) * (size // GRANULE)
     segment.store_words(starts, 2 * (np.arange(count, dtype=np.uint64) + np.uint64(1)))
-    admission = Admission(
+    admission = DataAdmission(
         cluster=CLUSTER,
         credentials=CREDENTIALS,
         granule=GRANULE,

@@ -15,7 +15,7 @@ import threading
 import numpy as np
 import trio
 
-from peercache.fabric.tcp.server import Admission, serve_pages
+from peercache.fabric.tcp.server import DataAdmission, serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.observability.metrics import Metrics
 from tests.contracts.fabric_suite import GRANULE, INCARNATION
@@ -27,7 +27,7 @@ async def serve() -> None:
     """Serve until the process ends."""
     memory = PlainMemory.of(16 * GRANULE, GRANULE)
     memory.words[:] = 2 * np.arange(16)
-    admission = Admission(
+    admission = DataAdmission(
         cluster=CLUSTER, credentials=CREDENTIALS, granule=GRANULE, incarnation=INCARNATION
     )
     listeners = await open_listeners("127.0.0.1", 0)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.server import Admission, serve_pages, usual_threads
+from peercache.fabric.tcp.server import DataAdmission, serve_pages, usual_threads
 from peercache.fabric.tcp.serving import Patience, ServingThread
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.model.reads import Fetched, PeerRead
@@ -349,7 +349,7 @@ async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
     monkeypatch.setattr(threading.Thread, "start", start_few)
     monkeypatch.setattr(atexit, "register", hooks.append)
     monkeypatch.setattr(atexit, "unregister", hooks.remove)
-    admission = Admission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
+    admission = DataAdmission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
     before = open_files()
     listeners = await open_listeners("127.0.0.1", 0)
 

@@ -1,4 +1,4 @@
-"""Tombstones: what has ended is kept, then buried, and never mistaken for a living one."""
+"""Tombstones: ended members stay in the view for a while, and never come back by gossip."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_too_many_ended_are_due_early() -> None:
     assert tombstones.due(5.0) == [0, 1, 2]
 
 
-def test_buried_holds_what_is_not_newer() -> None:
+def test_a_tombstone_holds_entries_that_are_not_newer() -> None:
     """A higher counter is of its own making, so it lives."""
     tombstones = Tombstones()
     tombstones.ended(1, 0.0)
@@ -48,7 +48,7 @@ def test_buried_holds_what_is_not_newer() -> None:
     assert tombstones.as_dead(attrs.evolve(DEAD_MEMBER, counter=2, state=ALIVE)) == DEAD_MEMBER
 
 
-def test_one_that_lives_again_is_neither_due_nor_buried() -> None:
+def test_a_member_that_lives_again_is_not_due_and_has_no_tombstone() -> None:
     """It refuted: nothing of its death is left."""
     tombstones = Tombstones()
     tombstones.ended(1, 0.0)
@@ -61,7 +61,7 @@ def test_one_that_lives_again_is_neither_due_nor_buried() -> None:
     assert not tombstones.holds(attrs.evolve(DEAD_MEMBER, incarnation=2))
 
 
-def test_buried_are_bounded_and_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tombstones_are_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the dead does not grow for ever."""
     monkeypatch.setattr(tombstones_module, "TOMBSTONES_MAX", 3)
     tombstones = Tombstones()
@@ -75,8 +75,8 @@ def test_buried_are_bounded_and_the_oldest_is_given_up(monkeypatch: pytest.Monke
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=30))
-def test_exhumed_is_always_dead_and_never_older_than_it_was(ends: list[tuple[int, int]]) -> None:
-    """The oracle: the last counter with which each was buried."""
+def test_a_tombstone_is_always_dead_and_never_older(ends: list[tuple[int, int]]) -> None:
+    """The oracle: the last counter with which each tombstone was set."""
     tombstones = Tombstones()
     last: dict[int, int] = {}
     for incarnation, counter in ends:

@@ -11,7 +11,7 @@ import trio
 
 from peercache.config.quantities import format_address
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.server import Admission, serve_pages
+from peercache.fabric.tcp.server import DataAdmission, serve_pages
 from peercache.fabric.tcp.serving import PageSource
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.observability.metrics import Metrics
@@ -41,7 +41,7 @@ class PageServer:
         self.metrics = Metrics()
         self.between: Callable[[], None] = lambda: None
         self._source = source
-        self._admission = Admission(
+        self._admission = DataAdmission(
             cluster=CLUSTER, credentials=credentials, granule=granule, incarnation=incarnation
         )
         self._port = port

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peercache.errors import AddressTaken
 from peercache.fabric.tcp import server as tcp_server
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.server import Admission
+from peercache.fabric.tcp.server import DataAdmission
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.model.reads import PeerRead
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
@@ -131,7 +131,7 @@ def test_stranger_is_told_why_and_counted(server: PageServer, said: bytes, reaso
 
 def test_server_without_a_secret_admits_every_client(memory: PlainMemory) -> None:
     """An empty `credentials` admits every client, with or without a secret."""
-    admission = Admission(cluster="c", credentials="", granule=1, incarnation=2)
+    admission = DataAdmission(cluster="c", credentials="", granule=1, incarnation=2)
     known = {"cluster": "c", "granule": 1, "incarnation": 2}
 
     with_none = admission.admit(wire.greet(**known, credentials=""))  # type: ignore[arg-type]

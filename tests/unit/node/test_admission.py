@@ -1,4 +1,4 @@
-"""Admission: who may talk to a node, and about what."""
+"""Admission: which connections a node accepts, and which messages each may send."""
 
 from __future__ import annotations
 

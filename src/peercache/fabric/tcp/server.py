@@ -4,7 +4,7 @@ Owns    the data port's listeners, and each connection until its client is admit
 Hears   greetings (wire.py) from every host that can connect: it believes none of them.
 Says    whether it serves a client, and if not, why. The compiled loop on threads of its own
         (serving.py) answers the requests.
-Keeps   nothing is served before `Admission.admit` said so.
+Keeps   nothing is served before `DataAdmission.admit` said so.
 Limits  CONNECTIONS_MAX connections.
 """
 
@@ -56,7 +56,7 @@ _log = get_logger(actor="tcp_server")
 
 @final
 @attrs.frozen(kw_only=True)
-class Admission:
+class DataAdmission:
     """Decides which clients the data port admits: the only place that does."""
 
     cluster: str
@@ -88,7 +88,7 @@ async def serve_pages(
     listeners: Sequence[trio.SocketListener],
     source: PageSource,
     *,
-    admission: Admission,
+    admission: DataAdmission,
     metrics: Metrics,
     connections_max: int = CONNECTIONS_MAX,
     threads: int = 0,
@@ -136,7 +136,7 @@ def usual_threads() -> int:
 @attrs.define
 class _Service:
     pages: Sequence[ServingThread]
-    admission: Admission
+    admission: DataAdmission
     metrics: Metrics
     connections_max: int
     connections: int = 0

@@ -1,0 +1,61 @@
+"""Status: what a node answers about itself, its health and its figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+import attrs
+
+from peercache.http.pages import Health
+from peercache.model.ids import name_of
+from peercache.model.member import ALIVE
+from peercache.node.assembly import Crew
+from peercache.node.disk import NodeDisk
+from peercache.node.housekeeping import Housekeeping
+
+LATE_S = 5.0
+"""A loop whose housekeeping is this late does not serve, whatever else is fine."""
+
+
+@final
+@attrs.frozen(eq=False)
+class NodeStatus:
+    """Reads the health and the figures of one node."""
+
+    incarnation: int
+    crew: Crew
+    disk: NodeDisk | None
+    housekeeping: Housekeeping
+    is_leaving: Callable[[], bool] = attrs.field(kw_only=True)
+
+    def health(self) -> Health:
+        """Return whether this node serves, and why not."""
+        facts = self.figures()
+        late_s = time.monotonic() - self.housekeeping.last_at
+        if self.is_leaving():
+            return Health(serving=False, reason="leaving the cluster", facts=facts)
+        if late_s > LATE_S:
+            return Health(serving=False, reason=f"the loop is {late_s:.0f} s late", facts=facts)
+        if not self.crew.pool.figures()["pool_bytes_usable"]:
+            return Health(serving=False, reason="no page memory is populated yet", facts=facts)
+        return Health(serving=True, reason="", facts=facts)
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return named figures about this node."""
+        members = self.crew.membership.view.members()
+        return {
+            "node": name_of(self.incarnation),
+            "members_alive": sum(member.state == ALIVE for member in members),
+            "masters": len(self.crew.membership.masters()),
+            "directory_records": self.crew.directory.record_count,
+            **self.crew.pool.figures(),
+            **self._disk_figures(),
+            **self.crew.rdma.figures(),
+        }
+
+    def _disk_figures(self) -> dict[str, int | float | str]:
+        if self.disk is None:
+            return {}
+        return {**self.crew.disk.figures(), "disk_problem": self.disk.problem}
