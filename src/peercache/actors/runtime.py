@@ -1,7 +1,7 @@
 """The only loop of the control plane: one task an actor, one message or tick at a time.
 
-While an actor's task sleeps, whoever has put a message into its mailbox may let it be handled in
-their own turn of the loop (`Mailbox.serve`): a wake-up less for each actor on a message's way.
+While an actor's task sleeps, the task that put a message into its mailbox may have it handled in
+its own turn of the loop (`Mailbox.serve`): a wake-up less for each actor on a message's way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from peercache.actors.effects import Effect, StateActor
 from peercache.actors.origin import Origin
 
 MAILBOX_MESSAGES_MAX = 4096
-"""Messages from the network that wait for an actor: more than a second of work. Beyond it they are
-dropped and counted; askers have deadlines, streams have summaries."""
+"""Pending messages from the network for one actor: more than a second of work. Beyond it they are
+dropped and counted; requests have deadlines, streams have summaries."""
 
 MAILBOX_BYTES_MAX = 64 * 2**20
 """The same in bytes as they came, for an actor behind: eight of the largest messages."""
@@ -42,16 +42,16 @@ class Mailbox(Generic[Hears]):
         """Start empty."""
         self.messages_max = messages_max
         self.waiting: deque[tuple[Origin, Hears, int]] = deque()
-        """Oldest first; for others only to look whether there is anything."""
+        """Oldest first. Other tasks only look whether it is empty."""
         self._waiting_bytes = 0
         self._wake = trio.Event()
         self._step: Callable[[], bool] | None = None
         self.is_attended = False
-        """Whether somebody will `serve` before the loop turns: then nobody has to be woken."""
+        """Whether a task will `serve` before the loop turns: then the actor need not be woken."""
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Return how many messages wait."""
+        """Return how many messages are pending."""
         return len(self.waiting)
 
     def offer(self, sender: Origin, message: Hears, size_bytes: int) -> bool:
@@ -66,7 +66,7 @@ class Mailbox(Generic[Hears]):
         self._put(sender, message, 0)
 
     def close(self) -> None:
-        """Keep nothing any more: there is nobody who would take it."""
+        """Drop all messages from now on: no actor takes them."""
         self._is_closed = True
         self.waiting.clear()
         self._waiting_bytes = 0

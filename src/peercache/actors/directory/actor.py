@@ -3,7 +3,7 @@
 Owns    the records that holders publish to this node, and those of its own pool.
 Hears   Lookup and Disputed, from readers; Put, Delete, Repair and StreamSummary, from holders;
         RecordsChanged, from the own pool; ViewChanged, from membership.
-Says    Located, to whoever asked; Acknowledged, SummaryMatches and SummaryDiffers, to holders.
+Says    Located, to readers; Acknowledged, SummaryMatches and SummaryDiffers, to holders.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
         newer one of its holder, to a delete that is not older, to a repair, or to a dispute.
@@ -136,7 +136,7 @@ class DirectoryShard:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Sweep a bounded part of what ended holders left; give up on holders nobody knows."""
+        """Sweep a bounded part of what ended holders left; drop holders that no view names."""
         for holder, since in list(self._unknown.items()):
             if since + UNKNOWN_S > now:
                 break
@@ -193,7 +193,7 @@ class DirectoryShard:
     def _dispute(self, disputed: bytes) -> None:
         for holder, packed in _by_holder(disputed):
             held = self._held.get(holder)
-            # Nobody knows the own pool better than the pool: it says itself what goes.
+            # Only the own pool decides about its records.
             if held is None or holder == self.incarnation:
                 continue
             for at in range(0, len(packed), RECORD_BYTES):
@@ -248,7 +248,7 @@ class DirectoryShard:
     def _holdings_of(self, holder: int, now: float) -> Holdings | None:
         """Return what is held of a holder, from now on if need be; None if it may not be."""
         if holder == self.incarnation:
-            return None  # The own pool speaks by RecordsChanged; this is somebody else.
+            return None  # The own pool speaks by RecordsChanged; this is a forger.
         held = self._held.get(holder)
         if held is not None:
             return held
@@ -269,7 +269,7 @@ class DirectoryShard:
         return isinstance(message, Delete) or held.content.count + _items(message) <= limit
 
     def _own_words(self, holder: int, packed: bytes) -> bytes:
-        """Return the records that speak of their sender: nobody else is believed about a pool."""
+        """Return the records whose holder is the sender: only a holder speaks for its pool."""
         theirs = records.from_bytes(packed)
         honest = theirs["holder"] == np.uint64(holder)
         if honest.all():

@@ -3,7 +3,7 @@
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
         from membership; Acknowledged, SummaryMatches and SummaryDiffers, from owners.
-Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to whoever waits for a commit.
+Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to the client of a commit.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it; a commit is answered
         exactly once.
@@ -119,7 +119,7 @@ class Publisher:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer who has waited long enough, go on re-publishing, and ask for what is overdue."""
+        """Answer commits whose patience is over, go on re-publishing, send overdue summaries."""
         effects = [*self._waiting.expire(now), *self._republish(now)]
         for owner, stream in self._streams.items():
             # An owner that is known to differ is not asked until it has been repaired.
@@ -130,7 +130,7 @@ class Publisher:
         return effects
 
     def deadline(self) -> float:
-        """Return when somebody's patience ends, a slice may go, or a summary is due."""
+        """Return when a commit's patience ends, a slice may go, or a summary is due."""
         return self._due
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ class Publisher:
         return [*effects, *self._waiting.answer_if_done(waiter)]
 
     def _publish(self, records: Records, now: float, waiter: int = 0) -> list[Effect]:
-        """Take new records, and put them to their owners and to whoever holds an older one."""
+        """Take new records, and put them to their owners and to the holders of older ones."""
         if not len(records):
             return []
         table, keys = self._table, keys_of(records)
@@ -323,7 +323,7 @@ class Publisher:
                 return []
 
     def _settled(self, messages: list[Sent], now: float) -> list[Effect]:
-        """Tell those who wait for these messages, and withdraw what they have handed over."""
+        """Answer the commits of these messages, and withdraw the rows that they handed over."""
         effects: list[Effect] = []
         for sent in messages:
             self._waiting.acknowledge(sent.waiter, sent.positions)

@@ -33,7 +33,7 @@ class _Waiter:
 
 @attrs.define(eq=False)
 class WaitingCommits:
-    """The commits that nobody has answered yet. A waiter is a number from 1; 0 is nobody."""
+    """The commits without an answer. Each has a number from 1, its waiter; 0 is no commit."""
 
     _waiters: dict[int, _Waiter] = attrs.field(factory=dict)
     _patience: list[tuple[float, int]] = attrs.field(factory=list)
@@ -79,7 +79,7 @@ class WaitingCommits:
         return effects
 
     def deadline(self) -> float:
-        """Return when the next patience is over, at the earliest; inf if nobody waits."""
+        """Return when the next patience is over, at the earliest; inf if no commit is pending."""
         return self._patience[0][0] if self._patience else math.inf
 
     def _answer(self, waiter: int) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""Outgoing record streams: what each directory owner should hold of us, and what it confirmed.
+"""Outgoing record streams: what each directory owner should hold of this node.
 
 A holder keeps its records in one table of numbered rows. Each owner has a stream: numbered
 messages, a state for each row, and the digest of the rows that the owner should hold, which is
@@ -43,7 +43,7 @@ NO_ROWS: Rows = np.empty(0, np.intp)
 
 @attrs.define(eq=False)
 class RecordTable:
-    """Our own records, in rows that numpy can work on. A row is reused after its record went."""
+    """The records of this node, in rows for numpy. A row is reused after its record went."""
 
     records: Records = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, RECORD))
     digests: npt.NDArray[np.uint64] = attrs.field(
@@ -112,7 +112,7 @@ class Sent:
     """A message whose acknowledgement is awaited.
 
     rows, generations: the records it put into force.
-    waiter, positions: who waits for which of its records; waiter 0 is nobody.
+    waiter, positions: the commit that waits, and for which of its records; 0: none.
     repairs: it puts whole buckets into force, and with them what earlier messages said of those.
     """
 
@@ -126,13 +126,13 @@ class Sent:
 
 @attrs.define(eq=False, kw_only=True)
 class OutgoingStream:
-    """Our stream to one owner.
+    """The stream to one owner.
 
     number:    of the last message sent.
-    content:   what the owner should hold of us once it has applied that message.
+    content:   what the owner should hold of this node once it has applied that message.
     pending:   the messages not acknowledged, in order of their numbers.
     repairing: buckets that the owner holds otherwise wait for their repair.
-    unsure:      the owner may have let go of our records: ask until it answers.
+    unsure:      the owner may have let go of the records: ask until it answers.
     """
 
     owner: int
@@ -198,7 +198,7 @@ class OutgoingStream:
     def confirm_all(self, number: int) -> list[Sent]:
         """Take a matching summary: every message up to `number` is in force. Return them."""
         if number > self.number:
-            return []  # Said of nothing that we sent.
+            return []  # It answers no message of this stream.
         settled = [self.pending.pop(n) for n in list(self.pending) if n <= number]
         for sent in settled:
             self._confirm_rows(sent)
@@ -247,7 +247,7 @@ class OutgoingStream:
         return Repair(self.number, due.astype(np.uint8).tobytes(), records.tobytes())
 
     def restart(self) -> Rows:
-        """Begin anew at an owner that holds nothing of us; return the rows to be put again."""
+        """Begin anew at an owner that holds nothing of this node; return the rows to put."""
         held = np.flatnonzero(self._states())
         self.retract(held)
         self.pending.clear()
