@@ -349,7 +349,9 @@ async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
     monkeypatch.setattr(threading.Thread, "start", start_few)
     monkeypatch.setattr(atexit, "register", hooks.append)
     monkeypatch.setattr(atexit, "unregister", hooks.remove)
-    admission = DataAdmission(cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION)
+    admission = DataAdmission(
+        cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION
+    )
     before = open_files()
     listeners = await open_listeners("127.0.0.1", 0)
 
