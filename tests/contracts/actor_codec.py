@@ -14,7 +14,7 @@ import attrs
 import cbor2
 import numpy as np
 
-from peercache.actors import effects, mailboxes, origin, storage_port
+from peercache.actors import effects, mailboxes, origin, rdma_port, storage_port
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire import codec
@@ -24,7 +24,7 @@ CLUSTER = "contract"
 
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (effects, mailboxes, origin, storage_port)
+    for module in (effects, mailboxes, origin, rdma_port, storage_port)
     for kind in vars(module).values()
     if isinstance(kind, type) and attrs.has(kind)
 } | {"Member": Member}

@@ -18,8 +18,9 @@ import pynng
 import pytest
 
 from peercache.actors.effects import Effect, Send, SendTo, StoreWords
-from peercache.actors.mailboxes import PoolGrew, RdmaAbsent
+from peercache.actors.mailboxes import PoolGrew
 from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF, NamedActor
 from peercache.actors.storage_port import (
     DISK_DONE,
@@ -181,6 +182,8 @@ class World:
             self.words.update(zip(effect.indices.tolist(), effect.values.tolist(), strict=True))
         elif isinstance(effect, DiskEffect):
             self._store(effect)
+        elif isinstance(effect, RdmaEffect):
+            pass  # There is no device.
         else:
             self.crew.mailboxes.tell(effect)
 
