@@ -96,9 +96,6 @@ HOMES: dict[str, frozenset[str]] = {
 PURE = frozenset({"model", "config", "wire", "paths"})
 """Rooms of which a simulation replays every file; of the actors it is every file but the loop."""
 
-UNTIL_ADR_0007_ENDS = {("actors.disk", "actors.pool")}
-"""(actor, other actor): the disk still reads the pool's page table. No other exception."""
-
 SHARED_NAMES = frozenset({"Checked", "Greeting", "Pages", "Report", "Reservations", "Stats"})
 """Public class names that still stand in two folders. Take a name out when one is renamed."""
 
@@ -209,8 +206,7 @@ def actors_know_no_other_actor(module: Module) -> Iterator[str]:
         return
     for line, target in own_imports_of(module):
         folder = folder_of(target)
-        is_other = folder.startswith("actors.") and folder != module.folder
-        if is_other and (module.folder, folder) not in UNTIL_ADR_0007_ENDS:
+        if folder.startswith("actors.") and folder != module.folder:
             yield f"{line}: an actor imports {target}"
 
 
