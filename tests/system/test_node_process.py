@@ -179,7 +179,7 @@ def test_the_first_node_starts_alone_when_its_discovery_address_is_silent() -> N
 
 
 def test_with_a_dead_head_a_newcomer_joins_through_any_other_address() -> None:
-    """Any live node answers: the head is no single point of failure for who knows a second."""
+    """Any live node answers: the head is no single point of failure."""
     with LocalCluster() as cluster:
         head, second = cluster.start_many(2)
         head.kill()

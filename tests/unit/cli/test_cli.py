@@ -105,7 +105,7 @@ def test_config_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    """The wire version stands beside it, since that is what decides who can talk to whom."""
+    """The wire version stands beside it: it decides which nodes can talk to each other."""
     assert cli.main(["version"]) == 0
 
     assert capsys.readouterr().out.startswith(

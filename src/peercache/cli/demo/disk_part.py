@@ -15,7 +15,7 @@ from pathlib import Path
 from peercache import Client
 from peercache.cli.demo.reading import batches
 from peercache.cli.demo.report import Reading
-from peercache.cli.demo.story import FABRICS, Story
+from peercache.cli.demo.story import FABRICS, Clients, Story
 from peercache.errors import DeadlineExceeded
 
 NODES = ("D", "E")
@@ -54,7 +54,7 @@ class _DiskPart:
     def __init__(self, story: Story, folder: Path) -> None:
         self._story = story
         self._folder = folder
-        self._clients: dict[tuple[str, str], Client] = {}
+        self._clients: Clients = {}
         self._pages = {
             name: range(at * PAGES // len(NODES), (at + 1) * PAGES // len(NODES))
             for at, name in enumerate(NODES, start=10)
@@ -65,15 +65,7 @@ class _DiskPart:
         story = self._story
         with story.screen.step("starting two nodes with disks", None):
             self._launch()
-            for name in NODES:
-                for fabric in FABRICS:
-                    client = Client.open(
-                        home=story.running[name].home,
-                        cluster=self._cluster(),
-                        fabric=fabric,
-                    )
-                    story.stack.callback(client.close)
-                    self._clients[name, fabric] = client
+            self._clients = story.open_clients(NODES, self._cluster())
             self._await_disks()
         story.screen.say("two nodes with small pools serve, each with a disk of its own")
 
@@ -124,7 +116,7 @@ class _DiskPart:
             story.report.readings.append(reading)
             with story.screen.step(f"reading over {fabric}", len(NODES) * PAGES) as advance:
                 for name in NODES:
-                    story.read_with(self._clients[name, fabric], pages, reading, advance)
+                    story.read(self._clients[name, fabric], pages, reading, advance)
         story.screen.say(f"restarted: {len(NODES) * PAGES} pages read from disk over each fabric")
 
     def _launch(self) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import TypeAlias
 
 import attrs
 
@@ -56,7 +57,9 @@ POLL_S = 0.05
 READ_BEFORE_KILL_S = 0.5
 EXIT_FAILED = 1
 
-Pages = Sequence[int]
+Pages: TypeAlias = Sequence[int]
+Clients: TypeAlias = dict[tuple[str, str], Client]
+"""By node and fabric."""
 
 
 @attrs.define(eq=False)
@@ -111,7 +114,7 @@ class Story:
     stack: ExitStack
     run: str = attrs.Factory(lambda: secrets.token_hex(4))
     running: dict[str, NodeProcess] = attrs.Factory(dict)
-    clients: dict[tuple[str, str], Client] = attrs.Factory(dict)
+    clients: Clients = attrs.Factory(dict)
 
     @property
     def pages_of_a(self) -> Pages:
@@ -134,17 +137,19 @@ class Story:
         with self.screen.step("starting three nodes", None):
             self._start("A")
             self._start("B", "C")
-            for name in NODES:
-                for fabric in FABRICS:
-                    client = Client.open(
-                        home=self.running[name].home,
-                        cluster=self.settings["cluster"],
-                        fabric=fabric,
-                    )
-                    self.stack.callback(client.close)
-                    self.clients[name, fabric] = client
+            self.clients = self.open_clients(NODES, self.settings["cluster"])
             self._await_members(len(NODES))
         self.screen.say("three nodes serve, as processes of their own, and see each other")
+
+    def open_clients(self, nodes: Sequence[str], cluster: str) -> Clients:
+        """Return a client for each node and fabric; the story closes them at its end."""
+        clients = {}
+        for name in nodes:
+            for fabric in FABRICS:
+                client = Client.open(home=self.running[name].home, cluster=cluster, fabric=fabric)
+                self.stack.callback(client.close)
+                clients[name, fabric] = client
+        return clients
 
     def publish(self, name: str, pages: Pages) -> None:
         """Set pages through a node; each must be stored."""
@@ -182,7 +187,7 @@ class Story:
             self.report.readings.append(reading)
             with self.screen.step(f"reading over {fabric}", total) as advance:
                 for name, pages in rounds * list(readers.items()):
-                    self._read(name, fabric, pages, reading, advance)
+                    self.read(self.clients[name, fabric], pages, reading, advance)
         self.screen.say(f"{step}: {total} pages read over each fabric")
 
     def kill_b_under_readers(self) -> None:
@@ -203,14 +208,15 @@ class Story:
             # Until the cluster has noticed, its memory may still be read, over shm.
             self.await_(
                 "the cluster to notice that B is dead",
-                lambda: all(client.stats()["members"] == 2 for client in self._clients_of("C")),
+                lambda: all(self.clients["C", each].stats()["members"] == 2 for each in FABRICS),
             )
         for fabric in FABRICS:
             reading = Reading("B is gone", fabric, len(self.pages_of_a), len(self.pages_of_b))
             self.report.readings.append(reading)
             with self.screen.step(f"reading over {fabric}", PAGES) as advance:
-                self._read("C", fabric, self.pages_of_a, reading, advance)
-                self._read("C", fabric, self.pages_of_b, reading, advance, again_s=0.0)
+                client = self.clients["C", fabric]
+                self.read(client, self.pages_of_a, reading, advance)
+                self.read(client, self.pages_of_b, reading, advance, again_s=0.0)
         self.screen.say("without B: A's pages are hits, B's are clean misses")
 
     def set_again(self) -> None:
@@ -236,19 +242,7 @@ class Story:
         for name in names:
             self.nodes.await_ready(self.running[name], check=self.clock.check)
 
-    def _read(
-        self,
-        name: str,
-        fabric: str,
-        pages: Pages,
-        reading: Reading,
-        advance: Advance,
-        *,
-        again_s: float = SETTLE_S,
-    ) -> None:
-        self.read_with(self.clients[name, fabric], pages, reading, advance, again_s=again_s)
-
-    def read_with(
+    def read(
         self,
         client: Client,
         pages: Pages,
@@ -261,9 +255,6 @@ class Story:
         check = self.clock.check
         read(client, self.keys(pages), reading, check=check, advance=advance, again_s=again_s)
 
-    def _clients_of(self, name: str) -> list[Client]:
-        return [self.clients[name, fabric] for fabric in FABRICS]
-
     @contextmanager
     def _reading_on(self, parts: dict[str, list[tuple[Reading, Pages, float]]]) -> Iterator[None]:
         """Read at C again and again, in a thread a fabric, for the length of a block."""
@@ -274,7 +265,8 @@ class Story:
             try:
                 while not stop.is_set():
                     for reading, pages, again_s in parts[fabric]:
-                        self._read("C", fabric, pages, reading, advance, again_s=again_s)
+                        client = self.clients["C", fabric]
+                        self.read(client, pages, reading, advance, again_s=again_s)
             except BaseException as error:  # the main thread raises it
                 failures.append(error)
 

@@ -1,4 +1,4 @@
-"""The facts of this host, whatever it is: the command works everywhere, and needs no RDMA."""
+"""The facts of any host: the command works everywhere, and needs no RDMA."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_good_host_has_no_problem_and_says_what_it_would_use() -> None:
 
 
 def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
-    """Tcp is no second-class citizen; but who asks for rdma shall know why there is none."""
+    """A host without RDMA is good over tcp, and a problem where fabric is rdma."""
     asked = worst(attrs.evolve(BARE, fabric="rdma"))
 
     assert worst(BARE) == []
