@@ -1,4 +1,4 @@
-"""What separates the pages of one model, layout and rank from all others.
+"""Names the namespace that separates the pages of one model, layout and rank from all others.
 
 SGLang's page hashes say which tokens a page is for, and nothing about what its bytes mean or
 which shard of the model they belong to: its controllers add no suffix. All of that is put into

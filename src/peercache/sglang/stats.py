@@ -1,4 +1,4 @@
-"""What the connector counts beside the client: its own refusals, and SGLang's storage metrics."""
+"""Counts what the client does not: the connector's refusals, and SGLang's storage metrics."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BatchTally:
         return pending
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """Return {operation: {reason: pages}}, for people and tests."""
+        """Return {operation: {reason: pages}}."""
         with self._lock:
             counted = dict(self._refused)
         out: dict[str, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""PeerCacheStore: the class that SGLang's `dynamic` storage backend builds.
+"""Owns PeerCacheStore, the class that SGLang's `dynamic` storage backend builds.
 
 Owns    one client, opened when SGLang registers its host pool and closed with the store.
 Hears   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at once.

@@ -29,7 +29,7 @@ def test_name_is_looked_up() -> None:
 
 
 def test_slow_name_server_holds_up_no_caller() -> None:
-    """One thread asks for all who wait; who asks when it answers, or later, is served."""
+    """One thread resolves a name for all waiting callers, and for callers that come later."""
     answers = threading.Event()
     asked: list[str] = []
 
