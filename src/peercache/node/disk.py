@@ -66,7 +66,7 @@ class NodeDisk:
         try:
             self._token.run_sync_soon(self._take, told)
         except trio.RunFinishedError:
-            return  # The node has gone, and nobody waits for an answer.
+            return  # The node has stopped, and no actor waits for an answer.
 
     def _take(self, fact: DiskFact | DiskIndexed) -> None:
         if isinstance(fact, DiskIndexed):

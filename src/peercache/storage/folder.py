@@ -1,7 +1,7 @@
 """A node's folder on disk: which one it is, whose it is, and what lies in it.
 
-`disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that nobody
-has locked and that is ours or new. So a node that restarts finds its own again; two nodes that
+`disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that is not
+locked and that is ours or new. So a node that restarts finds its own again; two nodes that
 restart at once may swap theirs, and each then announces what it finds. The lock ends with the
 process. Nothing is ever removed that does not carry one of our file names.
 """
@@ -34,7 +34,7 @@ FOLDERS_MAX: Final = 64
 
 LOCK_ATTEMPTS: Final = 3
 LOCK_RETRY_S: Final = 0.02
-"""Somebody who asks whether a folder is in use has it for a moment; a node has it for good."""
+"""A process that tests whether a folder is in use locks it for a moment; a node for its life."""
 
 INDEX_PART: Final = 64
 """A 64th of the cap is the index's: 128 bytes for 8 KiB, the smallest slot there is."""

@@ -71,9 +71,9 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
 def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
     """Open an index to read it only; raise sqlite3.Error for one that is damaged or not ours.
 
-    locked: the folder is ours, and nobody writes. Otherwise its node may.
+    locked: the folder is ours, and no process writes. Otherwise its node may.
     """
-    # Without a log nobody writes, and nothing need be made to read it: a full disk has no room.
+    # Without a log no process writes, and reading makes no file: a full disk has no room.
     is_still = not (has_log(folder) if locked else (folder / f"{INDEX_NAME}-wal").exists())
     immutable = "&immutable=1" if is_still else ""
     path = quote(str(folder / INDEX_NAME))
@@ -195,7 +195,7 @@ class IndexWriter:
         self, statement: str, rows: list[tuple[Any, ...]], then: Callable[[], None] | None
     ) -> None:
         with self._changed:
-            # Once broken, nobody keeps rows any more, and none can come back.
+            # A broken index keeps no rows, and none can come back.
             keeps = not self._broken
             if keeps:
                 self._waiting.append((statement, rows, then))
@@ -225,7 +225,7 @@ class IndexWriter:
                 return
 
     def _gather(self) -> None:
-        """Wait a little for company, unless somebody waits for us."""
+        """Wait COMMIT_S for more rows, unless a caller waits for these."""
         until = time.monotonic() + COMMIT_S
 
         def is_enough() -> bool:
@@ -252,13 +252,13 @@ class IndexWriter:
             connection.executemany(statement, rows)
         connection.execute("COMMIT")
         if any(then is not None for _, _, then in taken):
-            # Somebody was told that these rows are gone: not even a crash of the host undoes it.
+            # `then` reports that these rows are gone: not even a crash of the host undoes it.
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         if not self._backlog:
             self._is_behind = False
 
     def _break(self, connection: sqlite3.Connection, taken: list[Operation], problem: str) -> None:
-        """Give up: the file is removed by whoever hears `failed`, and rebuilt at a next start."""
+        """Give up: `failed` removes the file, and the next start rebuilds it."""
         try:
             connection.close()
         except sqlite3.Error as error:

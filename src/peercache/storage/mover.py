@@ -124,7 +124,7 @@ class PageMover:
         try:
             self._files.write(place, buffers)
         except FileNotFoundError:
-            # Somebody removed the slab under us: once more, with a new one.
+            # The slab file was removed meanwhile: write once more, into a new one.
             self._files.forget(slab)
             self._files.prepare(slab, blocks[run[0]])
             self._files.write(place, buffers)

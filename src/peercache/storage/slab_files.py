@@ -79,7 +79,7 @@ class SlabFiles:
                 return
             self.blocks_of.pop(number, None)
             if self._size_of(number) < self.folder.slab_bytes:
-                # New, cut short by somebody, or by a crash while it was made.
+                # New, truncated, or left by a crash while it was made.
                 self._make(number)
             header = SlabHeader(number, blocks, self.folder.slab_bytes)
             with aligned(1) as memory:
@@ -117,7 +117,7 @@ class SlabFiles:
             return os.preadv(file, buffers, offset)
 
     def close(self) -> None:
-        """Close every file that nobody uses."""
+        """Close every file without a call in flight."""
         with self._lock:
             for number in [n for n, opened in self._opened.items() if not opened.uses]:
                 os.close(self._opened.pop(number).file)

@@ -15,18 +15,12 @@ import numpy.typing as npt
 
 from peercache.actors.disk.index_rows import EntryRows
 from peercache.actors.disk.slabs import UNBOUND, Slab, SlabAllocator
+from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
 from peercache.model.runs import I64, U64
 
 QUEUE_PART: Final = 16
 QUEUE_MIN: Final = 256
 """A queue has a sixteenth of a slot size's entries: each eviction costs the same few steps."""
-
-COLDER_FACTOR: Final = 2
-"""A slot size takes a slab of another where that slab's entries are, on average, more than so many
-times older than its own oldest. Sizes in equal use settle, as those of the pool do."""
-
-DONOR_CHECK_EVERY: Final = 16
-"""Evicting batches of a slot size between two looks at the slabs of all others."""
 
 DONORS_MAX: Final = 64
 """Slabs looked at closely then."""

@@ -1,7 +1,7 @@
 """Slabs: how a store of fixed size is cut into slots of many sizes.
 
 The store is a row of *slabs* of equal size. A slab is bound to one *slot size* while anything lies
-in it; an empty one is nobody's. Its first block is the slab's own. A slot is one block of header
+in it; an empty one is unbound. Its first block is the slab's own. A slot is one block of header
 and the page, rounded up to one of 16 sizes a doubling, so that no size wastes more than 1/16.
 
 Pure: no keys, no files, no time. Rows are numbers that the caller gives to what lies in a slot.
@@ -170,7 +170,7 @@ class SlabAllocator:
             slab.rows[self.slots_of(slab, places[group])] = rows[group]
 
     def release(self, places: U64) -> None:
-        """Empty these slots; a slab without any is nobody's again."""
+        """Empty these slots; a slab without pages is unbound again."""
         for slab, group in self.by_slab(places):
             slots = self.slots_of(slab, places[group])
             assert (slab.rows[slots] != EMPTY).all(), f"a slot of slab {slab.number} freed twice"

@@ -1,4 +1,4 @@
-"""Pool: the pages of this node, and who may write where.
+"""Pool: the pages of this node, their slots, and the reservations of clients.
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.

@@ -56,7 +56,7 @@ def _page_by_page(
             states[index] = ABORTED
             slots.release(slot)
         elif rival is not None:
-            # Somebody was faster; the first commit stays, and this copy is thrown away.
+            # Another client was faster: its commit stays, and this copy is dropped.
             slots.release(slot)
             fits = rival.length == lengths[index]
             states[index] = HERE if fits else REFUSED_SIZE

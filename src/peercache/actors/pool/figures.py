@@ -39,7 +39,7 @@ def pool_figures(
 
 
 def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
-    """Let the gauges of a pool be read off when somebody looks: messages cost nothing for them."""
+    """Compute the gauges of a pool when they are read: messages cost nothing for them."""
     shown = {f"pool_bytes_{state}": metrics.pool_bytes.labels(state) for state in _BYTE_STATES}
     shown |= {"pool_pages": metrics.pool_pages, "pool_reservations": metrics.reservations}
     for figure, gauge in shown.items():

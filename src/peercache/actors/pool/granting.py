@@ -1,4 +1,4 @@
-"""Granting: a slot for each page of a Reserve, and who will have to go for the next ones."""
+"""Granting: a slot for each page of a Reserve, and the candidates of the next evictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take_slots(
     uncommitted_max: int,
     untouched_since: int,
 ) -> tuple[list[Slot | None], list[Slot]]:
-    """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and who went for it.
+    """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
 
     granules:    of each page.
     uncommitted: granules that this client has reserved already, of `uncommitted_max`.
@@ -86,7 +86,7 @@ def states_ahead(lengths: list[int], bytes_max: int, *, granules: int, usable: i
 
 
 def coldest_pages(slots: SlotAllocator, pages: PageTable, full_part: float) -> list[PagesStored]:
-    """Return the pages that go next, of each size, as soon as the pool is so full; by namespace."""
+    """Return the eviction candidates of each size, once the pool is so full; by namespace."""
     taken = slots.held_granules + slots.reserved_granules
     if taken <= full_part * slots.usable:
         return []

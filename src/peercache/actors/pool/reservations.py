@@ -1,4 +1,4 @@
-"""Reservations: who may be writing where, and how each reservation ended.
+"""Reservations: which client may be writing where, and how each reservation ended.
 
 A reservation is named by its client and the client's own sequence number. It ends once: by commit,
 abort, the client's word that it is over, or the exit of the client's process. There is no clock
@@ -96,7 +96,7 @@ class Reservations:
 
     open_count: int = 0
     granules: int = 0
-    """Granules reserved by anybody."""
+    """Granules reserved by all clients."""
     ahead_granules: int = 0
     """Those of them that are reserved ahead."""
     _clients: dict[int, _Client] = attrs.field(factory=dict)
@@ -110,7 +110,7 @@ class Reservations:
     def granules_of(self, client: int) -> int:
         """Return the granules a client has reserved and neither committed nor given back.
 
-        What is reserved ahead has a bound of its own: else it would take room from who needs it.
+        Slots ahead have a bound of their own: else they would take room from pages that need it.
         """
         known = self._clients.get(client)
         return known.granules - known.ahead_granules if known else 0
@@ -186,7 +186,7 @@ class Reservations:
 
         One message less: it needs them only after the others. The answer to a Commit names no
         states, so only what has a slot for every page is told with it: the offset of a page without
-        one would be that of somebody else's.
+        one would be that of another page.
         """
         known = self._clients[client]
         others = [s for s, r in known.open.items() if r.is_ahead and s not in known.untold]

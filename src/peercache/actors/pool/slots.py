@@ -1,8 +1,8 @@
-"""Slots: which part of the page memory is whose.
+"""Slots: how the page memory is cut into slots, and which of them are free, reserved or held.
 
 Page memory is cut into *units* of equal size. A *size class* is a slot size in granules; it gets
 *extents*, a few neighbouring units each, when it needs them, and cuts them into slots. A slot is
-free, reserved (somebody may be writing to it) or held (it has a page). When nothing is free, a
+free, reserved (a client may be writing to it) or held (it has a page). When nothing is free, a
 class evicts its own least recently touched slot, unless another class is much colder: then it
 takes an extent of that one. So the classes follow the demand, one odd page size costs the pool an
 extent and not everything, and a class that has nothing always finds room.
@@ -20,20 +20,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
+
 UNITS_ABOUT: Final = 256
 """Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
 
 WASTE_PART: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
-
-COLDER_FACTOR: Final = 2
-"""A class takes from another whose oldest page is more than this many times older than its own.
-
-With 2, an extent that has just moved can not be worth moving back: n classes in equal use settle.
-"""
-
-DONOR_CHECK_EVERY: Final = 16
-"""Evictions of a class between two looks at all others, of which there may be hundreds."""
 
 FREE, RESERVED, HELD = 0, 1, 2
 
@@ -112,7 +105,7 @@ class SlotAllocator:
         self._classes: dict[int, SizeClass] = {}
         self._units: list[Extent | None] = []
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """By unit: when it was given up, _BLOCKED while somebody has it."""
+        """By unit: when it became unassigned, _BLOCKED while a class has it."""
         self._unassigned = 0
         self._fresh = 0
         """From here on no unit was ever assigned: a pool that fills needs no search."""
@@ -140,7 +133,7 @@ class SlotAllocator:
     def take(self, granules: int, *, untouched_since: int, evicted: list[Slot]) -> Slot | None:
         """Return a slot, now reserved, or None if there is no room.
 
-        Whoever has to go for it is appended to `evicted`; nothing touched after the clock showed
+        Evicted slots are appended to `evicted`; nothing touched after the clock showed
         `untouched_since` goes, and nothing reserved.
         """
         size_class = self._classes.get(granules)
@@ -185,7 +178,7 @@ class SlotAllocator:
         slot.extent.size_class.held.move_to_end(slot.first)
 
     def release(self, slot: Slot) -> None:
-        """Free a reserved or held slot; an extent that is wholly free is nobody's again."""
+        """Free a reserved or held slot; an extent that is wholly free is unassigned again."""
         extent = slot.extent
         size_class = extent.size_class
         if slot.state == HELD:
@@ -239,7 +232,7 @@ class SlotAllocator:
             return self._free_slot(size_class)
         own = size_class.coldest()
         if own is None or own.touched > untouched_since:
-            # Nothing of its own can go, so somebody's must: else one size could fail for ever.
+            # This size has nothing that can go: without a donor it could fail for ever.
             if self._reclaim(size_class, untouched_since, None, evicted):
                 return self._free_slot(size_class)
             return None
@@ -289,7 +282,7 @@ class SlotAllocator:
         donors: Container[int] | None,
         evicted: list[Slot],
     ) -> bool:
-        """Take the window that nobody has touched for longest from the donors (None: from all)."""
+        """Take the least recently touched window from the donors (None: from all classes)."""
         temperature: list[int] = []
         for extent in self._units:
             if extent is None:
