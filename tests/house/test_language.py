@@ -22,6 +22,8 @@ VAGUE = re.compile(
 )  # fmt: skip
 """Words that hide which component acts. (Put together here, so that this file holds none.)"""
 
+MADE_BY_TOOLS = {"__pycache__", "peercache_kv.egg-info", "peercache.egg-info"}
+
 COMPONENTS = frozenset(
     {"client", "disk", "fabric", "home", "http", "membership", "memory"}
     | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp"}
@@ -67,6 +69,25 @@ def badly_named_events(source: str) -> Iterator[str]:
                 shaped = EVENT.fullmatch(part.value)
                 if not shaped or shaped[1] not in COMPONENTS:
                     yield f"{part.lineno}: {part.value}"
+
+
+def test_no_text_hides_which_component_acts() -> None:
+    """Comments, docstrings, messages, names and documents name the component."""
+    read = [
+        path
+        for path in texts()
+        if path.is_file() and path.suffix in SUFFIXES and not MADE_BY_TOOLS & set(path.parts)
+    ]
+
+    vague = [
+        f"{path.relative_to(ROOT)}:{problem}"
+        for path in read
+        for problem in vague_words(path.read_text(errors="replace"))
+    ]
+
+    # A checker that read nothing would be content with everything.
+    assert len(read) > 200
+    assert not vague, f"{len(vague)}\n" + "\n".join(vague)
 
 
 @pytest.mark.parametrize(
