@@ -72,7 +72,7 @@ class InstantRail:
         self.context = None
         self.link_layer = ETHERNET
         self.abilities = Abilities(
-            work=32768, pieces=32, completions=32768, reads_started=READS_AT_ONCE,
+            work=32768, pieces=32, reads_started=READS_AT_ONCE,
             reads_served=READS_AT_ONCE, mtu=5,
         )  # fmt: skip
         self.reads_started = READS_AT_ONCE

@@ -266,9 +266,7 @@ class FakeRail:
         self.chosen = Chosen(Port(name, 1, "ACTIVE", ETHERNET, "CA", 0, 100.0, (gid,)), gid)
         self.name, self.link_layer = name, ETHERNET
         self.context = None
-        self.abilities = Abilities(
-            work=work, pieces=30, completions=work, reads_started=16, reads_served=8, mtu=5
-        )
+        self.abilities = Abilities(work=work, pieces=30, reads_started=16, reads_served=8, mtu=5)
         self.reads_started = 16
         self.regions = Regions(device=name, registrar=FakeRegistrar(world))
         self.link_is_up = True

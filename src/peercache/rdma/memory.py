@@ -38,8 +38,6 @@ from peercache.rdma.registrar import (
     registrar_for,
 )
 
-__all__ = ["MemoryKeys", "Piece", "Region", "Regions", "RegistrationFailed"]
-
 THREADS_MAX = 4
 """One thread pins some 10 GB/s of touched memory; more threads wait for the kernel's locks."""
 
@@ -114,19 +112,16 @@ class Regions:
         registrar: Registrar | None = None,
         chunk_bytes: int = 0,
         threads_max: int = THREADS_MAX,
-        on_registered: Callable[[Region], None] | None = None,
     ) -> None:
         """Register with `pd`, a `pyverbs.pd.PD`.
 
         device:        the name of the device, for the log.
         registrar:     default: the best one that this pyverbs allows.
         chunk_bytes:   largest registered piece; default: the registrar's.
-        on_registered: called on a registering thread when a region has grown or failed.
         """
         self._registrar = registrar or registrar_for(pd)
         self._chunk_bytes = chunk_bytes or self._registrar.chunk_bytes
         self._threads_max = threads_max
-        self._on_registered = on_registered
         self._log = get_logger(device=device)
         self._changed = threading.Condition()
         self._regions: list[Region] = []
@@ -344,12 +339,6 @@ class Regions:
                 of_bytes=of,
                 seconds=seconds,
             )
-        if self._on_registered is not None:
-            try:
-                self._on_registered(region)
-            except Exception:
-                # An exception must not end this thread: `close` waits for the thread count.
-                self._log.exception("rdma.report_failed", region=region.name)
 
     def _drop_tasks_of(self, region: Region) -> None:
         """Drop the pending tasks of a region; the caller holds the lock."""

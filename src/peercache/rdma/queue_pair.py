@@ -1,7 +1,7 @@
-"""Queue pairs and completion queues: their states, and the objects of pyverbs behind them.
+"""Queue pairs and completion queues: the objects of pyverbs behind a connection.
 
-Keeps   a state is the one this module set or the one the device reports, never the field that
-        pyverbs caches: it still says "ready to send" after an error.
+Keeps   no code asks pyverbs for the state of a pair: its cached field still says "ready to send"
+        after an error. A failed completion tells, and then the pair is destroyed.
         No property of a destroyed object is read again: its reference is dropped first.
         Every completion event is acknowledged at once. Otherwise destroying the queue would wait
         for it, with the interpreter's lock held.
@@ -13,35 +13,11 @@ from __future__ import annotations
 
 import errno
 import os
-from enum import Enum
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 
 from peercache.rdma.verbs import Verbs, completion_channel, outlives_fork
-
-
-class State(Enum):
-    """The states of a reliable connection, by their numbers in verbs."""
-
-    RESET = 0
-    INIT = 1
-    READY_TO_RECEIVE = 2
-    READY_TO_SEND = 3
-    ERROR = 6
-    DESTROYED = 99
-
-
-TRANSITIONS: Final[dict[State, frozenset[State]]] = {
-    State.RESET: frozenset({State.INIT, State.ERROR, State.DESTROYED}),
-    State.INIT: frozenset({State.READY_TO_RECEIVE, State.ERROR, State.DESTROYED}),
-    State.READY_TO_RECEIVE: frozenset({State.READY_TO_SEND, State.ERROR, State.DESTROYED}),
-    State.READY_TO_SEND: frozenset({State.ERROR, State.DESTROYED}),
-    # Never back to RESET: the other end of the old connection would talk to a new one.
-    State.ERROR: frozenset({State.DESTROYED}),
-    State.DESTROYED: frozenset(),
-}
-"""The allowed transitions. A device may enter ERROR from any living state by itself."""
 
 RETRIES_MAX = 6
 """7 means "without end" to verbs: no completion came in 60 s with a link down (rdma_rxe)."""
@@ -50,8 +26,6 @@ RNR_RETRY = 7
 """7 is harmless here: no peer sends a message that needs a receive."""
 
 RNR_TIMER = 12
-
-HOP_LIMIT_MAX = 255
 
 PSN_MAX = 2**24 - 1
 
@@ -125,7 +99,7 @@ class QueuePair:
         # With attributes, pyverbs brings a reliable connection to INIT.
         self._pair: Any = outlives_fork(verbs.QPEx(context, wanted, first))
         self._verbs = verbs
-        self._state = State.INIT
+        self._is_connected = False
         self.number = int(self._pair.qp_num)
 
     @property
@@ -133,13 +107,11 @@ class QueuePair:
         """Return the object that takes work requests; valid until `destroy`."""
         return self._pair
 
-    @property
-    def state(self) -> State:
-        """Return the state that this object set."""
-        return self._state
-
     def connect(self, path: QpPath, other: QpEnd, *, psn: int) -> None:
-        """Bring the pair to READY_TO_RECEIVE, then READY_TO_SEND. Raises verbs.Error."""
+        """Make the pair ready to receive, then to send; once. Raises verbs.Error."""
+        # A pair that failed is never reset: the other end of its old connection would talk to it.
+        assert not self._is_connected, self.number
+        self._is_connected = True
         verbs = self._verbs
         attributes = verbs.QPAttr(port_num=path.port, path_mtu=path.mtu)
         attributes.ah_attr = _address(verbs, path, other)
@@ -150,36 +122,14 @@ class QueuePair:
         attributes.timeout = path.timeout
         attributes.retry_cnt = min(path.retries, RETRIES_MAX)
         attributes.rnr_retry = RNR_RETRY
-        self._expect(State.READY_TO_RECEIVE)
         self._pair.to_rtr(attributes)
-        self._state = State.READY_TO_RECEIVE
-        self._expect(State.READY_TO_SEND)
         self._pair.to_rts(attributes)
-        self._state = State.READY_TO_SEND
-
-    def ask_state(self) -> int:
-        """Return the number of the state that the device reports."""
-        attributes, _ = self._pair.query(self._verbs.enums.IBV_QP_STATE)
-        return int(attributes.qp_state)
-
-    def fail(self) -> None:
-        """Move the pair to ERROR: the device flushes all posted requests and starts no new one."""
-        if State.ERROR not in TRANSITIONS[self._state]:
-            return
-        attributes = self._verbs.QPAttr(qp_state=self._verbs.enums.IBV_QPS_ERR)
-        self._state = State.ERROR
-        self._pair.modify(attributes, self._verbs.enums.IBV_QP_STATE)
 
     def destroy(self) -> None:
         """Destroy the pair; after the return no request of it writes to memory."""
-        if self._state is State.DESTROYED:
-            return
-        self._state = State.DESTROYED
         pair, self._pair = self._pair, None
-        pair.close()
-
-    def _expect(self, following: State) -> None:
-        assert following in TRANSITIONS[self._state], (self._state, following)
+        if pair is not None:
+            pair.close()
 
 
 def _address(verbs: Verbs, path: QpPath, other: QpEnd) -> Any:
@@ -203,8 +153,6 @@ def _address(verbs: Verbs, path: QpPath, other: QpEnd) -> Any:
 
 SUCCESS = 0
 REMOTE_ACCESS_ERROR = 10
-RETRY_EXCEEDED = 12
-FLUSHED = 5
 """Numbers of enum ibv_wc_status: newer pyverbs has an enum, older plain integers."""
 
 BURST = 16

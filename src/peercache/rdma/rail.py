@@ -57,7 +57,6 @@ class Abilities:
 
     work: int
     pieces: int
-    completions: int
     reads_started: int
     reads_served: int
     mtu: int
@@ -195,7 +194,6 @@ def _abilities(context: Any, port: int) -> Abilities:
         work=int(found.max_qp_wr),
         # Some devices allow fewer scatter entries for a READ, and some leave that field empty.
         pieces=min(each for each in scatter if each > 0),
-        completions=int(found.max_cqe),
         reads_started=int(found.max_qp_init_rd_atom) or int(found.max_qp_rd_atom),
         reads_served=int(found.max_qp_rd_atom),
         mtu=int(context.query_port(port).active_mtu),
