@@ -131,10 +131,7 @@ def open_port(
     settings = Settings(device_names=("rxe2",))
     if request.param == "device":
         (rail,), _ = open_rails(Settings(device_names=("rxe1",)))
-        client = ClientRail(
-            rail, 0, max_channels_per_peer=4, rng=rng(), clock=trio.current_time,
-            has_fallback=False,
-        )  # fmt: skip
+        client = ClientRail(rail, 0, rng=rng(), clock=trio.current_time, has_fallback=False)
     if request.param == "fake device":
         rails = (FakeRail(World()),)
         monkeypatch.setattr("peercache.rdma.serving.open_rails", lambda _: (rails, ()))
