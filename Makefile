@@ -1,14 +1,33 @@
-# Two commands for a newcomer, each works alone on a machine with Python >= 3.10, gcc and make:
-#   make demo    three nodes on this machine, every byte checked
-#   make test    lint, types and tests; SGLang's too where its environment exists
+# Each works alone on a machine with Python >= 3.10, gcc and make:
+#   make demo      three nodes on this machine, every byte checked
+#   make fast      lint, types and the pure tests: within a minute after set-up
+#   make test      all tests that a change needs; SGLang's too where its environment exists
+#   make full      everything: long tests, SGLang, RDMA, simulations, demo, release and site
+#   make sims      whole clusters, simulated from fresh seeds, and planted bugs
+#   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
+#   make docs      writes the pages of docs/ that are made from the code
+#   make docs-site builds the documentation site in site/, strictly
+#   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
+#   make format    formats the sources
 PYTHON ?= python3
 VENV := .venv
 SIMS_MINUTES ?= 5
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+# One more than cores: many tests wait for a process or a deadline.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+# The switch of the SGLang tests is for their own target.
+PYTEST := env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest
+PARALLEL := -q -n $(WORKERS) --dist loadgroup
+PURE := $(addprefix tests/unit/,actors config model paths wire)
+COVERAGE_MIN := 93
+
+# Tests start hundreds of Python processes; each would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rdma lint format types unit slow sims sglang docs clean
+.PHONY: help demo fast test full test-rdma lint format types types-oldest unit coverage slow sims \
+	sglang docs docs-site release-check clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -19,15 +38,28 @@ help:
 demo: $(STAMP)
 	@$(BIN)/peercache demo $(DEMO_FLAGS)
 
-test: lint unit sglang
+# mypy needs one core for half of the time, so it runs beside the tests.
+fast: lint
+	@$(BIN)/mypy & types=$$!; tests=0; \
+	$(PYTEST) $(PARALLEL) --hypothesis-profile=fast -m "not slow" tests/unit tests/house \
+		$(PYTEST_FLAGS) || tests=$$?; \
+	wait $$types && exit $$tests
 
-lint: types
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+test: lint types unit coverage sglang
 
-# Checked for the oldest Python, too, where its stubs can be read: numpy's newest need 3.12.
+# What .ci/run runs in parts, with a table of their times.
+full:
+	bash .ci/run
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The same for the oldest Python, where its stubs can be read: numpy's newest need 3.12.
+types-oldest: $(STAMP)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' \
 		|| $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/oldest
 
@@ -36,13 +68,17 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	@# The switch is for the next target, not for this one.
-	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest \
-		-m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
+	$(PYTEST) $(PARALLEL) -m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
 
-# What takes longer than a newcomer waits: endurance, floods, the model of the read protocol.
+# Of the pure layers, with few examples: counting lines makes Python three times slower.
+coverage: $(STAMP)
+	$(PYTEST) $(PARALLEL) --hypothesis-profile=fast -m "not slow" $(PURE) \
+		--cov --cov-report=term --cov-fail-under=$(COVERAGE_MIN)
+
+# What takes too long for each change: endurance, floods, live demos, benchmarks, the model of the
+# read protocol. One after the other: floods take all descriptors, benchmarks all cores.
 slow: $(STAMP)
-	env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
+	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
 # Whole clusters, simulated: fresh seeds, and planted bugs that must be found.
 sims: $(STAMP)
@@ -64,8 +100,15 @@ test-rdma: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tests/house/reference_pages.py
 
+docs-site: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release-check: $(STAMP)
+	PYTHON=$(PYTHON) bash tests/release/check.sh
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist site
 
 $(STAMP): pyproject.toml setup.py $(wildcard src/peercache/*/*.c src/peercache/*/*/*.c)
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): PYTHON=/path/to/python3 make ..."; exit 1; }

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 IN_RDMA_GUEST = "PEERCACHE_RDMA_GUEST" in os.environ
 
 _ENDED = pytest.StashKey[int]()
+_LEFT_IN_WORKERS = pytest.StashKey[list[str]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,15 +35,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def threads_left() -> list[str]:
+    """Return the names of the threads that would keep this process from ending."""
+    left = [one.name for one in threading.enumerate() if not one.daemon]
+    left.remove(threading.main_thread().name)
+    return left
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Note how it ended, for `pytest_unconfigure`."""
-    session.config.stash[_ENDED] = exitstatus
+    """Note how it ended, for `pytest_unconfigure`; a worker tells its threads to the main process.
+
+    Threads that a worker left behind fail the whole run.
+    """
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["threads_left"] = threads_left()
+    in_workers = session.config.stash.get(_LEFT_IN_WORKERS, [])
+    if in_workers:
+        print(f"threads left behind: {', '.join(in_workers)}", file=sys.stderr, flush=True)
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
+    session.config.stash[_ENDED] = int(session.exitstatus)
+
+
+class _Workers:
+    """Hooks of pytest-xdist, which are there only where it is."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Keep what a worker that ended left behind."""
+        left = getattr(node, "workeroutput", {}).get("threads_left", [])
+        node.config.stash.setdefault(_LEFT_IN_WORKERS, []).extend(left)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hear the workers, where there are some."""
+    config.pluginmanager.register(_Workers())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End though a failed test left a thread behind: Python would wait for it for ever."""
-    left = [one.name for one in threading.enumerate() if not one.daemon]
-    left.remove(threading.main_thread().name)
+    left = threads_left()
     if left:
         print(f"threads left behind: {', '.join(left)}", file=sys.stderr, flush=True)
         sys.stdout.flush()

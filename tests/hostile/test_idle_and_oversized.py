@@ -56,6 +56,7 @@ def many(
         yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("greets", [False, True], ids=["mute", "greeted"])
 def test_a_thousand_idle_connections_a_port_cost_no_thread_and_keep_no_client_out(
     greets: bool,
@@ -260,6 +261,7 @@ def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
     assert forgotten == [1]
 
 
+@pytest.mark.slow
 def test_strangers_give_way_before_descriptors_run_out() -> None:
     """Who connects and never says Hello is shown out, oldest first; who said it stays."""
     with one_node() as (cluster, node), Caller.at(node, "control") as admitted:

@@ -66,6 +66,7 @@ def test_a_client_with_a_clock_of_its_own_finds_who_waits_by_another() -> None:
     assert missed.ok, f"{missed.checker}: {missed.detail}"
 
 
+@pytest.mark.slow
 def test_the_largest_cluster_runs() -> None:
     """Fifty nodes hold equal views and rings within the time that is allowed."""
 

@@ -43,6 +43,7 @@ def bench(*arguments: str, misses: str = "misses") -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
 def test_bench_local_prints_every_figure() -> None:
     """A small run through real processes: all the keys, nothing wrong, nothing missed."""
     figures = bench(
@@ -55,6 +56,7 @@ def test_bench_local_prints_every_figure() -> None:
     assert all(value > 0 for name, value in figures.items() if name.endswith(("_gb_s", "_us")))
 
 
+@pytest.mark.slow
 def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
     """A small run: the store, nodes with and without a disk, an index; nothing is left behind."""
     figures = bench(

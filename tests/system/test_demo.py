@@ -403,6 +403,7 @@ def test_nodes_die_with_a_demo_that_is_killed() -> None:
 # --- the demo itself ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_demo_runs_and_every_byte_is_right() -> None:
     """What `make demo` runs: three real nodes, one killed, and not one wrong byte."""
     done = subprocess.run(
@@ -424,6 +425,7 @@ def test_demo_runs_and_every_byte_is_right() -> None:
     assert shown["seconds"] < story.BUDGET_S
 
 
+@pytest.mark.slow
 def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     """Ctrl-C in the middle ends the demo and its nodes, quickly."""
     demo = subprocess.Popen(

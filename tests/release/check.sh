@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build sdist and wheel as a release has them, install the wheel in a fresh environment outside the
+# checkout, and store and read a page there. PYTHON: the interpreter of that environment.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+pip=(-m pip --disable-pip-version-check --quiet)
+
+"${PYTHON:-python3}" -m venv "$folder/build"
+"$folder/build/bin/python" "${pip[@]}" install build
+# The wheel is built from the sdist, so that a file that the sdist lacks is noticed.
+"$folder/build/bin/python" -m build --outdir "$folder/dist" . >"$folder/build.log" 2>&1 || {
+    cat "$folder/build.log" >&2
+    exit 1
+}
+ls "$folder/dist"
+case $(ls "$folder"/dist/*.whl) in
+    *-any.whl) echo "The wheel carries no compiled part." >&2; exit 1 ;;
+esac
+
+"${PYTHON:-python3}" -m venv "$folder/user"
+"$folder/user/bin/python" "${pip[@]}" install "$folder"/dist/*.whl
+cd "$folder"
+user/bin/peercache version
+user/bin/python - <<'END'
+from pathlib import Path
+
+import peercache
+from peercache import Client
+
+assert "site-packages" in Path(peercache.__file__).parts, peercache.__file__
+page, buffer = bytes(range(256)) * 256, bytearray(65536)
+with Client.open(pool_size="64MiB", listen="127.0.0.1:0") as cache:
+    assert cache.batch_set(["a"], [page]) == [True]
+    assert cache.batch_get(["a"], [buffer]) == [True]
+assert buffer == page
+print("a page was stored and read with the installed wheel")
+END

@@ -1,0 +1,117 @@
+"""The examples in README and docs: marked Python runs as printed, and commands have their flags.
+
+A Python block after the line `<!-- runnable -->` runs against live nodes. A comment that begins
+with a value states the result of its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peercache import Client
+from tests.contracts.frozen.public import COMMANDS, flags_of
+from tests.system.nodes import CALL_S, LocalCluster
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+RUNNABLE = re.compile(r"<!-- runnable -->\n+```python\n(.*?)```", re.DOTALL)
+SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+STATED = re.compile(r"#\s*(\[[^\]]*\]|\d+|True|False)(?=:|$)")
+GIVEN = {"page": bytes(range(256)) * 256, "buffer": bytearray(65536)}
+"""Names that a block may use without making them."""
+PATIENT = f"op_timeout_s={CALL_S}, exists_timeout_s={CALL_S}"
+
+
+def runnable_blocks() -> list[Any]:
+    """Return each marked block with the page that it stands on."""
+    return [
+        pytest.param(block, id=f"{path.name}-{number}")
+        for path in PAGES
+        for number, block in enumerate(RUNNABLE.findall(path.read_text()))
+    ]
+
+
+def stated(line: str) -> list[Any]:
+    """Return the value that a line's comment begins with, or nothing."""
+    found = STATED.search(line)
+    return [ast.literal_eval(found[1])] if found else []
+
+
+def run(block: str, names: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Run a block; return what each stated value is, and what it is stated to be."""
+    lines = block.splitlines()
+    results: list[tuple[Any, Any]] = []
+    for node in ast.parse(block).body:
+        source = ast.unparse(node)
+        if isinstance(node, ast.Expr):
+            value = eval(source, names)
+            results += [(value, one) for one in stated(lines[node.lineno - 1])]
+            continue
+        exec(source, names)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Assign) and isinstance(inner.targets[0], ast.Name):
+                value = names[inner.targets[0].id]
+                results += [(value, one) for one in stated(lines[inner.lineno - 1])]
+    return results
+
+
+@pytest.mark.parametrize("block", runnable_blocks())
+def test_example_gives_what_its_comments_state(block: str) -> None:
+    """Two nodes stand at the addresses that the pages name; a block opens clients there."""
+    with LocalCluster() as cluster:
+        nodes = [cluster.start("a"), cluster.start("b")]
+        for node in nodes:
+            cluster.wait_for_members(node, 2)
+        homes = [node.ready["home"] for node in nodes]
+        named = sorted(set(re.findall(r"ipc://[\w/.-]+", block)))
+        for name, home in zip(named, homes, strict=False):
+            patient = f'"{home}", cluster="{cluster.name}", {PATIENT}'
+            block = block.replace(f'"{name}"', patient)
+        names = dict(GIVEN)
+
+        results = run(block, names)
+        for value in names.values():
+            if isinstance(value, Client):
+                value.close()
+
+    assert results
+    assert [value for value, _ in results] == [expected for _, expected in results]
+
+
+def test_stated_value_that_is_wrong_is_found() -> None:
+    """A comment is compared, at the top of a block and within it."""
+    assert run("1 + 1  # 3: no\nif True:\n    x = [True]  # [False]", {}) == [
+        (2, 3),
+        ([True], [False]),
+    ]
+
+
+def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each peercache command line of a page's shell blocks: its name, and its flags."""
+    for block in SHELL.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.partition(" | ")[0].partition("#")[0].split()
+            if words[:3] == ["python", "-m", "peercache.node"]:
+                words = ["peercache", "node", *words[3:]]
+            if words[:1] != ["peercache"]:
+                continue
+            names = [" ".join(words[1:3]), " ".join(words[1:2])]
+            name = next((one for one in names if one in COMMANDS), names[0])
+            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+            yield name, flags
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_of_a_page_exist_with_their_flags(path: Path) -> None:
+    """A reader can type what the page shows."""
+    for name, flags in commands_of(path.read_text()):
+        if name.split()[:1] == ["completion"]:
+            continue
+        assert name in COMMANDS, f"peercache {name}"
+        assert set(flags) <= set(flags_of(name)), f"peercache {name}"
