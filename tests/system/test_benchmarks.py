@@ -45,6 +45,7 @@ def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
     assert outcome.pages_by_fabric == {"rdma": BATCH}
 
 
+@pytest.mark.slow  # it measures time, which tests beside it would spoil
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two processors")
 def test_tax_prints_the_loss_of_each_shape() -> None:
     """A small run through real processes; the reader verifies every byte that it is served."""

@@ -192,12 +192,12 @@ def test_stale_records_after_join_evict_and_leave_are_never_hits() -> None:
 DIES_WRITING = """
 import os, signal, sys
 from peercache import Client
-from peercache.client import driver
+from peercache.client import bridge
 from tests.system.nodes import keys_of
 from tests.system.nodes import pages_of
 def die(step, segment):
     os.kill(os.getpid(), signal.SIGKILL)
-driver._place = die
+bridge._place = die
 client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
 keys = keys_of("half-written", 8)
 client.batch_set(keys, pages_of(keys))
@@ -222,15 +222,15 @@ def test_a_client_that_dies_between_reserve_and_commit_leaves_nothing() -> None:
 STOPS_WRITING = """
 import os, signal, sys
 from peercache import Client
-from peercache.client import driver
+from peercache.client import bridge
 from tests.system.nodes import keys_of
 from tests.system.nodes import pages_of
-place = driver._place
+place = bridge._place
 def stop_then_place(step, segment):
     print("writing", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     return place(step, segment)
-driver._place = stop_then_place
+bridge._place = stop_then_place
 client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
 keys = keys_of("stopped", 4)
 print(client.batch_set(keys, pages_of(keys)), flush=True)

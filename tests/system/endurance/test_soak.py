@@ -44,12 +44,12 @@ QUIET_WITHIN_S = 60.0
 DIES_WRITING = """
 import os, signal, sys
 from peercache import Client
-from peercache.client import driver
+from peercache.client import bridge
 from tests.system.nodes import keys_of
 from tests.system.nodes import pages_of
 def die(step, segment):
     os.kill(os.getpid(), signal.SIGKILL)
-driver._place = die
+bridge._place = die
 client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
 keys = keys_of(sys.argv[3], 8)
 client.batch_set(keys, pages_of(keys))
