@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peercache.net.asking import Connections, Exchange, Greeting
+from peercache.net.asking import Connections, Exchange, HelloExchange
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.paths.breaker import Breakers
 from peercache.wire.envelope import Message
@@ -170,7 +170,7 @@ class SimAsker:
         assert connection is not None, "a simulated address can be tried"
         poll = Poll()
         poll.register(connection)
-        greeting = Greeting(self._connections, connection, until)
+        greeting = HelloExchange(self._connections, connection, until)
         try:
             await self._drive(greeting, poll)
             return greeting.answer
@@ -178,7 +178,7 @@ class SimAsker:
             connection.close()
 
     async def _drive(
-        self, exchange: Exchange[Connection] | Greeting[Connection], poll: Poll
+        self, exchange: Exchange[Connection] | HelloExchange[Connection], poll: Poll
     ) -> None:
         while (wait_s := exchange.wait_s()) is not None:
             await poll.wait(wait_s / self._place.rate)

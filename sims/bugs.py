@@ -219,7 +219,7 @@ def _kept_though_unlisted(_: Any) -> Any:
 
 
 SLOTS_AHEAD_USED_THOUGH_GIVEN_UP: Patches = (
-    (reserving.Reservations, "_give_up", _kept_though_unlisted),
+    (reserving.ClientReservations, "_give_up", _kept_though_unlisted),
 )
 
 

@@ -142,10 +142,12 @@ def test_block_for_which_no_thread_was_to_be_had_is_made_when_there_is_one(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", none)
         assert lent.lend(until()) is None
-    lent.lend(until())
+    # The first question may bring it already: a second block would be asked for beside it.
+    block = lent.lend(until())
     assert device.began.acquire(timeout=PATIENCE_S)
-    while (block := lent.lend(until())) is None:
+    while block is None:
         time.sleep(0)
+        block = lent.lend(until())
 
     assert device.calls == 1
     assert block.key == 1

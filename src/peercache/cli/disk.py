@@ -8,7 +8,7 @@ import click
 from peercache.cli.options import json_option
 from peercache.cli.terminal import print_json, tell
 from peercache.observability.log import get_logger
-from peercache.storage.check import Checked, Stats, check, folders_in, stats_of
+from peercache.storage.check import StoreCheck, StoreFigures, check, folders_in, stats_of
 
 EXIT_DAMAGED = 1
 
@@ -47,7 +47,7 @@ def stats_command(path: str, *, as_json: bool) -> None:
             _print_stats(found)
 
 
-def _print_check(found: Checked) -> None:
+def _print_check(found: StoreCheck) -> None:
     print(f"{found.folder}: {found.pages} pages, {_gib(found.page_bytes)}, all of them right")
     if found.index != "ok":
         print(f"  the index was {found.index}: made anew from the slots")
@@ -61,7 +61,7 @@ def _print_check(found: Checked) -> None:
         print(f"  {found.pages_without_row} slots of evicted pages wait for new ones")
 
 
-def _print_stats(found: Stats) -> None:
+def _print_stats(found: StoreFigures) -> None:
     state = "a running node has it" if found.in_use else "no node has it"
     print(f"{found.folder}: {state}")
     print(f"  pages       {found.pages}, {_gib(found.page_bytes)}")

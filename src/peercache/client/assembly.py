@@ -22,7 +22,7 @@ from peercache.net.asking import Asker
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
-from peercache.observability.reports import Report
+from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.reading import Reader
@@ -97,7 +97,7 @@ class Wiring:
             clock=self.clock,
             log=self.log,
         )
-        self.report = Report(self.metrics)
+        self.report = ClientReport(self.metrics)
         self.home = self._home_at(url)
 
     def close(self, *, is_quiet: bool) -> None:

@@ -20,7 +20,7 @@ from peercache.memory.layout import boot_id
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.observability.metrics import Metrics
-from peercache.observability.reports import Report
+from peercache.observability.reports import ClientReport
 from peercache.paths import home_tie as tie
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
@@ -51,7 +51,7 @@ class Home:
         bridge: Bridge,
         breakers: Breakers,
         touches: Touches,
-        report: Report | None,
+        report: ClientReport | None,
         on_view: Callable[[set[int]], None],
         renew_lock: Callable[[], None],
         on_beat: Callable[[], None] = lambda: None,

@@ -7,9 +7,9 @@ A connection carries one pending question at a time; a few idle connections a pe
 connection may be stale: a question that it swallowed is sent once more, over a new one. A new one
 that breaks is the peer's failure. A silence counts for the breakers only as far as it lasted.
 
-`Connections`, `Exchange` and `Greeting` know neither sockets nor waiting. Their driver waits as
-long as `wait_s` says, for the connections that `watch` named, and calls `turn`, until `wait_s` is
-None: with a poll here, with an event in a simulation.
+`Connections`, `Exchange` and `HelloExchange` know neither sockets nor waiting. Their driver waits
+as long as `wait_s` says, for the connections that `watch` named, and calls `turn`, until `wait_s`
+is None: with a poll here, with an event in a simulation.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class Exchange(Generic[Kind]):
 
 
 @final
-class Greeting(Generic[Kind]):
+class HelloExchange(Generic[Kind]):
     """A Hello to the listener of an address, driven like an Exchange."""
 
     def __init__(self, connections: Connections[Kind], connection: Kind, until: float) -> None:
@@ -491,14 +491,14 @@ class Asker:
         try:
             poll = select.poll()
             poll.register(connection.fd, select.POLLIN)
-            greeting = Greeting(self._connections, connection, until)
+            greeting = HelloExchange(self._connections, connection, until)
             _drive(greeting, poll)
             return greeting.answer
         finally:
             connection.close()
 
 
-def _drive(exchange: Exchange[_Dialled] | Greeting[_Dialled], poll: select.poll) -> None:
+def _drive(exchange: Exchange[_Dialled] | HelloExchange[_Dialled], poll: select.poll) -> None:
     """Wait and take, turn by turn, until it is over."""
     while (wait_s := exchange.wait_s()) is not None:
         exchange.turn(poll.poll(1000 * wait_s))

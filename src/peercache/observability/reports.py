@@ -45,7 +45,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
 
 
 @final
-class Report:
+class ClientReport:
     """The counts that one client has not reported yet. Calls are added from any thread."""
 
     def __init__(self, metrics: Metrics) -> None:

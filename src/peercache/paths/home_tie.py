@@ -15,11 +15,11 @@ from peercache.config.settings import Config
 from peercache.errors import PeerCacheError, Rejected
 from peercache.model.member import Member
 from peercache.model.view import View
-from peercache.observability.reports import Report
+from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.reading import Touches
-from peercache.paths.reserving import Reservations
+from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.envelope import Message
 from peercache.wire.messages.membership import ViewAsked, ViewShared
@@ -43,7 +43,7 @@ class Attached(Generic[Memory]):
 
     incarnation: int
     memory: Memory
-    reservations: Reservations
+    reservations: ClientReservations
 
 
 class Tie(Generic[Memory]):
@@ -61,7 +61,7 @@ class Tie(Generic[Memory]):
         boot_id: str,
         breakers: Breakers,
         touches: Touches,
-        report: Report | None,
+        report: ClientReport | None,
         clock: Callable[[], float],
         open_memory: Callable[[Member], Memory | None],
         on_attached: Callable[[Attached[Memory], Attached[Memory] | None], None],
@@ -140,7 +140,7 @@ class Tie(Generic[Memory]):
         memory = self._open_memory(member)
         if memory is None:
             return False
-        self.attached = attached = Attached(member.incarnation, memory, Reservations())
+        self.attached = attached = Attached(member.incarnation, memory, ClientReservations())
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
         self._on_attached(attached, old)
         return True

@@ -46,7 +46,7 @@ class Ahead:
 
 
 @final
-class Reservations:
+class ClientReservations:
     """The sequence numbers of one client at one home incarnation. Thread-safe.
 
     A number is live from before its Reserve is sent until nothing can be written under it.

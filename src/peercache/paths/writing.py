@@ -19,7 +19,7 @@ from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.locating import LocationCache
-from peercache.paths.reserving import Ahead, Reservations, offsets_of
+from peercache.paths.reserving import Ahead, ClientReservations, offsets_of
 from peercache.paths.steps import Ask, Checksum, Drain, Place, Post, Step
 from peercache.paths.verify import checksum_portions, wants_checksum
 from peercache.wire.envelope import Message
@@ -119,7 +119,7 @@ class Writer:
         runs: PageRuns,
         *,
         home: int,
-        reservations: Reservations,
+        reservations: ClientReservations,
         until: float,
     ) -> Generator[Step, Any, WriteOutcome]:
         """Store every page that fits, by `until`, in portions of RESERVE_PAGES_MAX pages."""
@@ -150,7 +150,7 @@ class Writer:
         runs: PageRuns,
         places: Places,
         home: int,
-        reservations: Reservations,
+        reservations: ClientReservations,
         until: float,
         outcome: WriteOutcome,
     ) -> Generator[Step, Any, Places]:
@@ -177,7 +177,12 @@ class Writer:
             reservations.end(sequence)
 
     def _take_ahead(
-        self, keys: PageKeys, runs: PageRuns, home: int, reservations: Reservations, until: float
+        self,
+        keys: PageKeys,
+        runs: PageRuns,
+        home: int,
+        reservations: ClientReservations,
+        until: float,
     ) -> Generator[Step, Any, Ahead | None]:
         """Return granted slots that were reserved ahead, if there are any for such a batch."""
         # Pages that are at home already are asked for by name: they need no copy.
@@ -219,7 +224,7 @@ class Writer:
         runs: PageRuns,
         places: Places,
         home: int,
-        reservations: Reservations,
+        reservations: ClientReservations,
         *,
         until: float,
         outcome: WriteOutcome,

@@ -47,7 +47,7 @@ PLENTY_BYTES = 2**40
 
 
 @attrs.frozen
-class Stats:
+class StoreFigures:
     """What a folder holds, as its index tells."""
 
     folder: str
@@ -64,7 +64,7 @@ class Stats:
 
 
 @attrs.frozen
-class Checked:
+class StoreCheck:
     """What a check found. pages: those that are right, and in the index now."""
 
     folder: str
@@ -98,14 +98,14 @@ def folders_in(path: str) -> list[Path]:
     return sorted(numbered, key=lambda entry: int(entry.name))
 
 
-def stats_of(folder: Path) -> Stats:
+def stats_of(folder: Path) -> StoreFigures:
     """Return what the index and the files of a folder say; changes nothing."""
     problem, entries = _told_by_index(folder, read_index)
     found = list(slab_files(folder).values())
     namespaces = np.unique(entries["namespace"])
     now = int(time.time())
     used = entries["used"].astype(np.int64)
-    return Stats(
+    return StoreFigures(
         folder=str(folder),
         in_use=_is_in_use(folder),
         index=problem or "ok",
@@ -119,7 +119,7 @@ def stats_of(folder: Path) -> Stats:
     )
 
 
-def check(folder: Path, progress: Callable[[str], None], log: Any) -> Checked:
+def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck:
     """Verify every page of a folder that no node has, and repair its index."""
     started = time.monotonic()
     opened = open_folder(folder, None)
@@ -147,7 +147,7 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> Checked:
         opened.close()
     rows_at = dict.fromkeys(told["place"].tolist())
     listed = [place for place in wrong if place in rows_at or problem]
-    return Checked(
+    return StoreCheck(
         folder=str(folder),
         index=problem or "ok",
         pages=len(kept),

@@ -16,7 +16,7 @@ from peercache.net.asking import (
     SLICE_S,
     Connections,
     Exchange,
-    Greeting,
+    HelloExchange,
 )
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.wire.codec import decode, encode
@@ -385,7 +385,7 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> Non
     for message, breaks in ((WELCOME, True), (Refused(0, "cluster", "no"), False), (None, True)):
         line = side.connections.greeting("there")
         assert line is not None
-        greeting = Greeting(side.connections, line, side.now + 1.0)
+        greeting = HelloExchange(side.connections, line, side.now + 1.0)
         assert greeting.wait_s() == SLICE_S
         line.is_broken = breaks
         if message is not None:
@@ -399,7 +399,7 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> Non
         answers.append(greeting.answer)
     silent = side.connections.greeting("there")
     assert silent is not None
-    greeting = Greeting(side.connections, silent, side.now + 1.0)
+    greeting = HelloExchange(side.connections, silent, side.now + 1.0)
     side.now += 1.0
 
     assert answers == [WELCOME, Refused(0, "cluster", "no"), None]

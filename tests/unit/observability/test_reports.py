@@ -6,7 +6,7 @@ import numpy as np
 from prometheus_client import Metric
 
 from peercache.observability.metrics import Metrics
-from peercache.observability.reports import CALL, CALLS_MAX, Report, absorb
+from peercache.observability.reports import CALL, CALLS_MAX, ClientReport, absorb
 from peercache.wire.messages.session import Counted
 
 
@@ -18,7 +18,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_a_report_carries_each_increase_once() -> None:
     """Two reports add up to the client's figures, labels and latencies included."""
     client, node = Metrics(), Metrics()
-    report = Report(client)
+    report = ClientReport(client)
     client.pages_hit.labels("tcp").inc(3)
     report.calls.append(("get", 0.5))
     first = report.take()
@@ -54,7 +54,7 @@ def test_a_report_looks_at_the_counters_it_tells_and_not_at_all_metrics() -> Non
     metrics.registry.register(everything)
     before = everything.looks
 
-    Report(metrics).take()
+    ClientReport(metrics).take()
 
     assert everything.looks == before
 
@@ -76,7 +76,7 @@ def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
 
 def test_calls_that_wait_to_be_reported_are_bounded() -> None:
     """An engine whose home node is away keeps the newest calls only."""
-    report = Report(Metrics())
+    report = ClientReport(Metrics())
     for _ in range(CALLS_MAX + 10):
         report.calls.append(("set", 0.001))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peercache.observability import reasons
-from peercache.paths.reserving import AHEAD_S, SKIPPED, Reservations
+from peercache.paths.reserving import AHEAD_S, SKIPPED, ClientReservations
 from peercache.paths.steps import Ask, Drain, Place
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
@@ -31,9 +31,9 @@ def granted(sequence: int, *offsets: int, state: int = RESERVED) -> Granted:
     return Granted(0, sequence, states, np.array(offsets, np.uint64).tobytes())
 
 
-def asked(now: float = 0.0) -> Reservations:
+def asked(now: float = 0.0) -> ClientReservations:
     """Return reservations that have asked for two slots ahead, twice, as numbers 1 and 2."""
-    reservations = Reservations()
+    reservations = ClientReservations()
     assert reservations.ask_ahead(LENGTHS, now - 0.1) == ()
     assert reservations.ask_ahead(LENGTHS, now) == (1, 2)
     return reservations
@@ -52,7 +52,7 @@ def kinds(world: World) -> list[str]:
 
 def test_only_a_batch_that_follows_another_asks_ahead() -> None:
     """A lone batch would keep room from others for nothing."""
-    reservations = Reservations()
+    reservations = ClientReservations()
 
     numbers = [reservations.ask_ahead(LENGTHS, now) for now in (0.0, AHEAD_S, AHEAD_S + 0.1)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from peercache.client.bridge import checksums_of
 from peercache.observability import reasons
-from peercache.paths.reserving import Reservations
+from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
 from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_S
 from peercache.wire.envelope import Message
@@ -458,7 +458,7 @@ def test_a_path_that_is_dropped_ends_its_reservation() -> None:
 
 def test_numbers_rise_and_are_never_used_twice() -> None:
     """The home node tells a lost Grant by them."""
-    reservations = Reservations()
+    reservations = ClientReservations()
 
     numbers = [reservations.begin() for _ in range(3)]
     reservations.end(2)

@@ -27,7 +27,7 @@ from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.reading import Reader
-from peercache.paths.reserving import Reservations
+from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Place, Post, Step
 from peercache.paths.writing import Writer
 from peercache.wire.envelope import Message
@@ -281,7 +281,7 @@ class World:
             namespace_tag=7,
             clock=self.clock,
         )
-        self.reservations = Reservations()
+        self.reservations = ClientReservations()
         self.home = home
         self.replicas = replicas
         self.handover_until = handover_until
