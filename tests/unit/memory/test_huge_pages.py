@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
@@ -135,9 +136,16 @@ def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
     count = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
     if os.geteuid() != 0 or not count.exists():
         pytest.skip("needs root, and a kernel with huge pages of 2 MiB")
-    before = count.read_text()
     folder = tmp_path / "huge"
     folder.mkdir()
+    # The number is the machine's: a test in another process waits for this one.
+    with count.open() as machine_wide:
+        fcntl.flock(machine_wide, fcntl.LOCK_EX)
+        yield from _with_huge_pages(count, folder)
+
+
+def _with_huge_pages(count: Path, folder: Path) -> Iterator[Path]:
+    before = count.read_text()
     try:
         count.write_text(str(int(before) + PAGES_MIN))
     except OSError as error:
