@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell expr $$(nproc) + 1)
 # The switch of the SGLang tests is for their own target.
 PYTEST := env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest
-PARALLEL := -q -n $(WORKERS) --dist loadgroup
+PARALLEL := -q --dist loadgroup -n
 PURE := $(addprefix tests/unit/,actors config model paths wire)
 COVERAGE_MIN := 93
 
@@ -38,11 +38,12 @@ help:
 demo: $(STAMP)
 	@$(BIN)/peercache demo $(DEMO_FLAGS)
 
-# mypy needs one core for half of the time, so it runs beside the tests.
+# mypy needs one core for half of the time, so it runs beside the tests. Pure tests wait for nothing,
+# and each worker reads all of them first: as many workers as cores.
 fast: lint
 	@$(BIN)/mypy & types=$$!; tests=0; \
-	$(PYTEST) $(PARALLEL) --hypothesis-profile=fast -m "not slow" tests/unit tests/house \
-		$(PYTEST_FLAGS) || tests=$$?; \
+	$(PYTEST) $(PARALLEL) $$(nproc) --hypothesis-profile=fast -m "not slow" \
+		tests/unit tests/house $(PYTEST_FLAGS) || tests=$$?; \
 	wait $$types && exit $$tests
 
 test: lint types unit coverage sglang
@@ -68,11 +69,11 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
+	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
 
 # Of the pure layers, with few examples: counting lines makes Python three times slower.
 coverage: $(STAMP)
-	$(PYTEST) $(PARALLEL) --hypothesis-profile=fast -m "not slow" $(PURE) \
+	$(PYTEST) $(PARALLEL) $(WORKERS) --hypothesis-profile=fast -m "not slow" $(PURE) \
 		--cov --cov-report=term --cov-fail-under=$(COVERAGE_MIN)
 
 # What takes too long for each change: endurance, floods, live demos, benchmarks, the model of the

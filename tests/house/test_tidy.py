@@ -18,6 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "peercache"
 
+# One worker reads the sources once for all of them.
+pytestmark = pytest.mark.xdist_group("source")
+
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
