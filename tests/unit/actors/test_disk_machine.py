@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -217,3 +218,29 @@ class DiskMachine(RuleBasedStateMachine):
 
 TestDisk = DiskMachine.TestCase
 TestDisk.settings = settings(max_examples=examples(120), stateful_step_count=40)
+
+
+@pytest.mark.parametrize("on_evict", [False, True])
+@pytest.mark.parametrize("order", [None, 0, 1, 2, 3])
+def test_page_that_is_cleared_while_it_is_loaded_stays_away_over_a_restart(
+    order: int | None, *, on_evict: bool
+) -> None:
+    """1. A page goes to disk. 2. The node starts again, and readers ask for the page. 3. All pages
+    are cleared while the page is being loaded. 4. The node starts again; the page is asked for.
+    """
+    story = DiskMachine()
+    story.start(granules=4, slabs=1, queue_bytes=10**6, on_evict=on_evict, order=order)
+    story.set([1], LENGTH)
+    story.finish()
+    story.restart()
+    story.ask([0], 0.1)
+    story.ask([1], 0.1)
+    story.clear()
+    story.restart()
+    story.remove([0])
+    story.ask([1], 0.1)
+    story.finish()
+
+    story.records_say_where_pages_are()
+    story.what_is_read_was_set_and_not_removed()
+    assert story.world.where(1) == ""
