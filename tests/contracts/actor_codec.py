@@ -1,6 +1,6 @@
 """A codec for whatever actors say to each other: messages, facts and effects as bytes.
 
-Production hands facts over inside one loop and encodes none of them (ADR 0009). This codec exists
+Production hands facts over inside one loop and encodes none of them (ADR 0010). This codec exists
 to show that nothing but values passes between actors: messages of the wire travel as on the wire,
 everything else as the name of its class and its fields.
 """
@@ -15,6 +15,7 @@ import cbor2
 import numpy as np
 
 from peercache.actors import effects, mailboxes, origin, rdma_port, storage_port
+from peercache.actors.channels import actor as channels
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire import codec
@@ -24,7 +25,7 @@ CLUSTER = "contract"
 
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (effects, mailboxes, origin, rdma_port, storage_port)
+    for module in (channels, effects, mailboxes, origin, rdma_port, storage_port)
     for kind in vars(module).values()
     if isinstance(kind, type) and attrs.has(kind)
 } | {"Member": Member}

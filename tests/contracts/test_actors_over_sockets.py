@@ -17,11 +17,23 @@ import numpy as np
 import pynng
 import pytest
 
+from peercache.actors.channels.actor import (
+    IDLE_S,
+    ChannelPool,
+    ChannelsSay,
+    CloseChannel,
+    CloseChannels,
+    DestroyChannel,
+    ForgetPeer,
+    LeaseChannel,
+    RetireIdle,
+    ReturnChannel,
+)
 from peercache.actors.effects import Effect, Send, SendTo, StoreWords
 from peercache.actors.mailboxes import PoolGrew
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
-from peercache.actors.runtime import SELF, NamedActor
+from peercache.actors.runtime import SELF, Mailbox, NamedActor
 from peercache.actors.storage_port import (
     DISK_DONE,
     DISK_ENTRY,
@@ -303,6 +315,63 @@ def test_actors_do_over_sockets_what_they_do_in_one_loop(sockets: Sockets) -> No
     assert here.words == there.words
     assert set(sockets.crossed) == {named.name for named in there.crew.actors}
     assert sum(sockets.crossed.values()) == len(there.said) > 30
+
+
+@attrs.define(eq=False)
+class SenderlessPool:
+    """The channel pool with the interface of the other actors: its one driver is no sender."""
+
+    pool: ChannelPool
+
+    def on_message(self, _sender: Origin, message: Any, now: float) -> list[ChannelsSay]:
+        return self.pool.on_message(message, now)
+
+    def on_tick(self, now: float) -> list[ChannelsSay]:
+        return self.pool.on_tick(now)
+
+    def deadline(self) -> float:
+        return self.pool.deadline()
+
+    def check(self) -> None:
+        self.pool.check()
+
+
+def channels_say(handle: Handle) -> list[list[Any]]:
+    """Play the life of three channels to two peers; return what the pool says at each step."""
+    actor: Any = SenderlessPool(ChannelPool(max_channels_per_peer=2))
+    named: NamedActor[Any] = NamedActor("channels", actor, Mailbox())
+    said: list[list[Any]] = []
+
+    def hear(message: Any, now: float) -> list[Any]:
+        effects: list[Any] = handle(named, SELF, message, now)
+        said.append(list(effects))
+        return said[-1]
+
+    (first,) = hear(LeaseChannel(1), 0.0)
+    (second,) = hear(LeaseChannel(1), 0.0)
+    assert hear(LeaseChannel(1), 0.0) == []
+    (far,) = hear(LeaseChannel(2, 1), 0.0)
+    hear(ReturnChannel(first), 1.0)
+    hear(DestroyChannel(second), 1.0)
+    assert hear(LeaseChannel(1), 2.0) == [attrs.evolve(first, is_new=False)]
+    hear(ReturnChannel(first), 3.0)
+    hear(RetireIdle(1), 4.0)
+    hear(ForgetPeer(2), 5.0)
+    assert hear(ReturnChannel(far), 6.0) == [CloseChannel(far.channel)]
+    (third,) = hear(LeaseChannel(1), 7.0)
+    hear(ReturnChannel(third), 8.0)
+    assert hear(None, 8.0 + IDLE_S) == [CloseChannel(third.channel)]
+    hear(CloseChannels(), 100.0)
+    assert hear(LeaseChannel(1), 101.0) == []
+    return said
+
+
+def test_channel_pool_says_over_a_socket_what_it_says_to_its_driver(sockets: Sockets) -> None:
+    """The actor that the bridge drives in the caller's thread takes and says values, too."""
+    said = channels_say(sockets)
+
+    assert said == channels_say(in_one_loop)
+    assert sockets.crossed == {"channels": len(said)}
 
 
 def test_the_codec_refuses_what_is_no_value(sockets: Sockets) -> None:
