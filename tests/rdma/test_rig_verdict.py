@@ -40,3 +40,17 @@ def test_a_guest_that_has_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
     assert enough == ""
     assert "MiB of memory are needed" in too_little
     assert nowhere == "no 7"
+
+
+@pytest.mark.parametrize("trace_lines", [5, 200])
+def test_the_end_of_a_console_has_the_word_for_a_panic(trace_lines: int) -> None:
+    """However long the trace after it is; without a panic it is the last lines."""
+    before = [f"boot {number}" for number in range(100)]
+    trace = [f"stack {number}" for number in range(trace_lines)]
+
+    told = guest.end_of([*before, "Kernel panic - not syncing: sysrq", *trace])
+
+    assert "Kernel panic - not syncing: sysrq" in told
+    assert told[-1] == trace[-1]
+    assert len(told) == max(trace_lines + 1, guest.CONSOLE_TAIL_LINES)
+    assert guest.end_of(before) == before[-guest.CONSOLE_TAIL_LINES :]

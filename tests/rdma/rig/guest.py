@@ -211,18 +211,28 @@ def _ended(process: subprocess.Popen[bytes], control: Path, limit_s: float) -> b
     return True
 
 
+def end_of(console: Sequence[str]) -> Sequence[str]:
+    """Return the last lines of a console; where the kernel panicked, from its word for it on.
+
+    The registers and the stack that follow are as long as the kernel likes.
+    """
+    panicked = (at for at, line in enumerate(console) if "Kernel panic" in line)
+    tail = max(0, len(console) - CONSOLE_TAIL_LINES)
+    return console[min(next(panicked, tail), tail) :]
+
+
 def _status(control: Path, *, timed_out: bool, limit_s: float) -> int:
     status = control / "status"
     if status.exists() and int(status.read_text()) <= STATUS_SIGNAL:
         return int(status.read_text())
-    tail = (control / "console").read_bytes().decode(errors="replace").splitlines()
+    tail = end_of((control / "console").read_bytes().decode(errors="replace").splitlines())
     reason = f"time limit of {limit_s:g} s" if timed_out else "the guest died"
     started = "its command was running" if (control / "booted").exists() else "it had not booted"
     if status.exists():
         # The kernel may have done it, for want of memory, and then says so.
         reason, started = "the command was killed", f"exit status {status.read_text().strip()}"
     print(f"rdma rig: {reason} ({started}); the console's end:", file=sys.stderr)
-    print("\n".join(f"    {line}" for line in tail[-CONSOLE_TAIL_LINES:]), file=sys.stderr)
+    print("\n".join(f"    {line}" for line in tail), file=sys.stderr)
     if status.exists():
         return int(status.read_text())
     return STATUS_TIME_LIMIT if timed_out else STATUS_GUEST_DIED
