@@ -87,10 +87,11 @@ sims: $(STAMP)
 	$(BIN)/python -m sims canaries
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
-# exists, and where PEERCACHE_TEST_SGLANG=1 asks for it.
+# exists, and where PEERCACHE_TEST_SGLANG=1 asks for it. Whole files go to two workers: the engines of
+# one file start while the others' tests run.
 sglang: export PYTHON := $(PYTHON)
 sglang: $(STAMP)
-	@bash tests/integration/run_sglang_tests.sh $(PYTEST_FLAGS)
+	@bash tests/integration/run_sglang_tests.sh -q -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 # Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it
 # is made of is kept in the user's cache folder; the first time takes some minutes.

@@ -15,7 +15,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from peercache.model.runs import U64
+from peercache.model.seal import Seals
 from peercache.observability.metrics import Metrics
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
 from peercache.rdma.fabric import RdmaFabric
@@ -28,10 +28,7 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 
 READS_AT_ONCE = 16
-WORD = 2
-"""Every generation word of every peer."""
-
-WORDS_ADDRESS = 2**50
+SEALS_ADDRESS = 2**50
 """Where a peer's words lie; below it lie its pages."""
 
 _PORT = Port(
@@ -39,18 +36,21 @@ _PORT = Port(
 )
 
 
-def instant_fabric(*, page_bytes: int, granule: int) -> RdmaFabric:
-    """Return a fabric whose every peer publishes `page_bytes` of pages, and answers at once."""
-    words_bytes = page_bytes // granule * 8
-    rail: Any = InstantRail(words_bytes)
+def instant_fabric(*, page_bytes: int, granule: int, seals: Seals) -> RdmaFabric:
+    """Return a fabric whose every peer publishes `page_bytes` of pages, and answers at once.
+
+    seals: of every granule.
+    """
+    words_bytes = seals.nbytes
+    rail: Any = InstantRail(seals)
 
     def exchange(peer: int, message: Message, until: float) -> Message | None:
         assert isinstance(message, OpenChannel)
-        regions = np.array([(0, page_bytes, 7), (WORDS_ADDRESS, words_bytes, 8)], "<u8")
+        regions = np.array([(0, page_bytes, 7), (SEALS_ADDRESS, words_bytes, 8)], "<u8")
         return ChannelOpened(
             request=message.request, channel=message.channel, qp_num=1, psn=0, lid=0,
             gid=message.gid, mtu=5, reads_at_once=READS_AT_ONCE, pages_address=0,
-            page_bytes=page_bytes, words_address=WORDS_ADDRESS, granule=granule,
+            page_bytes=page_bytes, seals_address=SEALS_ADDRESS, granule=granule,
             regions=regions.tobytes(),
         )  # fmt: skip
 
@@ -64,9 +64,9 @@ def instant_fabric(*, page_bytes: int, granule: int) -> RdmaFabric:
 class InstantRail:
     """A rail without a device."""
 
-    def __init__(self, words_bytes: int) -> None:
-        """Open nothing; a READ of words is of at most so many bytes."""
-        self.verbs = _verbs(np.full(words_bytes // 8, WORD, np.uint64))
+    def __init__(self, seals: Seals) -> None:
+        """Open nothing; a READ of words brings these."""
+        self.verbs = _verbs(seals)
         self.chosen = Chosen(_PORT, _PORT.gids[0])
         self.name = _PORT.name
         self.context = None
@@ -152,9 +152,9 @@ class _Channel:
 
 
 class _Pair:
-    """An extended queue pair. words: what a READ of words brings, whichever they are."""
+    """An extended queue pair. seals: what a READ at SEALS_ADDRESS brings."""
 
-    words: U64
+    seals: Seals
 
     def __init__(self, context: Any, wanted: Any, first: Any) -> None:
         self.qp_num = 1
@@ -169,8 +169,9 @@ class _Pair:
         self._remote = address
 
     def wr_set_sge(self, entry: Any) -> None:
-        if self._remote >= WORDS_ADDRESS:
-            ctypes.memmove(entry.addr, self.words.ctypes.data, entry.length)
+        if self._remote >= SEALS_ADDRESS:
+            source = self.seals.ctypes.data + self._remote - SEALS_ADDRESS
+            ctypes.memmove(entry.addr, source, entry.length)
 
     def wr_set_sge_list(self, count: int, entries: Any) -> None: ...
 
@@ -200,9 +201,9 @@ class _Enums:
         return 1
 
 
-def _verbs(brought: U64) -> Verbs:
+def _verbs(brought: Seals) -> Verbs:
     class Pair(_Pair):
-        words = brought
+        seals = brought
 
     def plain(*unused: Any, **attributes: Any) -> SimpleNamespace:
         return SimpleNamespace(**attributes)

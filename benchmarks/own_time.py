@@ -14,12 +14,13 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.null_device import WORD, instant_fabric
+from benchmarks.null_device import instant_fabric
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.member import ALIVE, Member
 from peercache.model.reads import PeerRead
 from peercache.model.records import RECORD, RESIDENT
 from peercache.model.runs import U64, PageRuns
+from peercache.model.seal import SEAL, Seals
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import LocationCache, Locator
@@ -31,6 +32,8 @@ BATCH = 128
 PAGE_BYTES = 64 * 2**10
 GRANULE = 16 * 2**10
 READS = 200
+WORD = 2
+"""The generation of every page."""
 TURNS = 4
 PATIENCE_S = 10.0
 
@@ -47,12 +50,13 @@ def own_time_us() -> dict[str, float]:
     """
     total = BATCH * PAGE_BYTES
     target = np.zeros(2 * total, np.uint8)
-    fabric = instant_fabric(page_bytes=2 * total, granule=GRANULE)
+    seals = np.zeros(2 * total // GRANULE, SEAL)
+    fabric = instant_fabric(page_bytes=2 * total, granule=GRANULE, seals=seals)
     try:
         fabric.register("bench", int(target.ctypes.data), target.nbytes, target)
         in_order = np.arange(BATCH, dtype=np.uint64)
         together, apart = (
-            Batch(fabric, target, places) for places in (in_order, in_order * np.uint64(2))
+            Batch(fabric, target, seals, places) for places in (in_order, in_order * np.uint64(2))
         )
         return {
             "cpu_us_page": together.get_us(),
@@ -67,28 +71,42 @@ def own_time_us() -> dict[str, float]:
 class Batch:
     """Pages at some places of the owner's memory, and of ours."""
 
-    def __init__(self, fabric: RdmaFabric, target: npt.NDArray[np.uint8], places: U64) -> None:
-        """Have every record in the cache, as after an exists."""
+    def __init__(
+        self, fabric: RdmaFabric, target: npt.NDArray[np.uint8], seals: Seals, places: U64
+    ) -> None:
+        """Have every record in the cache, as after an exists, and the seals that fit them."""
         offsets = places * np.uint64(PAGE_BYTES)
         lengths = np.full(BATCH, PAGE_BYTES, np.uint64)
         self._fabric = fabric
         self._runs = PageRuns.regular(offsets + np.uint64(target.ctypes.data), lengths, BATCH)
-        self._wanted = PeerRead(OWNER, offsets, lengths, self._runs)
+        generations = np.full(BATCH, WORD, np.uint64)
+        self._wanted = PeerRead(OWNER, offsets, lengths, self._runs, generations)
         self._keys = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(BATCH)]
-        self._digest = Namespace().digest()
+        self._digest, space = Namespace().digest(), Namespace().space_tag()
         self._cluster = Cluster.of(
             {OWNER.incarnation: OWNER}, home=0, boot_id="", replicas=1, virtual_nodes=8,
             handover_until=0.0,
         )  # fmt: skip
         cache, clock = LocationCache(entries_max=BATCH), time.monotonic
         locator = Locator(cache=cache, breakers=Breakers(), clock=clock)
-        self._reader = Reader(locator=locator, cache=cache, verify="generation", clock=clock)
+        self._reader = Reader(
+            locator=locator, cache=cache, verify="generation", space=space, clock=clock
+        )
         records = np.zeros(BATCH, RECORD)
         records["key"] = page_keys(self._keys, self._digest)
         records["holder"], records["generation"] = OWNER.incarnation, WORD
         records["offset"], records["length"] = offsets, lengths
         records["flags"] = RESIDENT
         cache.store(records, clock())
+        self._seals, self._sealed = seals, np.zeros(BATCH, SEAL)
+        for field in ("key", "length"):
+            self._sealed[field] = records[field]
+        self._sealed["word"], self._sealed["space"] = WORD, space
+        self._granules = offsets // np.uint64(GRANULE)
+
+    def commit(self) -> None:
+        """Store the seals of these pages."""
+        self._seals[self._granules] = self._sealed
 
     def get(self) -> ReadOutcome:
         """Get the batch, as a client does."""
@@ -106,6 +124,7 @@ class Batch:
 
     def get_us(self) -> float:
         """Return the processor's µs a page of a get; asserts that all pages were hits."""
+        self.commit()
         assert self.get().hits.all()
         best = float("inf")
         for _ in range(TURNS):

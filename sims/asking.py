@@ -185,7 +185,7 @@ class SimAsker:
             await self._place.awake()
             exchange.turn(poll.readable())
 
-    def _connect(self, url: str) -> Connection:
+    def _connect(self, url: str, _peer: int) -> Connection:
         connection = Connection(url, next(self._fds), self._place, self._network)
         self._nursery().start_soon(connection.run)
         return connection

@@ -27,7 +27,7 @@ from peercache.actors.runtime import SELF, Mailbox
 from peercache.actors.storage_port import DISK_LATE, DISK_UNTRIED
 from peercache.model import records
 from peercache.model.member import ALIVE
-from peercache.model.reads import ODD
+from peercache.model.seal import ODD
 from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
@@ -40,12 +40,23 @@ Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
 
 def _everything_read(_: Any) -> Any:
-    def verified(believed: Any, words: Any) -> Any:
-        del believed
-        return words != ODD
+    def verified(believed: Any, space: int, seals: Any) -> Any:
+        del believed, space
+        return seals["word"] != ODD
 
     return verified
 
+
+def _by_words_alone(_: Any) -> Any:
+    def verified(believed: Any, space: int, seals: Any) -> Any:
+        del space
+        generations = believed["generation"]
+        return (generations == seals["word"]) & (generations % 2 == 0) & (generations != 0)
+
+    return verified
+
+
+KEY_NOT_COMPARED: Patches = ((reading, "verified", _by_words_alone),)
 
 GENERATION_CHECK_SKIPPED: Patches = ((reading, "verified", _everything_read),)
 
@@ -88,17 +99,21 @@ def _whatever_stands(right: Any) -> Any:
     return drop
 
 
-def _whatever_is_disputed(_: Any) -> Any:
-    def drop_equal(self: Holdings, record: bytes) -> Any:
-        return self.drop(record[:16] + b"\xff" * 8)
-
-    return drop_equal
+UNCONDITIONAL_DELETE: Patches = ((Holdings, "drop", _whatever_stands),)
 
 
-UNCONDITIONAL_DELETE: Patches = (
-    (Holdings, "drop", _whatever_stands),
-    (Holdings, "drop_equal", _whatever_is_disputed),
-)
+def _dropped_at_once(right: Any) -> Any:
+    def dispute(self: Any, disputed: bytes, now: float) -> Any:
+        effects = right(self, disputed, now)
+        for effect in effects:
+            for key in records.keys_of(records.from_bytes(effect.message.records)):
+                del self._held[effect.to].parts[key[0]][key]
+        return effects
+
+    return dispute
+
+
+DISPUTE_DELETES: Patches = ((directory.DirectoryShard, "_dispute", _dropped_at_once),)
 
 
 def _only_puts(_: Any) -> Any:

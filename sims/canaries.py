@@ -50,6 +50,30 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.GENERATION_CHECK_SKIPPED,
     ),
     Canary(
+        "key-not-compared",
+        "a word that fits makes a hit, whichever page the seal names",
+        20,
+        patches=bugs.KEY_NOT_COMPARED,
+    ),
+    Canary(
+        planted.NO_FIRST_LOOK,
+        "a fabric reads the bytes without a look at the word before them",
+        100,
+        plant=planted.NO_FIRST_LOOK,
+    ),
+    Canary(
+        planted.FUTURE_ACCEPTED,
+        "the look before the bytes accepts a record whose word is still to come",
+        100,
+        plant=planted.FUTURE_ACCEPTED,
+    ),
+    Canary(
+        planted.KEY_AFTER_WORD,
+        "the node stores key and length after the word that vouches for them",
+        100,
+        plant=planted.KEY_AFTER_WORD,
+    ),
+    Canary(
         "evict-without-odd",
         "a slot is given out while its word still says that the page is there",
         10,
@@ -63,9 +87,15 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "unconditional-delete",
-        "a delete or dispute removes the record of the key, newer or not",
+        "a delete removes the record of the key, newer or not",
         100,
         patches=bugs.UNCONDITIONAL_DELETE,
+    ),
+    Canary(
+        "dispute-deletes",
+        "an owner removes a record that a reader disputes, without its holder's word",
+        20,
+        patches=bugs.DISPUTE_DELETES,
     ),
     Canary(
         "old-owner-never-forgets",

@@ -19,8 +19,9 @@ from peercache.errors import PeerCacheError
 from peercache.memory.client_lock import lock_name
 from peercache.model.ids import new_client_id
 from peercache.model.keys import Namespace
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
+from peercache.model.seal import unread_seals
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
@@ -34,6 +35,7 @@ from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.session import Hello, Refused
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
+from sims.locks import secret_of
 from sims.memory import Buffers, NodeMemory
 from sims.network import Network
 from sims.places import Place
@@ -74,7 +76,11 @@ class SimClient:
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         locator = Locator(cache=self.cache, breakers=self.breakers, clock=place.now)
         self.reader = Reader(
-            locator=locator, cache=self.cache, verify=config.verify, clock=place.now
+            locator=locator,
+            cache=self.cache,
+            verify=config.verify,
+            space=self.namespace.space_tag(),
+            clock=place.now,
         )
         self.writer = Writer(
             cache=self.cache,
@@ -178,7 +184,7 @@ class SimClient:
         return checksums_of(step.runs, self._buffers)
 
     async def _fetch(self, step: Fetch) -> list[Fetched]:
-        answers: list[Fetched] = [Fetched(np.full(len(r.offsets), ODD), "") for r in step.reads]
+        answers: list[Fetched] = [Fetched(unread_seals(len(r.offsets)), "") for r in step.reads]
 
         async def read_one(place: int, read: PeerRead) -> None:
             answers[place] = await self._read(read, step.until)
@@ -191,7 +197,7 @@ class SimClient:
     async def _read(self, read: PeerRead, until: float) -> Fetched:
         holder = read.member.incarnation
         if not self.breakers.begin_read(holder, self.place.now()):
-            return Fetched(np.full(len(read.offsets), ODD), PEER_UNREACHABLE)
+            return Fetched(unread_seals(len(read.offsets)), PEER_UNREACHABLE)
         fetched = await self.fabrics.read(read, self.place.world(until))
         self.breakers.end_read(holder, fetched.failure, self.place.now())
         return fetched
@@ -276,10 +282,12 @@ class SimClient:
             cluster=self.config.cluster,
             is_node=False,
             granule=self.config.granule,
-            credentials="",
+            name="",
+            nonce=b"",
             namespace=self.namespace.name,
             geometry=self.namespace.geometry,
             lock=self.lock if is_home else "",
+            secret=secret_of(self.lock) if is_home else b"",
         )
 
 

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.runs import U64
+from peercache.model.seal import ODD, still_committed, unread_seals
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.paths.breaker import STALL_S
 from sims.content import Page
@@ -25,7 +28,13 @@ from sims.memory import Buffers, NodeMemory
 from sims.network import Network
 from sims.node import SimNode
 from sims.places import Place
-from sims.planted import RETURNS_WHILE_WRITING, WORD_BEFORE_BYTES, planted
+from sims.planted import (
+    FUTURE_ACCEPTED,
+    NO_FIRST_LOOK,
+    RETURNS_WHILE_WRITING,
+    WORD_BEFORE_BYTES,
+    planted,
+)
 from sims.swarm import Options
 
 PAGES_AT_ONCE = 4
@@ -60,6 +69,15 @@ def runs_of(read: PeerRead, page: int) -> Iterator[tuple[int, int, int]]:
         end = begin + int(read.runs.sizes[run])
         yield int(read.runs.addresses[run]), begin, end
         begin = end
+
+
+def first_look(words: U64, generations: U64) -> npt.NDArray[np.bool_]:
+    """Return which slots have the word of their record, before a byte of them is read."""
+    if NO_FIRST_LOOK in planted:
+        return np.ones(words.shape, np.bool_)
+    if FUTURE_ACCEPTED in planted:
+        return np.asarray(words <= generations)
+    return still_committed(words, generations)
 
 
 class Fabrics:
@@ -117,10 +135,18 @@ class Fabrics:
     # --- same host --------------------------------------------------------------------------------
 
     async def _copy(self, read: PeerRead, memory: NodeMemory, until: float) -> Fetched:
-        words = np.full(len(read.offsets), ODD)
+        seals = unread_seals(len(read.offsets))
+        granule = np.uint64(memory.granule)
+        seen = memory.seals[read.offsets // granule]
+        is_there = first_look(seen["word"], read.generations)
         done = 0
         for page in range(len(read.offsets)):
             offset = int(read.offsets[page])
+            if not is_there[page]:
+                # As it was at the first look: by now the word may be the record's.
+                seals[page] = seen[page]
+                done += 1
+                continue
             for begin, end in chunks(int(read.lengths[page]), self.options.steps_a_page):
                 if trio.current_time() >= until:
                     break
@@ -133,9 +159,9 @@ class Fabrics:
             break
         await trio.sleep(self.step_s(until))
         await self.place.awake()
-        granule = np.uint64(memory.granule)
-        words[:done] = memory.words[read.offsets[:done] // granule]
-        return Fetched(words, "" if done == len(words) else DEADLINE, "shm")
+        copied = np.flatnonzero(is_there[:done])
+        seals[copied] = memory.seals[read.offsets[copied] // granule]
+        return Fetched(seals, "" if done == len(seals) else DEADLINE, "shm")
 
     # --- other hosts ------------------------------------------------------------------------------
 
@@ -156,13 +182,13 @@ class Fabrics:
                 break
         if RETURNS_WHILE_WRITING not in planted:
             transfer.stop()
-        words = transfer.words.copy()
+        seals = transfer.seals.copy()
         if not self.options.rdma:
-            missing = np.flatnonzero(words == ODD)
-            words[missing[0] if len(missing) else len(words) :] = ODD
+            missing = np.flatnonzero(seals["word"] == ODD)
+            seals["word"][missing[0] if len(missing) else len(seals) :] = ODD
         await self.place.awake()
-        failure = transfer.failure if (words == ODD).any() else ""
-        return Fetched(words, failure, "rdma" if self.options.rdma else "tcp")
+        failure = transfer.failure if (seals["word"] == ODD).any() else ""
+        return Fetched(seals, failure, "rdma" if self.options.rdma else "tcp")
 
 
 class Transfer:
@@ -172,7 +198,7 @@ class Transfer:
         """Start with nothing read."""
         self._fabrics = fabrics
         self._read = read
-        self.words = np.full(len(read.offsets), ODD)
+        self.seals = unread_seals(len(read.offsets))
         self.failure = ""
         self.is_done = False
         self.changed = trio.Event()
@@ -214,7 +240,7 @@ class Transfer:
 
     async def _work(self, scope: trio.CancelScope) -> None:
         try:
-            while self._next < len(self.words):
+            while self._next < len(self.seals):
                 page = self._next
                 self._next += 1
                 await self._page(page)
@@ -230,7 +256,11 @@ class Transfer:
         if fails and fabrics.network.faults_on:
             raise Gone(PEER_UNREACHABLE)
         offset = int(read.offsets[page])
-        word = memory.words[offset // memory.granule]
+        seal = memory.seals[offset // memory.granule].copy()
+        if not first_look(seal["word"], read.generations[page]).all():
+            self.seals[page] = seal
+            self._went_on()
+            return
         arriving: tuple[int, Page] | None = None
         for begin, end in chunks(int(read.lengths[page]), fabrics.options.steps_a_page):
             await self._step()
@@ -240,11 +270,11 @@ class Transfer:
             self._went_on()
         await self._step()
         if WORD_BEFORE_BYTES not in planted:
-            word = memory.words[offset // memory.granule]
+            seal = memory.seals[offset // memory.granule].copy()
         await self._step()
         assert arriving is not None
         scatter(fabrics.buffers, read, page, *arriving)
-        self.words[page] = word
+        self.seals[page] = seal
         self._went_on()
 
     async def _step(self) -> None:

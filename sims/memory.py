@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from peercache.actors.effects import StoreWords
 from peercache.model.records import RESIDENT, Records
+from peercache.model.seal import SEAL, Seals
 from sims.content import POISON, Page, version_of
+from sims.planted import KEY_AFTER_WORD, planted
 from sims.trace import Violation
 
 REGION_BITS = 32
@@ -116,7 +118,7 @@ def _any_client(client: int, index: int) -> bool:
 
 
 class NodeMemory:
-    """The published segment of one incarnation: page memory and generation words."""
+    """The published segment of one incarnation: page memory and seals."""
 
     def __init__(
         self, incarnation: int, *, host: str, granules: int, granule: int, truth: Truth
@@ -126,17 +128,26 @@ class NodeMemory:
         self.host = host
         self.granule = granule
         self.pages: Page = np.zeros(granules * granule, np.uint8)
-        self.words: npt.NDArray[np.uint64] = np.zeros(granules, np.uint64)
+        self.seals: Seals = np.zeros(granules, SEAL)
+        self.words: npt.NDArray[np.uint64] = self.seals["word"]
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
         self.may_write: Callable[[int, int], bool] = _any_client
         """Whether a client has a reservation of the slot at an index, as the owner knows."""
+        self.earlier: dict[int, tuple[bytes, int]] = {}
+        """By index, key and length of the last other page that was committed at a slot."""
+        self._latest: dict[int, tuple[bytes, int]] = {}
+        self._unnamed: StoreWords | None = None
         self._truth = truth
         self._cover: npt.NDArray[np.int64] = np.full(granules, -1, np.int64)
         self._stays: dict[int, tuple[Stay, int]] = {}
 
     def store_words(self, effect: StoreWords, now: float) -> None:
-        """Store words in their order, as the owner's process does."""
+        """Store seals in their order, as the owner's process does."""
+        self._name(self._unnamed)
+        self._unnamed = effect
+        if KEY_AFTER_WORD not in planted:
+            self._name(effect)
         for index, value in zip(effect.indices.tolist(), effect.values.tolist(), strict=True):
             self.words[index] = value
             if value & 1:
@@ -145,6 +156,14 @@ class NodeMemory:
             if value in self._truth.generations:
                 raise Violation("generation", f"{value} at word {index} stood for a page before")
             self._truth.generations[value] = self.incarnation
+
+    def _name(self, effect: StoreWords | None) -> None:
+        """Store what the seals of an effect say, but for the words."""
+        if effect is None or effect.seals is None:
+            return
+        for index, seal in zip(effect.indices.tolist(), effect.seals, strict=True):
+            for name in ("key", "space", "length"):
+                self.seals[name][index] = seal[name]
 
     def published(self, records: Records, now: float) -> None:
         """Check records as they come into force: every byte is there, under their word."""
@@ -163,6 +182,10 @@ class NodeMemory:
             if (self._cover[index:end] >= 0).any():
                 raise Violation("overlap", f"{key.hex()} lies on another committed page")
             self._cover[index:end] = index
+            latest = self._latest.get(index, (key, length))
+            if latest[0] != key:
+                self.earlier[index] = latest
+            self._latest[index] = (key, length)
             stay = Stay(self.incarnation, version, now)
             self._stays[index] = (stay, end)
             self._truth.stays.setdefault(key, []).append(stay)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from sims.forging import Liar
 from sims.world import World
 
 DOWN_MAX_S = 9.0
@@ -37,6 +38,7 @@ class Nemesis:
             (options.clog_rate, self._clog),
             (options.disconnect_rate, self._disconnect),
             (options.disk_rot, self._rot),
+            (options.forge_rate, Liar(self._world, self._rng).forge),
         ]
         async with trio.open_nursery() as nursery:
             for rate, harm in kinds:

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 import attrs
 import trio
 
+from peercache.net.peers import Peer, Transport
 from sims.places import Place
 from sims.swarm import Options
 from sims.trace import Trace
@@ -47,6 +48,7 @@ class Pipe:
     number: int
     dialler: Place
     listener: SimListener
+    address: str
     on_receive: Callable[[bytes], None]
     on_broken: Callable[[], None]
     is_open: bool = True
@@ -55,6 +57,13 @@ class Pipe:
 
 
 TO_LISTENER, TO_DIALLER = 0, 1
+
+HOME = "home/"
+"""How the addresses begin that only processes of the node's own host dial."""
+
+LOCAL_PEER = Peer(Transport.IPC, uid=0)
+REMOTE_PEER = Peer(Transport.TCP, local=("192.0.2.1", 1), remote=("192.0.2.2", 2))
+"""Every user of a run is root, and every tcp connection comes from another host."""
 
 
 class SimListener:
@@ -87,6 +96,13 @@ class SimListener:
     def is_open(self, pipe: int) -> bool:
         """Return whether a connection is still there."""
         return pipe in self.pipes
+
+    def peer(self, pipe: int) -> Peer | None:
+        """Return the other end of a connection, as a kernel would tell it; None once it ended."""
+        found = self.pipes.get(pipe)
+        if found is None:
+            return None
+        return LOCAL_PEER if found.address.startswith(HOME) else REMOTE_PEER
 
     def reply(self, pipe: int, raw: bytes) -> bool:
         """Send on a pipe; False if it is gone."""
@@ -173,7 +189,7 @@ class Network:
         await trio.sleep(min(timeout_s, delay_s))
         if listener.is_closed or delay_s > timeout_s or not place.alive:
             return None
-        pipe = Pipe(next(self._numbers), place, listener, on_receive, on_broken)
+        pipe = Pipe(next(self._numbers), place, listener, address, on_receive, on_broken)
         self._pipes[pipe.number] = listener.pipes[pipe.number] = pipe
         return pipe
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import trio
@@ -12,22 +13,25 @@ from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, Rec
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
-from peercache.model.ids import new_incarnation
+from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import split_keys
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
+from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Listener
+from peercache.net.tls import ControlTls
 from peercache.node.admission import Admission
 from peercache.node.assembly import Crew
 from peercache.node.switchboard import Switchboard
 from peercache.observability.metrics import Metrics
+from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks
 from sims.memory import NodeMemory, Truth
-from sims.network import Network
+from sims.network import HOME, Network
 from sims.places import Place
 from sims.store import Image, Store
 from sims.swarm import GRANULE, Options
@@ -64,9 +68,10 @@ class SimNode:
         """Make the incarnation; it does nothing before `run`. image: what is on its disk."""
         self.place = place
         self.address = address
-        self.home = f"home/{place.name}"
-        self.incarnation = new_incarnation(rng)
+        self.home = f"{HOME}{place.name}"
         self.config = config_of(options, heads)
+        nonce = new_nonce(rng)
+        self.incarnation = incarnation_of(self.config.cluster, "", nonce)
         self.is_leaving = False
         self.metrics = Metrics()
         self.links: list[SimLink] = []
@@ -90,6 +95,7 @@ class SimNode:
             data=address,
             boot_id=place.host,
             segment=f"/{self.incarnation:016x}",
+            nonce=nonce,
         )
         self.crew = Crew(
             self.config,
@@ -101,12 +107,14 @@ class SimNode:
         self.memory.may_write = self._has_reserved
         for mailbox in self.crew.mailboxes.in_order:
             mailbox.messages_max = options.mailbox_messages
+        self.gate = Gate(Sharing(0, frozenset({0})), None)
         self.admission = Admission(
+            cluster=self.config.cluster,
             granule=GRANULE,
-            credentials="",
             home=self.home,
-            local_token="none",  # noqa: S106 - no client of a run shares a process with a node
-            probe=cast("type[LockProbe]", locks.probe),
+            local_secret=b"none",  # No client of a run shares a process with a node.
+            gate=self.gate,
+            probe=cast("Callable[[str, str], LockProbe]", locks.probe),
         )
         self.disk = SimDisk(
             image=image,
@@ -166,7 +174,6 @@ class SimNode:
             cluster=self.config.cluster,
             admission=self.admission,
             granule=GRANULE,
-            credentials="",
             segment_bytes=self.memory.pages.nbytes,
             listener=cast("Listener", self.listener),
             mailboxes=self.crew.mailboxes,
@@ -175,6 +182,7 @@ class SimNode:
             answer=_answer,
             metrics=self.metrics,
             log=SimLog(self._trace, self.place.name),
+            gate=self.gate,
             open_link=self._open_link,
             perform_disk=self.disk.perform,
         )
@@ -246,7 +254,8 @@ class SimNode:
                 self.crew.mailboxes.pool.tell(SELF, ClientGone(client))
             members = self.crew.membership.view.members()
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
-            self.switchboard.keep_links(kept | set(self.config.discovery_addr))
+            dialled = self.crew.membership.dialled()
+            self.switchboard.keep_links(kept | set(self.config.discovery_addr) | dialled)
             await trio.sleep(HOUSEKEEPING_S)
 
     def _store_words(self, effect: StoreWords) -> None:
@@ -262,7 +271,14 @@ class SimNode:
     def _pipe_ended(self, pipe: int) -> None:
         self.admission.end(pipe)
 
-    def _open_link(self, url: str, **callbacks: Any) -> Link:
+    def _open_link(
+        self,
+        url: str,
+        *,
+        accepts: Callable[[Peer], bool],  # noqa: ARG002 - no stranger listens in a run
+        tls: ControlTls | None,  # noqa: ARG002 - nor does a run encrypt
+        **callbacks: Any,
+    ) -> Link:
         link = SimLink(
             url,
             **callbacks,

@@ -83,6 +83,7 @@ class Options:
     outbox_bytes: int
     mailbox_messages: int
     busy: float
+    forge_rate: float
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -171,4 +172,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         outbox_bytes=rng.choice([OUTBOX_BYTES_MAX, OUTBOX_BYTES_MAX, 4096]),
         mailbox_messages=rng.choice([MAILBOX_MESSAGES_MAX, MAILBOX_MESSAGES_MAX, 8, 3]),
         busy=sometimes(0.5, 0.02, 0.2),
+        forge_rate=sometimes(0.6, 1.0, 20.0),
     )

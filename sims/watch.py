@@ -130,9 +130,9 @@ def _kind(effect: Effect) -> str:
 
 
 def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Generations:
-    """Return the records that a delete or dispute names by key, but not by generation."""
+    """Return what must stay: records newer than a delete, and all that a dispute names."""
     named: list[tuple[int, bytes, int]] = []
-    exact = isinstance(message, Disputed)
+    is_hint = isinstance(message, Disputed)
     if isinstance(message, Delete):
         drops = records.from_bytes(b"") if not message.drops else _drops(message.drops)
         named = [
@@ -150,7 +150,7 @@ def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Gene
     newer: Generations = {}
     for holder, key, generation in named:
         held = held_generation(shard, holder, key)
-        if held is not None and (held > generation or (exact and held != generation)):
+        if held is not None and (is_hint or held > generation):
             newer[holder, key] = held
     return newer
 

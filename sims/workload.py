@@ -15,7 +15,6 @@ from peercache.client.client import RETURN_MARGIN_S
 from peercache.model.keys import KEY, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.reasons import INTERNAL, MISS_REASONS, VERIFY_FAILED
-from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import Clear, Remove
 from sims.client import SimClient
 from sims.content import POISON, content_of
@@ -86,9 +85,12 @@ class Calls:
         elif drawn < 0.97:
             await self.exists(client, places)
         elif drawn < 0.995:
-            await self.tell_all(client, Remove(0, self.library.keys[places[:2]].tobytes()))
+            await self.tell_all(
+                client,
+                Remove(0, client.namespace.tag(), self.library.keys[places[:2]].tobytes(), 0.0),
+            )
         else:
-            await self.tell_all(client, Clear(0, client.namespace.tag()))
+            await self.tell_all(client, Clear(0, client.namespace.tag(), 0.0))
 
     def _choose(self, rng: random.Random, count: int) -> list[int]:
         """Return a run of neighbours, as a prompt's pages are, or any; some come twice."""
@@ -175,16 +177,18 @@ class Calls:
         known, reasons = await client.drive(path, None)
         self._ended(client, "exists", started, timeout_s, known, reasons)
 
-    async def tell_all(self, client: SimClient, message: Message) -> None:
-        """Remove or clear, at every live member."""
+    async def tell_all(self, client: SimClient, message: Remove | Clear) -> None:
+        """Remove or clear at every live member, through the home node."""
         timeout_s = client.config.op_timeout_s
-        started, now = trio.current_time(), client.place.now()
+        started = trio.current_time()
         if isinstance(message, Remove):
             client.cache.forget(np.frombuffer(message.keys, KEY).tolist())
         else:
             client.cache.clear()
-        peers = [p for p in client.cluster.members if client.breakers.available(p, now)]
-        await client.asker.ask([(peer, message) for peer in peers], _until(client, timeout_s))
+        attached = client.tie.attached
+        if attached is not None:
+            message = attrs.evolve(message, patience_s=timeout_s / 2)
+            await client.asker.ask([(attached.incarnation, message)], _until(client, timeout_s))
         self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
 
     # --- what must be -----------------------------------------------------------------------------

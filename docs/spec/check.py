@@ -38,6 +38,7 @@ NAMES = {
     "4": "unreadable",
     "5": "unique value",
     "6": "witness",
+    "7": "sealed",
 }
 """What the model's CHECK numbers mean."""
 
@@ -46,6 +47,8 @@ SMALLEST = ("PAGES=2", "GRANULES=1")
 TWO_SLOTS = ("PAGES=2", "GRANULES=2")
 TWO_SIZES = ("PAGES=2", "GRANULES=2", "LARGE=1")
 TWO_LIVES = ("PAGES=2", "GRANULES=1", "INCARNATIONS=2")
+FORGED = ("FORGED", "KEYS=2")
+THREE_PAGES = ("PAGES=3", "GRANULES=1", "CELLS=1")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,12 @@ TRUTHS = (
     # Two nets below the trapeze: each alone is enough. Numbers that restart do break a rule.
     Case("numbers restart, incarnations are checked", (*TWO_LIVES, "COUNTER_RESTARTS"), HOLDS),
     truth("incarnations unchecked, numbers differ", *TWO_LIVES, "INCARNATION_UNCHECKED"),
+    # A liar makes the records.
+    truth("forged records, two pages", *SMALLEST, *FORGED),
+    truth("forged records, three pages of two keys", *THREE_PAGES, *FORGED),
+    truth("forged records, pages of two sizes", *TWO_SIZES, "CELLS=1", *FORGED),
+    truth("forged records, the node dies", *TWO_LIVES, *FORGED),
+    truth("forged records, seals come word first", *THREE_PAGES, *FORGED, "LOOKS_WORD_FIRST"),
 )
 
 WITNESSES = (
@@ -95,6 +104,7 @@ WITNESSES = (
     witness("a small page is hit where a large one was", TWO_SIZES, "(p==LARGE||!made[LARGE])"),
     witness("a page of the successor is hit", TWO_LIVES, "(holder[p]==0)"),
     witness("a page of the dead is hit, still mapped", TWO_LIVES, "(!crashed)"),
+    witness("a forged record that is true is hit", (*SMALLEST, *FORGED), "false"),
 )
 
 BUGS = (
@@ -105,7 +115,16 @@ BUGS = (
     bug("UNFINISHED_JUDGED", SMALLEST, HOLDS),
     bug("STALE_WORD_JUDGED", SMALLEST, HOLDS),
     bug("LATE_TRANSFER", TWO_SLOTS, HOLDS),
-    # The owner's words.
+    # The reader of forged records.
+    bug("NO_FIRST_LOOK", (*SMALLEST, *FORGED), HOLDS),
+    bug("FIRST_LOOK_UNFENCED", (*SMALLEST, *FORGED), HOLDS),
+    bug("FUTURE_ACCEPTED", (*SMALLEST, *FORGED), HOLDS),
+    bug("KEY_UNCOMPARED", (*SMALLEST, *FORGED), HOLDS),
+    bug("LENGTH_UNCOMPARED", (*TWO_SIZES, *FORGED), HOLDS),
+    bug("KEY_LOADED_LATE", (*SMALLEST, *FORGED), HOLDS),
+    bug("SEAL_IN_PIECES", (*THREE_PAGES, *FORGED), HOLDS, "LOOKS_WORD_FIRST"),
+    # The owner's words and seals.
+    bug("SEALED_AFTER_WORD", (*SMALLEST, *FORGED), "sealed"),
     bug("EVICTED_WITHOUT_ODD", SMALLEST, "odd word"),
     bug("ODD_AFTER_GRANT", SMALLEST, "odd word"),
     bug("GENERATION_REUSED", SMALLEST, "unique value"),

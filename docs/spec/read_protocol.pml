@@ -6,6 +6,9 @@
  * A page is named by its number: one `set` of one key. A small page takes one granule, a large one
  * two. The byte of page `p` at position `i` is BYTE(p, i), so a byte of another page, a byte at
  * another position and a byte of an earlier content are all told apart.
+ *
+ * FORGED: the reader asks for any key with a record that a liar made up. Without it, the records are
+ * those of commits, and all pages have one key: the key in the seal then tells them not apart.
  */
 
 #ifndef PAGES
@@ -24,6 +27,9 @@
 #ifndef CELLS
 #define CELLS 2              /* steps in which a granule is copied: enough to be torn */
 #endif
+#ifndef KEYS
+#define KEYS 1               /* pages p and p + KEYS have one key */
+#endif
 #define GENERATIONS 8        /* more than one incarnation ever commits */
 #define NO_PAGE 255
 #ifndef WITNESS
@@ -32,6 +38,7 @@
 #define NEVER_COMMITTED 1
 
 #define size_of(p)           ((p) == LARGE -> 2 : 1)
+#define KEY(p)               ((p) % KEYS)
 #define BYTE(p, i)           (((p) + 1) * 8 + (i))
 #define is_odd(word)         ((word) & 1)
 
@@ -39,6 +46,7 @@
 
 byte words[INCARNATIONS * GRANULES] = NEVER_COMMITTED;
 byte bytes[INCARNATIONS * GRANULES * CELLS];
+byte seals[INCARNATIONS * GRANULES];  /* page + 1: stands for its key and length; 0: never committed */
 
 #ifdef SEGMENT_REOPENED
 #define segment_of(incarnation) 0
@@ -47,6 +55,7 @@ byte bytes[INCARNATIONS * GRANULES * CELLS];
 #endif
 #define word_at(i, g)        words[segment_of(i) * GRANULES + (g)]
 #define byte_at(i, g, n)     bytes[(segment_of(i) * GRANULES + (g)) * CELLS + (n)]
+#define seal_at(i, g)        seals[segment_of(i) * GRANULES + (g)]
 
 /* --- messages: what was said stays said ---------------------------------------------------------
  * A message may come late, twice, out of order or never: it is a fact that its receiver may act
@@ -159,10 +168,11 @@ bit connected[PAGES] = 1;
 #define PROMISE(condition)       CHECK(1, condition)
 #endif
 #define OWN_SLOT 2           /* only the client of an open reservation writes into its slot */
-#define ODD 3                /* a byte changes only under an odd word, also at a commit */
+#define ODD 3                /* a byte or a seal changes only under an odd word */
 #define UNREADABLE 4         /* no byte changes under a record that would verify */
 #define UNIQUE 5             /* a word never holds an even value twice, nor do two words hold one */
 #define WITNESSED 6          /* not a rule: see WITNESS */
+#define SEALED 7             /* an even word has its page's key and length */
 
 #define covers(p, g)         (place[p] <= (g) && (g) < place[p] + size_of(p))
 #define readable(p, i, g)    (made[p] && segment_of(holder[p]) == segment_of(i) && covers(p, g) && \
@@ -239,11 +249,17 @@ inline next_generation() {
 inline publish(p, g) {
     RULE(ODD, is_odd(word_at(me, g)));
     RULE(UNIQUE, is_unused(2 * sequence));
+    RULE(SEALED, seal_at(me, g) == p + 1);
     word_at(me, g) = 2 * sequence;
     generation[p] = 2 * sequence;
     place[p] = g;
     holder[p] = me;
     made[p] = 1
+}
+
+inline seal(p, g) {
+    RULE(ODD, is_odd(word_at(me, g)));
+    seal_at(me, g) = p + 1
 }
 
 proctype Owner(byte me) {
@@ -264,7 +280,7 @@ end_serving:
            };
            PROTECT;
 #ifdef PUBLISHED_BEFORE_COMMIT
-           atomic { next_generation(); publish(p, g) };
+           atomic { seal(p, g); next_generation(); publish(p, g) };
 #endif
            atomic { granted[p] = g + 1; p = NO_PAGE; g = 0 };
 #ifdef ODD_AFTER_GRANT
@@ -272,7 +288,7 @@ end_serving:
 #endif
            odd = 0
 
-        :: atomic {          /* Commit: the word, then the record */
+        :: atomic {          /* Commit: the seal, then the word, then the record */
                PICK_PAGE(p, may_commit);
                d_step {
                    g = granted[p] - 1;
@@ -280,12 +296,29 @@ end_serving:
                    who[g] = p;
                    reservation[p] = ENDED;
 #ifndef PUBLISHED_BEFORE_COMMIT
+#ifdef SEALED_AFTER_WORD
                    next_generation();
-                   publish(p, g);
-#endif
-                   p = NO_PAGE;
-                   g = 0
+                   publish(p, g)
                }
+           };
+           d_step {
+               seal(p, g);
+#else
+                   seal(p, g)
+               }
+           };
+           d_step {
+               next_generation();
+               publish(p, g);
+#endif
+#else
+                   skip
+               }
+           };
+           d_step {
+#endif
+               p = NO_PAGE;
+               g = 0
            }
 
         :: atomic {          /* Abort, LiveReservations, ClientGone: the words are odd and stay so */
@@ -316,6 +349,7 @@ end_serving:
                    g = granted[p] - 1;
                    slot[g] = HELD;
                    reservation[p] = ENDED;
+                   seal(p, g);
                    next_generation();
                    publish(p, g);
                    p = NO_PAGE;
@@ -328,6 +362,7 @@ end_serving:
 
     /* The successor: new segment, words that were never even, empty books. */
     d_step {
+        p = NO_PAGE; g = 0; under = 0; odd = 0;     /* the dead forget: fewer states */
         slot[0] = FREE; who[0] = NO_PAGE;
 #if GRANULES == 2
         slot[1] = FREE; who[1] = NO_PAGE;
@@ -417,7 +452,11 @@ byte destination[GRANULES * CELLS];
 
 #define arrived(p, i)        (destination[i] == BYTE(p, i))
 #if GRANULES == 1
+#if CELLS == 1
+#define is_page(p)           (arrived(p, 0))
+#else
 #define is_page(p)           (arrived(p, 0) && arrived(p, 1))
+#endif
 #else
 #if CELLS == 1
 #define is_page(p)           (arrived(p, 0) && (size_of(p) == 1 || arrived(p, 1)))
@@ -431,7 +470,9 @@ byte destination[GRANULES * CELLS];
 inline pick_cell(i, left) {
     if
     :: left & 1 -> i = 0
+#if GRANULES * CELLS > 1
     :: left & 2 -> i = 1
+#endif
 #if GRANULES * CELLS == 4
     :: left & 4 -> i = 2
     :: left & 8 -> i = 3
@@ -468,42 +509,166 @@ end_late:
 
 #define has_record(q)        made[q]
 
+#define NOT_LOOKED 0         /* no word is 0 */
+
+/* The record that the reader uses. A record is taken at the time of the first look: one that was
+ * taken earlier and is used later is another choice at that time. */
+inline take_record() {
+#ifdef FORGED
+    /* Any key, slot and length, in the memory of any incarnation. Any generation: one that the
+     * word does not have now is a miss, unless it is the next one, which the liar can foresee. */
+    if
+    :: p = 0
+#if KEYS > 1
+    :: p = 1
+#endif
+    fi;
+    if
+    :: from = 0
+#if INCARNATIONS == 2
+    :: from = live
+#endif
+    fi;
+    if
+    :: at = 0
+#if GRANULES == 2
+    :: at = 1
+#endif
+    fi;
+    if
+    :: size = 1
+#if GRANULES == 2
+    :: at == 0 -> size = 2     /* inside the page memory: every fabric checks it */
+#endif
+    fi;
+    if
+    :: wanted = word_at(from, at)
+    :: wanted = 2 * (sequence + 1)
+    fi;
+#else
+    PICK_PAGE(p, has_record);
+    from = read_from;
+    at = place[p];
+    size = size_of(p);
+    wanted = generation[p];
+#endif
+    left = (1 << CELLS * size) - 1
+}
+
+/* The bytes of a page with the key that was asked for, committed under the record. */
+#ifdef FORGED
+#define is_true_of(q)        (made[q] && generation[q] == wanted && KEY(q) == p && \
+                              size_of(q) == size && is_page(q))
+#if PAGES == 2
+#define is_right             (is_true_of(0) || is_true_of(1))
+#else
+#define is_right             (is_true_of(0) || is_true_of(1) || is_true_of(2))
+#endif
+#else
+#define is_right             is_page(p)
+#endif
+
+/* The one verification: paths/verify.py. */
+#define is_even(word)        (((word) & 1) == 0)
+#ifdef FUTURE_ACCEPTED
+#define is_first(word)       ((word) <= wanted)
+#else
+#define is_first(word)       ((word) == wanted)
+#endif
+#ifdef KEY_UNCOMPARED
+#define has_key(sealed)      true
+#else
+#define has_key(sealed)      ((sealed) && KEY((sealed) - 1) == KEY(p))
+#endif
+#ifdef LENGTH_UNCOMPARED
+#define has_length(sealed)   true
+#else
+#define has_length(sealed)   ((sealed) && size_of((sealed) - 1) == size)
+#endif
+#define is_sealed(sealed)    (has_key(sealed) && has_length(sealed))
+#ifdef WORD_UNCHECKED
+#define is_hit               (left == 0)
+#else
+#define is_hit               (left == 0 && is_first(first) && word == wanted && is_even(wanted) && \
+                              is_sealed(early) && is_sealed(late))
+#endif
+
+inline forget() {
+    p = 0; from = 0; at = 0; size = 0; wanted = 0; left = 0;
+#ifndef STALE_WORD_JUDGED
+    word = NEVER_COMMITTED;
+#endif
+    first = NOT_LOOKED; early = 0; late = 0
+}
+
 active proctype Reader() {
-    byte p = 0;
+    byte p = 0;              /* the page whose record it is; FORGED: the key that is asked for */
     byte i = 0;
-    byte from = 0;           /* of the record: holder, place, generation */
+    byte from = 0;           /* of the record: holder, place, length, generation */
     byte at = 0;
+    byte size = 0;
     byte wanted = 0;
     byte left = 0;           /* bits: cells that have not arrived */
+    byte first = NOT_LOOKED; /* the first look: the word */
+    byte early = 0;          /* and, over rdma, the rest of the seal */
+    byte late = 0;           /* the last look: the rest of the seal, and the word */
     byte word = NEVER_COMMITTED;
 end_resolving:
     do
     :: atomic {
-           PICK_PAGE(p, has_record);
-           d_step {
-               from = read_from;
-               at = place[p];
-               wanted = generation[p];
-               left = (1 << CELLS * size_of(p)) - 1
-           }
+           take_record();
+#ifdef SEAL_IN_PIECES
+           early = seal_at(from, at)
        };
+       atomic {
+#endif
+#ifdef NO_FIRST_LOOK
+           first = wanted;
+#else
+#ifndef FIRST_LOOK_UNFENCED
+           first = word_at(from, at);
+#endif
+#endif
+           if
+#ifdef FIRST_LOOK_UNFENCED
+           :: first == NOT_LOOKED
+#endif
+           :: is_first(first)
+           :: else -> forget(); goto end_resolving     /* a miss, whatever else the fabric reads */
+           fi
+       };
+#if defined(LOOKS_WORD_FIRST) && !defined(SEAL_IN_PIECES)
+       early = seal_at(from, at);
+#endif
 #ifdef WORD_BEFORE_BYTES
        word = word_at(from, at);
 #endif
        do
        :: atomic { left -> pick_cell(i, left); receive(i, from, at); left = left & ~(1 << i); i = 0 }
        :: left -> break      /* the deadline, or a peer that died: what is not there is ODD */
+#ifdef FIRST_LOOK_UNFENCED
+       :: first == NOT_LOOKED -> first = word_at(from, at)
+#endif
 #ifdef NO_FENCE
        :: word == NEVER_COMMITTED -> word = word_at(from, at)
-       :: left == 0 && word != NEVER_COMMITTED -> break
+       :: left == 0 && word != NEVER_COMMITTED -> late = seal_at(from, at); break
 #else
        :: left == 0 ->
+#if defined(LOOKS_WORD_FIRST) || defined(KEY_LOADED_LATE)
+          word = word_at(from, at);
+          late = seal_at(from, at);
+#else
+          late = seal_at(from, at);
 #ifndef WORD_BEFORE_BYTES
           word = word_at(from, at);
+#endif
 #endif
           break
 #endif
        od;
+#ifndef LOOKS_WORD_FIRST
+       early = late;
+#endif
 #ifdef LATE_TRANSFER
        if
        :: left && late_left == 0 -> d_step { late_left = left; late_from = from; late_at = at }
@@ -514,32 +679,24 @@ end_resolving:
        if
        :: left ->
           left = 0;
+          early = seal_at(from, at);
+          late = early;
 #ifdef UNFINISHED_JUDGED
           word = word_at(from, at)
 #endif
        :: else
        fi;
 #endif
-#ifdef WORD_UNCHECKED
-#define is_hit               (left == 0)
-#else
-#define is_hit               (left == 0 && word == wanted)
-#endif
        if
        :: is_hit ->
           CHECK(WITNESSED, WITNESS);
-          PROMISE(is_page(p));
+          PROMISE(is_right);
 #ifdef LATE_TRANSFER
-          PROMISE(is_page(p))    /* when the caller uses it */
+          PROMISE(is_right)      /* when the caller uses it */
 #endif
        :: else
        fi;
-       d_step {
-           p = 0; from = 0; at = 0; wanted = 0; left = 0;
-#ifndef STALE_WORD_JUDGED
-           word = NEVER_COMMITTED
-#endif
-       };
+       d_step { forget() };
     od
 }
 

@@ -18,10 +18,13 @@ from peercache.fabric.port import Fabric
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.records import RECORD
 from peercache.model.runs import PageRuns
+from peercache.model.seal import ODD
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
-from tests.contracts.fakes import Memory
+from peercache.paths.verify import verified
+from tests.contracts.fakes import Memory, words_at
 from tests.pace import PATIENCE_S, PROMPT_S
 
 GRANULE = 4096
@@ -52,11 +55,13 @@ class Owner:
 
     memory: Memory
 
-    def store(self, offset: int, content: bytes, generation: int) -> None:
+    def store(
+        self, offset: int, content: bytes, generation: int, *, key: bytes = b"", space: int = 0
+    ) -> None:
         """Put a page into the slot at `offset`, over whatever was there."""
         self.evict(offset)
         self.memory.pages[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
-        self.memory.words[offset // GRANULE] = generation
+        self.memory.seals[offset // GRANULE] = (generation, key, space, len(content))
 
     def evict(self, offset: int) -> None:
         """Take a page away: its word is odd for ever."""
@@ -118,11 +123,15 @@ def read(
     into: Destination,
     *,
     member: Member | None = None,
+    generations: Sequence[int] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> Fetched:
-    """Read slots of the bench's owner."""
+    """Read slots of the bench's owner; generations: those of the records, the present words."""
     asked = np.array(offsets, np.uint64)
-    peer_read = PeerRead(member or bench.member, asked, into.lengths, into.runs)
+    named = words_at(bench.owner.memory, asked, GRANULE)
+    if generations is not None:
+        named = np.array(generations, np.uint64)
+    peer_read = PeerRead(member or bench.member, asked, into.lengths, into.runs, named)
     return bench.fabric.read(peer_read, time.monotonic() + timeout_s)
 
 
@@ -156,37 +165,39 @@ class FabricSuite:
         assert into.gaps_are_untouched()
 
     def test_words_are_those_that_the_owner_stored(self, bench: Bench) -> None:
-        """Even, odd, small and large: a word is passed on, never judged."""
-        stored = [2, 2**63, 2**64 - 2, 7]
+        """Small and large, a word that was asked for is passed on as it is."""
+        stored = [2, 2**63, 2**64 - 2, 8]
         for page, word in enumerate(stored):
             bench.owner.store(page * GRANULE, b"x", word)
         into = Destination.of([[1]] * 4)
 
         got = read(bench, [0, GRANULE, 2 * GRANULE, 3 * GRANULE], into)
 
-        assert got.words.tolist() == stored
-        assert got.words.dtype == np.uint64
+        assert got.seals["word"].tolist() == stored
+        assert got.seals["word"].dtype == np.uint64
 
     def test_word_of_a_page_is_that_of_its_first_granule(self, bench: Bench) -> None:
         """A page longer than a granule has one word; the others in its range mean nothing."""
         bench.owner.memory.words[:] = 2 * np.arange(len(bench.owner.memory.words)) + 1000
+        bench.owner.memory.seals["length"] = 5 * GRANULE
         into = Destination.of([[5 * GRANULE], [GRANULE]])
 
         got = read(bench, [3 * GRANULE, 100 * GRANULE], into)
 
-        assert got.words.tolist() == [1006, 1200]
+        assert got.seals["word"].tolist() == [1006, 1200]
 
     def test_thousands_of_pages_arrive_in_one_read(self, bench: Bench) -> None:
         """A batch larger than any request or system call takes is still one read."""
         count = 5000
-        bench.owner.memory.words[:count] = 2 * np.arange(count)
+        bench.owner.memory.words[:count] = 2 * np.arange(count) + 2
+        bench.owner.memory.seals["length"] = 1
         bench.owner.memory.pages[: count * GRANULE : GRANULE] = np.arange(count) % 251
         into = Destination.of([[1]] * count, gap=0)
 
         got = read(bench, [page * GRANULE for page in range(count)], into)
 
         assert got.failure == ""
-        assert np.array_equal(got.words, 2 * np.arange(count))
+        assert np.array_equal(got.seals["word"], 2 * np.arange(count) + 2)
         assert np.array_equal(into.memory, np.arange(count) % 251)
 
     def test_page_of_many_megabytes_arrives(self, bench: Bench) -> None:
@@ -197,7 +208,7 @@ class FabricSuite:
 
         got = read(bench, [GRANULE], into)
 
-        assert got.words.tolist() == [8]
+        assert got.seals["word"].tolist() == [8]
         assert into.page(0) == content
 
     def test_nothing_is_asked_and_nothing_fails(self, bench: Bench) -> None:
@@ -206,11 +217,11 @@ class FabricSuite:
         none = np.zeros(0, np.uint64)
 
         got = bench.fabric.read(
-            PeerRead(bench.member, none, none, nothing), time.monotonic() + PATIENCE_S
+            PeerRead(bench.member, none, none, nothing, none), time.monotonic() + PATIENCE_S
         )
 
         assert got.failure == ""
-        assert len(got.words) == 0
+        assert len(got.seals) == 0
 
     @pytest.mark.parametrize(
         ("offset", "length"),
@@ -233,13 +244,14 @@ class FabricSuite:
         memory = np.empty(length, np.uint8)
         runs = PageRuns.of([[(memory.ctypes.data, length)]])
         lengths = np.array([length], np.uint64)
-        outside = PeerRead(bench.member, np.array([offset], np.uint64), lengths, runs)
+        asked = np.array([offset], np.uint64)
+        outside = PeerRead(bench.member, asked, lengths, runs, np.array([4], np.uint64))
         inside = Destination.of([[6]])
 
         got = bench.fabric.read(outside, time.monotonic() + PATIENCE_S)
         after = read(bench, [0], inside)
 
-        assert (got.failure, got.words.tolist()) == (REFUSED, [int(ODD)])
+        assert (got.failure, got.seals["word"].tolist()) == (REFUSED, [int(ODD)])
         assert (after.failure, inside.page(0)) == ("", b"inside")
 
     def test_deadline_that_is_over_reads_nothing(self, bench: Bench) -> None:
@@ -252,7 +264,7 @@ class FabricSuite:
 
         assert time.monotonic() - begun < PROMPT_S
         assert got.failure == DEADLINE
-        assert (got.words == ODD).all()
+        assert (got.seals["word"] == ODD).all()
 
     def test_other_incarnation_at_the_same_place_is_not_read(self, bench: Bench) -> None:
         """An address that another node has now serves no request for the old one."""
@@ -263,13 +275,16 @@ class FabricSuite:
         got = read(bench, [0], into, member=stranger)
 
         assert got.failure in (REFUSED, PEER_UNREACHABLE)
-        assert got.words.tolist() == [int(ODD)]
+        assert got.seals["word"].tolist() == [int(ODD)]
         assert into.page(0) != b"mine"
 
     def test_owner_that_rewrites_between_bytes_and_word_gives_another_word(
         self, bench: Bench
     ) -> None:
-        """The slot is evicted and holds another page by the time its word is read."""
+        """The slot is evicted and holds another page by the time its word is read.
+
+        A fabric that sees both looks says so by an odd word.
+        """
         bench.owner.store(0, b"old", 10)
         into = Destination.of([[3]])
         bench.between = lambda: bench.owner.store(0, b"new", 12)
@@ -277,7 +292,7 @@ class FabricSuite:
         got = read(bench, [0], into)
 
         assert got.failure == ""
-        assert got.words.tolist() == [12]
+        assert got.seals["word"].tolist() in ([12], [13])
 
     def test_owner_that_evicts_between_bytes_and_word_gives_an_odd_word(self, bench: Bench) -> None:
         """An eviction alone already shows in the word."""
@@ -287,14 +302,65 @@ class FabricSuite:
 
         got = read(bench, [0], into)
 
-        assert got.words.tolist() == [11]
+        assert got.seals["word"].tolist() == [11]
+
+    def test_generation_that_comes_true_during_the_read_is_no_hit(self, bench: Bench) -> None:
+        """A forged record can name the next generation: the bytes before it are another page's."""
+        bench.owner.store(0, b"theirs", 10)
+        into = Destination.of([[6]])
+        future = np.array([12], np.uint64)
+        forged = PeerRead(bench.member, np.zeros(1, np.uint64), into.lengths, into.runs, future)
+        bench.between = lambda: bench.owner.store(0, b"secret", 12)
+
+        got = bench.fabric.read(forged, time.monotonic() + PATIENCE_S)
+
+        assert got.failure == ""
+        assert got.seals["word"].tolist() != [12]
+
+    def test_seal_of_a_page_comes_with_its_word(self, bench: Bench) -> None:
+        """Key, space and length stand beside the word, and arrive as the owner stored them."""
+        bench.owner.store(0, b"one", 10, key=b"k" * 16, space=2**32 - 1)
+        bench.owner.store(GRANULE, b"another", 12, key=b"l" * 16, space=5)
+        into = Destination.of([[7], [3]])
+
+        got = read(bench, [GRANULE, 0], into)
+
+        assert got.seals["key"].tolist() == [b"l" * 16, b"k" * 16]
+        assert got.seals["space"].tolist() == [5, 2**32 - 1]
+        assert got.seals["length"].tolist() == [7, 3]
+
+    def test_record_of_another_page_is_seen_in_the_seal(self, bench: Bench) -> None:
+        """A forged record names the slot and the word of page A: the seal says that it is A."""
+        bench.owner.store(0, b"one", 10, key=b"a" * 16, space=7)
+        record = np.zeros(1, RECORD)
+        record["generation"], record["length"] = 10, 3
+        found = []
+        for key, space, length in ((b"a", 7, 3), (b"b", 7, 3), (b"a", 8, 3), (b"a", 7, 2)):
+            record["key"], record["length"] = key * 16, length
+            got = read(bench, [0], Destination.of([[length]]))
+            found.append(verified(record, space, got.seals).tolist())
+
+        assert found == [[True], [False], [False], [False]]
+
+    def test_record_of_a_word_that_is_gone_or_to_come_is_seen(self, bench: Bench) -> None:
+        """The look before the bytes: one such page of three, and the others arrive."""
+        for page, content in enumerate((b"one", b"two", b"six")):
+            bench.owner.store(page * GRANULE, content, 10 + 2 * page)
+        for wrong in (8, 14, 13):
+            into = Destination.of([[3]] * 3)
+            got = read(bench, [0, GRANULE, 2 * GRANULE], into, generations=[10, wrong, 14])
+
+            assert got.failure == ""
+            assert got.seals["word"][[0, 2]].tolist() == [10, 14]
+            assert got.seals["word"][1] not in (wrong, ODD)
+            assert (into.page(0), into.page(2)) == (b"one", b"six")
 
     def test_many_threads_read_at_once(self, bench: Bench) -> None:
         """Reads of several threads do not mix."""
         pages = 64
         contents = [content_of(page, GRANULE) for page in range(pages)]
         for page, content in enumerate(contents):
-            bench.owner.store(page * GRANULE, content, 2 * page)
+            bench.owner.store(page * GRANULE, content, 2 * page + 2)
         wrong: list[str] = []
 
         def go(seed: int) -> None:
@@ -303,7 +369,7 @@ class FabricSuite:
                 chosen = rng.integers(0, pages, 16)
                 into = Destination.of([[GRANULE - 9, 9]] * 16)
                 got = read(bench, (chosen * GRANULE).tolist(), into)
-                if got.failure or not np.array_equal(got.words, 2 * chosen):
+                if got.failure or not np.array_equal(got.seals["word"], 2 * chosen + 2):
                     wrong.append(got.failure or "words")
                 if [into.page(index) for index in range(16)] != [contents[k] for k in chosen]:
                     wrong.append("bytes")
@@ -327,7 +393,7 @@ class FabricSuite:
         got = read(bench, [0], into)
 
         assert got.failure != ""
-        assert got.words.tolist() == [int(ODD)]
+        assert got.seals["word"].tolist() == [int(ODD)]
         assert into.page(0) != b"here"
 
     def test_member_that_is_nowhere_is_not_reached(self, bench: Bench) -> None:
@@ -339,7 +405,7 @@ class FabricSuite:
 
         assert not bench.fabric.reaches(nowhere)
         assert got.failure == PEER_UNREACHABLE
-        assert got.words.tolist() == [int(ODD)]
+        assert got.seals["word"].tolist() == [int(ODD)]
 
     def test_member_of_the_bench_is_reached(self, bench: Bench) -> None:
         """The owner whom the other tests read is one that the fabric says it reaches."""

@@ -21,7 +21,7 @@ from peercache.actors.rdma_port import (
 from peercache.wire.messages.rdma import NO_PATH, ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 
-PAGES_ADDRESS, WORDS_ADDRESS = 2**40, 2**41
+PAGES_ADDRESS, SEALS_ADDRESS = 2**40, 2**41
 GRANULE = 4096
 
 
@@ -79,13 +79,13 @@ class FakeQueuePairs:
         if known is None or (known[0].qp_num, known[0].psn) != (wanted.qp_num, wanted.psn):
             self._newest += 1
             self.live[key] = (wanted, self._newest)
-        regions = [(WORDS_ADDRESS, 8, 1)]
+        regions = [(SEALS_ADDRESS, 8, 1)]
         if self._usable_bytes:
             regions.append((PAGES_ADDRESS, self._usable_bytes, 2))
         answer = ChannelOpened(
             request=wanted.request, channel=wanted.channel, qp_num=self.live[key][1], psn=1, lid=0,
             gid=wanted.gid, mtu=wanted.mtu, reads_at_once=1, pages_address=PAGES_ADDRESS,
-            page_bytes=GRANULE, words_address=WORDS_ADDRESS, granule=GRANULE,
+            page_bytes=GRANULE, seals_address=SEALS_ADDRESS, granule=GRANULE,
             regions=np.array(regions, "<u8").tobytes(),
         )  # fmt: skip
         self._tell(PairOpened(effect.origin, wanted.channel, is_open=True, answer=answer))

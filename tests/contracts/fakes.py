@@ -13,15 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64
+from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.observability.reasons import CLOSED, DEADLINE, PEER_UNREACHABLE, REFUSED
 
 
 class Memory(Protocol):
-    """What one peer publishes: pages (uint8) and words (uint64, one a granule)."""
+    """What one peer publishes: pages (uint8), seals (one a granule), and their words, a view."""
 
     pages: npt.NDArray[np.uint8]
+    seals: Seals
     words: U64
 
 
@@ -30,12 +32,17 @@ class PlainMemory:
     """Published memory that is none: arrays of this process."""
 
     pages: npt.NDArray[np.uint8]
-    words: U64
+    seals: Seals
+    words: U64 = attrs.field(init=False)
+
+    @words.default
+    def _words(self) -> U64:
+        return self.seals["word"]
 
     @classmethod
     def of(cls, page_bytes: int, granule: int) -> PlainMemory:
         """Make memory in which no slot was ever committed."""
-        return cls(np.zeros(page_bytes, np.uint8), np.ones(page_bytes // granule, np.uint64))
+        return cls(np.zeros(page_bytes, np.uint8), np.zeros(page_bytes // granule, SEAL))
 
     @property
     def usable_bytes(self) -> int:
@@ -47,8 +54,8 @@ class FakeFabric:
     """Reads the memory of peers that live in this very process, page by page.
 
     peers:   incarnation to memory; take one out to make it unreachable.
-    between: called once a page, after its bytes and before its word.
-    before:  called once a page, before its bytes.
+    between: called once a page, after its bytes and before its seal.
+    before:  called once a page, between the first look and its bytes.
     """
 
     name = "fake"
@@ -68,18 +75,18 @@ class FakeFabric:
         return member.incarnation in self.peers
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
-        """Copy page by page, each word after its page."""
-        words = np.full(len(read.offsets), ODD)
+        """Copy page by page, each seal after its page."""
+        seals = unread_seals(len(read.offsets))
         with self._reading:
-            return Fetched(words, self._read(read, words, deadline), self.name)
+            return Fetched(seals, self._read(read, seals, deadline), self.name)
 
     def close(self) -> None:
         """Read nothing any more."""
         with self._reading:
             self._closed = True
 
-    def _read(self, read: PeerRead, words: U64, deadline: float) -> str:
-        for page in range(len(words)):
+    def _read(self, read: PeerRead, seals: Seals, deadline: float) -> str:
+        for page in range(len(seals)):
             memory = self.peers.get(read.member.incarnation)
             if self._closed or memory is None:
                 return CLOSED if self._closed else PEER_UNREACHABLE
@@ -89,6 +96,10 @@ class FakeFabric:
             inside = length > 0 and offset + length <= len(memory.pages)
             if not inside or offset % self._granule:
                 return REFUSED
+            index = offset // self._granule
+            if memory.words[index] != read.generations[page]:
+                seals["word"][page] = memory.words[index]
+                continue
             self.before()
             begin = offset
             for run in range(read.runs.starts[page], read.runs.starts[page + 1]):
@@ -97,8 +108,16 @@ class FakeFabric:
                 ctypes.memmove(int(read.runs.addresses[run]), source.ctypes.data, size)
                 begin += size
             self.between()
-            words[page] = memory.words[offset // self._granule]
+            seals[page] = memory.seals[index]
         return ""
+
+
+def words_at(memory: Memory, offsets: U64, granule: int) -> U64:
+    """Return the word of each slot, as records of this moment name it; 2 for slots outside."""
+    index = (offsets // np.uint64(granule)).astype(np.uint64)
+    inside = index < len(memory.words)
+    found: U64 = np.where(inside, memory.words[np.where(inside, index, 0)], np.uint64(2))
+    return found
 
 
 def _nothing() -> None:

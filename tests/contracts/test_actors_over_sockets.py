@@ -30,7 +30,7 @@ from peercache.actors.channels.actor import (
     ReturnChannel,
 )
 from peercache.actors.effects import Effect, Send, SendTo, StoreWords
-from peercache.actors.mailboxes import PoolGrew
+from peercache.actors.mailboxes import PeerAnswered, PoolGrew
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF, Mailbox, NamedActor
@@ -245,6 +245,9 @@ def play(world: World) -> None:
     world.drain()
 
     world.hears(Origin(PEER, 3), Join(member(PEER)))
+    assert [m.incarnation for m in world.takes(ViewShared).view] == [ME]
+    boxes.membership.tell(SELF, PeerAnswered(member(PEER).control, member(PEER)))
+    world.drain()
     assert {m.incarnation for m in world.takes(ViewShared).view} == {ME, PEER}
     digest = world.crew.membership.view.digest()
     world.hears(Origin(PEER), Heartbeat(member(PEER), digest))
@@ -268,9 +271,14 @@ def play(world: World) -> None:
 
     world.hears(CLIENT, OpenChannel(6, 1, 0, "Ethernet", 1, 1, 0, bytes(16), 5, 16))
     assert world.takes(Refused) == Refused(6, "no_rdma", "this host has no device")
-    world.hears(CLIENT, Remove(8, key("a")))
+    world.hears(CLIENT, Remove(8, 1, key("a"), 1.0))
+    forwarded = [message for message in world.sent if isinstance(message, Remove)]
+    assert len(forwarded) == 2
+    world.hears(Origin(ME), forwarded[0])
     world.tick(0.5)
-    assert world.takes(Removed) == Removed(8, 1)
+    world.hears(Origin(ME), world.takes(Removed))
+    world.hears(Origin(PEER), Removed(forwarded[1].request, 3))
+    assert world.takes(Removed) == Removed(8, 4)
     assert not len(located(world, key("a")))
 
 

@@ -25,6 +25,7 @@ from tests.contracts.fabric_suite import (
     published_segment,
 )
 from tests.contracts.fakes import FakeFabric, PlainMemory
+from tests.unit.fabric.secured import Cluster, fabric_with, member_at, serve
 from tests.unit.fabric.serving import PageServer, fabric_for
 
 
@@ -33,6 +34,12 @@ def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
     """A published segment, all of it usable."""
     with published_segment(tmp_path) as published:
         yield published
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """A cluster's certificates."""
+    return Cluster.of(tmp_path_factory.mktemp("cluster"))
 
 
 @attrs.define
@@ -127,6 +134,19 @@ class TestTcpFabricWithTwoServingThreads(FabricSuite):
         """A segment, served by two other threads."""
         with served(segment, threads=2) as bench:
             yield bench
+
+
+class TestTcpFabricOverTls(FabricSuite):
+    """The same bytes, encrypted."""
+
+    @pytest.fixture
+    def bench(self, segment: PublishedSegment, cluster: Cluster) -> Iterator[TcpBench]:
+        """A segment, served to a client with a certificate."""
+        server = serve(segment, cluster.node(), threads=2)
+        fabric = fabric_with(cluster.client())
+        yield TcpBench(fabric, Owner(segment), member_at(server), server)
+        fabric.close()
+        server.close()
 
 
 class TestShmFabric(FabricSuite):

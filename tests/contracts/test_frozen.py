@@ -33,8 +33,8 @@ from peercache.memory.layout import LAYOUT_VERSION
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.storage.check import stats_of
-from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME
-from peercache.wire.codec import decode, encode
+from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME, LOCK_NAME
+from peercache.wire.codec import WrongVersion, decode, encode
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
 from tests.contracts.frozen import public
 from tests.contracts.frozen.record import (
@@ -46,6 +46,7 @@ from tests.contracts.frozen.record import (
     disk_keys,
     frozen_page,
     segment_pages,
+    segment_seals,
     segment_words,
     values_of,
 )
@@ -77,6 +78,21 @@ def test_every_message_is_recorded() -> None:
     assert [line["tag"] for line in FROZEN_MESSAGES] == sorted(3 * list(range(len(MESSAGES))))
 
 
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        line
+        for version in range(1, WIRE_VERSION)
+        for line in json.loads((FOLDER / f"messages-{version}.json").read_text())
+    ],
+    ids=lambda line: line["message"],
+)
+def test_message_of_an_earlier_wire_version_is_refused(earlier: dict[str, Any]) -> None:
+    """One sentence names both versions, whatever the rest of the message is."""
+    with pytest.raises(WrongVersion, match=rf"wire version \d+, ours is {WIRE_VERSION}"):
+        decode(bytes.fromhex(earlier["hex"]), cluster=CLUSTER)
+
+
 @pytest.mark.parametrize("has_index", [True, False], ids=["with its index", "slabs only"])
 def test_disk_folder_of_the_earlier_build_is_served(
     has_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +101,8 @@ def test_disk_folder_of_the_earlier_build_is_served(
     no_peer_is_taken_for_hung(monkeypatch)
     with zipfile.ZipFile(FOLDER / f"disk-{FORMAT_VERSION}.zip") as packed:
         packed.extractall(tmp_path)
+    # The cluster and the uid of the recording are in its lock file: this node adopts the folder.
+    (tmp_path / "disk" / "0" / LOCK_NAME).write_text("")
     flags = ["--disk-enabled", "true", "--disk-path", str(tmp_path / "disk"), "--disk-size"]
     named = disk_keys()
     if has_index:
@@ -120,7 +138,7 @@ def test_segment_of_the_earlier_build_is_attached_and_read(tmp_path: Path) -> No
     offsets = np.arange(SEGMENT_PAGES, dtype=np.uint64) * np.uint64(SEGMENT_GRANULE)
 
     with segment.in_use():
-        words = segment.words(offsets)
+        words, seals = segment.words(offsets), segment.seals(offsets)
         pages = [
             ctypes.string_at(segment.pages_address + int(offset), SEGMENT_GRANULE)
             for offset in offsets
@@ -129,6 +147,7 @@ def test_segment_of_the_earlier_build_is_attached_and_read(tmp_path: Path) -> No
 
     assert (segment.granule, segment.page_bytes) == (SEGMENT_GRANULE, 16 * SEGMENT_GRANULE)
     assert words.tolist() == segment_words().tolist()
+    assert seals.tobytes() == segment_seals().tobytes()
     assert pages == [page.tobytes() for page in segment_pages()]
 
 
@@ -144,7 +163,7 @@ def test_segment_of_this_build_is_laid_out_as_the_earlier_one(tmp_path: Path) ->
     )
     segment.populate(size)
     segment.pages[:] = np.concatenate(segment_pages())
-    segment.store_words(np.arange(SEGMENT_PAGES), segment_words())
+    segment.store_words(np.arange(SEGMENT_PAGES), segment_words(), segment_seals())
 
     today = bytearray(segment.path.read_bytes())
     segment.close()

@@ -21,7 +21,7 @@ SPEC = Path(__file__).parents[2] / "docs" / "spec"
 MODEL = SPEC / "read_protocol.pml"
 
 # Not bugs: how much there is, and what is checked.
-OPTIONS = {"EXITS", "RULES", "ALL"}
+OPTIONS = {"EXITS", "RULES", "ALL", "FORGED", "LOOKS_WORD_FIRST"}
 
 
 def load_check() -> ModuleType:
@@ -114,10 +114,10 @@ def test_every_mutation_in_the_model_is_checked() -> None:
     """A bug that is never planted would still be described as found."""
     used = re.findall(r"^#if(?:n?def)? (.*)$", MODEL.read_text(), re.MULTILINE)
     switches = {name for line in used for name in re.findall(r"[A-Z][A-Z_]+", line)}
-    numbers = {"PAGES", "GRANULES", "INCARNATIONS", "LARGE", "CELLS", "WITNESS"}
+    numbers = {"PAGES", "GRANULES", "INCARNATIONS", "LARGE", "CELLS", "KEYS", "WITNESS"}
     planted = {define for case in check.BUGS for define in case.defines if "=" not in define}
 
-    assert switches - numbers - OPTIONS == planted
+    assert switches - numbers - OPTIONS == planted - OPTIONS
 
 
 def test_the_readme_names_every_planted_bug() -> None:

@@ -11,7 +11,7 @@ import attrs
 from peercache.fabric.tcp import wire as tcp_wire
 from peercache.model.member import Member
 from peercache.net.sockets import PAIR1_GREETING
-from peercache.wire.codec import _BY_NAME, encode
+from peercache.wire.codec import _BY_NAME, MEMBER_TEXT_MAX, encode
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
 from peercache.wire.messages.session import Hello
 
@@ -39,8 +39,8 @@ CONVERSATIONS = (
     PAIR1_GREETING + b"\x01" + struct.pack(">Q", 2**31) + b"abc",
     PAIR1_GREETING + struct.pack(">Q", 1) + b"a",
     PAIR1_GREETING + struct.pack(">Q", 0),
-    tcp_wire.encode_greeting(tcp_wire.Greeting(16384, 1, bytes(16), bytes(32))),
-    tcp_wire.encode_greeting(tcp_wire.Greeting(16384, 1, bytes(16), bytes(32)))[:30],
+    tcp_wire.encode_greeting(tcp_wire.Greeting(16384, 1, bytes(16))),
+    tcp_wire.encode_greeting(tcp_wire.Greeting(16384, 1, bytes(16)))[:30],
     b"PCtg\xff\xff\xff\xff" + b"\0" * 100,
 )  # fmt: skip
 """What wrong clients, scanners and attackers begin with, on whatever port."""
@@ -86,6 +86,9 @@ def value(kind: str, name: str, rng: random.Random) -> Any:
 def any_member(rng: random.Random) -> Member:
     """Return an entry of a view that passes the codec."""
     fields = {f.name: value(str(f.type), f.name, rng) for f in attrs.fields(Member)}
+    texts = [name for name, text in fields.items() if isinstance(text, str)]
+    while sum(len(fields[name]) for name in texts) > MEMBER_TEXT_MAX:
+        fields[rng.choice(texts)] = ""
     return Member(**{**fields, "incarnation": number(rng) or 1, "state": rng.randrange(4)})
 
 
@@ -119,8 +122,8 @@ def hello(cluster: str, *, is_node: bool = False, lock: str = "", **other: Any) 
     """Return a Hello that a node with default settings accepts."""
     known = {
         "request": 1, "wire_oldest": WIRE_VERSION, "wire_newest": WIRE_VERSION, "cluster": cluster,
-        "is_node": is_node, "granule": 16384, "credentials": "", "namespace": "", "geometry": "",
-        "lock": lock,
+        "is_node": is_node, "granule": 16384, "name": "", "nonce": b"", "namespace": "",
+        "geometry": "", "lock": lock, "secret": b"",
     }  # fmt: skip
     return Hello(**{**known, **other})
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from peercache.fabric.tcp import wire as tcp_wire
 from peercache.memory.client_lock import ClientLock
+from peercache.model.keys import Namespace
+from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode
 from peercache.wire.messages.pool import Abort, Clear, Commit, LiveReservations, Remove, Reserve
 from peercache.wire.messages.session import Stats, StatsAsked
@@ -34,9 +36,11 @@ def test_a_writer_that_lies_spoils_no_other_page(count: int) -> None:
     with one_node(pool="8MiB") as (cluster, node):
         home = node.ready["home"]
         honest = cluster.client(node, verify="full")
-        lock = ClientLock(home, 4711)
+        lock = ClientLock(home, 4711, Sharing.of())
         with Caller.at(node, "home") as liar:
-            said = hello(cluster.name, lock=lock.name)
+            said = hello(
+                cluster.name, lock=lock.name, secret=lock.secret, namespace=Namespace().name
+            )
 
             def say(message: object) -> None:
                 raw = enveloped(message, cluster=cluster.name, sender=4711)  # type: ignore[arg-type]
@@ -49,6 +53,8 @@ def test_a_writer_that_lies_spoils_no_other_page(count: int) -> None:
                     message = any_message(rng, WRITING)
                     if isinstance(message, Reserve | Commit):
                         message = fitting(message, rng)
+                    if isinstance(message, Reserve | Remove | Clear) and rng.random() < 0.8:
+                        message = attrs.evolve(message, namespace=Namespace().tag())
                     say(message)
                 _empty(liar.connection)
                 keys = keys_of(f"honest-{step % 7}", 4)
@@ -91,7 +97,7 @@ def fitting(message: Reserve | Commit, rng: random.Random) -> Reserve | Commit:
     "count", [3000, pytest.param(30_000, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_a_node_that_lies_costs_no_page_its_bytes(count: int) -> None:
-    """A process with the credentials can lie about members and records; nothing breaks.
+    """A process that was admitted can lie about members and records; nothing breaks.
 
     What it may cost is liveness as long as it goes on: who is admitted as a node is believed.
     """
@@ -155,8 +161,7 @@ def test_whatever_is_said_on_any_port_the_next_one_is_answered(
                 )
             with ports_of(node)["data"]() as connection:
                 connection.sendall(
-                    tcp_wire.encode_greeting(tcp_wire.Greeting(0, 0, bytes(16), bytes(32)))[:8]
-                    + noise(rng)
+                    tcp_wire.encode_greeting(tcp_wire.Greeting(0, 0, bytes(16)))[:8] + noise(rng)
                 )
         except (BrokenPipeError, ConnectionResetError):
             pass  # The node was done with us.

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from typing import Any
 
+import attrs
 import cbor2
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.membership.view_parts import PART_MEMBERS_MAX
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_BYTES_MAX, SELF, Mailbox
 from peercache.errors import RemoteProtocolError
+from peercache.model.member import Member
 from peercache.model.records import RECORD
-from peercache.model.view import MEMBERS_MAX
 from peercache.node.switchboard import STRANGER_BYTES_MAX
 from peercache.wire import codec
 from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
@@ -35,8 +37,8 @@ def bomb(filler: bytes, size: int = MESSAGE_BYTES_MAX) -> bytes:
 
 
 @pytest.mark.parametrize("filler", [b"\x00", b"\x80", b"\xa0", b"\xf6", b"\x40"])
-def test_a_message_of_eight_million_items_is_refused_before_any_is_made(filler: bytes) -> None:
-    """Empty lists of any connecting process would take 600 MB and five seconds of the loop."""
+def test_a_message_of_a_quarter_million_items_is_refused_before_any_is_made(filler: bytes) -> None:
+    """Empty lists of any connecting process would take 20 MB and a tenth of a second each."""
     raw = bomb(filler)
     tracemalloc.start()
 
@@ -82,16 +84,16 @@ def test_counting_the_items_of_noise_ends(raw: bytes) -> None:
     codec._count_items(raw)
 
 
-def test_the_view_of_the_largest_cluster_has_fewer_items_than_are_allowed() -> None:
+def test_the_largest_part_of_a_view_has_fewer_items_than_are_allowed() -> None:
     """Else a cluster would stop to know itself one day."""
-    fields = 9
-    assert MEMBERS_MAX * (fields + 1) + 10 < ITEMS_MAX
+    fields = len(attrs.fields(Member))
+    assert PART_MEMBERS_MAX * (fields + 1) + 10 < ITEMS_MAX
 
 
 def test_a_mailbox_is_bounded_in_bytes_too() -> None:
-    """Four thousand messages of eight megabytes would be 32 GB; facts of our own always fit."""
+    """Four thousand of the largest messages would be a gigabyte; facts of our own always fit."""
     mailbox, size = Mailbox(), MESSAGE_BYTES_MAX
-    offered = [mailbox.offer(Origin(1), "a question", size) for _ in range(20)]
+    offered = [mailbox.offer(Origin(1), "a question", size) for _ in range(100)]
 
     mailbox.tell(SELF, "a fact")
     first = mailbox.take()
@@ -99,7 +101,7 @@ def test_a_mailbox_is_bounded_in_bytes_too() -> None:
     beyond = mailbox.offer(Origin(1), "one more", size)
 
     assert offered == [True] * (MAILBOX_BYTES_MAX // size) + [False] * (
-        20 - MAILBOX_BYTES_MAX // size
+        100 - MAILBOX_BYTES_MAX // size
     )
     assert first == (Origin(1), "a question")
     assert (again, beyond) == (True, False)
@@ -118,7 +120,7 @@ def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
     effects = shard.on_message(Origin(5, 7), Disputed(records.tobytes()), 0.0)
 
     assert effects == []
-    assert time.thread_time() - started < 20.0
+    assert time.thread_time() - started < 1.0
 
 
 def test_what_no_hello_can_be_is_not_even_decoded() -> None:
@@ -132,7 +134,7 @@ def test_what_no_hello_can_be_is_not_even_decoded() -> None:
         answer = decode(stranger.hear(), cluster=cluster.name)
         dropped = metric(node, "peercache_messages_dropped")
 
-        for said in (hello(cluster.name), Lookup(2, bytes(16 * 10_000))):
+        for said in (hello(cluster.name), Lookup(2, bytes(16 * 2000))):
             raw = enveloped(said, cluster=cluster.name, sender=5)
             stranger.connection.sendall(stranger.framed(raw))
         welcome, located = (decode(stranger.hear(), cluster=cluster.name) for _ in range(2))
@@ -143,7 +145,7 @@ def test_what_no_hello_can_be_is_not_even_decoded() -> None:
         assert isinstance(located.message, Located)
 
 
-def test_eight_million_items_from_an_admitted_client_stall_no_other() -> None:
+def test_a_quarter_million_items_from_an_admitted_client_stall_no_other() -> None:
     """A reader's bombs cost it the connection's time, not the node's memory."""
     with one_node() as (cluster, node), Caller.at(node, "home") as reader:
         name = cluster.name

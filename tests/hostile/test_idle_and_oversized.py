@@ -17,10 +17,13 @@ import trio
 from peercache import Client
 from peercache.errors import Rejected
 from peercache.fabric.tcp import wire as tcp_wire
+from peercache.memory.client_lock import LockProbe
 from peercache.model.member import ALIVE, Member
 from peercache.net import link
+from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
 from peercache.node.admission import STRANGER_S, Admission
+from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 from peercache.wire.messages.membership import Join
 from tests.hostile.garbage import enveloped, hello
@@ -102,9 +105,7 @@ def assert_lets_in(cluster: LocalCluster, node: NodeProcess, name: str) -> None:
 def opening_of(node: NodeProcess, cluster: str) -> dict[str, bytes]:
     """Return how an honest client begins on each port; on http, without an end."""
     incarnation = int(node.ready["node"], 16)
-    greeting = tcp_wire.greet(
-        cluster=cluster, credentials="", granule=16384, incarnation=incarnation
-    )
+    greeting = tcp_wire.greet(cluster=cluster, granule=16384, incarnation=incarnation)
     return {
         "control": PAIR1_GREETING,
         "home": PAIR1_GREETING,
@@ -220,6 +221,7 @@ async def test_a_link_without_a_descriptor_is_dialled_later(
         hello=lambda: b"hello",
         on_answer=lambda _: None,
         on_dropped=dropped.append,
+        accepts=lambda _: True,
     )
     late.send(b"news")
 
@@ -248,8 +250,15 @@ def test_a_node_takes_as_many_descriptors_as_it_may() -> None:
 
 def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
     """First by time, then by age as long as there are too many; who said it stays for ever."""
-    admission = Admission(granule=16384, credentials="", home="ipc:///nowhere", local_token="t")
-    admission.admit(2, 5, hello("c"))
+    admission = Admission(
+        cluster="c",
+        granule=16384,
+        home="ipc:///nowhere",
+        local_secret=b"t",
+        gate=Gate(Sharing.of(), None),
+        probe=lambda home, name: LockProbe(home, name, Sharing.of()),
+    )
+    admission.admit(2, Peer(Transport.INPROC), 5, hello("c"))
 
     at_once = admission.overstaying([1, 2, 3], 100.0, connections_max=3)
     full = admission.overstaying([1, 2, 3, 4], 105.0, connections_max=2)

@@ -87,9 +87,7 @@ class Fire:
         """Ask the data port for pages that do not exist, each time over a new connection."""
         incarnation = int(self.node.ready["node"], 16)
         greeting = tcp_wire.encode_greeting(
-            tcp_wire.greet(
-                cluster=self.cluster, credentials="", granule=16384, incarnation=incarnation
-            )
+            tcp_wire.greet(cluster=self.cluster, granule=16384, incarnation=incarnation)
         )
         for _ in range(count):
             self.connections += 1
@@ -177,5 +175,5 @@ def test_a_node_under_fire_serves_others_and_stays_as_it_was(
         print(dropped, refused)
         assert dropped["malformed"] > messages // 20
         assert dropped["stranger"] > 0
-        assert dropped["not_allowed"] > messages // 20
+        assert dropped["not_allowed"] > messages // 50
         assert refused["malformed"] > 0

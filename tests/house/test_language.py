@@ -26,7 +26,7 @@ MADE_BY_TOOLS = {"__pycache__", "peercache_kv.egg-info", "peercache.egg-info"}
 
 COMPONENTS = frozenset(
     {"client", "disk", "fabric", "home", "http", "membership", "memory"}
-    | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp"}
+    | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp", "tls"}
 )
 """The first part of a log event: the component that an operator looks for."""
 

@@ -2,6 +2,7 @@
 
 They run in the Python of their own environment (run_sglang_tests.sh). Any other Python skips them
 with the reason, and with PEERCACHE_TEST_SGLANG=1 a missing environment is an error.
+With PEERCACHE_TEST_TLS=1 every node and client of these tests has a certificate.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,30 @@ if not HAVE_SGLANG:
 
 
 if HAVE_SGLANG:
+    from peercache.config.settings import DEFAULT_CLUSTER
+    from peercache.trust.authority import CA_CERTIFICATE, Authority
+    from peercache.trust.identity import CertificateRole, Identity
     from tests.integration.sglang_fakes import FakeCluster
     from tests.integration.sglang_rig import FakeBackedStore, Rig, Shape
+
+    @pytest.fixture(scope="session", autouse=True)
+    def over_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        """Give nodes and clients, here and in child processes, a certificate where that is asked.
+
+        An engine that embeds its node has one certificate for both, and so have all of them here.
+        """
+        if os.environ.get("PEERCACHE_TEST_TLS") != "1":
+            yield
+            return
+        folder = tmp_path_factory.mktemp("pki")
+        authority = Authority.create(folder, DEFAULT_CLUSTER, timedelta(days=2))
+        identity = Identity(DEFAULT_CLUSTER, CertificateRole.NODE, "tests")
+        issued = authority.issue(identity, lifetime=timedelta(days=1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PEERCACHE_TLS_CA", str(folder / CA_CERTIFICATE))
+            patch.setenv("PEERCACHE_TLS_CERT", str(issued))
+            patch.setenv("PEERCACHE_TLS_KEY", str(issued.with_suffix(".key")))
+            yield
 
     @pytest.fixture
     def cluster() -> FakeCluster:

@@ -189,7 +189,7 @@ def test_layouts_and_types_are_different_geometries_of_one_name(cluster: FakeClu
         open_store(cluster, pool)
 
     first, second = (client.namespace for client in cluster.opened)
-    assert first.name == second.name == "org-model"
+    assert first.name == second.name == "org/model"
     assert first.geometry != second.geometry
     assert first.coordinates == second.coordinates
     assert "dtype=torch.bfloat16" in first.geometry
@@ -238,7 +238,7 @@ def test_a_configuration_of_an_older_sglang_is_enough(cluster: FakeCluster) -> N
     store.register_mem_pool_host(filled("mha", "page_first"))
 
     assert store.batch_set_v1(KEYS, SLOTS) == [True] * 3
-    assert cluster.opened[0].namespace.name == "default"
+    assert cluster.opened[0].namespace.name.startswith("unnamed-")
     assert store.get_stats() is None
 
 

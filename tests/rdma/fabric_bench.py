@@ -27,6 +27,7 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.rdma import NO_PATH, ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
+from tests.contracts.fakes import words_at
 
 CLIENT = 0xC
 SETTINGS = Settings()
@@ -142,9 +143,9 @@ class RdmaBench:
     def read(self, offsets: Sequence[int], into: Destination, timeout_s: float = 60.0) -> Fetched:
         """Read slots into a destination."""
         asked = np.array(offsets, np.uint64)
-        return self.fabric.read(
-            PeerRead(self.member, asked, into.lengths, into.runs), time.monotonic() + timeout_s
-        )
+        generations = words_at(self.segment, asked, GRANULE)
+        wanted = PeerRead(self.member, asked, into.lengths, into.runs, generations)
+        return self.fabric.read(wanted, time.monotonic() + timeout_s)
 
     def close(self) -> None:
         """Close both sides."""

@@ -16,10 +16,12 @@ import pytest
 
 from peercache.memory.published import PublishedSegment
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.seal import ODD, SEAL_BYTES
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import DEADLINE, INTERNAL, NO_MEMORY, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import channels
+from peercache.rdma.channels import Channel
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.memory import Block, Blocks
 from peercache.rdma.registrar import Registered
@@ -185,18 +187,20 @@ class TestOverTwoRails(FabricSuite):
 
 
 def test_registered_destination_is_filled_without_a_copy_of_ours(bench: FakeBench) -> None:
-    """One doorbell: the READs, the first word behind a fence, and only the last one signaled."""
+    """One doorbell: seals, fence, bytes, fence, seals, and only the last one signaled."""
     offsets, contents = bench.pages(3)
     into = Destination.of([[GRANULE]] * 3)
     bench.register(into)
 
     got = bench.get(offsets, into)
 
-    assert (got.failure, got.words.tolist()) == ("", [2, 4, 6])
+    assert (got.failure, got.seals["word"].tolist()) == ("", [2, 4, 6])
     assert [into.page(page) for page in range(3)] == contents
     assert bench.world.doorbells == 1
     assert [(size, flags) for _, size, flags in bench.world.reads] == [
-        (GRANULE, 0), (GRANULE, 0), (GRANULE, 0), (5 * 8, FENCE | SIGNALED),
+        (5 * SEAL_BYTES, 0),
+        (GRANULE, FENCE), (GRANULE, 0), (GRANULE, 0),
+        (5 * SEAL_BYTES, FENCE | SIGNALED),
     ]  # fmt: skip
     assert not bench.ours[0].regions._regions or all(
         region.name != "bounce" for region in bench.ours[0].regions._regions
@@ -214,7 +218,7 @@ def test_nothing_arrives_after_a_deadline(bench: FakeBench) -> None:
     hanging = [pair for pair in bench.world.pairs.values() if pair.waiting]
 
     assert got.failure == DEADLINE
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
     assert not hanging
     assert into.gaps_are_untouched()
 
@@ -223,14 +227,14 @@ def test_words_count_only_after_the_success_of_their_own_read(bench: FakeBench) 
     """The bytes are there and the words are not: no page is."""
     offsets, _ = bench.pages(2)
     into = Destination.of([[GRANULE]] * 2)
-    first = bench.segment.words.ctypes.data
-    words = range(first, first + bench.segment.words.nbytes)
+    first = bench.segment.seals.ctypes.data
+    words = range(first, first + bench.segment.seals.nbytes)
     bench.world.fails = lambda address: ACCESS if address in words else 0
 
     got = bench.get(offsets, into)
 
     assert got.failure == REFUSED
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
 
 
 def test_words_count_only_after_the_success_of_every_read_of_the_page(bench: FakeBench) -> None:
@@ -243,20 +247,78 @@ def test_words_count_only_after_the_success_of_every_read_of_the_page(bench: Fak
     got = bench.get(offsets, into)
 
     assert got.failure == PEER_UNREACHABLE
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
 
 
 def test_word_that_did_not_arrive_is_odd_whatever_was_there_before(bench: FakeBench) -> None:
     """The buffer is filled before anything is posted: the last read's words are in it."""
     offsets, _ = bench.pages(2)
     bench.get(offsets, Destination.of([[GRANULE]] * 2))
-    first = bench.segment.words.ctypes.data
-    words = range(first, first + bench.segment.words.nbytes)
+    first = bench.segment.seals.ctypes.data
+    words = range(first, first + bench.segment.seals.nbytes)
     bench.world.loses = lambda address: address in words
 
     got = bench.get(offsets, Destination.of([[GRANULE]] * 2))
 
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
+
+
+def test_seal_that_changes_between_the_looks_is_no_hit_though_its_word_fits(
+    bench: FakeBench,
+) -> None:
+    """Within one READ the device promises no order of key and word: both seals agree in whole."""
+    offsets, _ = bench.pages(2)
+    seals, looked = bench.segment.seals, list[int]()
+    seals["length"] = GRANULE
+
+    def rename(address: int) -> None:
+        if address == bench.segment.pages.ctypes.data:
+            looked.append(address)
+            seals["length"][0] = GRANULE + 1
+
+    bench.world.before = rename
+
+    got = bench.get(offsets, Destination.of([[GRANULE]] * 2))
+
+    assert looked
+    assert got.failure == ""
+    assert got.seals["word"].tolist() == [2 + 1, 4]
+
+
+def test_long_page_is_looked_at_before_the_first_of_its_portions(bench: FakeBench) -> None:
+    """The owner commits another page there while the second portion is read: no hit."""
+    size = PAGE_MEMORY_BYTES - 2 * GRANULE
+    content = content_of(1, size)
+    bench.owner.store(0, content, 2)
+    into = Destination.of([[size]])
+    portion = channels.PORTION_BYTES // 4
+    wanted = PeerRead(
+        bench.member, np.zeros(1, np.uint64), into.lengths, into.runs, np.array([4], np.uint64)
+    )
+    limits = bench.fabric._sides[0].new_channel
+    assert size > 2 * portion
+
+    def narrow(number: int) -> Channel:
+        channel = limits(number)
+        channel.limits = attrs.evolve(channel.limits, portion_bytes=portion)
+        return channel
+
+    bench.fabric._sides[0].new_channel = narrow  # type: ignore[method-assign]
+    second = bench.segment.pages.ctypes.data + portion
+
+    def commit(address: int) -> None:
+        if address >= second:
+            bench.segment.words[0] = 4
+
+    into_honest = Destination.of([[size]])
+    honest = bench.get([0], into_honest)
+    bench.world.before = commit
+    got = bench.fabric.read(wanted, time.monotonic() + PATIENCE_S)
+
+    assert (honest.seals["word"].tolist(), into_honest.page(0)) == ([2], content)
+    assert bench.world.doorbells > 2
+    assert got.failure == ""
+    assert got.seals["word"].tolist() == [4 + 1]
 
 
 def test_memory_is_lent_again_only_after_its_queue_pair_is_destroyed(
@@ -574,7 +636,7 @@ def test_node_that_lies_about_its_memory_does_no_harm(
     got = bench.get(offsets, Destination.of([[GRANULE]]))
 
     assert got.failure in (REFUSED, PEER_UNREACHABLE)
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
 
 
 def test_nodes_are_told_which_channels_are_held(bench: FakeBench) -> None:
@@ -609,11 +671,12 @@ def test_destination_that_is_no_memory_is_our_own_fault_and_a_miss(bench: FakeBe
     asked = np.array(offsets, np.uint64)
 
     got = bench.fabric.read(
-        PeerRead(bench.member, asked, into.lengths, nowhere), time.monotonic() + 60
+        PeerRead(bench.member, asked, into.lengths, nowhere, np.array([2], np.uint64)),
+        time.monotonic() + 60,
     )
 
     assert got.failure == "internal"
-    assert (got.words == ODD).all()
+    assert (got.seals["word"] == ODD).all()
 
 
 def test_reader_sleeps_until_the_device_is_done(bench: FakeBench) -> None:

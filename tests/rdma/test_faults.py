@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from peercache.memory.published import PublishedSegment
-from peercache.model.reads import ODD, Fetched
+from peercache.model.reads import Fetched
+from peercache.model.seal import ODD
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import device
 from peercache.rdma.channels import ClientRail
@@ -73,7 +74,7 @@ def assert_all_right(bench: RdmaBench, into: Destination) -> None:
 
 def assert_whole(bench: RdmaBench, into: Destination, got: Fetched) -> None:
     """What was read is what the owner has."""
-    assert got.words.tolist() == [2 * (page + 1) for page in range(PAGES)]
+    assert got.seals["word"].tolist() == [2 * (page + 1) for page in range(PAGES)]
     for page, offset in enumerate(OFFSETS):
         assert into.page(page) == bench.segment.pages[offset : offset + PAGE_BYTES].tobytes()
 
@@ -117,7 +118,7 @@ def test_a_wrong_key_reads_nothing_and_the_next_channel_works(
     bench.forge = lambda answer: answer
 
     assert got.failure == REFUSED
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert np.all(into.memory == UNTOUCHED)
     assert_heals(bench, into)
     assert len(bench.asked) >= 2
@@ -133,7 +134,7 @@ def test_a_place_beyond_the_registered_memory_reads_nothing(
     bench.forge = lambda answer: answer
 
     assert got.failure
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert np.all(into.memory == UNTOUCHED)
     bench.fabric.forget(INCARNATION)
     assert_heals(bench, into)
@@ -152,7 +153,7 @@ def test_an_owner_that_is_gone_is_a_miss_within_its_retries(
     took_s = time.monotonic() - started_s
 
     assert got.failure == PEER_UNREACHABLE
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert took_s < PROMPT_S
     bench.server = bench.new_server()
 
@@ -181,7 +182,7 @@ def test_a_pulled_cable_is_a_miss_and_heals_when_it_is_back(
         took_s = time.monotonic() - started_s
 
     assert got.failure == PEER_UNREACHABLE
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert took_s < PROMPT_S
     assert_heals(bench, into)
 
@@ -198,7 +199,7 @@ def test_a_cable_cut_in_silence_is_a_miss_within_its_retries(
         took_s = time.monotonic() - started_s
 
     assert got.failure
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert took_s < PROMPT_S
     assert_heals(bench, into)
 
@@ -224,7 +225,7 @@ def test_after_a_deadline_in_mid_read_the_destination_does_not_change(
         time.sleep(1.0)
 
     assert got.failure == DEADLINE
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert took_s < PROMPT_S
     assert np.all(into.memory == UNTOUCHED)
     assert_heals(bench, into)
@@ -269,7 +270,7 @@ def test_pages_evicted_and_rewritten_under_reads_never_give_wrong_bytes(
             known = bench.segment.words[starts].copy()
             got = bench.read(OFFSETS, into)
             assert got.failure == ""
-            hit = (got.words == known) & (known % 2 == 0)
+            hit = (got.seals["word"] == known) & (known % 2 == 0)
             right = (got_pages == known.view(np.uint8).reshape(PAGES, 8)[:, None, :]).all((1, 2))
             hits += int(hit.sum())
             wrong += int((hit & ~right).sum())
@@ -363,7 +364,7 @@ def test_reads_go_on_over_the_other_rail_while_one_dies(
             got = bench.read(offsets, into)
             took_s.append(time.monotonic() - started_s)
             assert got.failure == ""
-            assert got.words.tolist() == [2 * (page + 1) for page in range(pages)]
+            assert got.seals["word"].tolist() == [2 * (page + 1) for page in range(pages)]
             if len(took_s) == healthy:
                 died.set()
     finally:
@@ -422,7 +423,7 @@ def test_a_path_that_works_one_way_does_not_stop_the_process(
         f"{family}: another thread waited {longest_s * 1e3:.0f} ms at most, healed {healed_s:.2f}"
     )
     assert got.failure == PEER_UNREACHABLE
-    assert np.all(got.words == ODD)
+    assert np.all(got.seals["word"] == ODD)
     assert longest_s < 0.6
 
 

@@ -28,7 +28,8 @@ def channels(rails: int) -> Channels:
 def small() -> ReadProgress:
     """Return a read of one small page."""
     into = Destination.of([[GRANULE]])
-    read = PeerRead(member_of(INCARNATION), np.zeros(1, np.uint64), into.lengths, into.runs)
+    zero = np.zeros(1, np.uint64)
+    read = PeerRead(member_of(INCARNATION), zero, into.lengths, into.runs, zero)
     assert read.lengths.sum() < STRIPE_BYTES_MIN
     return ReadProgress(read, time.monotonic() + PATIENCE_S)
 

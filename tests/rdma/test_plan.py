@@ -5,17 +5,19 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.model.runs import PageRuns
+from peercache.model.seal import SEAL_BYTES
 from peercache.rdma.key_table import MemoryKeys, Piece
 from peercache.rdma.plan import (
     PORTION_WORK_MAX,
-    WORD_BYTES,
-    WORD_GAP_BYTES,
+    SEAL_GAP_BYTES,
     Limits,
+    Look,
     Missing,
     Portion,
     Published,
@@ -31,26 +33,26 @@ from tests.examples import examples
 
 GRANULE = 4096
 PAGES_ADDRESS = 2**40
-WORDS_ADDRESS = 2**39
+SEALS_ADDRESS = 2**39
 PAGE_BYTES = 64 * GRANULE
 OURS = 2**20
 OURS_BYTES = 2**19
-LOCAL_KEY, REMOTE_KEY, WORDS_KEY = 11, 22, 33
+LOCAL_KEY, REMOTE_KEY, SEALS_KEY = 11, 22, 33
 
 
 def published_with(pieces: list[Piece]) -> Published:
     """Return page memory that these regions open."""
-    return Published(PAGES_ADDRESS, PAGE_BYTES, WORDS_ADDRESS, GRANULE, MemoryKeys.of(pieces))
+    return Published(PAGES_ADDRESS, PAGE_BYTES, SEALS_ADDRESS, GRANULE, MemoryKeys.of(pieces))
 
 
-WORDS_PIECE = (WORDS_ADDRESS, PAGE_BYTES // GRANULE * WORD_BYTES, WORDS_KEY)
-WHOLE = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), WORDS_PIECE])
+SEALS_PIECE = (SEALS_ADDRESS, PAGE_BYTES // GRANULE * SEAL_BYTES, SEALS_KEY)
+WHOLE = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), SEALS_PIECE])
 ALL_OURS = MemoryKeys.of([(OURS, OURS_BYTES, LOCAL_KEY)])
 LIMITS = Limits(pieces=4, work=64, read_bytes=4 * GRANULE, portion_bytes=16 * GRANULE)
 
 
 class Peer:
-    """Does by hand what devices do: remote memory, words, and our own, as arrays."""
+    """Does by hand what devices do: remote memory, seals' words, and our own, as arrays."""
 
     def __init__(self) -> None:
         """Fill the peer's memory with noise, and our own with a byte that is not in a page."""
@@ -58,23 +60,35 @@ class Peer:
         self.pages = rng.integers(0, 255, PAGE_BYTES, np.uint8)
         self.words = 2 * np.arange(PAGE_BYTES // GRANULE, dtype=np.uint64) + np.uint64(100)
         self.ours = np.full(OURS_BYTES, 255, np.uint8)
+        self.begun: dict[int, int] = {}
         self.got: dict[int, int] = {}
 
-    def run(self, made: ReadPlan, keys: Published, local: MemoryKeys) -> None:
-        """Carry out a plan; every address must be open under its key."""
+    def run(
+        self, made: ReadPlan, keys: Published, local: MemoryKeys, ends: npt.NDArray[np.uint64]
+    ) -> None:
+        """Carry out a plan; every address must be open under its key.
+
+        ends: where each page ends in the stream of bytes.
+        """
         for portion in made.portions:
+            self._look(portion.first, keys, self.begun)
+            began = 1 + int(ends.searchsorted(portion.end, side="left"))
+            assert self.begun.keys() >= set(range(began)), "bytes before the first look"
             self._read(portion, keys, local)
-            buffer = np.full(max(1, portion.words.buffer_bytes // WORD_BYTES), 7, np.uint64)
-            words = portion.words
-            rows = zip(words.remote, words.keys, words.lengths, words.at, strict=True)
-            for remote, key, length, at in rows:
-                assert key_of(keys.keys, remote, length) == key
-                first = (remote - WORDS_ADDRESS) // WORD_BYTES
-                count = length // WORD_BYTES
-                buffer[at // WORD_BYTES :][:count] = self.words[first : first + count]
-            for page, slot in zip(words.pages.tolist(), words.slots.tolist(), strict=True):
-                assert page not in self.got, f"the word of page {page} is read twice"
-                self.got[page] = int(buffer[slot])
+            self._look(portion.last, keys, self.got)
+            assert all(ends[page] <= portion.end for page in self.got), "bytes after the last look"
+
+    def _look(self, look: Look, keys: Published, into: dict[int, int]) -> None:
+        buffer = np.full(max(1, look.buffer_bytes // SEAL_BYTES), 7, np.uint64)
+        rows = zip(look.remote, look.keys, look.lengths, look.at, strict=True)
+        for remote, key, length, at in rows:
+            assert key_of(keys.keys, remote, length) == key
+            first = (remote - SEALS_ADDRESS) // SEAL_BYTES
+            count = length // SEAL_BYTES
+            buffer[at // SEAL_BYTES :][:count] = self.words[first : first + count]
+        for page, slot in zip(look.pages.tolist(), look.slots.tolist(), strict=True):
+            assert page not in into, f"the seal of page {page} is read twice"
+            into[page] = int(buffer[slot])
 
     def _read(self, portion: Portion, keys: Published, local: MemoryKeys) -> None:
         at = 0
@@ -107,13 +121,13 @@ def run(
     local: MemoryKeys = ALL_OURS,
     limits: Limits = LIMITS,
 ) -> tuple[ReadPlan, Peer]:
-    """Plan to read (offset, runs) slots, carry it out, and check every byte and word."""
+    """Plan to read (offset, runs) slots, carry it out, and check every byte and seal."""
     offsets = np.array([offset for offset, _ in slots], np.uint64)
     runs = PageRuns.of([[(OURS + at, size) for at, size in pieces] for _, pieces in slots])
     made = plan(published, offsets, runs, local, limits)
     assert isinstance(made, ReadPlan), made
     peer = Peer()
-    peer.run(made, published, local)
+    peer.run(made, published, local, runs.lengths.cumsum(dtype=np.uint64))
     expected = np.full(OURS_BYTES, 255, np.uint8)
     for offset, pieces in slots:
         source = offset
@@ -121,22 +135,25 @@ def run(
             expected[at : at + size] = peer.pages[source : source + size]
             source += size
     assert np.array_equal(peer.ours, expected)
-    assert peer.got == {
-        page: int(peer.words[offset // GRANULE]) for page, (offset, _) in enumerate(slots)
-    }
+    assert (
+        peer.begun
+        == peer.got
+        == {page: int(peer.words[offset // GRANULE]) for page, (offset, _) in enumerate(slots)}
+    )
     check_limits(made, limits)
     return made, peer
 
 
 def check_limits(made: ReadPlan, limits: Limits) -> None:
-    """Assert what a queue pair and its word buffer have room for."""
+    """Assert what a queue pair and its buffer of seals have room for."""
     for portion in made.portions:
-        work = len(portion.remote) + len(portion.words.remote)
-        assert work <= max(limits.work, 1 + len(portion.words.pages))
+        looks = (portion.first, portion.last)
+        pages = sum(len(look.pages) for look in looks)
+        work = len(portion.remote) + sum(len(look.remote) for look in looks)
+        assert work <= max(limits.work, 1 + pages)
         assert all(1 <= count <= limits.pieces for count in portion.pieces)
-        assert portion.words.buffer_bytes <= made.buffer_bytes
-        room = len(portion.words.pages) * (WORD_BYTES + WORD_GAP_BYTES)
-        assert portion.words.buffer_bytes <= room
+        assert portion.buffer_bytes <= made.buffer_bytes
+        assert portion.buffer_bytes <= pages * (SEAL_BYTES + SEAL_GAP_BYTES)
         at = 0
         for count in portion.pieces:
             sizes = portion.sizes[at : at + count]
@@ -149,13 +166,13 @@ def check_limits(made: ReadPlan, limits: Limits) -> None:
 
 
 def test_neighbours_on_both_sides_are_one_read() -> None:
-    """Four pages that follow each other there and here are one READ, and one for words."""
+    """Four pages that follow each other there and here are one READ, and one a look."""
     made, _ = run([(page * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
 
     (portion,) = made.portions
     assert (len(portion.remote), portion.pieces) == (1, [1])
     assert portion.sizes == [4 * GRANULE]
-    assert portion.words.lengths == [4 * WORD_BYTES]
+    assert portion.first.lengths == portion.last.lengths == [4 * SEAL_BYTES]
 
 
 def test_neighbours_that_are_scattered_here_are_one_read_into_several_entries() -> None:
@@ -180,24 +197,26 @@ def test_entries_of_one_read_have_one_size() -> None:
     assert made.portions[0].pieces == [2, 1, 1]
 
 
-def test_pages_apart_are_a_read_and_a_word_each() -> None:
-    """Nothing is merged across what is not asked for; only words are, with what lies between."""
+def test_pages_apart_are_a_read_each() -> None:
+    """Nothing is merged across what is not asked for; only seals are, with what lies between."""
     made, _ = run([(page * 2 * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
 
     (portion,) = made.portions
     assert len(portion.remote) == 4
-    assert portion.words.lengths == [7 * WORD_BYTES]
+    assert portion.first.lengths == portion.last.lengths == [7 * SEAL_BYTES]
 
 
-def test_words_far_apart_are_read_one_by_one() -> None:
-    """A kilobyte between two words costs more than a request."""
-    far = WORD_GAP_BYTES // WORD_BYTES + 1
+def test_seals_far_apart_are_read_one_by_one() -> None:
+    """More kilobytes between two seals cost more than a request."""
+    far = SEAL_GAP_BYTES // SEAL_BYTES + 1
     published = Published(
         PAGES_ADDRESS,
         2 * far * GRANULE,
-        WORDS_ADDRESS,
+        SEALS_ADDRESS,
         GRANULE,
-        MemoryKeys.of([(PAGES_ADDRESS, 2 * far * GRANULE, 1), (WORDS_ADDRESS, 2 * far * 8, 2)]),
+        MemoryKeys.of(
+            [(PAGES_ADDRESS, 2 * far * GRANULE, 1), (SEALS_ADDRESS, 2 * far * SEAL_BYTES, 2)]
+        ),
     )
     offsets = np.array([far * GRANULE, 0], np.uint64)
     runs = PageRuns.of([[(OURS, 8)], [(OURS + 8, 8)]])
@@ -205,15 +224,16 @@ def test_words_far_apart_are_read_one_by_one() -> None:
     made = plan(published, offsets, runs, ALL_OURS, LIMITS)
 
     assert isinstance(made, ReadPlan)
-    words = made.portions[0].words
-    assert (words.lengths, words.slots.tolist()) == ([8, 8], [1, 0])
+    for look in (made.portions[0].first, made.portions[0].last):
+        assert (look.lengths, look.slots.tolist()) == ([SEAL_BYTES, SEAL_BYTES], [1, 0])
 
 
-def test_long_page_has_its_word_in_the_last_of_its_portions() -> None:
+def test_long_page_has_its_looks_in_the_first_and_the_last_of_its_portions() -> None:
     """Portions end where they are full, in the middle of a page too."""
     made, _ = run([(0, [(0, 40 * GRANULE)]), (40 * GRANULE, [(40 * GRANULE, GRANULE)])])
 
-    assert [portion.words.pages.tolist() for portion in made.portions] == [[], [], [0, 1]]
+    assert [portion.first.pages.tolist() for portion in made.portions] == [[0], [], [1]]
+    assert [portion.last.pages.tolist() for portion in made.portions] == [[], [], [0, 1]]
     assert [portion.end - portion.begin for portion in made.portions] == [65536, 65536, 36864]
 
 
@@ -221,7 +241,7 @@ def test_read_stops_at_the_border_of_a_registration() -> None:
     """On either side: a key opens its own piece only."""
     third = PAGE_BYTES // 3
     published = published_with(
-        [(PAGES_ADDRESS, third, 1), (PAGES_ADDRESS + third, PAGE_BYTES - third, 2), WORDS_PIECE]
+        [(PAGES_ADDRESS, third, 1), (PAGES_ADDRESS + third, PAGE_BYTES - third, 2), SEALS_PIECE]
     )
     local = MemoryKeys.of([(OURS, 1000, 5), (OURS + 1000, OURS_BYTES - 1000, 6)])
     at = third // GRANULE * GRANULE
@@ -236,28 +256,28 @@ def test_read_stops_at_the_border_of_a_registration() -> None:
     assert set(portion.local_keys) == {5, 6}
 
 
-def test_words_of_two_registrations_are_two_reads() -> None:
+def test_seals_of_two_registrations_are_two_reads() -> None:
     """Neighbours across the border have a key each."""
-    words = [(WORDS_ADDRESS, 3 * WORD_BYTES, 8), (WORDS_ADDRESS + 24, WORDS_PIECE[1] - 24, 9)]
-    published = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), *words])
+    seals = [(SEALS_ADDRESS, 3 * SEAL_BYTES, 8), (SEALS_ADDRESS + 96, SEALS_PIECE[1] - 96, 9)]
+    published = published_with([(PAGES_ADDRESS, PAGE_BYTES, REMOTE_KEY), *seals])
 
     made, _ = run(
         [(page * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(6)], published=published
     )
 
-    assert made.portions[0].words.keys == [8, 9]
+    assert made.portions[0].first.keys == made.portions[0].last.keys == [8, 9]
 
 
 def test_memory_that_is_not_registered_is_named() -> None:
     """Ours and the peer's have different remedies."""
     one, runs = np.array([0], np.uint64), PageRuns.of([[(OURS, 8)]])
-    half = published_with([(PAGES_ADDRESS + GRANULE, GRANULE, 1), WORDS_PIECE])
-    no_words = published_with([(PAGES_ADDRESS, PAGE_BYTES, 1)])
+    half = published_with([(PAGES_ADDRESS + GRANULE, GRANULE, 1), SEALS_PIECE])
+    no_seals = published_with([(PAGES_ADDRESS, PAGE_BYTES, 1)])
 
     assert plan(WHOLE, one, runs, MemoryKeys.of([]), LIMITS) is Missing.OURS
     assert plan(half, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
     assert plan(half, one, runs, MemoryKeys.of([]), LIMITS) is Missing.THEIRS
-    assert plan(no_words, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
+    assert plan(no_seals, one, runs, ALL_OURS, LIMITS) is Missing.THEIRS
     offsets, lengths = np.array([0, GRANULE], np.uint64), np.array([8, 8], np.uint64)
     assert opened(half, offsets, lengths).tolist() == [False, True]
 
@@ -288,8 +308,10 @@ def test_small_pages_never_fill_a_queue_pair_over() -> None:
     """Five thousand scattered pages come in portions of bounded work."""
     count = 5000
     published = Published(
-        PAGES_ADDRESS, count * 2 * GRANULE, WORDS_ADDRESS, GRANULE,
-        MemoryKeys.of([(PAGES_ADDRESS, count * 2 * GRANULE, 1), (WORDS_ADDRESS, count * 16, 2)]),
+        PAGES_ADDRESS, count * 2 * GRANULE, SEALS_ADDRESS, GRANULE,
+        MemoryKeys.of(
+            [(PAGES_ADDRESS, count * 2 * GRANULE, 1), (SEALS_ADDRESS, count * 2 * SEAL_BYTES, 2)]
+        ),
     )  # fmt: skip
     offsets = np.random.default_rng(2).permutation(count).astype(np.uint64) * np.uint64(2 * GRANULE)
     runs = PageRuns.of([[(OURS + page, 1)] for page in range(count)])
@@ -297,11 +319,13 @@ def test_small_pages_never_fill_a_queue_pair_over() -> None:
     made = plan(published, offsets, runs, ALL_OURS, Limits(pieces=16))
 
     assert isinstance(made, ReadPlan)
-    pages = [page for portion in made.portions for page in portion.words.pages.tolist()]
-    assert pages == list(range(count))
+    for looks in ([each.first for each in made.portions], [each.last for each in made.portions]):
+        assert [page for look in looks for page in look.pages.tolist()] == list(range(count))
     for portion in made.portions:
-        assert len(portion.remote) + len(portion.words.remote) <= PORTION_WORK_MAX
-        assert len(portion.words.pages) <= PORTION_WORK_MAX
+        looks = [portion.first, portion.last]
+        work = len(portion.remote) + sum(len(look.remote) for look in looks)
+        assert work <= PORTION_WORK_MAX
+        assert sum(len(look.pages) for look in looks) <= PORTION_WORK_MAX
 
 
 def test_bounced_pages_lie_one_behind_the_other() -> None:
@@ -386,7 +410,7 @@ def test_any_batch_brings_the_very_bytes_within_the_limits(
     portion_granules: int,
     work: int,
 ) -> None:
-    """Whatever is merged and cut: done by hand, each byte and each word is the right one."""
+    """Whatever is merged and cut: done by hand, each byte and each seal is the right one."""
     limits = Limits(
         pieces=pieces,
         work=work,
@@ -396,7 +420,7 @@ def test_any_batch_brings_the_very_bytes_within_the_limits(
 
     run(
         slots,
-        published=published_with([*remote, WORDS_PIECE]),
+        published=published_with([*remote, SEALS_PIECE]),
         local=MemoryKeys.of(local),
         limits=limits,
     )

@@ -42,7 +42,7 @@ LEFT_OUT_S = 0.05
 
 PAGES = 128
 PAGE_BYTES = 4 * GRANULE
-WORK = 16
+WORK = 24
 """Work requests of a queue pair: two portions of a few pages each, so that a read has many."""
 
 
@@ -159,12 +159,13 @@ class Rails:
             np.array(offsets, np.uint64),
             into.lengths,
             into.runs,
+            2 * np.arange(1, pages + 1, dtype=np.uint64),
         )
         got = self.fabric.read(wanted, self.time.now + 60.0)
         end()
         if not got.failure:
             assert [into.page(index) for index in range(pages)] == contents
-            assert got.words.tolist() == [2 * index + 2 for index in range(pages)]
+            assert got.seals["word"].tolist() == [2 * index + 2 for index in range(pages)]
         return got, into
 
 

@@ -74,7 +74,7 @@ def test_the_fabric_keeps_up_with_a_bare_loop(
     def ours() -> None:
         got = bench.read(offsets, into, timeout_s=60.0)
         assert got.failure == ""
-        assert got.words.tolist() == words
+        assert got.seals["word"].tolist() == words
 
     def bare() -> None:
         bare_loop(cable, page_bytes=page_bytes, count=count)

@@ -11,7 +11,8 @@ pip=(-m pip --disable-pip-version-check --quiet)
 "${PYTHON:-python3}" -m venv "$folder/build"
 "$folder/build/bin/python" "${pip[@]}" install build
 # The wheel is built from the sdist, so that a file that the sdist lacks is noticed.
-"$folder/build/bin/python" -m build --outdir "$folder/dist" . >"$folder/build.log" 2>&1 || {
+# OpenSSL is linked into the wheel: a host may have another one, or none.
+PEERCACHE_STATIC_OPENSSL=1 "$folder/build/bin/python" -m build --outdir "$folder/dist" . >"$folder/build.log" 2>&1 || {
     cat "$folder/build.log" >&2
     exit 1
 }
@@ -29,8 +30,14 @@ from pathlib import Path
 
 import peercache
 from peercache import Client
+from peercache.installation.library import load_tls
 
-assert "site-packages" in Path(peercache.__file__).parts, peercache.__file__
+load_tls()
+package = Path(peercache.__file__).parent
+assert "site-packages" in package.parts, package
+# Python itself loads the host's libssl, so the maps of this process tell nothing.
+(library,) = package.rglob("libpeercache_tls*.so")
+assert b"libssl.so" not in library.read_bytes(), f"{library} wants the host's OpenSSL"
 page, buffer = bytes(range(256)) * 256, bytearray(65536)
 with Client.open(pool_size="64MiB", listen="127.0.0.1:0") as cache:
     assert cache.batch_set(["a"], [page]) == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import attrs
 import numpy as np
@@ -189,7 +190,7 @@ def test_a_call_is_judged_by_the_time_of_its_caller() -> None:
 
 def test_a_mailbox_beyond_its_bound_is_noticed() -> None:
     """Facts from inside may be more; what the network brought may not."""
-    mailbox = Mailbox(messages_max=2)
+    mailbox: Mailbox[Any] = Mailbox(messages_max=2)
     for _ in range(5):
         mailbox.tell(SELF, "a fact")
     check_bounds(mailbox, "pool")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sims.play import play
 from sims.swarm import smaller
 
 
+@pytest.mark.slow  # test_sweep.py plays the same seed with each change
 def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
     """Seed 21: a record that does not fit is not remembered for ever.
 

@@ -33,12 +33,15 @@ Page = npt.NDArray[np.uint8]
 class NodeProcess:
     """One `python -m peercache.node`."""
 
-    def __init__(self, flags: Sequence[str]) -> None:
-        """Start it and wait for its ready line; what it says goes to `log`."""
+    def __init__(self, flags: Sequence[str], *, before: Sequence[str] = ()) -> None:
+        """Start it and wait for its ready line; what it says goes to `log`.
+
+        before: what stands before the command, such as a change of the namespace or the user.
+        """
         self.flags = list(flags)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "peercache.node", *flags],
+            [*before, sys.executable, "-m", "peercache.node", *flags],
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,

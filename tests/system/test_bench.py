@@ -154,7 +154,9 @@ def test_help_of_each_kind_names_its_own_default(
     assert f"Pages of the working set; default: {default}" in joined(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("words", [["disk", "--seconds", "1"], ["serve", "--json"]])
+@pytest.mark.parametrize(
+    "words", [["disk", "--seconds", "1"], ["serve", "--json"], ["local", "--tls"]]
+)
 def test_flag_that_would_change_nothing_is_refused(words: list[str]) -> None:
     """A person who gives it expects an effect."""
     assert main(["bench", *words]) == 2

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
+from peercache.model.seal import SEAL
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,13 +33,16 @@ def test_own_time_a_page_is_a_few_microseconds() -> None:
 
 @pytest.mark.parametrize("apart", [1, 2])
 def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
-    """Words arrive and are judged; a path that ended early would be quick, and worth nothing."""
+    """Seals arrive and are judged; a path that ended early would be quick, and worth nothing."""
     target = np.zeros(2 * BATCH * PAGE_BYTES, np.uint8)
-    fabric = instant_fabric(page_bytes=target.nbytes, granule=GRANULE)
+    seals = np.zeros(target.nbytes // GRANULE, SEAL)
+    fabric = instant_fabric(page_bytes=target.nbytes, granule=GRANULE, seals=seals)
     fabric.register("bench", int(target.ctypes.data), target.nbytes, target)
     places = np.arange(BATCH, dtype=np.uint64) * np.uint64(apart)
 
-    outcome = Batch(fabric, target, places).get()
+    batch = Batch(fabric, target, seals, places)
+    batch.commit()
+    outcome = batch.get()
     fabric.close()
 
     assert outcome.hits.all()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from peercache.installation.library import LIBRARY
-from peercache.installation.sources import SOURCES
+from peercache.installation.library import LIBRARY, TLS_LIBRARY
+from peercache.installation.sources import HEADERS, SOURCES, TLS_SOURCES
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,5 +72,36 @@ def test_wheel_is_one_for_every_python_and_carries_the_library(checkout: Path) -
         library = content.read(f"peercache/{LIBRARY}")
 
     assert fnmatch.fnmatch(wheel.name, "peercache_kv-*-py3-none-linux_*.whl")
-    assert {f"peercache/{name}" for name in (*SOURCES, LIBRARY)} <= names
+    expected = (*SOURCES, *TLS_SOURCES, *HEADERS, LIBRARY, TLS_LIBRARY)
+    assert {f"peercache/{name}" for name in expected} <= names
     assert sys.base_prefix.encode() not in library
+
+
+def test_without_openssl_the_wheel_is_built_without_tls(checkout: Path) -> None:
+    """The rest needs none; the build says what is missing, and what to install."""
+    (checkout / "src" / "peercache" / "fabric" / "tcp" / "_tls_context.c").write_text(
+        "#include <no/such/openssl/ssl.h>\n"
+    )
+
+    done = build(checkout)
+    [wheel] = (checkout / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        names = set(content.namelist())
+
+    assert done.returncode == 0, done.stderr
+    assert "PeerCache is installed without TLS" in done.stderr
+    assert "apt-get install libssl-dev" in done.stderr
+    assert f"peercache/{LIBRARY}" in names
+    assert f"peercache/{TLS_LIBRARY}" not in names
+
+
+def test_release_without_openssl_is_no_release(checkout: Path) -> None:
+    """A release's wheel carries OpenSSL, so that no host needs its headers."""
+    (checkout / "src" / "peercache" / "fabric" / "tcp" / "_tls_context.c").write_text(
+        "#include <no/such/openssl/ssl.h>\n"
+    )
+
+    done = build(checkout, PEERCACHE_STATIC_OPENSSL="1")
+
+    assert done.returncode == 1
+    assert not list(checkout.rglob("*.whl"))

@@ -118,7 +118,8 @@ def test_a_home_node_that_restarts_is_found_again_within_five_seconds() -> None:
         assert took_s < PROMPT_S
         assert again.ready["home"] == first.ready["home"]
         wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 16)
-        assert read(client, keys) == [True] * 16
+        # The other node, which the client asks for the view meanwhile, lets it in when it answers.
+        wait_until(lambda: read(client, keys) == [True] * 16, within_s=5.0)
         assert client.stats()["home_attached"] == 2
 
 
@@ -251,7 +252,8 @@ def test_a_client_that_is_stopped_while_it_copies_spoils_no_page() -> None:
             while time.monotonic() - started < 3.0:
                 for begin in range(0, 48, 8):
                     client.batch_set(keys[begin : begin + 8], pages_of(keys[begin : begin + 8]))
-            assert client.stats()["home_pool_bytes_reserved"] == 4 * PAGE_BYTES
+            # What this client reserved ahead comes back; the stopped one's slots stay.
+            wait_until(lambda: client.stats()["home_pool_bytes_reserved"] == 4 * PAGE_BYTES)
 
             process.send_signal(signal.SIGCONT)
             stored = process.stdout.readline()
@@ -301,7 +303,7 @@ def test_readers_at_the_edge_of_the_pool_never_see_a_wrong_byte() -> None:
         with contextlib.suppress(AssertionError):
             wait_until(
                 lambda: (
-                    (time.monotonic() - begun > 5 and hits[0] > 500 and misses[0] > 100)
+                    (time.monotonic() - begun > 2 and hits[0] > 500 and misses[0] > 100)
                     or bool(failures)
                 )
             )

@@ -15,16 +15,19 @@ import numpy.typing as npt
 from peercache.actors.mailboxes import (
     DirectoryHears,
     DiskHears,
+    PeerAnswered,
     PoolHears,
     PromoteHears,
     PublisherHears,
     RdmaHears,
+    RemovalHears,
     RingHears,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.storage_port import DiskEffect
 from peercache.model.runs import U64
+from peercache.model.seal import Seals
 from peercache.wire.envelope import Message
 
 Hears_contra = TypeVar("Hears_contra", contravariant=True)
@@ -48,14 +51,26 @@ class SendTo:
 
 @attrs.frozen(eq=False)
 class StoreWords:
-    """Store generation words: `values[i]` at word `indices[i]`, each one aligned 8-byte store."""
+    """Store generation words: `values[i]` at word `indices[i]`, each one aligned 8-byte store.
+
+    seals: (n,) SEAL, whose key, space and length are stored before the words; None keeps those that
+           are there, as for a word that goes odd.
+    """
 
     indices: npt.NDArray[np.int64]
     values: U64
+    seals: Seals | None = None
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
 # One class a receiver, so that mypy refuses a fact that its receiver does not hear.
+
+
+@attrs.frozen
+class TellMembership:
+    """Hand a fact to the membership."""
+
+    fact: PeerAnswered
 
 
 @attrs.frozen
@@ -107,9 +122,18 @@ class TellRdma:
     fact: RdmaHears
 
 
+@attrs.frozen
+class TellRemoval:
+    """Hand a fact to the removal actor."""
+
+    fact: RemovalHears
+
+
 Tell: TypeAlias = (
-    TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote | TellRdma
-)
+    TellMembership | TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote
+    | TellRdma
+    | TellRemoval
+)  # fmt: skip
 
 Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect | RdmaEffect
 

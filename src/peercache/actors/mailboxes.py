@@ -23,6 +23,7 @@ from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    Doubted,
     Lookup,
     Put,
     Repair,
@@ -39,6 +40,7 @@ from peercache.wire.messages.pool import (
     Granted,
     LiveReservations,
     Remove,
+    Removed,
     Reserve,
     Touched,
 )
@@ -47,7 +49,18 @@ from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
 
 # --- membership -----------------------------------------------------------------------------------
 
-MembershipHears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
+
+@attrs.frozen
+class PeerAnswered:
+    """node → membership: the process at an address that this node dialled is this member."""
+
+    address: str
+    member: Member
+
+
+MembershipHears: TypeAlias = (
+    Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked | PeerAnswered
+)
 
 
 # --- several actors -------------------------------------------------------------------------------
@@ -55,7 +68,7 @@ MembershipHears: TypeAlias = Join | Heartbeat | HeartbeatSeen | ViewShared | Vie
 
 @attrs.frozen
 class ViewChanged:
-    """membership → ring, directory: the view as it is now, dead and left included."""
+    """membership → ring, directory, removal: the view as it is now, dead and left included."""
 
     members: tuple[Member, ...]
 
@@ -78,6 +91,11 @@ class PoolGrew:
 # --- ring -----------------------------------------------------------------------------------------
 
 RingHears: TypeAlias = ViewChanged
+
+
+# --- removal --------------------------------------------------------------------------------------
+
+RemovalHears: TypeAlias = Remove | Clear | Removed | ViewChanged
 
 
 # --- directory shard ------------------------------------------------------------------------------
@@ -140,7 +158,9 @@ class PagesCommitted:
 OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 """What a directory owner answers to a message of the publisher's stream."""
 
-PublisherHears: TypeAlias = PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer
+PublisherHears: TypeAlias = (
+    PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
+)
 
 
 # --- pool -----------------------------------------------------------------------------------------
@@ -348,4 +368,12 @@ PromoteHears: TypeAlias = (
 
 # --- rdma -----------------------------------------------------------------------------------------
 
-RdmaHears: TypeAlias = OpenChannel | ChannelsHeld | PoolGrew | RdmaFact
+
+@attrs.frozen
+class ClientsConnected:
+    """node → rdma: the clients that have an admitted connection now; each second."""
+
+    clients: frozenset[int]
+
+
+RdmaHears: TypeAlias = OpenChannel | ChannelsHeld | ClientsConnected | PoolGrew | RdmaFact

@@ -51,7 +51,7 @@ RdmaEffect: TypeAlias = OpenPair | DropPair | ServeMemory
 
 @attrs.frozen
 class RdmaServes:
-    """The devices are open, and the generation words are registered."""
+    """The devices are open, and the seals are registered."""
 
 
 @attrs.frozen

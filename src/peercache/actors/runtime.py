@@ -20,8 +20,8 @@ MAILBOX_MESSAGES_MAX = 4096
 """Pending messages from the network for one actor: more than a second of work. Beyond it they are
 dropped and counted; requests have deadlines, streams have summaries."""
 
-MAILBOX_BYTES_MAX = 64 * 2**20
-"""The same in bytes as they came, for an actor behind: eight of the largest messages."""
+MAILBOX_BYTES_MAX = 16 * 2**20
+"""The same in bytes as they came, for an actor behind: 64 of the largest messages."""
 
 TURN_MESSAGES = 16
 """Messages handled before other tasks get a turn: about a millisecond."""

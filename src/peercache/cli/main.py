@@ -32,6 +32,7 @@ peercache = LateGroup(
         "doctor": ("peercache.cli.doctor.command:doctor", "What is wrong with this host."),
         "node": ("peercache.cli.node:node", "Run a standalone node."),
         "disk": ("peercache.cli.disk:disk", "What lies in a disk_path, and whether it is right."),
+        "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
         "config": ("peercache.cli.config:config", "List every setting."),
         "completion": ("peercache.cli.version:completion", "Print the completions of a shell."),
         "version": ("peercache.cli.version:version", "Print the versions."),

@@ -11,7 +11,8 @@ from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 @click.command
 def version() -> None:
     """Print the versions of the package and of the wire."""
-    wire = f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}" if WIRE_VERSION > 1 else f"{WIRE_VERSION}"
+    is_one = WIRE_VERSION_OLDEST == WIRE_VERSION
+    wire = f"{WIRE_VERSION}" if is_one else f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}"
     print(f"peercache {distribution_version()} (wire version {wire})")
 
 

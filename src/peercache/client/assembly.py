@@ -5,20 +5,25 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import final
 
 from peercache.client.bridge import Bridge
 from peercache.client.home import Home
+from peercache.client.restricted import HomeOnly
 from peercache.config.settings import Config
-from peercache.errors import ConfigError
+from peercache.errors import ConfigError, Rejected
 from peercache.fabric.port import Fabric, RegistersMemory
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
 from peercache.memory.client_lock import ClientLock
+from peercache.memory.huge_pages import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace
 from peercache.net.asking import Asker
+from peercache.net.peers import Gate
+from peercache.net.tls import ControlTls
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
@@ -29,6 +34,9 @@ from peercache.paths.reading import Reader
 from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.trust.files import LiveTls, with_cluster
+from peercache.trust.rights import readable_spaces
+from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
 from peercache.wire.messages.session import Hello, Refused
 
@@ -39,7 +47,11 @@ class Wiring:
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
         """Make every part; embed a node where `config.home` is empty."""
-        self._config = config
+        self.tls = LiveTls.open(config, is_node=not config.home, log=get_logger())
+        files = None if self.tls is None else self.tls.files
+        self._control_tls = None if files is None else ControlTls(files)
+        self._is_restricted = files is not None and readable_spaces(files.identity) is not None
+        self._config = config = with_cluster(config, files)
         self._namespace = namespace
         self.metrics = Metrics()
         self.clock = time.monotonic
@@ -51,20 +63,23 @@ class Wiring:
         rails = self._open_rails()
         self._node: EmbeddedNode | None = None
         self._lock: ClientLock | None = None
+        self._sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
         if config.home:
             url = config.home
-            self._lock = ClientLock(url, self.identity)
-            self._lock_name = self._lock.name
+            self._check_home()
+            self._lock = ClientLock(url, self.identity, self._sharing)
+            self._lock_name, self._secret = self._lock.name, self._lock.secret
         else:
             self._node = EmbeddedNode(config, metrics=self.metrics)
             url = self._node.ready.home
-            self._lock_name = self._node.ready.local_token
+            self._lock_name, self._secret = "", self._node.ready.local_secret
         self.breakers = Breakers()
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
         self.reader = Reader(
-            locator=locator, cache=self.cache, verify=config.verify, clock=self.clock
-        )
+            locator=locator, cache=self.cache, verify=config.verify,
+            space=namespace.space_tag(), clock=self.clock,
+        )  # fmt: skip
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
@@ -72,21 +87,15 @@ class Wiring:
             namespace_tag=namespace.tag(),
             clock=self.clock,
         )
-        self.asker = Asker(
-            identity=self.identity,
-            cluster=config.cluster,
-            hello_for=self._hello,
-            url_of=self._url_of,
-            breakers=self.breakers,
-            clock=self.clock,
-            on_refused=self._refused,
-            on_unasked=self._take_unasked,
+        self.asker = self._make_asker()
+        self._segment_folders = _segment_folders(config)
+        self._shm = ShmFabric(
+            boot_id=boot_id(), sharing=self._sharing, folders=self._segment_folders
         )
-        self._shm = ShmFabric(boot_id=boot_id())
         self._tcp = TcpFabric(
             cluster=config.cluster,
-            credentials=config.credentials,
             granule=config.granule,
+            tls=self.tls,
             max_channels_per_peer=config.max_channels_per_peer,
         )
         self._rdma = self._rdma_over(rails) if rails else None
@@ -135,6 +144,28 @@ class Wiring:
 
         return end
 
+    def _make_asker(self) -> Asker:
+        return Asker(
+            identity=self.identity,
+            cluster=self._config.cluster,
+            hello_for=self._hello,
+            url_of=self._url_of,
+            breakers=self.breakers,
+            clock=self.clock,
+            on_refused=self._refused,
+            on_unasked=self._take_unasked,
+            gate=Gate(self._sharing, self.tls),
+            name_of_peer=self._name_of,
+            tls=self._control_tls,
+        )
+
+    def _check_home(self) -> None:
+        """Raise ConfigError where the home node, or what poses as it, is of another uid."""
+        try:
+            self._sharing.check_listener(self._config.home.removeprefix("ipc://"))
+        except Rejected as refusal:
+            raise ConfigError("home", refusal.detail) from refusal
+
     def _home_at(self, url: str) -> Home:
         return Home(
             url=url,
@@ -146,7 +177,10 @@ class Wiring:
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
             renew_lock=self._renew_lock,
-            on_beat=self._list_channels,
+            on_beat=self._on_beat,
+            tls=self._control_tls,
+            sharing=self._sharing,
+            on_segment=lambda path: self._segment_folders.add(str(Path(path).parent)),
             metrics=self.metrics,
             log=self.log,
         )
@@ -154,17 +188,24 @@ class Wiring:
     def _fabrics(self) -> tuple[Fabric, ...]:
         """Return the fabrics that may be used, the best one first."""
         rdma = (self._rdma,) if self._rdma is not None else ()
+        shm: Fabric = self._shm
+        if self._is_restricted:
+            # One key, or one mapping, opens the pages of every namespace.
+            shm, rdma = HomeOnly(shm, self._is_home), ()
         by_choice: dict[str, tuple[Fabric, ...]] = {
-            "shm": (self._shm,),
+            "shm": (shm,),
             "tcp": (self._tcp,),
             "rdma": rdma,
-            "auto": (self._shm, *rdma, self._tcp),
+            "auto": (shm, *rdma, self._tcp),
         }
         return by_choice[self._config.fabric]
 
+    def _is_home(self, peer: int) -> bool:
+        return self.home.tie.is_home(peer)
+
     def _open_rails(self) -> tuple[Rail, ...]:
         """Open what there is for rdma; raise ConfigError where it is asked for and absent."""
-        if self._config.fabric not in ("auto", "rdma"):
+        if not self._config.may_use_rdma:
             return ()
         rails, problems = open_rails(Settings.of(self._config))
         if not rails and self._config.fabric == "rdma":
@@ -190,6 +231,15 @@ class Wiring:
     def _exchange(self, peer: int, message: Message, until: float) -> Message | None:
         return self.asker.ask(((peer, message),), until)[0]
 
+    def _on_beat(self) -> None:
+        """Do what is due once a second, in the thread of the home node's tie."""
+        if self.tls is not None and self.tls.look():
+            assert self._control_tls is not None, "there are certificates"
+            self._control_tls.renew(self.tls.files)
+            # Connections made from now on show the new certificate, and are judged anew.
+            self.asker.forget(set())
+        self._list_channels()
+
     def _list_channels(self) -> None:
         if self._rdma is not None:
             self.asker.post(self._rdma.held())
@@ -203,10 +253,16 @@ class Wiring:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
-        self._lock = ClientLock(self._config.home, self.identity)
+        self._lock = ClientLock(self._config.home, self.identity, self._sharing)
+        self._secret = self._lock.secret
 
     def _url_of(self, peer: int) -> str | None:
         return self.home.url_of(peer)
+
+    def _name_of(self, peer: int) -> str | None:
+        """Return the name in the certificate of a member; None for any node."""
+        member = self.home.tie.cluster.members.get(peer)
+        return None if member is None else member.name
 
     def _hello(self, peer: int) -> Hello:
         # 0 is the node at the home address, the only one that this client writes to.
@@ -218,10 +274,12 @@ class Wiring:
             cluster=self._config.cluster,
             is_node=False,
             granule=self._config.granule,
-            credentials=self._config.credentials,
+            name="",
+            nonce=b"",
             namespace=self._namespace.name,
             geometry=self._namespace.geometry,
             lock=self._lock_name if is_home else "",
+            secret=self._secret if is_home else b"",
         )
 
     def _take_unasked(self, peer: int, message: Message) -> None:
@@ -246,3 +304,9 @@ class Wiring:
             if self._rdma is not None:
                 self._rdma.forget(gone)
         self._alive = alive
+
+
+def _segment_folders(config: Config) -> set[str]:
+    """Return the folders in which nodes of this host keep their segments."""
+    named = [folder for folder in (config.shm_dir, config.hugepages_dir) if folder]
+    return {str(Path(folder)) for folder in (*hugetlbfs_folders(), *named)}

@@ -23,8 +23,9 @@ from peercache.errors import PeerUnreachable
 from peercache.fabric.port import Fabric
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.copying import copy_pages
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
+from peercache.model.seal import unread_seals
 from peercache.net.asking import Asker
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers
@@ -190,7 +191,7 @@ class Bridge:
 
 
 def _nothing(pages: int, failure: str) -> Fetched:
-    return Fetched(np.full(pages, ODD), failure)
+    return Fetched(unread_seals(pages), failure)
 
 
 def _place(step: Place, segment: AttachedSegment | None) -> int:

@@ -25,7 +25,7 @@ from peercache.client.assembly import Wiring
 from peercache.config.settings import Config
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
-from peercache.model.keys import Key, Namespace, PageKeys, page_keys
+from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.wire.envelope import Message
@@ -38,8 +38,11 @@ RETURN_MARGIN_S = 0.01
 CLOSE_S = 5.0
 """How long `close` waits for calls in flight; their own deadlines are usually shorter."""
 
-REMOVE_KEYS_MAX = 65_536
-"""Keys of one Remove: a megabyte, and some milliseconds of a holder's loop."""
+REMOVE_KEYS_MAX = 8192
+"""Keys of one Remove: 128 KiB, and a millisecond of a holder's loop."""
+
+HOME_PATIENCE_PART = 0.8
+"""Part of the time left that the home node may wait for other members."""
 
 Result = TypeVar("Result")
 
@@ -93,7 +96,7 @@ class Client:
             config = Config.load(settings, environment=os.environ)
         elif settings:
             raise TypeError("give a config, or settings, not both")
-        client = cls(config, namespace or Namespace())
+        client = cls(config, namespace or Namespace(config.namespace or DEFAULT_NAME))
         _open_clients[client._wiring.identity] = client
         try:
             client._home.open()
@@ -165,9 +168,13 @@ class Client:
         def ask(until: float) -> int:
             names = page_keys(keys, self._digest)
             self._wiring.cache.forget(names.tolist())
-            return sum(
-                self._tell_all(Remove(0, names[begin : begin + REMOVE_KEYS_MAX].tobytes()), until)
-                for begin in range(0, len(names), REMOVE_KEYS_MAX)
+            tag, patience_s = self.namespace.tag(), self._patience_s(until)
+            return self._tell_home(
+                [
+                    Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), patience_s)
+                    for begin in range(0, len(names), REMOVE_KEYS_MAX)
+                ],
+                until,
             )
 
         return self._call("remove", len(keys), 0, ask)
@@ -177,7 +184,7 @@ class Client:
 
         def ask(until: float) -> int:
             self._wiring.cache.clear()
-            return self._tell_all(Clear(0, self.namespace.tag()), until)
+            return self._tell_home([Clear(0, self.namespace.tag(), self._patience_s(until))], until)
 
         return self._call("clear", 0, 0, ask)
 
@@ -302,14 +309,26 @@ class Client:
         del held
         return answers
 
-    def _tell_all(self, message: Message, until: float) -> int:
-        """Ask every live member; return the sum of what they dropped."""
-        now = self._clock()
-        open_peers = [
-            peer for peer in self._tie.cluster.members if self._wiring.breakers.available(peer, now)
-        ]
-        answers = self._wiring.asker.ask([(peer, message) for peer in open_peers], until)
-        return sum(answer.count for answer in answers if isinstance(answer, Removed))
+    def _patience_s(self, until: float) -> float:
+        """Return how long the home node may wait for other members: its answer takes time too."""
+        return max(0.0, (until - self._clock()) * HOME_PATIENCE_PART)
+
+    def _tell_home(self, messages: Sequence[Message], until: float) -> int:
+        """Have the home node remove pages on every live member; return how many went."""
+        attached = self._tie.attached
+        if attached is None or not messages:
+            return 0
+        home = attached.incarnation
+        answers = self._wiring.asker.ask([(home, message) for message in messages], until)
+        removed = [answer for answer in answers if isinstance(answer, Removed)]
+        missed = sorted({member for answer in removed for member in answer.missed})
+        if missed or len(removed) < len(messages):
+            self._log.warning(
+                "client.removal_incomplete",
+                unanswered=len(messages) - len(removed),
+                missed=[name_of(member) for member in missed[:8]],
+            )
+        return sum(answer.count for answer in removed)
 
     def _home_figures(self, until: float) -> dict[str, int | float | str] | None:
         attached = self._tie.attached

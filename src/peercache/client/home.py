@@ -19,6 +19,7 @@ from peercache.memory.attached import AttachedSegment
 from peercache.memory.layout import boot_id
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
+from peercache.net.tls import ControlTls, control_url
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
 from peercache.paths import home_tie as tie
@@ -26,6 +27,7 @@ from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
 from peercache.paths.reading import Touches
+from peercache.trust.sharing import Sharing
 
 ATTACH_S = 5.0
 """How long `Client.open` waits for the home node."""
@@ -55,18 +57,26 @@ class Home:
         on_view: Callable[[set[int]], None],
         renew_lock: Callable[[], None],
         on_beat: Callable[[], None] = lambda: None,
+        sharing: Sharing | None = None,
+        on_segment: Callable[[str], None] = lambda _: None,
         metrics: Metrics,
         log: Any,
+        tls: ControlTls | None = None,
     ) -> None:
         """Look after the home node at `url`; `on_view` hears which incarnations live.
 
         on_beat: called about once a second, in this thread.
+        sharing: whose segments are mapped; None is this process's user and root.
+        on_segment: hears the path of the home node's segment, once it is mapped.
         """
         self._url = url
+        self._tls = tls
         self._bridge = bridge
         self._on_view = on_view
         self._renew_lock = renew_lock
         self._on_beat = on_beat
+        self._sharing = sharing
+        self._on_segment = on_segment
         self._metrics = metrics
         self._log = log
         self._wake = threading.Event()
@@ -93,7 +103,7 @@ class Home:
         if self.tie.is_home(peer):
             return self._url
         member = self.tie.cluster.members.get(peer)
-        return f"tcp://{member.control}" if member is not None else None
+        return control_url(member.control, self._tls) if member is not None else None
 
     def open(self) -> None:
         """Attach, or raise why that cannot be; then look after it in a thread."""
@@ -148,13 +158,18 @@ class Home:
 
     def _open_memory(self, member: Member) -> AttachedSegment | None:
         try:
-            return AttachedSegment.open(
-                member.segment, incarnation=Incarnation(member.incarnation), writable=True
+            opened = AttachedSegment.open(
+                member.segment,
+                incarnation=Incarnation(member.incarnation),
+                writable=True,
+                sharing=self._sharing,
             )
         except PeerUnreachable as error:
             # It may have stopped just now; if not, this is what `open` tells.
             self._problem = error
             return None
+        self._on_segment(member.segment)
+        return opened
 
     def _came(self, attached: Attached, old: Attached | None) -> None:
         threading.Thread(

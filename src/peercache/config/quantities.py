@@ -7,6 +7,7 @@ that the configuration keeps. It raises ValueError or TypeError that says what i
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -108,6 +109,28 @@ def parse_names(value: Any, *, of: str = "a name") -> tuple[str, ...]:
     else:
         raise TypeError(f"wants {of}, or several of them")
     return tuple([item.strip() for item in items if item.strip()])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or the name localhost, is reached from this host only."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    # A socket of IPv6 shows the addresses of IPv4 mapped into its own.
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (address if mapped is None else mapped).is_loopback
+
+
+def parse_users(value: Any) -> tuple[str, ...]:
+    """Return users, each by name or number, from a list or from one string with commas."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    users = parse_names(value, of="a user's name or number")
+    for user in users:
+        if not re.fullmatch(r"[0-9]+|[A-Za-z_][A-Za-z0-9_.-]*\$?", user, re.ASCII):
+            raise ValueError(f"{user!r} is no user's name or number")
+    return users
 
 
 def parse_ipc(value: Any) -> str:

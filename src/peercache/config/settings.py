@@ -17,8 +17,10 @@ from typing import Any
 
 import attrs
 
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
 from peercache.config.table import (
     DEVICES,
+    FILE,
     FOLDER,
     HOME,
     HOST,
@@ -30,9 +32,11 @@ from peercache.config.table import (
     SIZE,
     SWITCH,
     TEXT,
+    USERS,
     WHOLE,
     Setting,
     choice,
+    environment_name,
     setting,
 )
 from peercache.errors import ConfigError
@@ -43,6 +47,32 @@ else:  # pragma: no cover - the same library under its name before 3.11
     import tomli as tomllib
 
 DEFAULT_METRICS_PORT = 31997
+
+DEFAULT_CLUSTER = "default"
+
+CLUSTER_CHARACTERS_MAX = 255
+
+LOOPBACK = "127.0.0.1"
+
+HTTP_WAYS_OUT = (
+    "other hosts reach that address: without certificates it wants http_open = true, which shows "
+    "/metrics and /healthz only, or insecure = NAME"
+)
+
+UNNAMED_PORT = -1
+"""Stands for the port that an address does not name."""
+
+WAYS_OUT = (
+    "give the node a certificate (`peercache certs` makes it; tls_ca, tls_cert, tls_key), or, for "
+    "a trial in which every process that connects may read every page, set insecure = NAME"
+)
+"""What the error about an open address tells to do."""
+
+REMOVED = {
+    "credentials": "is gone: a secret that all share tells no process apart. Use certificates "
+    "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
+}
+"""Settings of earlier builds, and what to use instead: one that is left over protects nothing."""
 
 SGLANG_KEYS = frozenset(
     {
@@ -68,23 +98,25 @@ class Config:
     # --- the node and its addresses
     cluster: str = setting(
         TEXT,
-        "default",
+        DEFAULT_CLUSTER,
         "Name of the cluster; a node refuses nodes and clients of another cluster.",
         low=1,
-        high=255,
+        high=CLUSTER_CHARACTERS_MAX,
     )
     listen: str = setting(
         LISTEN,
         "",
-        "HOST:PORT of control and discovery. Default: every interface, port 31998, or a free port "
-        "where that is taken; a port named here must be free.",
+        'HOST:PORT of control and discovery; ":PORT" is every interface. An address that other '
+        "hosts reach wants tls_ca or insecure. Default: 127.0.0.1, or every interface with tls_ca "
+        "or insecure; port 31998, or a free port where that is taken. A port named here must be "
+        "free.",
     )
     advertise: str = setting(
         HOST,
         "",
         "Host name or IP under which others reach this node. Default: the bound host, or, where "
-        "that is a wildcard, the address this host uses towards the discovery address, or towards "
-        "the internet where none is given.",
+        "that is a wildcard, the address at which other nodes have connected; before the first "
+        "connection the address that this host uses towards the discovery address or the internet.",
     )
     data_port: int = setting(
         WHOLE, 0, "Port of the tcp fabric; 0 takes a free one.", low=0, high=65_535
@@ -102,18 +134,57 @@ class Config:
         "ipc://PATH where local clients reach this node, stable over restarts. For a client: the "
         "address in the node's ready line; empty embeds a node.",
     )
+    namespace: str = setting(
+        TEXT,
+        "",
+        "Name of the namespace of this client's pages, which certificates give rights to. For "
+        "SGLang it replaces the served model's name and the identity of the weights: new weights "
+        "need a new name. Default: what the SGLang server says; `default` for other clients.",
+        high=255,
+    )
     host_name: str = setting(
         TEXT,
         "",
         "Name of this host in the view, its masters' order and the log. Default: the system's "
         "host name.",
     )
-    credentials: str = setting(
+    # --- trust
+    tls_ca: str = setting(
+        FILE,
+        "",
+        "Certificates of the authorities that sign this cluster's certificates, as PEM; two while "
+        "one replaces the other. Goes with tls_cert and tls_key.",
+    )
+    tls_cert: str = setting(
+        FILE,
+        "",
+        "Certificate of this node or client, as PEM. `peercache certs` makes certificates.",
+    )
+    tls_key: str = setting(
+        FILE,
+        "",
+        "Private key of tls_cert, as PEM; other users must not be able to read the file.",
+    )
+    tls_crl: str = setting(
+        FILE,
+        "",
+        "List of revoked certificates, signed by an authority of tls_ca; the node keeps newer ones "
+        "that it hears of there. Default: revoked.crl beside tls_ca.",
+    )
+    insecure: str = setting(
         TEXT,
         "",
-        "Shared secret that every node and client of the cluster presents; empty admits every "
-        "node and client that can connect.",
-        secret=True,
+        "For trials: runs the cluster of this name without certificates. Every process that can "
+        "connect reads every page.",
+    )
+    share_group: str = setting(
+        TEXT,
+        "",
+        "Group, by name or number, whose members share this host's node: they may read its memory "
+        "and write at it. Empty: only the node's own user, root and share_uids.",
+    )
+    share_uids: tuple[str, ...] = setting(
+        USERS, (), "Users, by name or number, that share this host's node beside share_group."
     )
     # --- memory
     pool_size: int = setting(
@@ -144,7 +215,8 @@ class Config:
     client_uncommitted_max: int = setting(
         SIZE,
         0,
-        "Most bytes one client may have reserved and not committed; 0 is half the pool.",
+        "Most bytes one client may have reserved and not committed; 0 is its share of half of the "
+        "pool.",
         low=0,
     )
     # --- disk
@@ -284,6 +356,11 @@ class Config:
         low=1,
         high=128,
     )
+    rdma_clear_text: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "Use RDMA beside TLS: its packets are not encrypted, so its network must be trusted.",
+    )
     verify: str = setting(
         choice("generation", "sampled", "full"),
         "sampled",
@@ -306,6 +383,24 @@ class Config:
         "here must be free.",
         low=-1,
         high=65_535,
+    )
+    http_listen: str = setting(
+        LISTEN,
+        "",
+        "HOST or HOST:PORT of the overview, /metrics and /healthz; beyond loopback it wants "
+        "tls_ca, http_open or insecure. Default: 127.0.0.1, and the port of metrics_port.",
+    )
+    http_open: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "Show /metrics and /healthz to every client that can connect to http_listen, in clear text "
+        "too: probes and scrapers often have no certificate.",
+    )
+    http_token_file: str = setting(
+        FILE,
+        "",
+        "File with a bearer token that opens every page over HTTP; over TLS beyond loopback. Other "
+        "users must not be able to read the file.",
     )
     log_format: str = setting(
         choice("auto", "json", "console"),
@@ -331,10 +426,14 @@ class Config:
             if environment and row.environment in environment:
                 given[name] = environment[row.environment]
         given.update({name: value for name, value in (settings or {}).items() if value is not None})
+        for name, problem in REMOVED.items():
+            if name in given or (environment and environment_name(name) in environment):
+                raise ConfigError(name, problem)
         for name in given:
             if name not in SETTINGS:
                 raise ConfigError(name, f"there is no such name{_meant(name)}")
         config = cls(**{name: SETTINGS[name].parse(value) for name, value in given.items()})
+        config = _of_the_trial(config)
         for name, problem, is_kept in _RELATIONS:
             if not is_kept(config):
                 raise ConfigError(name, problem)
@@ -351,6 +450,40 @@ class Config:
     def host(self) -> str:
         """Return the host name for the view."""
         return self.host_name or socket.gethostname()
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether every tcp connection is encrypted and wants a certificate of both sides."""
+        return bool(self.tls_ca)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other hosts may connect: with certificates, or in a trial without them."""
+        return self.has_tls or bool(self.insecure)
+
+    def listen_address(self) -> tuple[str, int]:
+        """Return (host, port) to listen on; host "" is every interface."""
+        if self.listen:
+            return parse_address(self.listen, default_port=DEFAULT_CONTROL_PORT)
+        return "" if self.is_open else LOOPBACK, DEFAULT_CONTROL_PORT
+
+    def http_address(self, *, in_process: bool) -> tuple[str, int] | None:
+        """Return (host, port) of the HTTP server: port -1 is the default one; None for no server.
+
+        in_process: whether the node runs in an engine, which has HTTP only where it is asked for.
+        """
+        is_unasked = in_process and self.metrics_port == -1 and not self.http_listen
+        if self.metrics_port == 0 or is_unasked:
+            return None
+        if not self.http_listen:
+            return LOOPBACK, self.metrics_port
+        host, port = parse_address(self.http_listen, default_port=UNNAMED_PORT)
+        return host, self.metrics_port if port == UNNAMED_PORT else port
+
+    @property
+    def may_use_rdma(self) -> bool:
+        """Whether pages may travel over RDMA, which is clear text."""
+        return self.fabric in ("auto", "rdma") and (not self.has_tls or self.rdma_clear_text)
 
 
 SETTINGS: dict[str, Setting] = {
@@ -372,12 +505,75 @@ _RELATIONS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("dead_s", "wants more than suspect_s", lambda config: config.dead_s > config.suspect_s),
     (
+        "tls_ca",
+        "tls_ca, tls_cert and tls_key go together: set all three, or none",
+        lambda config: len({bool(config.tls_ca), bool(config.tls_cert), bool(config.tls_key)}) == 1,
+    ),
+    (
+        "insecure",
+        "is for trials without certificates: leave it out, or leave out tls_ca, tls_cert, tls_key",
+        lambda config: not (config.insecure and config.has_tls),
+    ),
+    (
+        "listen",
+        f"other hosts reach that address; {WAYS_OUT}",
+        lambda config: config.is_open or is_loopback(config.listen_address()[0]),
+    ),
+    (
+        "discovery_addr",
+        f"names another host, and this node listens on loopback only; {WAYS_OUT}",
+        lambda config: config.is_open or all(map(_is_on_this_host, config.discovery_addr)),
+    ),
+    (
+        "http_listen",
+        HTTP_WAYS_OUT,
+        lambda config: (
+            config.is_open or config.http_open or is_loopback(_host_of(config.http_listen))
+        ),
+    ),
+    (
+        "http_listen",
+        "says something else than metrics_port: leave one of them out",
+        lambda config: not config.http_listen or _is_one_port(config),
+    ),
+    (
+        "fabric",
+        "rdma does not encrypt; beside TLS it wants rdma_clear_text = true",
+        lambda config: config.fabric != "rdma" or config.may_use_rdma,
+    ),
+    (
         "disk_path",
         "wants a folder where disk_enabled is true",
         lambda config: bool(config.disk_path) or not config.disk_enabled,
     ),
 )
 """What settings must be beside each other: the one to name, the problem, and the check."""
+
+
+def _is_one_port(config: Config) -> bool:
+    _, port = parse_address(config.http_listen, default_port=UNNAMED_PORT)
+    is_off = config.metrics_port == 0
+    return config.metrics_port == -1 or (not is_off and port in (UNNAMED_PORT, config.metrics_port))
+
+
+def _host_of(http_listen: str) -> str:
+    return parse_address(http_listen or LOOPBACK, default_port=UNNAMED_PORT)[0]
+
+
+def _is_on_this_host(address: str) -> bool:
+    return is_loopback(parse_address(address)[0])
+
+
+def _of_the_trial(config: Config) -> Config:
+    """Give a cluster without certificates the name that `insecure` says."""
+    if not config.insecure:
+        return config
+    if len(config.insecure) > CLUSTER_CHARACTERS_MAX:
+        raise ConfigError("insecure", f"wants at most {CLUSTER_CHARACTERS_MAX} characters")
+    if config.cluster not in (DEFAULT_CLUSTER, config.insecure):
+        problem = f"names the cluster {config.insecure!r}, and cluster names {config.cluster!r}"
+        raise ConfigError("insecure", problem)
+    return attrs.evolve(config, cluster=config.insecure)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

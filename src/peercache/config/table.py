@@ -41,10 +41,12 @@ def _written_list(value: tuple[str, ...]) -> str:
 
 TEXT = Kind("TEXT", quantities.parse_text, measure=len, unit=" characters")
 FOLDER = attrs.evolve(TEXT, metavar="FOLDER")
+FILE = attrs.evolve(TEXT, metavar="FILE")
 HOST = attrs.evolve(TEXT, metavar="HOST")
 LISTEN = Kind("HOST:PORT", quantities.parse_listen)
 PEERS = Kind("HOST:PORT[,HOST:PORT...]", quantities.parse_peers, _written_list)
 HOME = Kind("ipc://PATH", quantities.parse_ipc)
+USERS = Kind("USER[,USER...]", quantities.parse_users, _written_list)
 DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)
 SIZE = Kind("SIZE", quantities.parse_size, quantities.exact_size)
 POWER_OF_TWO = Kind("SIZE", quantities.parse_power_of_two, quantities.exact_size)
@@ -65,12 +67,17 @@ def choice(*choices: str) -> Kind:
     return Kind("|".join(choices), parse)
 
 
+def environment_name(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
 @attrs.frozen(kw_only=True)
 class Setting:
     """One setting.
 
     low, high: the bounds that belong to the allowed values; above, below: those that do not.
-    aliases: other spellings of the flag. secret: whether the value must not be shown.
+    aliases: other spellings of the flag.
     """
 
     name: str = ""
@@ -82,7 +89,6 @@ class Setting:
     above: Any = None
     below: Any = None
     aliases: tuple[str, ...] = ()
-    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -92,7 +98,7 @@ class Setting:
     @property
     def environment(self) -> str:
         """The environment variable: `pool_size` is `PEERCACHE_POOL_SIZE`."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
+        return environment_name(self.name)
 
     @property
     def choices(self) -> list[str]:
@@ -140,7 +146,7 @@ class Setting:
 
     def parse(self, value: Any) -> Any:
         """Return the value that the configuration keeps; raise ConfigError for a wrong one."""
-        shown = "" if self.secret else f"{value!r}: "
+        shown = f"{value!r}: "
         try:
             parsed = self.kind.parse(value)
         except (ValueError, TypeError) as error:
@@ -160,4 +166,4 @@ class Setting:
 def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
     """Return the field of a configuration that one row of the table describes."""
     row = Setting(kind=kind, default=default, help=help_text, **more)
-    return attrs.field(default=default, kw_only=True, repr=not row.secret, metadata={"row": row})
+    return attrs.field(default=default, kw_only=True, metadata={"row": row})

@@ -2,36 +2,37 @@
 
 Owns    the mappings of peers' segments, one an incarnation.
 Hears   reads, from any thread; `forget` when a member is dead.
-Says    generation words, loaded after the last byte of every page of the read. It judges nothing:
-        whether a word makes a hit is decided in one place, for all fabrics.
-Keeps   no byte outside a peer's page memory is read, and none outside the destination written.
-        No word is returned for a page whose bytes are not all there.
+Says    seals, loaded after the last byte of every page of the read. It judges nothing:
+        whether a seal makes a hit is decided in one place, for all fabrics.
+Keeps   a page's word is the record's generation before its first byte is copied, or no byte is.
+        No byte outside a peer's page memory is read, and none outside the destination written.
+        No seal is returned for a page whose bytes are not all there.
 Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S.
 
-The order "bytes, then word" needs loads that stay in order: x86-64 promises it. Other processors
-do not, and are served by rdma or tcp.
+The order "word, bytes, seal" is kept by fences in `memory/_seals.c`, on every processor.
 """
 
 from __future__ import annotations
 
-import platform
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 import numpy.typing as npt
 
-from peercache.errors import PeerCacheError, PeerUnreachable
+from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.copying import copy_pages
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
-from peercache.model.runs import U64
-from peercache.observability.log import WarnOnce, get_logger
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.seal import Seals, still_committed, unread_seals
+from peercache.observability.log import get_logger
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.trust.sharing import Sharing
 
 SEGMENTS_MAX = 64
 """A host runs a handful of nodes; each mapping may cost 2 MiB of page tables a GiB of pool."""
@@ -46,8 +47,6 @@ FAILURES_MAX = 1024
 CLOSE_PATIENCE_S = 5.0
 """How long `close` waits for reads in flight, which end by their own deadlines of 2 s."""
 
-ORDERED_PROCESSORS = ("x86_64", "AMD64")
-
 
 class ShmFabric:
     """Reads published memory of nodes on this host. Implements `Fabric`."""
@@ -58,46 +57,52 @@ class ShmFabric:
         self,
         *,
         boot_id: str,
-        verify_arch: bool = True,
+        sharing: Sharing | None = None,
+        folders: Container[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         between: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Start with no mapping.
 
-        boot_id:     of this host, `segment.layout.boot_id()`.
-        verify_arch: refuse processors that may reorder loads; only tests turn it off.
-        clock:       seconds, the clock of the deadlines.
-        between:     called between the bytes and the words of a read; only tests give one.
+        boot_id: of this host, `segment.layout.boot_id()`.
+        sharing: whose segments are mapped; None is this process's user and root.
+        folders: where segments are looked for: a peer could name a folder whose file system
+                 answers late or never. None is wherever the member says; only tests do.
+        clock:   seconds, the clock of the deadlines.
+        between: called between the bytes and the seals of a read; only tests give one.
+        before:  called between the first look and the bytes; only tests give one.
         """
         self._boot_id = boot_id
+        self._sharing = sharing if sharing is not None else Sharing.of()
+        self._folders = folders
         self._clock = clock
         self._between = between
+        self._before = before
         self._lock = threading.Lock()
         self._closed = False
         self._segments: OrderedDict[int, AttachedSegment] = OrderedDict()
         self._retry_at: OrderedDict[int, float] = OrderedDict()
-        self._keeps_order = not verify_arch or platform.machine() in ORDERED_PROCESSORS
-        self._warn_once = WarnOnce(get_logger())
 
     def reaches(self, member: Member) -> bool:
         """Return whether the member's segment is mapped here, or can be."""
         return self._segment(member) is not None
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
-        """Copy the pages, then load their words.
+        """Compare the words, copy the pages, then load their seals.
 
         Pages outside the peer's page memory are refused; those not copied by `deadline` are ODD,
         and come after all that were.
         """
-        words = np.full(len(read.offsets), ODD)
+        seals = unread_seals(len(read.offsets))
         segment = self._segment(read.member)
         if segment is None:
-            return Fetched(words, PEER_UNREACHABLE)
+            return Fetched(seals, PEER_UNREACHABLE)
         try:
             with segment.in_use():
-                return self._read(segment, read, deadline, words)
+                return self._read(segment, read, deadline, seals)
         except PeerUnreachable:
-            return Fetched(words, PEER_UNREACHABLE)
+            return Fetched(seals, PEER_UNREACHABLE)
 
     def forget(self, incarnation: int) -> None:
         """Unmap the segment of a dead member, after the last read that uses it."""
@@ -118,29 +123,39 @@ class ShmFabric:
             segment.close(max(0.0, until - self._clock()))
 
     def _read(
-        self, segment: AttachedSegment, read: PeerRead, deadline: float, words: U64
+        self, segment: AttachedSegment, read: PeerRead, deadline: float, seals: Seals
     ) -> Fetched:
         inside = _inside(segment, read)
         index = inside.nonzero()[0]
         runs, offsets = read.runs, read.offsets
         if len(index) < len(inside):
-            runs, offsets = runs.take(index), offsets[index]
+            offsets = offsets[index]
+        # Before the first byte: a record that names a later commit would vouch for older bytes.
+        words = segment.words(offsets)
+        is_there = still_committed(words, read.generations[index])
+        if not is_there.all():
+            seals["word"][index[~is_there]] = words[~is_there]
+            index, offsets = index[is_there], offsets[is_there]
+        if len(index) < len(inside):
+            runs = runs.take(index)
+        if self._before is not None:
+            self._before()
         addresses = offsets + np.uint64(segment.pages_address)
         count = copy_pages(runs, addresses, to_slots=False, deadline=deadline, clock=self._clock)
         if self._between is not None:
             self._between()
-        # After the bytes of all these pages, never before: see the module's docstring.
-        words[index[:count]] = segment.words(offsets[:count])
+        # After the bytes of all these pages, never before.
+        seals[index[:count]] = segment.seals(offsets[:count])
         if count < len(index):
             if self._clock() >= deadline:
-                return Fetched(words, DEADLINE)
+                return Fetched(seals, DEADLINE)
             # In time and not copied: an address that is not there, ours or a truncated file's.
             get_logger().warning("shm.copy_faulted", node=name_of(read.member.incarnation))
-            return Fetched(words, INTERNAL)
-        return Fetched(words, "" if len(index) == len(inside) else REFUSED)
+            return Fetched(seals, INTERNAL)
+        return Fetched(seals, "" if inside.all() else REFUSED)
 
     def _segment(self, member: Member) -> AttachedSegment | None:
-        if member.boot_id != self._boot_id or not member.segment or not self._may_order():
+        if member.boot_id != self._boot_id or not member.segment:
             return None
         incarnation = member.incarnation
         with self._lock:
@@ -166,7 +181,12 @@ class ShmFabric:
     def _open(self, member: Member) -> AttachedSegment | None:
         incarnation = Incarnation(member.incarnation)
         try:
-            found = AttachedSegment.open(member.segment, incarnation=incarnation, writable=False)
+            folder = os.path.dirname(member.segment)  # noqa: PTH120 - it is compared as text
+            if self._folders is not None and folder not in self._folders:
+                raise Rejected("segment", f"{folder} is no folder where this host has segments")
+            found = AttachedSegment.open(
+                member.segment, incarnation=incarnation, writable=False, sharing=self._sharing
+            )
         except PeerCacheError as error:
             self._retry_at[incarnation] = self._clock() + RETRY_S
             self._retry_at.move_to_end(incarnation)
@@ -178,16 +198,6 @@ class ShmFabric:
         get_logger().info("shm.attached", node=name_of(incarnation), bytes=found.page_bytes)
         return found
 
-    def _may_order(self) -> bool:
-        if not self._keeps_order:
-            self._warn_once(
-                "shm.processor_refused",
-                "",
-                processor=platform.machine(),
-                reason="it may reorder loads; peers on this host are read over rdma or tcp",
-            )
-        return self._keeps_order
-
 
 def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
     """Return which pages lie in the page memory, in whole, where slots may begin."""
@@ -196,7 +206,7 @@ def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
     # A sum could wrap around, a difference of checked numbers cannot.
     inside: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)
     inside &= offsets <= page_bytes - np.minimum(lengths, page_bytes)
-    # The word of an offset within a granule is another slot's.
+    # The seal of an offset within a granule is another slot's.
     inside &= offsets % granule == 0
     # The copy goes by the destination's size.
     inside &= lengths == read.runs.lengths

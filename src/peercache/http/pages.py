@@ -19,6 +19,8 @@ from peercache.observability.log import get_logger
 PAGE_FAILED = "http.page_failed"
 """Log event: making a page failed, which is a bug of ours."""
 
+UNAUTHORIZED = 401
+
 HEALTH_FAILED = "http.health_failed"
 """Log event: judging the health failed, which is a bug of ours."""
 
@@ -44,6 +46,11 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+
+
+def unauthorized(problem: str) -> Answer:
+    """Return the answer to a client that may not read a page; it tells nothing of the node."""
+    return _told(UNAUTHORIZED, {"error": problem})
 
 
 @attrs.frozen(eq=False)

@@ -1,11 +1,12 @@
 """The HTTP server of a node: h11 on the node's own trio loop, no thread per connection.
 
-Hears   one request a connection, from every host that can connect.
-Says    the answer of `Pages`, and closes.
+Hears   one request a connection, in clear text or, with certificates, over TLS: the first byte
+        tells which.
+Says    the answer of `Pages` where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.
-Limits  CONNECTIONS_MAX connections, CONNECTION_S seconds each, REQUEST_BYTES_MAX of head. A
-        connection beyond that replaces the oldest one without a request, so that idle connections
-        keep no probe out.
+Limits  CONNECTIONS_MAX connections, ADDRESS_MAX of one address, CONNECTION_S seconds each,
+        REQUEST_BYTES_MAX of head. A new connection is always taken: it replaces the one that needs
+        its place least, so that clients which ask and read nothing keep no probe out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import attrs
 import h11
@@ -22,11 +24,15 @@ from prometheus_client import CollectorRegistry
 from peercache.config.quantities import format_address
 from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
+from peercache.http.access import Access, HttpClient
 from peercache.http.overview import template
-from peercache.http.pages import Answer, Health, Pages
+from peercache.http.pages import UNAUTHORIZED, Answer, Health, Pages, unauthorized
 from peercache.model.member import Member
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
+ADDRESS_MAX = 32  # One host that opens many leaves half of the places to all others.
+HANDSHAKE_S = 5.0  # Two round trips, on a loop that may be busy.
+TLS_HANDSHAKE = 0x16  # The first byte of a TLS connection; no HTTP method begins with it.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
 REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.
 DISCARDED_BYTES_MAX = 64 * 1024  # A longer body is cut off by a reset instead.
@@ -44,6 +50,7 @@ async def serve_http(
     registry: CollectorRegistry,
     health: Callable[[], Health],
     members: Callable[[], Sequence[Member]],
+    access: Access,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve the pages of a node until cancelled; hand HOST:PORT to `task_status.started`.
@@ -55,7 +62,7 @@ async def serve_http(
     template()  # Loaded before the node serves, so that no request delays the loop.
     listening = await _listening(host, port)
     address = format_address(*listening.getsockname()[:2])
-    connections = _Connections(Pages(registry, health, members))
+    connections = _Connections(Pages(registry, health, members), access)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
         task_status.started(address)
@@ -69,59 +76,149 @@ async def serve_http(
                 await trio.sleep(ACCEPT_PAUSE_S)
 
 
+class _Phase(IntEnum):
+    """How far a connection is. The lower, the less its client loses when it is closed."""
+
+    ANSWERED = 0
+    """Its client has the answer, and should close."""
+    SILENT = 1
+    """Its client has sent no whole request."""
+    SLOW = 2
+    """Its client does not read its answer."""
+
+
+@attrs.define(eq=False)
+class _Held:
+    """One connection that is served."""
+
+    scope: trio.CancelScope
+    address: str
+    phase: _Phase = _Phase.SILENT
+
+
 @attrs.define(eq=False)
 class _Connections:
-    """Admits connections, one request each, and counts them."""
+    """Admits connections, one request each, and bounds them."""
 
     pages: Pages
-    count: int = 0
-    idle: dict[trio.CancelScope, None] = attrs.field(factory=dict)
-    """Those without a request, oldest first."""
+    access: Access
+    held: list[_Held] = attrs.field(factory=list)
+    """Oldest first."""
 
     async def admit(self, stream: trio.SocketStream) -> None:
         """Serve one connection and close it; no error of the other side leaves this method."""
         async with stream:
-            if self.count >= CONNECTIONS_MAX and not self._make_room():
-                return
-            self.count += 1
-            scope = trio.move_on_after(CONNECTION_S)
-            self.idle[scope] = None
             try:
-                with scope:
-                    await self._converse(stream, scope)
+                client = HttpClient(
+                    _end(stream.socket.getsockname()), _end(stream.socket.getpeername())
+                )
+            except OSError:
+                return  # The other side went away.
+            held = _Held(trio.move_on_after(CONNECTION_S), client.remote[0])
+            self._make_room(held.address)
+            self.held.append(held)
+            try:
+                with held.scope:
+                    await self._converse(stream, client, held)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return  # The other side went away.
             finally:
-                self.idle.pop(scope, None)
-                self.count -= 1
+                if held in self.held:
+                    self.held.remove(held)
 
-    def _make_room(self) -> bool:
-        """End the connection that has been idle longest, if there is one."""
-        if not self.idle:
-            return False
-        oldest = next(iter(self.idle))
-        del self.idle[oldest]
-        oldest.cancel()
-        return True
+    def _make_room(self, address: str) -> None:
+        """End connections until one more fits: of one address first, then of all."""
+        own = [held for held in self.held if held.address == address]
+        for held, most in ((own, ADDRESS_MAX), (self.held, CONNECTIONS_MAX)):
+            if len(held) >= most:
+                # min takes the first, which is the oldest, of equals.
+                least = min(held, key=lambda each: each.phase)
+                self.held.remove(least)
+                least.scope.cancel()
 
-    async def _converse(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    async def _converse(self, plain: trio.SocketStream, client: HttpClient, held: _Held) -> None:
+        first = await plain.receive_some(RECEIVE_BYTES)
+        if not first:
+            return
+        if first[0] != TLS_HANDSHAKE or self.access.ssl_context is None:
+            await self._serve(_Begun(plain, first), client, held)
+            return
+        stream = trio.SSLStream(
+            _Begun(plain, first), self.access.ssl_context, server_side=True, https_compatible=True
+        )
+        try:
+            with trio.fail_after(HANDSHAKE_S):
+                await stream.do_handshake()
+        except (trio.BrokenResourceError, trio.TooSlowError) as error:
+            cause = error.__cause__
+            reason = "" if cause is None else str(getattr(cause, "verify_message", "") or cause)
+            self.access.count("handshake", client, reason)
+            return
+        client = attrs.evolve(client, is_encrypted=True, certificate=stream.getpeercert() or None)
+        await self._serve(stream, client, held)
+
+    async def _serve(self, stream: trio.abc.Stream, client: HttpClient, held: _Held) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
         try:
             request = await _request(stream, connection)
         except h11.RemoteProtocolError as error:
             answer = Answer(error.error_status_hint, "text/plain", f"{error}\n".encode())
-            await _send(stream, connection, answer, is_head=False)
+            await _send(stream, connection, answer, held, is_head=False)
             return
         if request is None:
             return
-        self.idle.pop(scope, None)
-        accept = dict(request.headers).get(b"accept", b"").decode("latin-1")
+        headers = {name: value.decode("latin-1") for name, value in request.headers}
         method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
-        answer = self.pages.answer(method, target, accept)
-        await _send(stream, connection, answer, is_head=method == "HEAD")
+        refusal = self.access.refusal(
+            client, target.partition("?")[0], headers.get(b"authorization", "")
+        )
+        if refusal:
+            answer = unauthorized(refusal)
+        else:
+            answer = self.pages.answer(method, target, headers.get(b"accept", ""))
+        await _send(stream, connection, answer, held, is_head=method == "HEAD")
 
 
-async def _request(stream: trio.SocketStream, connection: h11.Connection) -> h11.Request | None:
+class _Begun(trio.abc.Stream):
+    """A stream of which the first bytes were read already."""
+
+    def __init__(self, stream: trio.SocketStream, first: bytes | bytearray) -> None:
+        self._stream = stream
+        self._first = bytes(first)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """Return the first bytes, then what comes."""
+        if self._first:
+            size = len(self._first) if max_bytes is None else max_bytes
+            taken, self._first = self._first[:size], self._first[size:]
+            await trio.lowlevel.checkpoint()
+            return taken
+        return await self._stream.receive_some(max_bytes)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all."""
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Wait until there is room."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        """Say that nothing more will be sent."""
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self._stream.aclose()
+
+
+def _end(name: object) -> tuple[str, int]:
+    """Return (host, port) of one end; an IPv4 address within IPv6 as IPv4."""
+    assert isinstance(name, tuple), "of a TCP socket"
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
+
+
+async def _request(stream: trio.abc.Stream, connection: h11.Connection) -> h11.Request | None:
     """Return the head of the request, or None if the other side closed without one."""
     while True:
         event = connection.next_event()
@@ -129,11 +226,16 @@ async def _request(stream: trio.SocketStream, connection: h11.Connection) -> h11
             return event
         if event is not h11.NEED_DATA:
             return None
-        connection.receive_data(await stream.receive_some(RECEIVE_BYTES))
+        connection.receive_data(bytes(await stream.receive_some(RECEIVE_BYTES)))
 
 
 async def _send(
-    stream: trio.SocketStream, connection: h11.Connection, answer: Answer, *, is_head: bool
+    stream: trio.abc.Stream,
+    connection: h11.Connection,
+    answer: Answer,
+    held: _Held,
+    *,
+    is_head: bool,
 ) -> None:
     headers = [
         ("content-type", answer.content_type),
@@ -141,11 +243,18 @@ async def _send(
         ("cache-control", "no-store"),
         ("connection", "close"),
     ]
+    if answer.status == UNAUTHORIZED:
+        headers.append(("www-authenticate", "Bearer"))
     raw = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
     if not is_head:
         raw += connection.send(h11.Data(data=answer.body)) or b""
     raw += connection.send(h11.EndOfMessage()) or b""
+    held.phase = _Phase.SLOW
     await stream.send_all(raw)
+    held.phase = _Phase.ANSWERED
+    if not isinstance(stream, _Begun):
+        await stream.aclose()  # TLS says itself that nothing more will come.
+        return
     await stream.send_eof()
     # Closing with unread bytes would reset the connection, and the answer might be lost with it.
     discarded_bytes = 0

@@ -1,7 +1,9 @@
-"""Loads the compiled library, `libpeercache.so`, and refuses one that does not fit this package.
+"""Loads the compiled libraries, and refuses one that does not fit this package.
 
-The library is a required part: a wheel carries it, and an installation from source compiles it. It
-is plain C behind ctypes, so one library fits every version of Python.
+`libpeercache.so` is a required part: a wheel carries it, and an installation from source compiles
+it. `libpeercache_tls.so` is linked with OpenSSL and needed for TLS only: an installation from
+source has it where OpenSSL's headers were there. Both are plain C behind ctypes, so they fit every
+version of Python.
 """
 
 from __future__ import annotations
@@ -14,28 +16,31 @@ from typing import Any
 
 from peercache.errors import BrokenInstallation
 from peercache.installation.distribution import PACKAGE, how_to_install, refuse_other_project
-from peercache.installation.sources import digest_of
+from peercache.installation.sources import SOURCES, TLS_SOURCES, digest_of
 
 LIBRARY = "installation/libpeercache.so"
+TLS_LIBRARY = "installation/libpeercache_tls.so"
 
 
-def checked_library(package: Path) -> str:
+def checked_library(
+    package: Path, library: str = LIBRARY, sources: tuple[str, ...] = SOURCES
+) -> str:
     """Return the path of a package's library; raise BrokenInstallation if it cannot be used."""
-    path = package / LIBRARY
+    path = package / library
     if not path.exists():
         raise BrokenInstallation(f"the compiled library {path} is missing", how_to_install(package))
     try:
-        expected = digest_of(package)
+        expected = digest_of(package, sources)
     except OSError as error:
         problem = f"the C source {error.filename} is missing"
         raise BrokenInstallation(problem, how_to_install(package)) from error
     try:
-        sources = ctypes.CDLL(os.fspath(path)).peercache_sources
+        identity = ctypes.CDLL(os.fspath(path)).peercache_sources
     except (OSError, AttributeError) as error:
         problem = f"the compiled library {path} cannot be loaded ({error})"
         raise BrokenInstallation(problem, how_to_install(package)) from error
-    sources.restype = ctypes.c_char_p
-    if sources().decode() != expected:
+    identity.restype = ctypes.c_char_p
+    if identity().decode() != expected:
         # A structure that the two sides see differently would be a crash, or wrong bytes.
         problem = f"the compiled library {path} is stale: its C sources have changed since"
         raise BrokenInstallation(problem, how_to_install(package))
@@ -52,6 +57,26 @@ def load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     refuse_other_project()
     path = checked_library(PACKAGE)
     return ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path, use_errno=True)
+
+
+@functools.cache
+def load_tls() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Return the library with OpenSSL twice, as `load` does; raise BrokenInstallation."""
+    if not (PACKAGE / TLS_LIBRARY).exists():
+        raise BrokenInstallation(
+            "TLS is configured, and this installation was compiled without OpenSSL",
+            "install OpenSSL's headers (Debian, Ubuntu: apt-get install libssl-dev; Red Hat: dnf "
+            f"install openssl-devel), then {how_to_install(PACKAGE)}",
+        )
+    path = checked_library(PACKAGE, TLS_LIBRARY, TLS_SOURCES)
+    return ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path, use_errno=True)
+
+
+def tls_function(name: str, result: Any, *arguments: Any, keeps_gil: bool = False) -> Any:
+    """Return a function of the library with OpenSSL, as `function` does."""
+    found = getattr(load_tls()[keeps_gil], name)
+    found.restype, found.argtypes = result, arguments
+    return found
 
 
 def function(name: str, result: Any, *arguments: Any, keeps_gil: bool = False) -> Any:

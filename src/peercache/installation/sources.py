@@ -1,4 +1,4 @@
-"""The C sources of the compiled library, and the digest that ties a library to its sources.
+"""The C sources of the compiled libraries, and the digest that ties a library to its sources.
 
 `setup.py` runs this file by its path, so it imports the standard library only.
 """
@@ -11,16 +11,32 @@ from pathlib import Path
 SOURCES = (
     "installation/_identity.c",
     "memory/_scatter.c",
+    "memory/_seals.c",
     "fabric/tcp/_receiving.c",
+    "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",
 )
-"""Every C source, relative to the package's folder."""
+"""What is compiled into the library that every installation has, below the package's folder."""
+
+TLS_SOURCES = (
+    "installation/_identity.c",
+    "fabric/tcp/_tls.c",
+    "fabric/tcp/_tls_context.c",
+    "fabric/tcp/_tls_pair.c",
+)
+"""What is compiled into the library with OpenSSL, which an installation may lack."""
+
+HEADERS = ("fabric/tcp/_serving.h", "fabric/tcp/_tls.h")
+"""What sources of both libraries include."""
 
 
-def digest_of(package: Path) -> str:
-    """Return the digest of the sources below a package's folder; raises OSError if one is gone."""
+def digest_of(package: Path, sources: tuple[str, ...] = SOURCES) -> str:
+    """Return the digest of a library's sources; raises OSError if one is gone.
+
+    package: the folder that they are below.
+    """
     digest = hashlib.sha256()
-    for name in SOURCES:
+    for name in (*sources, *HEADERS):
         source = (package / name).read_bytes()
         digest.update(b"%s %d\n" % (name.encode(), len(source)))
         digest.update(source)

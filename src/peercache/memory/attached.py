@@ -1,6 +1,6 @@
 """A segment of another process, mapped here: to read pages of it, or to write into reserved slots.
 
-Owns    two mappings: header and words, read-only always; page memory, writable for a writer.
+Owns    two mappings: header and seals, read-only always; page memory, writable for a writer.
 Keeps   nothing is unmapped under a copy: uses are counted, and the last one unmaps after `close`.
         The content of a file is used only after its size and its incarnation match.
         Memory that the owner has not populated is never touched: this process would pay for it.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,9 +21,11 @@ import numpy as np
 from peercache.errors import PeerUnreachable, Rejected
 from peercache.memory.kernel import Bytes, address_of, prefault, unfault
 from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
+from peercache.memory.seals import load_seals, load_words
 from peercache.model.ids import Incarnation, name_of
-from peercache.model.reads import ODD
-from peercache.model.runs import U64
+from peercache.model.runs import I64, U64
+from peercache.model.seal import ODD, SEAL, Seals, unread_seals
+from peercache.trust.sharing import Sharing
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
 """A few milliseconds of page tables."""
@@ -34,7 +35,7 @@ class AttachedSegment:
     """A mapped segment of another process. Every method may be called from any thread.
 
     incarnation:   whose it is.
-    granule:       bytes a generation word stands for.
+    granule:       bytes a seal stands for.
     page_bytes:    size of the page memory.
     pages_address: where the page memory begins in our address space; only within `in_use`.
     """
@@ -62,28 +63,32 @@ class AttachedSegment:
             read_only | mmap.PROT_WRITE if writable else read_only,
             offset=layout.pages_offset,
         )
-        self._words: U64 = np.frombuffer(
-            self._head, np.uint64, layout.words_count, layout.words_offset
+        self._seals: Seals = np.frombuffer(
+            self._head, SEAL, layout.seals_count, layout.seals_offset
         )
         self._pages: Bytes = np.frombuffer(self._body, np.uint8)
         self.pages_address = address_of(self._pages)
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, incarnation: Incarnation, writable: bool
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        incarnation: Incarnation,
+        writable: bool,
+        sharing: Sharing | None = None,
     ) -> AttachedSegment:
         """Map the segment of a node.
 
+        sharing: whose files are mapped; None is this process's user and root. The owner of a mapped
+                 file could truncate it during a copy, which would end this process.
         Raises PeerUnreachable if there is no such file here, Rejected if it is anything but the
-        segment of this incarnation, whole, and open to us.
+        segment of this incarnation, whole, of a sharing uid, and open to us.
         """
         if Path(path).name != segment_name(incarnation):
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
-        # O_NONBLOCK: the path came from a peer, and opening a pipe would wait for its other end.
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        flags |= os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            file = os.open(path, flags)
+            file = _opened(Path(path), os.O_RDWR if writable else os.O_RDONLY, sharing)
         except FileNotFoundError as error:
             raise PeerUnreachable(f"{path}, which is not there") from error
         except (OSError, ValueError) as error:
@@ -115,16 +120,24 @@ class AttachedSegment:
                 self._unmap()
 
     def words(self, offsets: U64) -> U64:
-        """Load the generation word of each slot now, one aligned 8-byte load each; within `in_use`.
+        """Load the word of each slot's seal now, before a byte of the slots; within `in_use`.
 
         offsets: (n,) uint64, within the page memory. Returns (n,) uint64; ODD for all if the file
         was cut short under us, where a load would be a bus error.
         """
-        if os.fstat(self._file).st_size < self._layout.pages_offset:
+        if self._is_cut_short():
             return np.full(len(offsets), ODD)
-        index = (offsets // np.uint64(self.granule)).astype(np.int64)
-        loaded: U64 = self._words[index]
-        return loaded
+        return load_words(self._seals, self._seal_indices(offsets))
+
+    def seals(self, offsets: U64) -> Seals:
+        """Load the seal of each slot now, after the bytes of the slots; within `in_use`.
+
+        offsets: (n,) uint64, within the page memory. Returns (n,) SEAL; unread ones for all if the
+        file was cut short under us.
+        """
+        if self._is_cut_short():
+            return unread_seals(len(offsets))
+        return load_seals(self._seals, self._seal_indices(offsets))
 
     def populate(self) -> int:
         """Fill our page tables for what the owner has populated; return how many bytes, in all.
@@ -151,6 +164,14 @@ class AttachedSegment:
         with self._changed:
             return self._changed.wait_for(lambda: self._unmapped, timeout_s)
 
+    def _is_cut_short(self) -> bool:
+        return os.fstat(self._file).st_size < self._layout.pages_offset
+
+    def _seal_indices(self, offsets: U64) -> I64:
+        # A name with its type: what numpy's stubs infer here depends on their version.
+        indices: I64 = (offsets // np.uint64(self.granule)).astype(np.int64)
+        return indices
+
     def _populate_chunk(self) -> bool:
         with self.in_use():
             begin = self._populated_bytes
@@ -176,9 +197,9 @@ class AttachedSegment:
         # Exactly one caller gets here: the first `close`, or the last user after it.
         unfault(self._pages)
         self.pages_address = 0
-        self._words = np.empty(0, np.uint64)
+        self._seals = np.empty(0, SEAL)
         self._pages = np.empty(0, np.uint8)
-        # A caller that took a word outside `in_use` may hold a view for an instant: then the
+        # A caller that took a seal outside `in_use` may hold a view for an instant: then the
         # views' own references end the mapping, and this is no error.
         for mapping in (self._body, self._head):
             with suppress(BufferError):
@@ -189,10 +210,17 @@ class AttachedSegment:
             self._changed.notify_all()
 
 
+def _opened(path: Path, flags: int, sharing: Sharing | None) -> int:
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        what = f"the segment {path}"
+        return (sharing or Sharing.of()).open_file(path.name, flags, folder=folder, what=what)
+    finally:
+        os.close(folder)
+
+
 def _checked(file: int, incarnation: Incarnation) -> tuple[Header, Layout]:
     found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise Rejected("segment", "no regular file")
     header = parse_header(os.pread(file, HEADER_BYTES, 0))
     if header.incarnation != incarnation:
         raise Rejected(

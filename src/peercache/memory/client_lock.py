@@ -4,6 +4,9 @@ A reservation ends when its client's process exits, never by time: a stopped cli
 writing. So each client holds a POSIX record lock on a private file for as long as it lives. The
 kernel keeps it while the process is stopped, drops it the moment the process dies, and does not
 hand it to a forked child.
+
+The file holds a random secret, which the client shows in its Hello: only a process that may read
+the file can speak for the client.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import struct
 import time
 from contextlib import suppress
@@ -20,10 +24,19 @@ from typing import final
 
 from peercache.errors import ConfigError, Rejected
 from peercache.model.ids import name_of
+from peercache.trust.sharing import (
+    GROUP_FOLDER_MODE,
+    PRIVATE_FOLDER_MODE,
+    ROOT_UID,
+    Sharing,
+)
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi4x")
 _NAME = re.compile(r"[0-9a-f]{16}\.lock")
+
+SECRET_BYTES = 32
+"""Length of the secret in a lock file."""
 
 LOCK_ATTEMPTS = 50
 LOCK_RETRY_S = 0.01
@@ -40,43 +53,106 @@ def lock_name(client: int) -> str:
     return f"{name_of(client)}.lock"
 
 
+def make_folder(home: str, sharing: Sharing) -> None:
+    """Make the folder for the lock files; raise ConfigError for one of another uid, or OSError.
+
+    The node makes it, so that it is the node's, whatever uid the first client has.
+    """
+    try:
+        os.close(_open_folder(folder_of(home), sharing))
+    except Rejected as refusal:
+        raise ConfigError("home", refusal.detail) from refusal
+
+
+def remove_folder(home: str) -> None:
+    """Remove the folder for the lock files, unless clients still hold some."""
+    with suppress(OSError):
+        folder_of(home).rmdir()
+
+
+def _open_folder(path: Path, sharing: Sharing) -> int:
+    """Return a descriptor of the folder, made if it is missing; raise Rejected or OSError."""
+    try:
+        path.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True)
+        is_new = True
+    except FileExistsError:
+        is_new = False
+    folder = sharing.open_folder(path, follow=False)
+    if is_new:
+        try:
+            sharing.open_to_group(folder, GROUP_FOLDER_MODE)
+        except BaseException:
+            os.close(folder)
+            raise
+    return folder
+
+
 @final
 class ClientLock:
     """Held by a client, on a file of its own, until `release` or the end of the process."""
 
-    def __init__(self, home: str, client: int) -> None:
+    def __init__(self, home: str, client: int, sharing: Sharing) -> None:
         """Make and lock the file; raise ConfigError where that cannot be."""
         self.name = lock_name(client)
-        self._path = folder_of(home) / self.name
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._sharing = sharing
+        self._folder = folder_of(home)
         try:
             self._fd = self._locked()
+        except Rejected as refusal:
+            raise ConfigError("home", refusal.detail) from refusal
         except OSError as error:
-            raise ConfigError("home", f"cannot lock {self._path}: {error.strerror}") from error
+            path = self._folder / self.name
+            raise ConfigError("home", f"cannot lock {path}: {error.strerror}") from error
 
     def _locked(self) -> int:
         for _ in range(LOCK_ATTEMPTS):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                folder = _open_folder(self._folder, self._sharing)
             except FileNotFoundError:
-                continue  # The last client that left has just removed the folder.
+                continue  # A node that stops has just removed the folder.
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A node that starts removes files without a lock; it may have caught this one.
-                if self._path.stat().st_ino == os.fstat(file).st_ino:
-                    return file
-            except (BlockingIOError, FileNotFoundError):
-                pass
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
+                file = self._locked_in(folder)
+            except FileNotFoundError:
+                continue
+            finally:
+                os.close(folder)
+            if file is not None:
+                return file
             time.sleep(LOCK_RETRY_S)
         raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
 
+    def _locked_in(self, folder: int) -> int | None:
+        """Return the locked file, None if a node that starts is just removing it."""
+        flags = os.O_CREAT | os.O_RDWR
+        what = f"the lock file {self._folder / self.name}"
+        file = self._sharing.open_file(self.name, flags, folder=folder, what=what)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A node that starts removes files without a lock; it may have caught this one.
+            if os.path.samestat(os.stat(self.name, dir_fd=folder), os.fstat(file)):
+                self._give_to_node(file, os.fstat(folder).st_uid)
+                # A node reads it only after a Hello, which comes later.
+                os.ftruncate(file, 0)
+                os.pwrite(file, self.secret, 0)
+                return file
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+        return None
+
+    def _give_to_node(self, file: int, node_uid: int) -> None:
+        """Let the node read the secret where it is of another uid than this process."""
+        self._sharing.open_to_group(file)
+        if node_uid != self._sharing.uid == ROOT_UID:
+            os.fchown(file, node_uid, -1)
+
     def release(self) -> None:
         """Remove the file and release the lock: the client will write no more."""
-        _remove(self._path)
+        _remove(self._folder, self.name, self._sharing)
         os.close(self._fd)
 
 
@@ -89,21 +165,34 @@ class LockProbe:
     release that lock.
     """
 
-    def __init__(self, home: str, name: str) -> None:
+    def __init__(self, home: str, name: str, sharing: Sharing) -> None:
         """Open the lock file `name` of the home folder; Rejected if it is not there."""
         if not _NAME.fullmatch(name):
             raise Rejected("lock", f"{name!r} is not the name of a client's lock file")
-        self._path = folder_of(home) / name
+        self._sharing = sharing
+        self._folder = folder_of(home)
+        self._name = name
+        path = self._folder / name
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            folder = sharing.open_folder(self._folder, follow=False)
+            try:
+                what = f"the lock file {path}"
+                self._fd = sharing.open_file(name, os.O_RDWR, folder=folder, what=what)
+            finally:
+                os.close(folder)
         except OSError as error:
-            raise Rejected("lock", f"cannot open {self._path}: {error.strerror}") from error
+            raise Rejected("lock", f"cannot open {path}: {error.strerror}") from error
 
     def is_held(self) -> bool:
         """Return whether the client's process lives."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
+
+    def secret(self) -> bytes:
+        """Return the secret in the file; empty if the client has written none."""
+        found = os.pread(self._fd, SECRET_BYTES + 1, 0)
+        return found if len(found) == SECRET_BYTES else b""
 
     def take(self) -> bool:
         """Take the lock until `close`, unless it is held; return whether it was free."""
@@ -116,23 +205,25 @@ class LockProbe:
     def close(self, *, remove: bool) -> None:
         """Close, and remove the file of a client that is gone."""
         if remove:
-            _remove(self._path)
+            _remove(self._folder, self._name, self._sharing)
         os.close(self._fd)
 
 
-def _remove(path: Path) -> None:
-    """Remove a lock file, and the folder with the last one."""
+def _remove(folder: Path, name: str, sharing: Sharing) -> None:
     # What cannot be removed is no reason to keep the lock.
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+    with suppress(OSError, Rejected):
+        opened = sharing.open_folder(folder, follow=False)
+        try:
+            os.unlink(name, dir_fd=opened)
+        finally:
+            os.close(opened)
 
 
-def remove_dead_locks(home: str) -> None:
+def remove_dead_locks(home: str, sharing: Sharing) -> None:
     """Remove the lock files of clients that died while no node was looking."""
     for path in sorted(folder_of(home).glob("*.lock")):
         try:
-            probe = LockProbe(home, path.name)
+            probe = LockProbe(home, path.name, sharing)
         except Rejected:
             continue
         probe.close(remove=probe.take())

@@ -61,6 +61,14 @@ def mounted(mounts: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
+def hugetlbfs_folders() -> tuple[str, ...]:
+    """Return the folders in which nodes of this host keep segments in huge pages."""
+    try:
+        return tuple(folder for folder, _ in mounted(_MOUNTS.read_text(encoding="utf-8")))
+    except OSError:
+        return ()
+
+
 def missing(name: str, needed: int, supply: Supply) -> str:
     """Return "" or what is missing, with the line that makes it."""
     if supply.free >= needed:

@@ -1,7 +1,11 @@
-"""The layout of a published segment: header | generation words | page memory.
+"""The layout of a published segment: header | seals | page memory.
 
-One aligned 64-bit word a granule; a slot's word is that of its first granule, `offset // granule`,
-whatever the slot's size, so a record's word never moves. Nothing here is ever resized.
+One aligned 32-byte seal a granule; a slot's seal is that of its first granule, `offset // granule`,
+whatever the slot's size, so a record's seal never moves. Nothing here is ever resized.
+
+Layout version history:
+    1  the first: an 8-byte generation word a granule.
+    2  a seal a granule.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ import attrs
 
 from peercache.errors import Rejected
 from peercache.model.ids import Incarnation, name_of
+from peercache.model.seal import SEAL_BYTES
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 HEADER_BYTES = 4096
-WORD_BYTES = 8
 GRANULE_BYTES_MIN = 4096
 PAGE_MEMORY_BYTES_MAX = 2**50
 """A petabyte: no host has it, and sums of sizes below it cannot overflow."""
@@ -40,9 +44,9 @@ assert _HEADER.size <= HEADER_BYTES, _HEADER.size
 class Layout:
     """Offsets and sizes of one segment, in bytes.
 
-    granule:      bytes a generation word stands for.
+    granule:      bytes a seal stands for.
     page_bytes:   page memory, whole granules.
-    words_offset: where the generation words begin in the file.
+    seals_offset: where the seals begin in the file.
     pages_offset: where the page memory begins; on a huge page unless the pool is smaller than one.
     total_bytes:  size of the file.
     huge_page_bytes: size of the pages that the file is made of, 0 for normal ones.
@@ -50,7 +54,7 @@ class Layout:
 
     granule: int
     page_bytes: int
-    words_offset: int
+    seals_offset: int
     pages_offset: int
     total_bytes: int
     huge_page_bytes: int = 0
@@ -69,27 +73,27 @@ class Layout:
         whole = page_bytes // unit * unit
         alignment = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
         alignment = huge_page_bytes or alignment
-        words_end = HEADER_BYTES + whole // granule * WORD_BYTES
-        pages_offset = -(-words_end // alignment) * alignment
+        seals_end = HEADER_BYTES + whole // granule * SEAL_BYTES
+        pages_offset = -(-seals_end // alignment) * alignment
         total = pages_offset + whole
         return cls(granule, whole, HEADER_BYTES, pages_offset, total, huge_page_bytes)
 
     @property
-    def words_count(self) -> int:
-        """Return the number of generation words: one a granule."""
+    def seals_count(self) -> int:
+        """Return the number of seals: one a granule."""
         return self.page_bytes // self.granule
 
     @property
-    def words_end(self) -> int:
-        """Return where the generation words end in the file."""
-        return self.words_offset + self.words_count * WORD_BYTES
+    def seals_end(self) -> int:
+        """Return where the seals end in the file."""
+        return self.seals_offset + self.seals_count * SEAL_BYTES
 
     @property
     def memory_bytes(self) -> int:
         """Return the memory that the file takes: a gap before aligned normal pages takes none."""
         if self.huge_page_bytes:
             return self.total_bytes
-        return self.words_end + self.page_bytes
+        return self.seals_end + self.page_bytes
 
 
 @attrs.frozen

@@ -1,12 +1,11 @@
 """The published segment, as its owner holds it.
 
-Owns    one file in shm_dir, mode 0600, under a lock that lives and dies with this process: a
-process that
-        can take the lock knows that the owner is dead.
-Keeps   only `store_words` changes a generation word, each by one aligned 8-byte store.
+Owns    one file in shm_dir, mode 0600 or 0660 for a sharing group, under a lock that lives and dies
+        with this process: a process that can take the lock knows that the owner is dead.
+Keeps   only `store_words` changes a seal: the word by one aligned 8-byte store, after the rest.
         No memory is touched before the file system has promised it: a full one is an error at
         start or while populating, never a bus error later.
-        The words of slots that were never committed are odd.
+        The words of slots that were never reserved are zero, which no record carries.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for the populating thread.
 """
 
@@ -25,9 +24,12 @@ import numpy.typing as npt
 from peercache.errors import AddressTaken, PoolTooLarge
 from peercache.memory.kernel import Bytes, prefault, unfault
 from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
+from peercache.memory.seals import store
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import Incarnation
 from peercache.model.runs import I64, U64
+from peercache.model.seal import SEAL, Seals
+from peercache.trust.sharing import Sharing
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
 """About 10 ms of zeroing, in which the kernel lets no thread of the process map memory."""
@@ -36,9 +38,6 @@ CREATE_ATTEMPTS_MAX = 100
 """Each failed attempt means that another node's start removed the new file as a leftover in the
 microseconds before it was locked; a hundred in a row do not happen."""
 
-NEVER_COMMITTED = np.uint64(1)
-"""A word that no record can carry, for slots that hold nothing yet."""
-
 
 class PublishedSegment:
     """A node's own segment. `populate` may run in a thread beside everything else.
@@ -46,7 +45,8 @@ class PublishedSegment:
     path:        the file.
     layout:      where things lie in it.
     incarnation: the node's.
-    words:       (words_count,) uint64, the generation words; change them with `store_words` only.
+    seals:       (seals_count,) SEAL; change them with `store_words` only.
+    words:       (seals_count,) uint64, the words of the seals, a view.
     pages:       (page_bytes,) uint8, the page memory; touch none of it beyond `usable_bytes`.
     """
 
@@ -62,19 +62,20 @@ class PublishedSegment:
         self._closed = False
         mapping = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED)
         self._whole: Bytes = np.frombuffer(mapping, np.uint8)
-        self.words: U64 = np.frombuffer(mapping, np.uint64, layout.words_count, layout.words_offset)
+        self.seals: Seals = np.frombuffer(mapping, SEAL, layout.seals_count, layout.seals_offset)
+        self.words: U64 = self.seals["word"]
         self.pages: Bytes = self._whole[layout.pages_offset :]
 
     @classmethod
     def create(
         cls, shm_dir: str | os.PathLike[str], *, incarnation: Incarnation, page_bytes: int,
-        granule: int, huge_page_bytes: int = 0,
+        granule: int, huge_page_bytes: int = 0, sharing: Sharing | None = None,
     ) -> PublishedSegment:  # fmt: skip
-        """Make the file, its header and its words; the page memory comes with `populate`.
+        """Make the file, its header and its seals; the page memory comes with `populate`.
 
         Raises PoolTooLarge where shm_dir has no room, AddressTaken where the file is there already,
         OSError where shm_dir cannot be used at all. With `huge_page_bytes` shm_dir is on a
-        hugetlbfs of such pages.
+        hugetlbfs of such pages. The file is open to the group of `sharing`, if it names one.
         """
         layout = Layout.of(page_bytes, granule, huge_page_bytes)
         path = Path(shm_dir) / segment_name(incarnation)
@@ -84,11 +85,11 @@ class PublishedSegment:
             raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
         file = _create_locked(path)
         try:
+            if sharing is not None:
+                sharing.open_to_group(file)
             os.ftruncate(file, layout.total_bytes)
-            _reserve(file, 0, layout.words_end, path, layout)
+            _reserve(file, 0, layout.seals_end, path, layout)
             segment = cls(path, file, layout, incarnation)
-            # Odd before the header is there: no reader accepts a slot that was never committed.
-            segment.words.fill(NEVER_COMMITTED)
             raw = pack_header(
                 Header(incarnation, layout.granule, layout.page_bytes, boot_id(), huge_page_bytes)
             )
@@ -123,25 +124,18 @@ class PublishedSegment:
                 self.usable_bytes = end
         return self.usable_bytes
 
-    def store_words(self, indices: I64, values: U64) -> None:
-        """Store `values[i]` at word `indices[i]`, in order, each as one aligned 8-byte store.
+    def store_words(self, indices: I64, values: U64, named: Seals | None = None) -> None:
+        """Store `values[i]` at word `indices[i]`, in order; see `memory.seals.store`.
 
         indices: (n,) int64, granules of the page memory. values: (n,) uint64.
+        named:   (n,) SEAL, whose key, space and length are stored before the words.
         """
-        assert indices.dtype == np.int64, indices.dtype
-        assert values.dtype == np.uint64, values.dtype
-        assert indices.shape == values.shape, (indices.shape, values.shape)
-        if len(indices) == 0:
-            return
-        # A negative index would count from the end, and change another slot's word.
-        assert int(indices.min()) >= 0, indices
-        # Equal, aligned types: numpy moves each item as one machine word.
-        self.words[indices] = values
+        store(self.seals, indices, values, named)
 
     def close(self) -> None:
         """Unlink the file and let go of the memory, after a step of `populate` in progress.
 
-        A holder of `words` or `pages` keeps the memory mapped until it drops them.
+        A holder of `seals`, `words` or `pages` keeps the memory mapped until it drops them.
         """
         with self._populating:
             if self._closed:
@@ -153,6 +147,7 @@ class PublishedSegment:
         unfault(self._whole)
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._whole = self.pages = empty
+        self.seals = np.empty(0, SEAL)
         self.words = np.empty(0, np.uint64)
         os.close(self._file)
 

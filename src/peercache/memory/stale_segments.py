@@ -9,30 +9,37 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
-from pathlib import Path
 
+from peercache.errors import Rejected
 from peercache.memory.layout import is_segment_name
 from peercache.observability.log import get_logger
+from peercache.trust.sharing import Sharing
 
 
-def remove_leftovers(shm_dir: str | os.PathLike[str]) -> list[str]:
+def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = None) -> list[str]:
     """Unlink the segments of dead processes; return their names, sorted.
 
+    sharing: whose files may go; None is this process's user and root.
     Never raises for a single file: one that cannot be looked at stays.
     """
-    folder = Path(shm_dir)
     try:
-        names = sorted(name for name in os.listdir(folder) if is_segment_name(name))  # noqa: PTH208 - names are wanted, not paths
+        folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        get_logger().warning("segment.scan_failed", shm_dir=str(folder), reason=str(error))
+        get_logger().warning("segment.scan_failed", shm_dir=str(shm_dir), reason=str(error))
         return []
+    try:
+        return _removed(folder, sharing or Sharing.of())
+    finally:
+        os.close(folder)
+
+
+def _removed(folder: int, sharing: Sharing) -> list[str]:
     removed = []
-    for name in names:
+    for name in sorted(name for name in os.listdir(folder) if is_segment_name(name)):
         try:
-            if _remove_if_dead(folder / name):
+            if _remove_if_dead(name, folder, sharing):
                 removed.append(name)
-        except OSError as error:  # noqa: PERF203 - one bad file must not keep the others
+        except (OSError, Rejected) as error:  # noqa: PERF203 - one bad file must not keep the others
             # Gone meanwhile, another user's, or no segment at all.
             get_logger().debug("segment.leftover_kept", name=name, reason=str(error))
     if removed:
@@ -40,14 +47,9 @@ def remove_leftovers(shm_dir: str | os.PathLike[str]) -> list[str]:
     return removed
 
 
-def _remove_if_dead(path: Path) -> bool:
-    # O_NONBLOCK: a pipe by such a name must not stop the start of a node.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags)
+def _remove_if_dead(name: str, folder: int, sharing: Sharing) -> bool:
+    file = sharing.open_file(name, os.O_RDONLY, folder=folder, what=f"the segment {name}")
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -55,9 +57,10 @@ def _remove_if_dead(path: Path) -> bool:
         # Only while we hold the lock of the very file that has the name may the name go. A node
         # that is just starting waits for this lock, then sees that its name is gone, and tries
         # again; without this look, we could remove the name of that second file.
-        if not os.path.samestat(path.lstat(), found):
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not os.path.samestat(named, os.fstat(file)):
             return False
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
         return True
     finally:
         os.close(file)

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
+
+TOKENS_KEPT_MEMBERS = 4096
+"""Members whose tokens are remembered, 1.3 KB each: most members of a new ring were in the last
+one, and hashing is most of the time that a ring takes."""
 
 
 class HashRing:
@@ -30,8 +35,8 @@ class HashRing:
         tokens = [_tokens(member, virtual_nodes) for member in self.members]
         points = np.concatenate([np.empty(0, np.uint64), *tokens])
         places = np.repeat(np.arange(len(self.members)), virtual_nodes)
-        # Equal tokens, if ever, stand in the order of their members: the same on every node.
-        order = np.lexsort((places, points))
+        # Equal tokens, if ever, stay in the order of their members: the same on every node.
+        order = np.argsort(points, kind="stable")
         self._tokens = points[order]
         self.table = self._successors(places[order])
         """For each arc its owners, as places in `members`: (arcs, replicas)."""
@@ -56,25 +61,29 @@ class HashRing:
 
     def _successors(self, clockwise: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return for each arc the places of its first `replicas` distinct members, clockwise."""
-        arcs = np.arange(len(clockwise))
-        table = np.full((len(clockwise), self.replicas), -1, np.intp)
-        filled = np.zeros(len(clockwise), np.intp)
-        step = 0
-        while len(arcs):
-            found = clockwise[(arcs + step) % len(clockwise)]
-            fresh = (table[arcs] != found[:, None]).all(axis=1)
-            rows = arcs[fresh]
-            table[rows, filled[rows]] = found[fresh]
-            filled[rows] += 1
-            arcs = arcs[filled[arcs] < self.replicas]
-            step += 1
-        return table
+        columns = [clockwise]
+        at = np.arange(len(clockwise))
+        while len(columns) < self.replicas:
+            # One arc further, and again where the member of that arc is an owner already: there are
+            # no fewer members than replicas, so this ends.
+            owner = np.empty_like(clockwise)
+            again = np.arange(len(clockwise))
+            while len(again):
+                at[again] += 1
+                found = clockwise[at[again] % len(clockwise)]
+                owner[again] = found
+                again = again[np.any([column[again] == found for column in columns], axis=0)]
+            columns.append(owner)
+        return np.stack(columns, axis=1)[:, : self.replicas]
 
 
+@lru_cache(maxsize=TOKENS_KEPT_MEMBERS)
 def _tokens(member: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return a member's places on the circle, (count,): eight from each hash."""
+    """Return a member's places on the circle, (count,), read-only: eight from each hash."""
     seed = member.to_bytes(8, "little")
     hashed = [
         hashlib.blake2b(seed + i.to_bytes(4, "little")).digest() for i in range(-(-count // 8))
     ]
-    return np.frombuffer(b"".join(hashed), "<u8")[:count].astype(np.uint64)
+    tokens = np.frombuffer(b"".join(hashed), "<u8")[:count].astype(np.uint64)
+    tokens.flags.writeable = False
+    return tokens

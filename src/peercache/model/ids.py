@@ -1,14 +1,16 @@
 """Identities of nodes and clients.
 
-A node is an *incarnation*, random and new at each start: an address may return, an incarnation
-never does, so a message about a dead node is never taken for one about its successor. Incarnations
-have no order.
+A node is an *incarnation*, new at each start: an address may return, an incarnation never does, so
+a message about a dead node is never taken for one about its successor. It follows from the cluster,
+the name in the node's certificate and a random nonce, so every peer that knows the name and hears
+the nonce can verify it. Incarnations have no order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from typing import NewType
+from typing import Final, NewType
 
 Incarnation = NewType("Incarnation", int)
 """A node's identity, 1 … 2**64 - 1."""
@@ -20,9 +22,25 @@ ANY_NODE = Incarnation(0)
 """Target of a message to the process at an address (Hello, Join): no node has the identity 0."""
 
 
-def new_incarnation(rng: random.Random) -> Incarnation:
-    """Draw an incarnation; `rng` is `random.SystemRandom()` outside simulations."""
-    return Incarnation(rng.randrange(1, 2**64))
+NONCE_BYTES: Final = 16
+"""Length of a nonce: no two starts of a node draw the same one."""
+
+
+def new_nonce(rng: random.Random) -> bytes:
+    """Draw a nonce; `rng` is `random.SystemRandom()` outside simulations."""
+    return rng.getrandbits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
+
+
+def incarnation_of(cluster: str, name: str, nonce: bytes) -> Incarnation:
+    """Return the incarnation of a node: another name, cluster or nonce is another incarnation.
+
+    name: the name in the node's certificate; "" without TLS.
+    """
+    parts = (cluster.encode(), name.encode(), nonce)
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    digest = hashlib.blake2b(framed, digest_size=8, person=b"peercache.node").digest()
+    # 0 names no node.
+    return Incarnation(int.from_bytes(digest, "little") or 1)
 
 
 def new_client_id(rng: random.Random) -> ClientId:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import attrs
@@ -17,6 +18,9 @@ import numpy.typing as npt
 
 KEY_BYTES = 16
 KEY = np.dtype("V16")
+
+DEFAULT_NAME = "default"
+"""The namespace of a client that names none."""
 
 PageKeys: TypeAlias = npt.NDArray[np.void]
 Key: TypeAlias = str | bytes
@@ -28,36 +32,64 @@ _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 class Namespace:
     """What separates pages that must never be mistaken for each other.
 
-    name: for people: model, revision, tenant.
+    name:        for people, and what rights are given to: a model, a tenant.
     geometry:    what the bytes of a page mean: dtype, layout, page size, layers, heads … One name
                  with two geometries is refused by every node that sees both.
     coordinates: which part of a page this process holds: tensor, pipeline, context-parallel rank.
+    weights:     what computed the bytes: the identity of the weights. Two may share one name, while
+                 a new version replaces the old one; they share no page.
     """
 
-    name: str = "default"
+    name: str = DEFAULT_NAME
     geometry: str = ""
     coordinates: str = ""
+    weights: str = ""
 
     @classmethod
     def of(
-        cls, name: str, geometry: Mapping[str, object], coordinates: Mapping[str, object]
+        cls,
+        name: str,
+        geometry: Mapping[str, object],
+        coordinates: Mapping[str, object],
+        weights: Mapping[str, object] = MappingProxyType({}),
     ) -> Namespace:
         """Build from named facts, in an order of their names."""
-        return cls(name, _facts(geometry), _facts(coordinates))
+        return cls(name, _facts(geometry), _facts(coordinates), _facts(weights))
 
     def digest(self) -> bytes:
         """Return the 16 bytes that every page key of this namespace is XORed with."""
-        parts = (self.name, self.geometry, self.coordinates)
-        framed = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)
+        # No weights are no part: keys of clients that name none are those of version 0.1.
+        parts = [self.name, self.geometry, self.coordinates, *filter(None, [self.weights])]
+        framed = b"".join(len(raw).to_bytes(4, "little") + raw for raw in map(_encoded, parts))
         return hashlib.blake2b(framed, digest_size=KEY_BYTES, person=b"peercache.space").digest()
 
+    def space_tag(self) -> int:
+        """Return 32 bits that follow from the name alone: rights to read and to clear are by name.
+
+        A page's seal carries them, so that a reader never takes the page of another name.
+        """
+        hashed = hashlib.blake2b(_encoded(self.name), digest_size=4, person=b"peercache.name")
+        return int.from_bytes(hashed.digest(), "little")
+
     def tag(self) -> int:
-        """Return the 8 bytes that a pool keeps beside each page, so that `clear` finds them."""
-        return int.from_bytes(self.digest()[:8], "little")
+        """Return the 64 bits that a pool keeps beside each page, so that `clear` finds it.
+
+        The low 32 bits are the space tag; the high ones tell geometries and ranks of a name apart.
+        """
+        return int.from_bytes(self.digest()[:4], "little") << 32 | self.space_tag()
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def _facts(facts: Mapping[str, object]) -> str:
-    return ",".join(f"{name}={facts[name]}" for name in sorted(facts))
+    """Return facts as readable text that no other facts have: `{"a": "1,b=2"}` is `a=1%2Cb=2`."""
+    return ",".join(f"{_quoted(name)}={_quoted(facts[name])}" for name in sorted(facts))
+
+
+def _quoted(value: object) -> str:
+    return str(value).replace("%", "%25").replace(",", "%2C").replace("=", "%3D")
 
 
 def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:

@@ -16,6 +16,8 @@ class Member:
     head_rank: its place in `discovery_addr` if it is a configured head, else 255.
     control:   HOST:PORT for others; data likewise, for the tcp fabric.
     segment:   path of the published shared-memory file; boot_id tells whether it is our host's.
+    name:      the name in its certificate, "" without TLS.
+    nonce:     random, new at each start; `ids.incarnation_of` makes the incarnation of both.
     """
 
     incarnation: int
@@ -27,3 +29,5 @@ class Member:
     data: str
     boot_id: str
     segment: str
+    name: str = ""
+    nonce: bytes = b""

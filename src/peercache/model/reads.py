@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import attrs
-import numpy as np
 
 from peercache.model.member import Member
 from peercache.model.runs import U64, PageRuns
-
-ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""The value in a word buffer before a read: odd, so never equal to a generation."""
+from peercache.model.seal import Seals
 
 
 @attrs.frozen(eq=False)
@@ -20,24 +17,28 @@ class PeerRead:
     offsets:     (n,) uint64, in the holder's page memory.
     lengths:     (n,) uint64, equal to the lengths of `runs`.
     runs:        n pages' destinations.
+    generations: (n,) uint64, the word that each slot's seal must have before its first byte is
+                 read. A page whose word is another one has been evicted, or its record lies.
     """
 
     member: Member
     offsets: U64
     lengths: U64
     runs: PageRuns
+    generations: U64
 
 
 @attrs.frozen(eq=False)
 class Fetched:
     """What a fabric read.
 
-    words:   (n,) uint64, the generation word of each slot, read after all of that page's bytes;
-             ODD where the page did not arrive in full.
+    seals:   (n,) SEAL, the seal of each slot, read after all of that page's bytes; the word is ODD
+             where the page did not arrive in full. Where the word differed from the generation
+             before the first byte, the seal has a word that is not the generation.
     failure: "" or the miss reason of the pages that did not arrive.
     fabric:  the name of the fabric that read, for metrics.
     """
 
-    words: U64
+    seals: Seals
     failure: str
     fabric: str = ""

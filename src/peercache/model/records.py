@@ -56,8 +56,8 @@ def from_bytes(blob: bytes) -> Records:
 BUCKETS = 256
 """Buckets of a stream's digest: the bucket of a record is byte 0 of its key."""
 
-RECORDS_A_MESSAGE_MAX = 16_384
-"""Most records or drops a sender puts into one message: 0.9 MB, a ninth of what is accepted."""
+RECORDS_A_MESSAGE_MAX = 4096
+"""Most records or drops a sender puts into one message: 224 KiB of the 256 that are accepted."""
 
 
 def digest_of(records: Records) -> npt.NDArray[np.uint64]:

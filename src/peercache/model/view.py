@@ -147,7 +147,7 @@ def _fingerprint(member: Member) -> int:
     )
 
 
-def _description(member: Member) -> tuple[int, str, str, str, str, str]:
+def _description(member: Member) -> tuple[int, str, str, str, str, str, str, bytes]:
     return (
         member.head_rank,
         member.host_name,
@@ -155,6 +155,8 @@ def _description(member: Member) -> tuple[int, str, str, str, str, str]:
         member.data,
         member.boot_id,
         member.segment,
+        member.name,
+        member.nonce,
     )
 
 

@@ -22,8 +22,10 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 import attrs
 
-from peercache.errors import RemoteProtocolError
+from peercache.errors import Rejected, RemoteProtocolError
+from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Dialer, UnusableAddress, reached
+from peercache.net.tls import ControlTls
 from peercache.paths.breaker import Breakers
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope, Message
@@ -41,7 +43,11 @@ own, which cannot wake a poll. A connection that is not there after this time is
 knows a refusal, nng does not tell it."""
 
 BURST_MESSAGES = 64
-"""Messages taken from one connection between two looks at the clock: a peer may go on sending."""
+"""Messages taken from one connection before the others get a turn: a peer may go on sending."""
+
+LAST_TURN_S = 0.02
+"""How long a turn may take beyond the deadline: what arrived while this thread slept is taken then.
+The clock is looked at before each message, and none takes longer than a few milliseconds."""
 
 
 class Connection(Protocol):
@@ -85,7 +91,7 @@ class Connections(Generic[Kind]):
         cluster: str,
         hello_for: Callable[[int], Hello],
         url_of: Callable[[int], str | None],
-        connect: Callable[[str], Kind | None],
+        connect: Callable[[str, int], Kind | None],
         breakers: Breakers,
         clock: Callable[[], float],
         on_refused: Callable[[int, Refused], None],
@@ -93,7 +99,7 @@ class Connections(Generic[Kind]):
     ) -> None:
         """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
 
-        connect:    dials without waiting; None for an address that cannot be dialled.
+        connect:    dials an address to reach a peer, without waiting; None where that cannot be.
         on_unasked: takes each message that answers no pending question.
         """
         self.breakers = breakers
@@ -169,7 +175,7 @@ class Connections(Generic[Kind]):
 
     def greeting(self, url: str, peer: int = 0) -> Kind | None:
         """Return a new connection that begins with our Hello; None if it cannot be dialled."""
-        made = None if self._is_closed else self._connect(url)
+        made = None if self._is_closed else self._connect(url, peer)
         if made is not None:
             # A question may follow at once: on one connection the order is kept.
             made.send(self.encode(0, self._hello_for(peer)))
@@ -272,9 +278,10 @@ class Exchange(Generic[Kind]):
 
     def turn(self, readable: Iterable[tuple[int, int]]) -> None:
         """Take the messages of the connections that a poll names, then check every connection."""
+        stop_at = max(self._until, self._connections.clock() + LAST_TURN_S)
         for fd, _ in readable:
             if fd in self._open:
-                self._take(self._open[fd])
+                self._take(self._open[fd], stop_at)
         for question in list(self._open.values()):
             self._check(question)
 
@@ -287,10 +294,11 @@ class Exchange(Generic[Kind]):
                 self._connections.breakers.waited(question.peer, now - question.asked_at, now)
             self._finish(question)
 
-    def _take(self, question: Question[Kind]) -> None:
+    def _take(self, question: Question[Kind], stop_at: float) -> None:
         connections = self._connections
         for _ in range(BURST_MESSAGES):
-            if (raw := question.connection.receive()) is None:
+            # Before each message, and not only between bursts: to decode one takes milliseconds.
+            if connections.clock() >= stop_at or (raw := question.connection.receive()) is None:
                 return
             message = connections.decode(raw)
             if message is None or isinstance(message, Welcome):
@@ -367,8 +375,9 @@ class HelloExchange(Generic[Kind]):
 
     def turn(self, _readable: Iterable[tuple[int, int]]) -> None:
         """Take the messages that have come."""
+        stop_at = max(self._until, self._connections.clock() + LAST_TURN_S)
         for _ in range(BURST_MESSAGES):
-            if (raw := self._connection.receive()) is None:
+            if self._connections.clock() >= stop_at or (raw := self._connection.receive()) is None:
                 break
             message = self._connections.decode(raw)
             if isinstance(message, (Welcome, Refused)):
@@ -385,17 +394,32 @@ def _numbered(message: Any, number: int) -> Message:
 class _Dialled:
     """One nng socket to one incarnation. Implements `Connection`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, tls: ControlTls | None, accepts: Callable[[Peer], bool]
+    ) -> None:
         self.url = url
+        self._accepts = accepts
         self.is_connected = False
         self.is_broken = False
         self.is_fresh = True
         self.is_probed = False
-        self._dialer = Dialer(url, on_connected=self._connected, on_removed=self._removed)
+        self._dialer = Dialer(
+            url,
+            on_connected=self._connected,
+            on_removed=self._removed,
+            tls=tls,
+            accepts=self._judged,
+        )
         self.fd = self._dialer.receive_fd
         self.send = self._dialer.send
         self.receive = self._dialer.receive
         self.close = self._dialer.close
+
+    def _judged(self, peer: Peer) -> bool:
+        is_accepted = self._accepts(peer)
+        # Another process listens there: a question fails now, not at its deadline.
+        self.is_broken = self.is_broken or not is_accepted
+        return is_accepted
 
     def _connected(self) -> None:
         self.is_connected = True
@@ -409,13 +433,6 @@ class _Dialled:
             return False
         self.is_probed = True
         return reached(self.url, timeout_s) is False
-
-
-def _dialled(url: str) -> _Dialled | None:
-    try:
-        return _Dialled(url)
-    except UnusableAddress:
-        return None
 
 
 @final
@@ -433,16 +450,27 @@ class Asker:
         clock: Callable[[], float],
         on_refused: Callable[[int, Refused], None],
         on_unasked: Callable[[int, Message], None],
+        gate: Gate,
+        name_of_peer: Callable[[int], str | None],
+        tls: ControlTls | None = None,
     ) -> None:
-        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener."""
+        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
+
+        gate:         judges each process that answers, as the node `name_of_peer(peer)`.
+        name_of_peer: the name in a peer's certificate; None for one that is not known yet.
+        """
         self.breakers = breakers
         self._clock = clock
+        self._gate = gate
+        self._name_of_peer = name_of_peer
+        self._tls = tls
+        self._refused = on_refused
         self._connections: Connections[_Dialled] = Connections(
             identity=identity,
             cluster=cluster,
             hello_for=hello_for,
             url_of=url_of,
-            connect=_dialled,
+            connect=self._dialled,
             breakers=breakers,
             clock=clock,
             on_refused=on_refused,
@@ -479,6 +507,21 @@ class Asker:
         finally:
             exchange.end()
         return exchange.answers
+
+    def _dialled(self, url: str, peer: int) -> _Dialled | None:
+        try:
+            return _Dialled(url, tls=self._tls, accepts=lambda found: self._accepts(found, peer))
+        except UnusableAddress:
+            return None
+
+    def _accepts(self, found: Peer, peer: int) -> bool:
+        """Judge the process that has answered in place of a peer; comes on a thread of nng."""
+        try:
+            self._gate.check_node(found, self._name_of_peer(peer))
+        except Rejected as rejected:
+            self._refused(peer, Refused(0, rejected.reason, rejected.detail))
+            return False
+        return True
 
     def greet(self, url: str, until: float) -> Message | None:
         """Say Hello to the listener of an address; return Welcome, Refused or None."""

@@ -12,7 +12,9 @@ from typing import final
 import trio
 
 from peercache.net.outbox import Outbox
+from peercache.net.peers import Peer
 from peercache.net.sockets import Dialer, OutOfDescriptors, UnusableAddress
+from peercache.net.tls import ControlTls
 
 BURST_MESSAGES = 64
 """Messages taken from the peer before other tasks get a turn."""
@@ -32,9 +34,16 @@ class Link:
         hello: Callable[[], bytes],
         on_answer: Callable[[bytes], None],
         on_dropped: Callable[[int], None],
+        accepts: Callable[[Peer], bool],
+        tls: ControlTls | None = None,
     ) -> None:
-        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes the peer's messages."""
+        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes the peer's messages.
+
+        accepts: judges the process that has answered, on a thread of nng.
+        """
         self.url = url
+        self._accepts = accepts
+        self._tls = tls
         self._hello = hello
         self._on_answer = on_answer
         self._on_dropped = on_dropped
@@ -62,6 +71,11 @@ class Link:
         """Say Hello once more: the peer does not know us, or has forgotten us."""
         self._greeted = False
         self._wake.set()
+
+    def renew_tls(self) -> None:
+        """Show the certificates that `tls` has now when the connection is made anew."""
+        if self._dialer is not None and self._tls is not None:
+            self._dialer.renew_tls(self._tls)
 
     def stop(self) -> None:
         """End `run`; queued messages are not sent."""
@@ -97,6 +111,8 @@ class Link:
                         self.url,
                         on_connected=from_nng(self._on_connected),
                         on_removed=from_nng(self._on_removed),
+                        tls=self._tls,
+                        accepts=self._accepts,
                     )
                 except OutOfDescriptors:  # noqa: PERF203 - each turn waits
                     await trio.sleep(DIAL_AGAIN_S)

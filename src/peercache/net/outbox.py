@@ -9,8 +9,8 @@ OUTBOX_MESSAGES_MAX = 512
 """Messages queued while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
 the newest message is most likely still true."""
 
-OUTBOX_BYTES_MAX = 64 * 2**20
-"""The same in bytes: a dozen re-publications of 100,000 records."""
+OUTBOX_BYTES_MAX = 16 * 2**20
+"""The same in bytes: 300,000 records."""
 
 
 @final

@@ -10,7 +10,10 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import stat
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,11 @@ import pynng
 import trio
 
 from peercache.config.quantities import format_address, parse_address
-from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError
+from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError, Rejected
 from peercache.net.nonblocking import CLOSED, NonblockingSocket
+from peercache.net.peers import Peer, peer_of
+from peercache.net.tls import ControlTls, control_url
+from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 
 # nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
@@ -84,8 +90,17 @@ RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 1000
 """nng redials a lost peer with this back-off, without end: partitions heal without us."""
 
+_OWN_HOST = {"::": "::1", "0.0.0.0": "127.0.0.1"}  # noqa: S104 - where to reach what is bound
+
+TOUCH_S = 0.5
+"""How long a connection to a listener of our own may take."""
+
 PipeFact = Callable[[int], None]
 """Called with a pipe's number on a thread of nng: hand it on and return."""
+
+
+PROBE_S = 0.5
+"""How long a node that starts waits for the answer of a listener at its home address."""
 
 
 class UnusableAddress(DefiniteError):
@@ -99,14 +114,16 @@ class OutOfDescriptors(UnusableAddress):
 class Listener:
     """A polyamorous PAIR1 socket on a trio loop: takes from every pipe, answers on each."""
 
-    def __init__(self, *, on_removed: PipeFact) -> None:
-        """Call `on_removed` (on a thread of nng) for each pipe that ends."""
+    def __init__(self, *, on_removed: PipeFact, tls: ControlTls | None = None) -> None:
+        """Call `on_removed` (on a thread of nng) for each pipe that ends. tls: of tcp addresses."""
         self._socket = _open(
             polyamorous=True,
             send_buffer_size=SEND_BUFFER_MESSAGES,
             recv_buffer_size=RECEIVE_BUFFER_MESSAGES,
         )
-        self._open_pipes: dict[int, None] = {}
+        self._tls = tls
+        self._tcp_listeners: list[tuple[Any, str, int]] = []
+        self._open_pipes: dict[int, Peer] = {}
         self._on_removed = on_removed
         # Before, not after: messages may arrive in between.
         self._socket.add_pre_pipe_connect_cb(self._pipe_added)
@@ -117,7 +134,7 @@ class Listener:
         self._is_closed = False
 
     def _pipe_added(self, pipe: Any) -> None:
-        self._open_pipes[pipe.id] = None
+        self._open_pipes[pipe.id] = peer_of(pipe)
 
     def _pipe_settled(self, pipe: Any) -> None:
         if pipe.id not in self._open_pipes:
@@ -134,14 +151,34 @@ class Listener:
         """Listen on one TCP address; return the port. AddressTaken names the setting `name`."""
         address = format_address(host, port)
         try:
-            listener = self._socket.listen(f"tcp://{address}")
+            url = control_url(address, self._tls)
+            if self._tls is not None:
+                # A listener takes the socket's; ipc and inproc ignore it.
+                self._socket.tls_config = self._tls.server
+            listener = self._socket.listen(url)
         except pynng.AddressInUse as error:
             raise AddressTaken(name, address) from error
         except pynng.NNGException as error:
             raise ConfigError(name, f"cannot listen on {address}: {error}") from error
         # nng keeps port numbers as the wire has them.
         bound: int = int.from_bytes(listener.local_address.port.to_bytes(2, "little"), "big")
+        self._tcp_listeners.append((listener, host, bound))
         return port or bound
+
+    def renew_tls(self) -> None:
+        """Greet connections from now on with the certificates that `tls` has now.
+
+        The connections that are open stay. nng has begun to wait for the next connection with the
+        old certificates: it gets those, so we make one ourselves.
+        """
+        assert self._tls is not None, "there are no certificates"
+        for listener, host, port in self._tcp_listeners:
+            listener.tls_config = self._tls.server
+            touch(_OWN_HOST.get(host, host), port)
+
+    def peer(self, pipe: int) -> Peer | None:
+        """Return the other end of a connection; None once it has ended."""
+        return self._open_pipes.get(pipe)
 
     def listen_local(self, url: str) -> None:
         """Listen on ipc://PATH or inproc://NAME; raise AddressTaken or ConfigError."""
@@ -204,9 +241,13 @@ class Dialer:
         *,
         on_connected: Callable[[], None] | None = None,
         on_removed: Callable[[], None] | None = None,
+        tls: ControlTls | None = None,
+        accepts: Callable[[Peer], bool] | None = None,
     ) -> None:
         """Start dialling; the callbacks come on threads of nng.
 
+        tls:     for tls+tcp addresses.
+        accepts: judges the process that has answered, before it is sent anything.
         Raises UnusableAddress, and OutOfDescriptors where a later attempt may succeed.
         """
         self._socket = _open(
@@ -215,6 +256,12 @@ class Dialer:
             reconnect_time_min=RECONNECT_MIN_MS,
             reconnect_time_max=RECONNECT_MAX_MS,
         )
+        if tls is not None:
+            self._socket.tls_config = tls.client
+        if accepts is not None:
+            self._socket.add_pre_pipe_connect_cb(
+                lambda pipe: None if accepts(peer_of(pipe)) else pipe.close()
+            )
         if on_connected is not None:
             self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
         if on_removed is not None:
@@ -225,13 +272,17 @@ class Dialer:
             self.send_fd: int = self._socket.send_fd
             nonblocking = NonblockingSocket(self._socket.socket.id)
             self.send, self.receive = nonblocking.send, nonblocking.receive
-            self._socket.dial(url, block=False)
+            self._dialer = self._socket.dial(url, block=False)
         except (pynng.OutOfFiles, pynng.NoMemory) as error:
             self._socket.close()
             raise OutOfDescriptors(f"{url}: {error}") from error
         except pynng.NNGException as error:
             self._socket.close()
             raise UnusableAddress(f"{url}: {error}") from error
+
+    def renew_tls(self, tls: ControlTls) -> None:
+        """Show new certificates from the second next connection on; the open one stays."""
+        self._dialer.tls_config = tls.client
 
     def close(self) -> None:
         """Stop dialling and close."""
@@ -243,12 +294,38 @@ def local_path(url: str) -> str:
     return url.removeprefix("ipc://")
 
 
-def remove_dead_socket(url: str) -> None:
-    """Remove the socket file of an ipc address whose listener has died."""
+def remove_dead_socket(url: str, sharing: Sharing) -> None:
+    """Remove the socket file of an ipc address whose listener has died, and of a sharing uid.
+
+    Every other thing at that path stays as it is: raises AddressTaken where a node listens, and
+    ConfigError where another program does, or where it is no socket.
+    """
     path = Path(local_path(url))
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
     # Only ever a socket: the path may be mistyped, and name a file of the user's.
-    if path.is_socket() and reached(url, 0.5) is False:
-        path.unlink()
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError("home", f"{path} is there already, and no socket")
+    try:
+        sharing.check_uid(f"the socket {path}", found.st_uid)
+    except Rejected as refusal:
+        raise ConfigError("home", refusal.detail) from refusal
+    try:
+        is_node = _greeted(socket.AF_UNIX, os.fspath(path), PROBE_S)
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+        return
+    except FileNotFoundError:
+        return
+    except (TimeoutError, BlockingIOError):
+        is_node = True  # A node that is stopped keeps its clients.
+    except OSError:
+        is_node = False
+    if is_node:
+        raise AddressTaken("home", url)
+    raise ConfigError("home", f"another program listens at {path}: choose a path of its own")
 
 
 def reached(url: str, timeout_s: float) -> bool | None:
@@ -256,9 +333,14 @@ def reached(url: str, timeout_s: float) -> bool | None:
 
     nng dials in the background and does not report a refusal; the kernel does. The greeting of the
     protocol is exchanged before we close: a connection without it makes the other side's nng
-    refuse all others for 100 ms. A host name is not looked up: that may outlast every deadline.
+    refuse all others for 100 ms. With TLS, where it would take a handshake, only the connection is
+    made, and reset. A host name is not looked up: that may outlast every deadline.
     """
     try:
+        if url.startswith("tls+tcp://"):
+            host, port = parse_address(url[10:])
+            _touch(*_numeric(host, port), timeout_s)
+            return True
         if url.startswith("tcp://"):
             host, port = parse_address(url[6:])
             return _greeted(*_numeric(host, port), timeout_s)
@@ -275,6 +357,20 @@ def _numeric(host: str, port: int) -> tuple[int, Any]:
     flags = socket.AI_NUMERICHOST
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return found[0][0], found[0][4]
+
+
+def touch(host: str, port: int) -> None:
+    """Connect to a listener of our own and hang up: it takes its next connection anew."""
+    with suppress(OSError):
+        _touch(*_numeric(host, port), TOUCH_S)
+
+
+def _touch(family: int, address: Any, timeout_s: float) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        # A reset is the one end of a half handshake after which nng accepts at once.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        probe.connect(address)
 
 
 def _greeted(family: int, address: Any, timeout_s: float) -> bool:

@@ -1,46 +1,25 @@
-"""Admission: which connections a node accepts, and which messages each may send.
+"""Admission: which connections a node accepts, and as what.
 
 A connection begins with a Hello. It is refused, loudly and with a reason, when wire version,
-granule, credentials or a namespace's geometry do not fit; what comes before a Hello is dropped.
+granule, certificate, user, proof or a writer's geometry do not fit; what comes before a Hello is
+dropped. What an admitted session may send, `trust.rights` says.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import final
-
-import attrs
 
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, lock_name
-from peercache.model.ids import name_of
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
-from peercache.wire.messages.directory import (
-    Acknowledged,
-    Delete,
-    Disputed,
-    Lookup,
-    Put,
-    Repair,
-    StreamSummary,
-    SummaryDiffers,
-    SummaryMatches,
-)
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
-from peercache.wire.messages.pool import (
-    Abort,
-    Clear,
-    Commit,
-    LiveReservations,
-    Remove,
-    Reserve,
-    Touched,
-)
-from peercache.wire.messages.promote import Promote
-from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
-from peercache.wire.messages.session import Counted, Hello, StatsAsked
+from peercache.model.ids import incarnation_of, name_of
+from peercache.model.keys import Namespace
+from peercache.net.peers import Gate, Peer, Transport
+from peercache.trust.identity import CertificateRole, Identity
+from peercache.trust.rights import Role, Session, readable_spaces, spaces_of
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.messages.session import Hello
 
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
@@ -51,58 +30,6 @@ STRANGER_S = 10.0
 largest message in memory without ever ending it."""
 
 
-class Role(Enum):
-    """What a connection was admitted as."""
-
-    NODE = "node"
-    READER = "reader"
-    WRITER = "writer"
-
-
-_ANY = (Role.NODE, Role.READER, Role.WRITER)
-_CLIENTS = (Role.READER, Role.WRITER)
-
-SENDERS: dict[type[Message], tuple[Role, ...]] = {
-    Join: (Role.NODE,),
-    Heartbeat: (Role.NODE,),
-    HeartbeatSeen: (Role.NODE,),
-    ViewShared: (Role.NODE,),
-    ViewAsked: _ANY,
-    Lookup: _CLIENTS,
-    Disputed: _CLIENTS,
-    Put: (Role.NODE,),
-    Delete: (Role.NODE,),
-    StreamSummary: (Role.NODE,),
-    Repair: (Role.NODE,),
-    Acknowledged: (Role.NODE,),
-    SummaryDiffers: (Role.NODE,),
-    SummaryMatches: (Role.NODE,),
-    Touched: _CLIENTS,
-    Remove: _CLIENTS,
-    Clear: _CLIENTS,
-    Reserve: (Role.WRITER,),
-    Commit: (Role.WRITER,),
-    Abort: (Role.WRITER,),
-    LiveReservations: (Role.WRITER,),
-    Promote: _CLIENTS,
-    OpenChannel: _CLIENTS,
-    ChannelsHeld: _CLIENTS,
-    StatsAsked: _CLIENTS,
-    Counted: (Role.WRITER,),
-}
-"""Which roles may send a message to a node. A message that is missing here is refused."""
-
-
-@attrs.frozen
-class Session:
-    """An admitted connection."""
-
-    identity: int
-    role: Role
-    namespace: str
-    geometry: str
-
-
 @final
 class Admission:
     """Admits connections, and remembers the lock of every writing client."""
@@ -110,26 +37,30 @@ class Admission:
     def __init__(
         self,
         *,
+        cluster: str,
         granule: int,
-        credentials: str,
         home: str,
-        local_token: str,
-        probe: Callable[[str, str], LockProbe] = LockProbe,
+        local_secret: bytes,
+        gate: Gate,
+        probe: Callable[[str, str], LockProbe],
     ) -> None:
-        """Admit peers that fit; clients of this very process show `local_token` instead of a lock.
+        """Admit peers that fit; clients of this very process show `local_secret`, and no lock.
 
+        gate:  judges the other end of each connection by its user or certificate.
         probe: opens a client's lock file, given home address and name; raises Rejected.
         """
+        self._cluster = cluster
         self._granule = granule
-        self._credentials = credentials
         self._home = home
-        self._local_token = local_token
+        self._local_secret = local_secret
+        self._gate = gate
         self._probe = probe
         self.sessions: dict[int, Session] = {}
+        self._peers: dict[int, Peer] = {}
         self._locks: dict[int, LockProbe] = {}
         self._strangers: dict[int, float] = {}
 
-    def admit(self, pipe: int, sender: int, hello: Hello) -> Session:
+    def admit(self, pipe: int, peer: Peer, sender: int, hello: Hello) -> Session:
         """Open a session on a pipe, or raise Rejected with what does not fit."""
         if sender == 0:
             raise Rejected("identity", "0 names no node and no client")
@@ -139,21 +70,27 @@ class Admission:
                 f"you speak {hello.wire_oldest} to {hello.wire_newest}, "
                 f"this node {WIRE_VERSION_OLDEST} to {WIRE_VERSION}: upgrade the older side",
             )
+        identity = self._gate.identity(peer)
         if hello.granule != self._granule:
             raise Rejected(
                 "granule", f"your granule is {hello.granule}, this cluster's {self._granule}"
             )
-        if not hmac.compare_digest(hello.credentials.encode(), self._credentials.encode()):
-            raise Rejected("credentials", "the credentials are not this cluster's")
-        self._check_geometry(hello)
-        role = Role.NODE if hello.is_node else self._client_role(sender, hello)
-        session = Session(sender, role, hello.namespace, hello.geometry)
+        if hello.is_node:
+            session = self._node(peer, identity, sender, hello)
+        else:
+            session = self._client(peer, identity, sender, hello)
         self.sessions[pipe] = session
+        self._peers[pipe] = peer
         return session
 
     def end(self, pipe: int) -> None:
         """Forget a connection; what its client has reserved stays: it may come back."""
         self.sessions.pop(pipe, None)
+        self._peers.pop(pipe, None)
+
+    def revoked(self) -> list[int]:
+        """Return the connections whose certificates do not admit any more."""
+        return [pipe for pipe, peer in self._peers.items() if not self._gate.admits(peer)]
 
     def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: int) -> list[int]:
         """Return which of these open connections (oldest first) to close.
@@ -170,10 +107,6 @@ class Admission:
             if place < too_many or now - since >= STRANGER_S
         ]
 
-    def may_send(self, session: Session, message: Message) -> bool:
-        """Tell whether this peer may send a message of this kind."""
-        return session.role in SENDERS.get(type(message), ())
-
     def exited(self) -> list[int]:
         """Return the clients whose processes have exited since the last look, and forget them."""
         gone = [client for client, lock in self._locks.items() if not lock.is_held()]
@@ -187,10 +120,52 @@ class Admission:
             lock.close(remove=False)
         self._locks.clear()
 
+    def _node(self, peer: Peer, identity: Identity | None, sender: int, hello: Hello) -> Session:
+        """Admit a node as the incarnation that follows from its certificate."""
+        if peer.transport is not Transport.TCP:
+            raise Rejected("transport", "nodes connect over tcp; this is the clients' address")
+        if identity is not None:
+            if identity.role is not CertificateRole.NODE:
+                raise Rejected("role", f"{identity.uri()} is no node")
+            if hello.name != identity.name:
+                problem = f"it says {hello.name!r}, its certificate {identity.name!r}"
+                raise Rejected("name", problem)
+            if incarnation_of(self._cluster, hello.name, hello.nonce) != sender:
+                problem = f"{name_of(sender)} is not the incarnation of {identity.name!r}"
+                raise Rejected("incarnation", problem)
+        changes = spaces_of(identity)
+        return Session(sender, Role.NODE, changes=changes, name=hello.name)
+
+    def _client(self, peer: Peer, identity: Identity | None, sender: int, hello: Hello) -> Session:
+        """Admit a client: over tcp it reads, over ipc it proves what it may write."""
+        role = Role.READER
+        if peer.transport is Transport.TCP:
+            if hello.lock or hello.secret:
+                # Even with the secret: a process that can read it can reach the home address.
+                raise Rejected("transport", "a client writes over its node's home address only")
+            if identity is not None and identity.role is CertificateRole.OPERATOR:
+                role = Role.OPERATOR
+        elif self._is_writer(peer, sender, hello):
+            role = Role.WRITER
+        space = Namespace(hello.namespace).space_tag()
+        reads = readable_spaces(identity)
+        if reads is not None and space not in reads:
+            assert identity is not None, "no certificate restricts"
+            problem = f"{identity.uri()} does not allow namespace {hello.namespace!r}"
+            raise Rejected("namespace", problem)
+        if role is Role.WRITER:
+            self._check_geometry(hello)
+        changes = {Role.WRITER: frozenset({space}), Role.OPERATOR: None}.get(role, frozenset())
+        return Session(sender, role, hello.namespace, hello.geometry, reads, changes)
+
     def _check_geometry(self, hello: Hello) -> None:
+        """Raise Rejected if another writer means other bytes by this namespace.
+
+        Writers are proven processes of this host: no other sender can lock a namespace out.
+        """
         for session in self.sessions.values():
             if (
-                hello.namespace
+                session.role is Role.WRITER
                 and session.namespace == hello.namespace
                 and session.geometry != hello.geometry
             ):
@@ -200,11 +175,15 @@ class Admission:
                     f"{session.geometry!r}, yours is {hello.geometry!r}",
                 )
 
-    def _client_role(self, client: int, hello: Hello) -> Role:
+    def _is_writer(self, peer: Peer, client: int, hello: Hello) -> bool:
+        """Return whether a client of this host proves that it may write in this name."""
         if not hello.lock:
-            return Role.READER
-        if hmac.compare_digest(hello.lock.encode(), self._local_token.encode()):
-            return Role.WRITER
+            if not hello.secret:
+                return False
+            is_ours = hmac.compare_digest(hello.secret, self._local_secret)
+            if peer.transport is not Transport.INPROC or not is_ours:
+                raise Rejected("secret", "this is not the secret of this node's own process")
+            return True
         if hello.lock != lock_name(client):
             # Else any process that knows a client's id could write in its name.
             raise Rejected("lock", f"{hello.lock!r} is not the lock of client {name_of(client)}")
@@ -212,8 +191,19 @@ class Admission:
             if len(self._locks) >= CLIENTS_MAX:
                 raise Rejected("clients", f"this node has {CLIENTS_MAX} clients already")
             probe = self._probe(self._home, hello.lock)
-            if not probe.is_held():
+            try:
+                if not probe.is_held():
+                    raise Rejected("lock", f"the lock {hello.lock} is not held")
+                _check_secret(probe, hello)
+            except BaseException:
                 probe.close(remove=False)
-                raise Rejected("lock", f"the lock {hello.lock} is not held")
+                raise
             self._locks[client] = probe
-        return Role.WRITER
+        _check_secret(self._locks[client], hello)
+        return True
+
+
+def _check_secret(probe: LockProbe, hello: Hello) -> None:
+    secret = probe.secret()
+    if not secret or not hmac.compare_digest(hello.secret, secret):
+        raise Rejected("secret", f"the secret is not that in the lock file {hello.lock}")

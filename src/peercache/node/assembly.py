@@ -16,6 +16,7 @@ from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.rdma.actor import RdmaActor
+from peercache.actors.removal.actor import Remover
 from peercache.actors.ring.actor import RingActor
 from peercache.actors.runtime import NamedActor, run_actor
 from peercache.config.settings import Config
@@ -87,6 +88,7 @@ class Crew:
         )
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
+        self.removal = Remover()
         self.mailboxes = boxes = NodeMailboxes()
         self.actors: tuple[NamedActor[Any], ...] = (
             NamedActor("membership", self.membership, boxes.membership),
@@ -97,6 +99,7 @@ class Crew:
             NamedActor("disk", self.disk, boxes.disk),
             NamedActor("promote", self.promote, boxes.promote),
             NamedActor("rdma", self.rdma, boxes.rdma),
+            NamedActor("removal", self.removal, boxes.removal),
         )
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:

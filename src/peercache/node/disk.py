@@ -43,6 +43,7 @@ class NodeDisk:
         self._store = DiskStore(
             config.disk_path,
             size_bytes=config.disk_size,
+            cluster=config.cluster,
             pool=PoolMemory(segment.pages, segment.words, config.granule),
             tell=self._hear,
             free_floor=config.disk_free_floor,

@@ -14,12 +14,15 @@ from peercache.memory.layout import Layout
 from peercache.memory.published import PublishedSegment
 from peercache.memory.stale_segments import remove_leftovers
 from peercache.model.ids import Incarnation
+from peercache.trust.sharing import Sharing
 
 POPULATE_STEP_BYTES = 256 * 2**20
 """Memory populated between two looks at cancellation: about a tenth of a second."""
 
 
-def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
+def publish(
+    config: Config, incarnation: Incarnation, sharing: Sharing | None = None
+) -> PublishedSegment:
     """Create the segment, after the segments of dead nodes are removed."""
     folder, huge_page_bytes = config.shm_dir, 0
     if config.hugepages != "off":
@@ -29,7 +32,7 @@ def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
             raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
     try:
         # Segments of dead nodes would take the room.
-        remove_leftovers(folder)
+        remove_leftovers(folder, sharing)
         if huge_page_bytes:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
             huge_pages.expect_enough(config.hugepages, layout)
@@ -39,6 +42,7 @@ def publish(config: Config, incarnation: Incarnation) -> PublishedSegment:
             page_bytes=config.pool_size // config.granule * config.granule,
             granule=config.granule,
             huge_page_bytes=huge_page_bytes,
+            sharing=sharing,
         )
     except OSError as error:
         name = "hugepages" if huge_page_bytes else "shm_dir"
@@ -83,7 +87,7 @@ class Source:
         """Show `segment`."""
         self._segment = segment
         self.pages = segment.pages
-        self.words = segment.words
+        self.seals = segment.seals
         self.granule = segment.layout.granule
         self.page_bytes = segment.layout.page_bytes
 

@@ -24,22 +24,29 @@ from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
 from peercache.config.quantities import format_address
 from peercache.config.settings import Config
-from peercache.fabric.tcp.server import DataAdmission, serve_pages
+from peercache.fabric.tcp.admission import DataAdmission
+from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
+from peercache.http.access import Access
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
-from peercache.memory.client_lock import remove_dead_locks
+from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
-from peercache.model.ids import name_of, new_incarnation
+from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
+from peercache.net.peers import Gate
 from peercache.net.sockets import Listener
+from peercache.net.tls import ControlTls
 from peercache.node import addresses
 from peercache.node.admission import Admission
+from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.memory import Source, populate, publish
+from peercache.node.reach import RESOLVE_S, Reach, resolved
+from peercache.node.revocations import RevocationSpread
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
@@ -47,8 +54,10 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reports import absorb
 from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
+from peercache.trust.files import LOOK_S, LiveTls, with_cluster
+from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
-from peercache.wire.messages.session import Counted, Stats, StatsAsked
+from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup
@@ -66,7 +75,7 @@ class Ready:
     data: str
     home: str
     http: str
-    local_token: str
+    local_secret: bytes = attrs.field(repr=False)
 
     def line(self) -> dict[str, str | None]:
         """Return the ready line, as the node prints it."""
@@ -86,17 +95,25 @@ class Node:
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, in_process: bool) -> None:
         """Serve `config`; `in_process` clients are those of this very process only."""
-        self.config = config
+        self.tls = LiveTls.open(config, is_node=True, log=get_logger())
+        files = None if self.tls is None else self.tls.files
+        self.config = config = with_cluster(config, files)
         self.metrics = metrics or Metrics()
         self._in_process = in_process
         self._rng = random.SystemRandom()
-        self.incarnation = new_incarnation(self._rng)
+        self._nonce = new_nonce(self._rng)
+        self._name = "" if files is None else files.identity.name
+        self.incarnation = incarnation_of(config.cluster, self._name, self._nonce)
+        self._control_tls = None if files is None else ControlTls(files)
+        self.sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
         self.log = get_logger(node=name_of(self.incarnation))
         self._stopping = trio.Event()
         self.stopped = trio.Event()
         self._admission: Admission | None = None
+        self._home = ""
         self._disk: NodeDisk | None = None
         self._queue_pairs: DeviceQueuePairs | None = None
+        self._revocations: RevocationSpread | None = None
 
     def stop(self) -> None:
         """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
@@ -112,8 +129,13 @@ class Node:
             except trio.RunFinishedError:
                 return  # The node has gone, and its sessions with it.
 
-        segment = await trio.to_thread.run_sync(publish, self.config, self.incarnation)
-        listener = Listener(on_removed=pipe_ended)
+        self.metrics.insecure.set(bool(self.config.insecure))
+        if self.config.insecure:
+            self.log.warning("node.started_insecure", cluster=self.config.insecure)
+        segment = await trio.to_thread.run_sync(
+            publish, self.config, self.incarnation, self.sharing
+        )
+        listener = Listener(on_removed=pipe_ended, tls=self._control_tls)
         try:
             async with trio.open_nursery() as nursery:
                 task_status.started(await self._start(nursery, segment, listener))
@@ -124,6 +146,8 @@ class Node:
             listener.close()
             if self._admission is not None:
                 self._admission.close()
+            if self._home:
+                remove_folder(self._home)
             if self._disk is not None:
                 self._disk.close()
             segment.close()
@@ -137,68 +161,105 @@ class Node:
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
         home = self._listen_home(listener, control_port)
-        local_token = secrets.token_hex(16)
-        self._admission = admission = Admission(
-            granule=config.granule,
-            credentials=config.credentials,
-            home=home,
-            local_token=local_token,
-        )
-        host = addresses.advertised_host(config, bound_host)
+        local_secret = secrets.token_bytes(SECRET_BYTES)
+        gate = Gate(self.sharing, self.tls)
+        self._admission = admission = self._admit_at(home, local_secret, gate)
+        known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
+        host = addresses.advertised_host(config, bound_host, known)
         data_port = await self._serve_pages(nursery, segment, bound_host)
-        me = self._member(segment, format_address(host, control_port), host, data_port)
+        control = format_address(host, control_port)
+        rank = addresses.head_rank(config, control, known)
+        me = self._member(segment, control, rank, format_address(host, data_port))
         self._crew = crew = Crew(
-            config,
-            me,
-            page_bytes=segment.layout.page_bytes,
-            rng=self._rng,
-            metrics=self.metrics,
+            config, me, page_bytes=segment.layout.page_bytes, rng=self._rng, metrics=self.metrics
         )
+        reach = Reach(config.discovery_addr, clock=trio.current_time)
         self._switchboard = switchboard = Switchboard(
             me=me,
             cluster=config.cluster,
             admission=admission,
             granule=config.granule,
-            credentials=config.credentials,
             segment_bytes=segment.layout.total_bytes,
             listener=listener,
             mailboxes=crew.mailboxes,
-            store_words=lambda effect: segment.store_words(effect.indices, effect.values),
+            store_words=lambda effect: segment.store_words(
+                effect.indices, effect.values, effect.seals
+            ),
             member_of=crew.membership.member,
             answer=self._answer,
             metrics=self.metrics,
             log=self.log,
+            gate=gate,
+            reach=reach,
+            tls=self._control_tls,
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
         )
         housekeeping = Housekeeping(
             config,
-            own_address=me.control,
+            own_address=lambda: crew.membership.me.control,
             admission=admission,
             listener=listener,
             switchboard=switchboard,
             members=self._members,
+            dialled=crew.membership.dialled,
             metrics=self.metrics,
             log=self.log,
         )
         self._status = NodeStatus(
-            self.incarnation, crew, self._disk, housekeeping, is_leaving=self._stopping.is_set
-        )
+            self.incarnation, crew, self._disk, housekeeping, reach=reach,
+            config=config, tls=self.tls, is_leaving=self._stopping.is_set,
+        )  # fmt: skip
         await nursery.start(switchboard.run)
         crew.start(nursery, switchboard.perform)
         await self._serve_rdma(nursery)
-        http = await self._serve_http(nursery, bound_host)
+        http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)
         nursery.start_soon(housekeeping.run)
+        self._spread_revocations(nursery)
+        nursery.start_soon(self._advertising(reach, bound_host, known).run)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
-            incarnation=self.incarnation,
-            control=me.control,
-            data=me.data,
-            home=home,
-            http=http,
-            local_token=local_token,
+            incarnation=self.incarnation, control=me.control, data=me.data, home=home,
+            http=http, local_secret=local_secret,
+        )  # fmt: skip
+
+    def _advertising(
+        self, reach: Reach, bound_host: str, known: dict[str, set[str]]
+    ) -> Advertising:
+        return Advertising(
+            config=self.config,
+            membership=self._crew.membership,
+            reach=reach,
+            is_fixed=addresses.is_host_fixed(self.config, bound_host),
+            perform=self._switchboard.perform,
+            tell=self._switchboard.moved,
+            greet=self._switchboard.greet_again,
+            log=self.log,
+            known=known,
+            tls=self.tls,
         )
+
+    def _admit_at(self, home: str, local_secret: bytes, gate: Gate) -> Admission:
+        return Admission(
+            cluster=self.config.cluster,
+            granule=self.config.granule,
+            home=home,
+            local_secret=local_secret,
+            gate=gate,
+            probe=lambda home, name: LockProbe(home, name, self.sharing),
+        )
+
+    async def _follow_certificates(self, tls: LiveTls) -> None:
+        """Use new certificate files, and refuse revoked ones, without a restart."""
+        while True:
+            await trio.sleep(LOOK_S)
+            tls.look()
+
+    def _renew_certificates(self, tls: LiveTls) -> None:
+        assert self._control_tls is not None, "there are certificates"
+        self._control_tls.renew(tls.files)
+        self._switchboard.renew_tls()
 
     def _open_disk(self, segment: PublishedSegment) -> Callable[[DiskEffect], None] | None:
         """Begin to open the disk tier, if configured; return the performer of its effects."""
@@ -213,7 +274,7 @@ class Node:
 
     def _open_queue_pairs(self, segment: PublishedSegment) -> Callable[[RdmaEffect], None] | None:
         """Return what performs the effects of the rdma actor; None if the node serves no rdma."""
-        if self.config.fabric not in ("auto", "rdma"):
+        if not self.config.may_use_rdma:
             return None
         self._queue_pairs = DeviceQueuePairs(
             Settings.of(self.config),
@@ -226,17 +287,19 @@ class Node:
         )
         return self._queue_pairs.perform
 
-    def _member(self, segment: PublishedSegment, control: str, host: str, data_port: int) -> Member:
+    def _member(self, segment: PublishedSegment, control: str, rank: int, data: str) -> Member:
         return Member(
             incarnation=self.incarnation,
             counter=1,
             state=ALIVE,
-            head_rank=addresses.head_rank(self.config, control),
+            head_rank=rank,
             host_name=self.config.host(),
             control=control,
-            data=format_address(host, data_port),
+            data=data,
             boot_id=boot_id(),
             segment=str(segment.path),
+            name=self._name,
+            nonce=self._nonce,
         )
 
     def _listen_home(self, listener: Listener, control_port: int) -> str:
@@ -245,8 +308,9 @@ class Node:
             home = f"inproc://peercache-{name_of(self.incarnation)}"
             listener.listen_local(home)
             return home
-        home = addresses.listen_home(listener, self.config, control_port)
-        remove_dead_locks(home)
+        home = addresses.listen_home(listener, self.config, control_port, self.sharing)
+        self._home = home
+        remove_dead_locks(home, self.sharing)
         return home
 
     async def _serve_pages(
@@ -257,9 +321,10 @@ class Node:
         listeners = await open_listeners(host, config.data_port)
         admission = DataAdmission(
             cluster=config.cluster,
-            credentials=config.credentials,
             granule=config.granule,
             incarnation=self.incarnation,
+            tls=self.tls,
+            sharing=self.sharing,
         )
         await nursery.start(
             lambda task_status: serve_pages(
@@ -273,26 +338,55 @@ class Node:
         )
         return int(listeners[0].socket.getsockname()[1])
 
+    def _spread_revocations(self, nursery: trio.Nursery) -> None:
+        """Begin to follow certificate files, and to tell other nodes which are revoked."""
+        if self.tls is None:
+            return
+        self._revocations = RevocationSpread(
+            self.tls,
+            own=self.incarnation,
+            members=self._members,
+            perform=self._switchboard.perform,
+            rng=self._rng,
+            metrics=self.metrics,
+        )
+        nursery.start_soon(self._revocations.run)
+        self.tls.on_change(self._renew_certificates)
+        nursery.start_soon(self._follow_certificates, self.tls)
+
     async def _serve_rdma(self, nursery: trio.Nursery) -> None:
         """Start to look for RDMA devices; with `fabric = rdma`, wait for the outcome."""
         if self._queue_pairs is None:
-            absent = RdmaAbsent(f"this node has fabric = {self.config.fabric}")
-            self._crew.mailboxes.rdma.tell(SELF, absent)
+            why = f"this node has fabric = {self.config.fabric}"
+            if self.config.fabric == "auto":
+                why = "this node has TLS, and not rdma_clear_text = true"
+            self._crew.mailboxes.rdma.tell(SELF, RdmaAbsent(why))
         elif self.config.fabric == "rdma":
             await nursery.start(self._queue_pairs.run)
         else:
             nursery.start_soon(self._queue_pairs.run)
 
-    async def _serve_http(self, nursery: trio.Nursery, host: str) -> str:
-        if self.config.metrics_port == 0 or (self._in_process and self.config.metrics_port == -1):
+    async def _serve_http(self, nursery: trio.Nursery) -> str:
+        address = self.config.http_address(in_process=self._in_process)
+        if address is None:
             return ""
+        if self.tls is not None:
+            tls = self.tls
+            self.metrics.certificate_days.set_function(lambda: tls.days_left)
+        access = Access(
+            self.config,
+            sharing=self.sharing,
+            tls=self.tls,
+            metrics=self.metrics,
+            log=self.log,
+        )
         serve = partial(
             serve_http,
-            host,
-            self.config.metrics_port,
+            *address,
             registry=self.metrics.registry,
             health=self.health,
             members=self._members,
+            access=access,
         )
         return str(await nursery.start(serve))
 
@@ -325,6 +419,8 @@ class Node:
         """Answer a message for the node itself."""
         if isinstance(message, StatsAsked):
             return Stats(message.request, self.figures())
+        if isinstance(message, RevocationsTold) and self._revocations is not None:
+            self._revocations.take(message)
         if isinstance(message, Counted):
             ignored = absorb(self.metrics, message)
             self.metrics.messages_dropped.labels("malformed").inc(ignored)

@@ -14,10 +14,12 @@ from peercache.actors.effects import (
     Tell,
     TellDirectory,
     TellDisk,
+    TellMembership,
     TellPool,
     TellPromote,
     TellPublisher,
     TellRdma,
+    TellRemoval,
     TellRing,
 )
 from peercache.actors.mailboxes import (
@@ -28,6 +30,7 @@ from peercache.actors.mailboxes import (
     PromoteHears,
     PublisherHears,
     RdmaHears,
+    RemovalHears,
     RingHears,
 )
 from peercache.actors.origin import Origin
@@ -38,6 +41,7 @@ from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    Doubted,
     Located,
     Lookup,
     Put,
@@ -65,6 +69,7 @@ from peercache.wire.messages.session import (
     Counted,
     Hello,
     Refused,
+    RevocationsTold,
     SayHello,
     Stats,
     StatsAsked,
@@ -89,6 +94,7 @@ class NodeMailboxes:
     disk: Mailbox[DiskHears] = attrs.field(factory=Mailbox, init=False)
     promote: Mailbox[PromoteHears] = attrs.field(factory=Mailbox, init=False)
     rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
+    removal: Mailbox[RemovalHears] = attrs.field(factory=Mailbox, init=False)
     in_order: tuple[Mailbox[Any], ...] = attrs.field(init=False)
 
     @in_order.default
@@ -103,6 +109,8 @@ class NodeMailboxes:
     def tell(self, told: Tell) -> None:
         """Put a fact from inside the node into its receiver's mailbox."""
         match told:
+            case TellMembership(fact):
+                self.membership.tell(SELF, fact)
             case TellDirectory(fact):
                 self.directory.tell(SELF, fact)
             case TellPublisher(fact):
@@ -117,34 +125,42 @@ class NodeMailboxes:
                 self.ring.tell(SELF, fact)
             case TellRdma(fact):
                 self.rdma.tell(SELF, fact)
+            case TellRemoval(fact):
+                self.removal.tell(SELF, fact)
             case _:
                 assert_never(told)
 
     def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
         """Put a message from the network into its receiver's mailbox; False if that is full.
 
-        `admission.SENDERS` lets no message in that is not for an actor.
+        `trust.rights` lets no message in that is not for an actor.
         """
         match message:
             case Lookup() | Disputed() | Put() | Delete() | StreamSummary() | Repair():
                 return self.directory.offer(sender, message, size_bytes)
-            case Acknowledged() | SummaryDiffers() | SummaryMatches():
+            case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
                 return self.publisher.offer(sender, message, size_bytes)
             case Reserve() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)
-            case Touched() | Remove() | Clear():
+            case Touched():
                 return self.pool.offer(sender, message, size_bytes)
+            case Remove() | Clear():
+                # A client wants it removed everywhere; a member tells this node to remove its own.
+                box: Mailbox[Any] = self.removal if sender.pipe else self.pool
+                return box.offer(sender, message, size_bytes)
+            case Removed():
+                return self.removal.offer(sender, message, size_bytes)
             case Promote():
                 return self.promote.offer(sender, message, size_bytes)
             case Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked():
                 return self.membership.offer(sender, message, size_bytes)
             case OpenChannel() | ChannelsHeld():
                 return self.rdma.offer(sender, message, size_bytes)
-            case Hello() | StatsAsked() | Counted():
+            case Hello() | StatsAsked() | Counted() | RevocationsTold():
                 raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
             case (
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
-                | Removed() | Stats() | Promoted() | ChannelOpened()
+                | Stats() | Promoted() | ChannelOpened()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

@@ -8,12 +8,15 @@ from typing import final
 
 import attrs
 
+from peercache.config.settings import Config
 from peercache.http.pages import Health
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
 from peercache.node.housekeeping import Housekeeping
+from peercache.node.reach import Reach
+from peercache.trust.files import LiveTls
 
 LATE_S = 5.0
 """A loop whose housekeeping is this late does not serve, whatever else is fine."""
@@ -28,6 +31,9 @@ class NodeStatus:
     crew: Crew
     disk: NodeDisk | None
     housekeeping: Housekeeping
+    reach: Reach = attrs.field(kw_only=True)
+    config: Config = attrs.field(kw_only=True)
+    tls: LiveTls | None = attrs.field(kw_only=True)
     is_leaving: Callable[[], bool] = attrs.field(kw_only=True)
 
     def health(self) -> Health:
@@ -38,15 +44,26 @@ class NodeStatus:
             return Health(serving=False, reason="leaving the cluster", facts=facts)
         if late_s > LATE_S:
             return Health(serving=False, reason=f"the loop is {late_s:.0f} s late", facts=facts)
+        if self.tls is not None and self.tls.own_problem:
+            return Health(serving=False, reason=self.tls.own_problem, facts=facts)
         if not self.crew.pool.figures()["pool_bytes_usable"]:
             return Health(serving=False, reason="no page memory is populated yet", facts=facts)
-        return Health(serving=True, reason="", facts=facts)
+        unreached = self.unreached()
+        return Health(serving=not unreached, reason=unreached, facts=facts)
+
+    def unreached(self) -> str:
+        """Return what keeps this node out of its cluster, "" where nothing does."""
+        membership = self.crew.membership
+        return "" if membership.is_joined else self.reach.problem(membership.me.control)
 
     def figures(self) -> dict[str, int | float | str]:
         """Return named figures about this node."""
         members = self.crew.membership.view.members()
         return {
             "node": name_of(self.incarnation),
+            "cluster": self.config.cluster,
+            "insecure": int(bool(self.config.insecure)),
+            **({} if self.tls is None else {"certificate_days": round(self.tls.days_left, 2)}),
             "members_alive": sum(member.state == ALIVE for member in members),
             "masters": len(self.crew.membership.masters()),
             "directory_records": self.crew.directory.record_count,

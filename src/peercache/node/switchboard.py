@@ -6,32 +6,39 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import trio
 
-from peercache.actors.effects import Effect, SendTo, StoreWords, Tell
+from peercache.actors.effects import Effect, SendTo, StoreWords, Tell, TellMembership
+from peercache.actors.mailboxes import PeerAnswered
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import DropPair, OpenPair, RdmaEffect, ServeMemory
 from peercache.actors.runtime import TURN_MESSAGES
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
-from peercache.errors import Rejected, RemoteProtocolError
-from peercache.model.ids import name_of
+from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
+from peercache.model.ids import incarnation_of, name_of
 from peercache.model.member import Member
 from peercache.net.link import Link
+from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Listener
-from peercache.node.admission import Admission, Session
+from peercache.net.tls import ControlTls, control_url
+from peercache.node.admission import Admission
+from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
+from peercache.trust.rights import INVENTED, Role, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
+from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
 from peercache.wire.messages.session import (
     Counted,
     Hello,
     Refused,
+    RevocationsTold,
     SayHello,
     StatsAsked,
     Welcome,
@@ -39,6 +46,9 @@ from peercache.wire.messages.session import (
 
 BURST_MESSAGES = 16
 """Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
+
+WARN_AGAIN_S = 60.0
+"""How often the log tells of a peer that is refused again and again."""
 
 STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
@@ -56,7 +66,6 @@ class Switchboard:
         cluster: str,
         admission: Admission,
         granule: int,
-        credentials: str,
         segment_bytes: int,
         listener: Listener,
         mailboxes: NodeMailboxes,
@@ -65,6 +74,9 @@ class Switchboard:
         answer: Callable[[Message], Message | None],
         metrics: Metrics,
         log: Any,
+        gate: Gate,
+        tls: ControlTls | None = None,
+        reach: Reach | None = None,
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
@@ -74,7 +86,6 @@ class Switchboard:
         self._cluster = cluster
         self._admission = admission
         self._granule = granule
-        self._credentials = credentials
         self._segment_bytes = segment_bytes
         self._listener = listener
         self._mailboxes = mailboxes
@@ -83,12 +94,19 @@ class Switchboard:
         self._answer = answer
         self._metrics = metrics
         self._log = log
+        self._gate = gate
+        self._tls = tls
+        self._reach = reach if reach is not None else Reach((), clock=trio.current_time)
+        # By address: our end of the connection to it.
+        self._own_hosts: dict[str, str] = {}
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
         self._links: dict[str, Link] = {}
+        # By address: the name of the node that this node means to reach there; None: any node.
+        self._expected: dict[str, str | None] = {}
         # A refused node says Hello again every second.
-        self._warn_once = WarnOnce(log)
+        self._warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
         self._nursery: trio.Nursery | None = None
 
     # --- in ---------------------------------------------------------------------------------------
@@ -167,47 +185,72 @@ class Switchboard:
         self._route(pipe, session, message, len(raw))
 
     def _route(self, pipe: int, session: Session, message: Message, size_bytes: int) -> None:
-        origin = Origin(session.identity, 0 if session.role.value == "node" else pipe)
-        if not self._admission.may_send(session, message):
-            self._drop("not_allowed", detail=type(message).__name__)
-            self._reply_refused(pipe, session, message)
+        origin = Origin(session.identity, 0 if session.role is Role.NODE else pipe)
+        reason = refusal(session, message)
+        if not reason and self._tls is not None:
+            message, reason = self._believed(message)
+        if reason:
+            self._not_allowed(pipe, session, message, reason)
             return
         self._metrics.messages_received.labels(type(message).__name__).inc()
-        if isinstance(message, (StatsAsked, Counted)):
+        if isinstance(message, (StatsAsked, Counted, RevocationsTold)):
             answer = self._answer(message)
             if answer is not None:
                 self._reply(pipe, session.identity, answer)
         elif not self._mailboxes.offer(origin, message, size_bytes):
             self._drop("mailbox_full", detail=type(message).__name__)
 
-    def _reply_refused(self, pipe: int, session: Session, message: Message) -> None:
-        what = type(message).__name__
-        refused = Refused(
-            getattr(message, "request", 0), "role", f"a {session.role.value} may not send {what}"
-        )
+    def _believed(self, message: Message) -> tuple[Message, str]:
+        """Return a message without the members that no certificate can stand for, and why not."""
+        match message:
+            case Join(member) | Heartbeat(member):
+                return message, INVENTED if is_invented(self._cluster, member) else ""
+            case ViewShared(request, view):
+                believed = tuple([m for m in view if not is_invented(self._cluster, m)])
+                if len(believed) < len(view):
+                    self._metrics.messages_refused.labels(INVENTED, "ViewShared").inc()
+                return ViewShared(request, believed), ""
+        return message, ""
+
+    def _not_allowed(self, pipe: int, session: Session, message: Message, reason: str) -> None:
+        what, role = type(message).__name__, session.role.value
+        self._drop("not_allowed", detail=what)
+        self._metrics.messages_refused.labels(reason, what).inc()
+        name = name_of(session.identity)
+        self._warn_once(
+            "node.message_refused", (session.identity, reason), peer=name, role=role,
+            reason=reason, message=what,
+        )  # fmt: skip
+        detail = f"this {role} may not send this {what}: {reason}"
+        refused = Refused(getattr(message, "request", 0), reason, detail)
         self._reply(pipe, session.identity, refused)
 
     def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
-        if not self._listener.is_open(pipe):
+        peer = self._listener.peer(pipe)
+        if peer is None:
             # Its end has been told already: a session begun now would never end.
             self._drop("pipe_gone", detail="Hello")
             return
         try:
-            self._admission.admit(pipe, sender, hello)
-        except Rejected as refusal:
-            self._refuse(pipe, refusal, hello.request, sender)
+            self._admission.admit(pipe, peer, sender, hello)
+        except Rejected as rejected:
+            self._refuse(pipe, rejected, hello.request, sender)
             return
-        self._reply(
-            pipe, sender, Welcome(hello.request, WIRE_VERSION, self._me, self._segment_bytes)
-        )
+        if hello.is_node:
+            self._reach.connected(peer.local[0])
+        me = self._member_of(self._me.incarnation) or self._me
+        self._reply(pipe, sender, Welcome(hello.request, WIRE_VERSION, me, self._segment_bytes))
 
-    def _refuse(self, pipe: int, refusal: Rejected, request: int, sender: int = 0) -> None:
-        self._metrics.messages_dropped.labels(refusal.reason).inc()
-        key, name = (sender, refusal.reason), name_of(sender)
+    def _refuse(self, pipe: int, rejected: Rejected, request: int, sender: int = 0) -> None:
+        self._metrics.messages_dropped.labels(rejected.reason).inc()
+        peer = self._listener.peer(pipe)
+        host = peer.remote[0] if peer is not None else ""
+        # By address: a stranger may claim another identity with each Hello.
         self._warn_once(
-            "node.peer_refused", key, peer=name, reason=refusal.reason, detail=refusal.detail
-        )
-        self._reply(pipe, sender, Refused(request, refusal.reason, refusal.detail))
+            "node.peer_refused", (host or sender, rejected.reason), peer=name_of(sender), at=host,
+            reason=rejected.reason, detail=rejected.detail,
+        )  # fmt: skip
+        self._reply(pipe, sender, Refused(request, rejected.reason, rejected.detail))
 
     def _drop(self, reason: str, detail: str = "") -> None:
         self._metrics.messages_dropped.labels(reason).inc()
@@ -228,38 +271,91 @@ class Switchboard:
             assert self._perform_rdma is not None, "the rdma actor of a node without devices"
             self._perform_rdma(effect)
         elif isinstance(effect, SendTo):
+            self._expected[effect.address] = None
+            if effect.address in self._links:
+                # Another process may be there by now, and only a Welcome says which one.
+                self._links[effect.address].greet_again()
             self._say(effect.address, 0, effect.message)
         elif isinstance(effect.to, Origin) and effect.to.pipe:
             self._reply(effect.to.pipe, effect.to.identity, effect.message)
         else:
             target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
+            if target == self._me.incarnation:
+                self._keep(effect.message)
+                return
             member = self._member_of(target)
             if member is None:
                 self._drop("unknown_member", detail=type(effect.message).__name__)
             else:
+                self._expected[member.control] = member.name
                 self._say(member.control, target, effect.message)
 
+    def _keep(self, message: Message) -> None:
+        """Hand this node's actors a message that one of them sends to every member."""
+        if not self._mailboxes.offer(Origin(self._me.incarnation), message, 0):
+            self._drop("mailbox_full", detail=type(message).__name__)
+
     def _reply(self, pipe: int, target: int, message: Message) -> None:
-        if not self._listener.reply(pipe, self._encode(target, message)):
+        raw = self._encode(target, message)
+        if raw and not self._listener.reply(pipe, raw):
             self._drop("pipe_gone", detail=type(message).__name__)
 
     def _say(self, address: str, target: int, message: Message) -> None:
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = self._open_link(
-                f"tcp://{address}",
+                control_url(address, self._tls),
                 hello=self._hello,
                 on_answer=lambda raw: self._answered(address, raw),
                 on_dropped=self._metrics.messages_dropped.labels("outbox_full").inc,
+                accepts=lambda peer: self._accepts(address, peer),
+                tls=self._tls,
             )
             assert self._nursery is not None, "effects are performed after run() has started"
             self._nursery.start_soon(link.run)
-        link.send(self._encode(target, message))
+        if raw := self._encode(target, message):
+            link.send(raw)
+
+    def _accepts(self, address: str, peer: Peer) -> bool:
+        """Judge the process that has answered at an address; comes on a thread of nng."""
+        try:
+            self._gate.check_node(peer, self._expected.get(address))
+        except Rejected as rejected:
+            self._metrics.messages_dropped.labels(rejected.reason).inc()
+            self._warn_once(
+                "node.listener_refused", (address, rejected.reason), at=address,
+                reason=rejected.reason, detail=rejected.detail,
+            )  # fmt: skip
+            self._reach.refused(address, f"{rejected.reason}: {rejected.detail}")
+            return False
+        self._own_hosts[address] = peer.local[0]
+        return True
+
+    def renew_tls(self) -> None:
+        """Follow new certificates, and end the sessions whose certificates are not valid now."""
+        self._listener.renew_tls()
+        for link in self._links.values():
+            link.renew_tls()
+        for pipe in self._admission.revoked():
+            self._drop("revoked", detail=name_of(self._admission.sessions[pipe].identity))
+            self._listener.disconnect(pipe)
 
     def keep_links(self, addresses: set[str]) -> None:
         """End the links to addresses that no member has any more."""
         for address in [address for address in self._links if address not in addresses]:
             self._links.pop(address).stop()
+            self._expected.pop(address, None)
+            self._own_hosts.pop(address, None)
+
+    def greet_again(self, addresses: Iterable[str]) -> None:
+        """Say Hello once more to these addresses, as far as there are links: do they answer?"""
+        for address in addresses:
+            if address in self._links:
+                self._links[address].greet_again()
+
+    def moved(self, me: Member) -> None:
+        """Tell peers that greet this node its new address."""
+        self._me = me
 
     async def flush(self, timeout_s: float) -> None:
         """Wait, for a bounded time, until every link has handed over what it had."""
@@ -271,8 +367,8 @@ class Switchboard:
     def _hello(self) -> bytes:
         hello = Hello(
             0, WIRE_VERSION_OLDEST, WIRE_VERSION, self._cluster, is_node=True,
-            granule=self._granule, credentials=self._credentials,
-            namespace="", geometry="", lock="",
+            granule=self._granule, name=self._me.name, nonce=self._me.nonce,
+            namespace="", geometry="", lock="", secret=b"",
         )  # fmt: skip
         return self._encode(0, hello)
 
@@ -283,14 +379,38 @@ class Switchboard:
         except RemoteProtocolError as error:
             self._drop("malformed", detail=error.what)
             self._warn_once("node.join_rejected", address, at=address, reason=error.what)
+            self._reach.refused(address, error.what)
             return
         if isinstance(message, SayHello) and address in self._links:
             self._links[address].greet_again()
+        elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
+            self._reach.answered_itself(address)
+        elif isinstance(message, Welcome):
+            self._reach.welcomed(address)
+            self._reach.connected(self._own_hosts.get(address, ""))
+            self._welcomed(address, message.member)
         elif isinstance(message, Refused):
+            self._reach.refused(address, f"{message.reason}: {message.detail}")
             key = (address, message.reason)
             self._warn_once(
                 "node.join_rejected", key, at=address, reason=message.reason, detail=message.detail
             )
 
+    def _welcomed(self, address: str, member: Member) -> None:
+        """Tell the membership which process has answered at an address that this node dialled."""
+        named = incarnation_of(self._cluster, member.name, member.nonce)
+        expected = self._expected.get(address)
+        if member.incarnation != named or (expected and member.name != expected):
+            self._drop("identity", detail=f"Welcome of {address}")
+            return
+        self.tell(TellMembership(PeerAnswered(address, member)))
+
     def _encode(self, target: int, message: Message) -> bytes:
-        return encode(Envelope(self._me.incarnation, target, message), cluster=self._cluster)
+        """Return the bytes of a message; none of one that is too large for any peer."""
+        try:
+            return encode(Envelope(self._me.incarnation, target, message), cluster=self._cluster)
+        except LocalProtocolError as error:
+            # A bug of this node costs this message, and not the node.
+            self._metrics.messages_dropped.labels("too_large").inc()
+            self._log.error("node.message_too_large", detail=str(error))
+            return b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -71,31 +72,43 @@ def _render(logger: Any, name: str, event: Any) -> Any:
 
 @final
 class WarnOnce:
-    """Writes a warning the first time that its event meets a key. Thread-safe.
+    """Writes a warning the first time that its event meets a key, or once in a while. Thread-safe.
 
     A fault that lasts is met by every call, and its log line says nothing new. The memory of keys
     is bounded, and so is the log: a peer may invent a new key with each message.
     """
 
-    def __init__(self, log: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Write to `log`."""
+    def __init__(
+        self,
+        log: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        repeat_s: float = math.inf,
+    ) -> None:
+        """Write to `log`. repeat_s: after which a warning is written again."""
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
-        self._written: set[tuple[str, Hashable]] = set()
+        self._repeat_s = repeat_s
+        self._written: dict[tuple[str, Hashable], float] = {}
         self._since_s = 0.0
 
     def __call__(self, event: str, key: Hashable, **facts: object) -> None:
         """Write the warning, unless this event and key were written before."""
         with self._lock:
-            if (event, key) in self._written:
+            written_s = self._written.get((event, key))
+            if written_s is not None and self._repeat_s == math.inf:
                 return
-            if not self._written:
-                self._since_s = self._clock()
+            now = self._clock()
+            if written_s is not None:
+                if now - written_s < self._repeat_s:
+                    return
+            elif not self._written:
+                self._since_s = now
             elif len(self._written) >= WARNED_KEYS_MAX:
-                if self._clock() - self._since_s < WARNED_FORGET_S:
+                if now - self._since_s < WARNED_FORGET_S:
                     return
                 self._written.clear()
-                self._since_s = self._clock()
-            self._written.add((event, key))
+                self._since_s = now
+            self._written[event, key] = now
         self._log.warning(event, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -77,7 +78,23 @@ class Metrics:
             "records_refused", "Records that this shard refused.", "reason"
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        self._make_trust(counter, gauge)
         self._make_disk(registry, counter, gauge)
+
+    def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of who may do what."""
+        told = "Control messages that their senders may not send."
+        self.messages_refused = counter("messages_refused", told, "reason", "message")
+        self.insecure = gauge(
+            "insecure", "1 while this node serves other hosts without certificates."
+        )
+        self.certificate_days = gauge(
+            "certificate_days", "Days until this process's certificate expires; NaN without TLS."
+        )
+        self.certificate_days.set(math.nan)
+        self.http_refused = counter(
+            "http_refused", "HTTP requests and handshakes refused.", "reason"
+        )
 
     def _make_disk(
         self,

@@ -13,14 +13,18 @@ WRONG_SIZE = "wrong_size"  # the page has another length than the destination
 NO_HOME = "no_home"  # no home node, or it restarted
 POOL_FULL = "pool_full"  # no room, or more uncommitted than allowed
 TOO_LARGE = "too_large"  # the page is larger than the pool
+WEIGHTS_CHANGED = "weights_changed"  # the engine has new weights; their client is being opened
 UNSUPPORTED = "unsupported"  # an interface that is not served (SGLang's v2 pools)
 INTERNAL = "internal"  # a bug in PeerCache, logged as an error
 CLOSED = "closed"  # the client is closed, or this is a forked child
+WRONG_PAGE = "wrong_page"  # the memory at the record's place says that it holds another page
+NO_CHECKSUM = "no_checksum"  # with verify=full, the record names no checksum
 NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time
 
 MISS_REASONS = (
     ABSENT, EVICTED, PEER_UNREACHABLE, DEADLINE, VERIFY_FAILED, REFUSED, WRONG_SIZE, NO_HOME,
-    POOL_FULL, TOO_LARGE, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
+    POOL_FULL, TOO_LARGE, WEIGHTS_CHANGED, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
+    WRONG_PAGE, NO_CHECKSUM,
 )  # fmt: skip
 
 # Why rdma did not finish a read: the values of the label `reason` of its metrics.

@@ -29,6 +29,9 @@ from peercache.wire.messages.session import Refused, Welcome
 BEAT_S = 1.0
 """Between two looks at the home node: how old a client's view may be."""
 
+VIEW_PARTS_MAX = 64
+"""Parts of one view: more than those of the largest one, which has MEMBERS_MAX members."""
+
 LOST_BEAT_S = 0.25
 """The same while the home node is lost: hits come back well within 5 s of its restart."""
 
@@ -150,23 +153,27 @@ class Tie(Generic[Memory]):
         attached = self.attached
         now = self._clock()
         asked = ViewAsked(0, self._view.digest())
-        if attached is not None and (yield from self._view_from(attached.incarnation, asked, now)):
+        if attached is not None and (yield from self._view_from(attached.incarnation, asked)):
             return True
         for peer in self.cluster.members:
             if attached is not None and peer == attached.incarnation:
                 continue
-            if self._breakers.available(peer, now) and (
-                yield from self._view_from(peer, asked, now)
-            ):
+            if self._breakers.available(peer, now) and (yield from self._view_from(peer, asked)):
                 break
         return False
 
-    def _view_from(self, peer: int, asked: ViewAsked, now: float) -> Path[bool]:
-        answer = (yield Ask(((peer, asked),), now + LOST_BEAT_S))[0]
-        if not isinstance(answer, ViewShared):
-            return False
-        if answer.view:
-            self._take(View.of(answer.view))
+    def _view_from(self, peer: int, asked: ViewAsked) -> Path[bool]:
+        members: list[Member] = []
+        for _ in range(VIEW_PARTS_MAX):
+            answer = (yield Ask(((peer, asked),), self._clock() + LOST_BEAT_S))[0]
+            if not isinstance(answer, ViewShared):
+                return False
+            members += answer.view
+            if not answer.more or not answer.view:
+                break
+            asked = attrs.evolve(asked, after=answer.view[-1].incarnation)
+        if members:
+            self._take(View.of(members))
         return True
 
     def _take(self, view: View) -> None:

@@ -4,7 +4,8 @@ The cache is always safe, because a stale record fails verification. It never re
 a page may appear anywhere at any moment.
 
 A search asks one question a peer and batch. An owner that does not answer is replaced by its
-replica at once; so is one that knows nothing, for `handover_s` after a view change.
+replica at once; so is one that knows nothing, for `handover_s` after a view change, or if it says
+that it is behind. In a settled cluster an absent page costs one question.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from peercache.wire.messages.directory import Located, Lookup
 
 Mask = npt.NDArray[np.bool_]
 
-LOOKUP_KEYS_MAX = 16_384
-"""Keys of one Lookup: with eight holders each, the answer is as large as a message may be."""
+LOOKUP_KEYS_MAX = 2048
+"""Keys of one Lookup, the most that an owner takes: its answer has room for two holders of each."""
 
 EXISTS_TRUSTS_S = 1.0
 """How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
@@ -176,11 +177,14 @@ class Locator:
         *,
         cached_since: float = -np.inf,
         avoid: frozenset[int] = frozenset(),
+        failed: frozenset[bytes] = frozenset(),
     ) -> Generator[Step, Any, Whereabouts]:
         """Find a record for each key.
 
         cached_since: records cached earlier do not count; +inf bypasses the cache.
         avoid:        holders that have just failed us.
+        failed:       records that have just failed verification, as `names_of_records` names them:
+                      an owner may tell of them until their holder has withdrawn them.
         """
         names: list[bytes] = keys.tolist()
         found: list[bytes | None] = []
@@ -189,7 +193,7 @@ class Locator:
             where = self._all_known(found, cluster, avoid)
             if where is not None:
                 return where
-        search = _Search(keys, names, cluster, avoid, self._may_read)
+        search = _Search(keys, names, cluster, avoid, failed, self._may_read)
         if any(found):
             search.take_cached(*_unpacked(found))
         asked_home = False
@@ -268,7 +272,7 @@ class Locator:
             return
         for (peer, positions), answer in zip(asked, answers, strict=True):
             if isinstance(answer, Located):
-                search.note_answer(peer, positions)
+                search.note_answer(peer, positions, is_behind=answer.behind)
 
     def _availability(self, now: float) -> Callable[[int], bool]:
         """Return whether to ask a peer: each breaker is looked at once, for it may take a probe."""
@@ -291,6 +295,7 @@ class _Search:
         names: list[bytes],
         cluster: Cluster,
         avoid: frozenset[int],
+        failed: frozenset[bytes],
         may_read: Callable[[Iterable[int], Cluster], bool],
     ) -> None:
         count = len(keys)
@@ -300,12 +305,14 @@ class _Search:
         self.known: Mask = np.zeros(count, np.bool_)
         self.fresh: Mask = np.zeros(count, np.bool_)
         self.answered: Mask = np.zeros(count, np.bool_)
+        self._settled: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
         self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
         self._column = np.zeros(count, np.int64)
         self._position = dict(zip(self.names, range(count), strict=True))
         self._cluster = cluster
         self._avoid = avoid
+        self._failed = failed
         self._may_read = may_read
         self._usable: dict[int, bool] = {}
         # A key that is repeated in the batch is looked up once, at its last place.
@@ -359,6 +366,8 @@ class _Search:
         found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
         places: npt.NDArray[np.intp] = np.array(found, np.intp)
         usable = (places >= 0) & _is_somewhere(records)
+        if self._failed:
+            usable &= [name not in self._failed for name in names_of_records(records)]
         reachable = self._reachable(records["holder"])
         if not reachable.all():
             self._held_out_of_reach[places[usable & ~reachable]] = True
@@ -431,7 +440,7 @@ class _Search:
         """Return the keys to ask each peer for: a key goes to its next owner that is available."""
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
-        settled = self.known if in_handover else self.known | self.answered
+        settled = self.known if in_handover else self.known | self._settled
         left = (~settled).nonzero()[0]
         chosen = np.full(len(self.keys), -1, np.intp)
         for column in range(columns):
@@ -449,12 +458,17 @@ class _Search:
         asked = [owner for owner in _distinct(chosen) if owner >= 0]
         return {members[owner]: (chosen == owner).nonzero()[0] for owner in asked}
 
-    def note_answer(self, peer: int, positions: npt.NDArray[np.intp]) -> None:
-        """Note that a peer has answered for the keys at these positions."""
+    def note_answer(self, peer: int, positions: npt.NDArray[np.intp], *, is_behind: bool) -> None:
+        """Note that a peer has answered for the keys at these positions.
+
+        is_behind: it knows that it lacks records, so the next owner of what it lacks is asked too.
+        """
         # Only an owner's answer can mean "absent": the home node answers for its own pages.
         place = self._cluster.ring.members.index(peer)
         owned = (self.owners[positions, : self._cluster.replicas] == place).any(axis=1)
         self.answered[positions[owned]] = True
+        if not is_behind:
+            self._settled[positions[owned]] = True
 
     def spread_repeats(self) -> None:
         """Copy the outcome of a repeated key from its last place to the others."""
@@ -496,6 +510,12 @@ def _unpacked(
     known = np.array([record is not None for record in found], np.bool_)
     blank = bytes(RECORD.itemsize)
     return np.frombuffer(b"".join(record or blank for record in found), RECORD).copy(), known
+
+
+def names_of_records(records: Records) -> list[bytes]:
+    """Return what names each record's commit: key, holder, offset and generation."""
+    packed = records.tobytes()
+    return [packed[at : at + 40] for at in range(0, len(packed), RECORD_BYTES)]
 
 
 def _is_somewhere(records: Records) -> Mask:

@@ -15,8 +15,8 @@ from peercache.paths.locating import Mask, Whereabouts
 from peercache.wire.envelope import Message
 from peercache.wire.messages.promote import LOST, PROMOTED, Promote, Promoted
 
-PROMOTE_KEYS_MAX = 16_384
-"""Keys of one question; the answer has as many records at most, which is a megabyte."""
+PROMOTE_KEYS_MAX = 2048
+"""Keys of one question; the answer has as many records at most: 114 KiB."""
 
 WISHES_MAX = 1024
 """Keys that one `exists` has one holder load ahead: a prompt of that many pages."""

@@ -1,4 +1,4 @@
-"""The read path: locate, read all the bytes, read the word, verify. There is no other.
+"""The read path: locate, read the word, all the bytes, the seal, verify. There is no other.
 
 Generators without I/O: they yield `Step`s, which the bridge performs in the caller's thread, and a
 simulation in a task.
@@ -15,16 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.reads import ODD, Fetched, PeerRead
-from peercache.model.records import DROP, RESIDENT, Records
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.records import DROP, RECORDS_A_MESSAGE_MAX, RESIDENT, Records
 from peercache.model.runs import PageRuns
+from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import EXISTS_TRUSTS_S, LocationCache, Locator, Mask
+from peercache.paths.locating import (
+    EXISTS_TRUSTS_S,
+    LocationCache,
+    Locator,
+    Mask,
+    names_of_records,
+)
 from peercache.paths.promoting import Awaited, wishes
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
-from peercache.paths.verify import checksum_portions, checksums_agree, verified, wants_checksum
+from peercache.paths.verify import (
+    checksum_portions,
+    checksums_agree,
+    lack_checksums,
+    names_another,
+    verified,
+    wants_checksum,
+)
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed
 
@@ -97,12 +111,14 @@ class Reader:
         locator: Locator,
         cache: LocationCache,
         verify: str,
+        space: int,
         clock: Callable[[], float],
     ) -> None:
-        """Read with `verify` = generation, sampled or full checksums."""
+        """Read with `verify` = generation, sampled or full checksums, pages of one space only."""
         self._locator = locator
         self._cache = cache
         self._verify = verify
+        self._space = space
         self._clock = clock
         self.touches = Touches()
 
@@ -144,6 +160,7 @@ class Reader:
             until,
             cached_since=cached_since,
             avoid=frozenset(batch.avoid),
+            failed=frozenset(batch.failed),
         )
         batch.open = np.empty(0, np.intp)
         in_memory = (where.records["flags"] & RESIDENT) != 0
@@ -187,6 +204,7 @@ class Reader:
             arrived, lost = awaited.take(answers)
             if len(lost.places):
                 batch.fail(lost.places, reasons.EVICTED)
+                batch.failed.update(names_of_records(lost.records))
                 self._cache.drop(lost.records)
                 yield Post(_disputes(lost.records[lost.fresh], cluster))
             if len(arrived.places):
@@ -212,6 +230,7 @@ class Reader:
                 offsets=np.ascontiguousarray(theirs["offset"]),
                 lengths=theirs["length"].astype(np.uint64),
                 runs=batch.runs if at is batch.everything else batch.runs.take(at),
+                generations=np.ascontiguousarray(theirs["generation"]),
             )
             for at, theirs, _ in groups
         )
@@ -232,7 +251,9 @@ class Reader:
 
         Returns the positions of the records that proved wrong.
         """
-        hits = verified(records, fetched.words)
+        hits = verified(records, self._space, fetched.seals)
+        lacking = np.flatnonzero(hits & lack_checksums(records, self._verify))
+        hits[lacking] = False
         corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
         hits[corrupt] = False
         hits[unchecked] = False
@@ -242,14 +263,22 @@ class Reader:
             self.touches.add(holder, records[hits])
         if hits.all():
             return places[:0]
-        is_wrong = ~hits & (fetched.words != ODD)
+        has_arrived = fetched.seals["word"] != ODD
+        is_wrong = ~hits & has_arrived
         is_wrong[unchecked] = False
+        is_wrong[lacking] = False
         changed = np.flatnonzero(is_wrong)
         self._cache.drop(records[changed])
+        batch.failed.update(names_of_records(records[changed]))
         batch.reasons_at(places[changed], reasons.EVICTED)
+        lies = np.flatnonzero(is_wrong & names_another(records, fetched.seals))
+        batch.reasons_at(places[lies], reasons.WRONG_PAGE)
+        batch.reasons_at(places[lacking], reasons.NO_CHECKSUM)
+        self._cache.drop(records[lacking])
+        batch.open = np.union1d(batch.open, places[lacking])
         batch.reasons_at(places[corrupt], reasons.VERIFY_FAILED)
         batch.reasons_at(places[unchecked], reasons.DEADLINE)
-        missing = np.flatnonzero(fetched.words == ODD)
+        missing = np.flatnonzero(~has_arrived)
         batch.reasons_at(places[missing], fetched.failure or reasons.PEER_UNREACHABLE)
         if len(missing) and fetched.failure != reasons.DEADLINE:
             batch.avoid.add(holder)
@@ -291,6 +320,8 @@ class _Batch:
         self.reasons = [""] * len(keys)
         self.open = self.everything
         self.avoid: set[int] = set()
+        self.failed: set[bytes] = set()
+        """Records that failed verification in this call (`locating.names_of_records`)."""
         self.pages_by_fabric: dict[str, int] = {}
         self.bytes_by_fabric: dict[str, int] = {}
 
@@ -325,6 +356,6 @@ def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Plac
 def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:
     owners = cluster.ring.owners(np.ascontiguousarray(records["key"]))[:, : cluster.replicas]
     return tuple(
-        (peer, Disputed(records[(owners == peer).any(axis=1)].tobytes()))
+        (peer, Disputed(records[(owners == peer).any(axis=1)][:RECORDS_A_MESSAGE_MAX].tobytes()))
         for peer in np.unique(owners).tolist()
     )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from peercache.model.keys import PageKeys
 from peercache.model.records import HAS_CHECKSUM, Records
 from peercache.model.runs import U64
+from peercache.model.seal import Seals
 
 CHECKSUM_PORTION_BYTES = 64 * 2**20
 """Bytes whose checksums are made between two looks at the clock: 3 ms."""
@@ -24,18 +25,29 @@ SAMPLE_ONE_IN = 64
 the same ones, so the choice is by key."""
 
 
-def verified(records: Records, words: U64) -> npt.NDArray[np.bool_]:
+def verified(records: Records, space: int, seals: Seals) -> npt.NDArray[np.bool_]:
     """Return which pages are hits, (n,) bool.
 
-    records: (n,) RECORD, by which the pages were read; words: (n,) uint64, each read after all of
-    its page's bytes.
+    records: (n,) RECORD, by which the pages were read, each of the key that was asked for.
+    space:   of the reader's namespace.
+    seals:   (n,) SEAL, each read after all of its page's bytes, the word last; before the first
+             byte the word was the record's generation.
     """
     generations = records["generation"]
-    # One word too few would be compared with every record.
-    assert words.shape == generations.shape, f"{words.shape} words, {generations.shape} records"
-    committed = (generations & np.uint64(1) == 0) & (generations != 0)
-    same: npt.NDArray[np.bool_] = committed & (generations == words)
+    # One seal too few would be compared with every record.
+    assert seals.shape == generations.shape, f"{seals.shape} seals, {generations.shape} records"
+    same: npt.NDArray[np.bool_] = (generations & np.uint64(1) == 0) & (generations != 0)
+    same &= generations == seals["word"]
+    same &= records["key"] == seals["key"]
+    same &= records["length"] == seals["length"]
+    same &= seals["space"] == np.uint32(space)
     return same
+
+
+def names_another(records: Records, seals: Seals) -> npt.NDArray[np.bool_]:
+    """Return which misses are of a record that lies, (n,) bool: its word fits another page."""
+    fits: npt.NDArray[np.bool_] = records["generation"] == seals["word"]
+    return fits
 
 
 def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
@@ -57,6 +69,17 @@ def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.ND
     begins = np.cumsum(sizes, dtype=np.uint64) - sizes
     portion = begins // np.uint64(CHECKSUM_PORTION_BYTES)
     return np.split(places, np.flatnonzero(np.diff(portion)) + 1) if len(places) else []
+
+
+def refuses_without_checksum(mode: str) -> bool:
+    """Return whether a reader under `mode` takes no page whose record names no checksum."""
+    return mode == "full"
+
+
+def lack_checksums(records: Records, mode: str) -> npt.NDArray[np.bool_]:
+    """Return which records `mode` refuses because they name no checksum, (n,) bool."""
+    without: npt.NDArray[np.bool_] = (records["flags"] & HAS_CHECKSUM) == 0
+    return without if refuses_without_checksum(mode) else np.zeros(len(records), np.bool_)
 
 
 def checksums_agree(records: Records, digests: U64) -> npt.NDArray[np.bool_]:

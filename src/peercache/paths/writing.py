@@ -21,7 +21,11 @@ from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.locating import LocationCache
 from peercache.paths.reserving import Ahead, ClientReservations, offsets_of
 from peercache.paths.steps import Ask, Checksum, Drain, Place, Post, Step
-from peercache.paths.verify import checksum_portions, wants_checksum
+from peercache.paths.verify import (
+    checksum_portions,
+    refuses_without_checksum,
+    wants_checksum,
+)
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -39,8 +43,8 @@ from peercache.wire.messages.pool import (
     Reserve,
 )
 
-RESERVE_PAGES_MAX = 4096
-"""Pages of one Reserve: 96 KiB of keys and lengths, well under a millisecond of the home node."""
+RESERVE_PAGES_MAX = 2048
+"""Pages of one Reserve, the most that a home node takes: 48 KiB of keys and lengths."""
 
 RESEND_S = STALL_S / 2
 """Silence after which the home node is asked again: a lost message costs a retry, and only a second
@@ -51,6 +55,10 @@ PUBLISH_PATIENCE_S = 0.1
 
 COMMIT_S = 0.1
 """Kept back from the copy for the Commit, so that pages that were copied in time are stored."""
+
+CHECKSUM_PART = 1 / 3
+"""Of the copy's time, where every page needs a checksum: kept back for the checksums. They take no
+longer than the copy."""
 
 assert PUBLISH_PATIENCE_S + RESEND_S < STALL_S, "one slow Commit would open the breaker"
 
@@ -268,19 +276,28 @@ class Writer:
         until: float,
         written: npt.NDArray[np.uint8],
     ) -> Generator[Step, Any, U64]:
-        """Copy the wanted pages, mark those that are copied whole, return checksums (0: none)."""
+        """Copy the wanted pages, mark those that are copied whole, return checksums (0: none).
+
+        A page that has no checksum in time, and that no reader of this mode would take without
+        one, is not marked: it would stand in the way of the next set of its key.
+        """
         checksums = np.zeros(len(keys), np.uint64)
         now = self._clock()
         copied_by = until - min(COMMIT_S, (until - now) / 4)
-        count: int = yield Place(offsets, runs.take(wanted), copied_by)
+        # Where every page needs a checksum, they are made in time for what was copied.
+        needs_checksums = refuses_without_checksum(self._verify)
+        kept_back_s = (copied_by - now) * CHECKSUM_PART if needs_checksums else 0.0
+        count: int = yield Place(offsets, runs.take(wanted), copied_by - kept_back_s)
         done = wanted[:count]
         written[done] = 1
         sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
         for part in checksum_portions(sampled, runs.lengths):
-            # A page without a checksum is still verified by its generation; a late page is lost.
+            # A late page is lost; without a checksum its generation still verifies it.
             if self._clock() >= copied_by:
                 break
             checksums[part] = yield Checksum(runs.take(part))
+        if needs_checksums:
+            written[checksums == 0] = 0
         return checksums
 
     def _insist(

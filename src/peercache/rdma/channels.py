@@ -12,7 +12,8 @@ Keeps   one read uses a channel at a time. After an error a channel is destroyed
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
 
@@ -22,14 +23,15 @@ import numpy as np
 from peercache.actors.channels.actor import ChannelLeased
 from peercache.fabric.channels import ChannelDriver
 from peercache.memory.layout import GRANULE_BYTES_MIN
+from peercache.model.seal import SEAL_BYTES
 from peercache.rdma.key_table import MemoryKeys
 from peercache.rdma.memory import Blocks
 from peercache.rdma.plan import (
     PORTION_BYTES,
     PORTION_WORK_MAX,
-    WORD_BYTES,
-    WORD_GAP_BYTES,
+    SEAL_GAP_BYTES,
     Limits,
+    Look,
     Portion,
     Published,
     ReadProgress,
@@ -84,22 +86,36 @@ class Channel:
         self._pair.connect(path, other, psn=self._psn)
         self.published = published
 
-    def post(self, portion: Portion, number: int, *, shift: int, words_at: int, key: int) -> None:
-        """Post a whole portion with one doorbell: its READs, then its words behind a fence.
+    def post(
+        self,
+        portion: Portion,
+        number: int,
+        *,
+        shift: int,
+        seals_at: int,
+        key: int,
+        with_last_look: bool = True,
+    ) -> None:
+        """Post a portion with one doorbell: first look, fence, bytes, fence, last look.
 
         number:  of its completion.
         shift:   added to every destination address.
-        words_at, key: destination of its words, and the key of that memory.
+        seals_at, key: destination of its seals, and the key of that memory.
         """
-        self._chain(number, portion, shift, words_at=words_at, key=key)
+        last = portion.last if with_last_look else None
+        with self._chain(number) as pair:
+            has_last = last is not None and bool(last.remote)
+            self._add_look(pair, portion.first, seals_at, key, flags=0, is_end=False)
+            self._add_reads(pair, portion, shift, is_end=not has_last)
+            if last is not None and has_last:
+                at = seals_at + portion.first.buffer_bytes
+                self._add_look(pair, last, at, key, flags=self._fence, is_end=True)
 
-    def post_bytes(self, portion: Portion, number: int, *, shift: int) -> None:
-        """Post the READs of a portion, without its words."""
-        self._chain(number, portion, shift)
-
-    def post_words(self, portion: Portion, number: int, *, words_at: int, key: int) -> None:
-        """Post the words of a portion whose READs have completed."""
-        self._chain(number, portion, 0, words_at=words_at, key=key, with_bytes=False)
+    def post_last_look(self, portion: Portion, number: int, *, seals_at: int, key: int) -> None:
+        """Post the last look of a portion whose READs have completed."""
+        with self._chain(number) as pair:
+            at = seals_at + portion.first.buffer_bytes
+            self._add_look(pair, portion.last, at, key, flags=self._fence, is_end=True)
 
     def close(self) -> None:
         """Destroy the channel; after the return no request of it writes to memory."""
@@ -113,41 +129,30 @@ class Channel:
             for entry in entries:
                 entry.close()
 
-    def _chain(
-        self,
-        number: int,
-        portion: Portion,
-        shift: int,
-        *,
-        words_at: int | None = None,
-        key: int = 0,
-        with_bytes: bool = True,
-    ) -> None:
+    @contextmanager
+    def _chain(self, number: int) -> Iterator[Any]:
+        """Collect work requests, and post them with one doorbell."""
         pair = self._pair.posting
-        words = portion.words if words_at is not None else None
-        has_words = words is not None and bool(words.remote)
         pair.wr_start()
         try:
             pair.wr_id = number
-            pair.wr_flags = 0
-            if with_bytes:
-                self._add_reads(pair, portion, shift, is_last=not has_words)
-            if words is not None and has_words:
-                self._add_words(pair, words, words_at or 0, key)
+            yield pair
         except BaseException:
             pair.wr_abort()
             raise
         pair.wr_complete()
 
-    def _add_reads(self, pair: Any, portion: Portion, shift: int, *, is_last: bool) -> None:
+    def _add_reads(self, pair: Any, portion: Portion, shift: int, *, is_end: bool) -> None:
         entry, read, set_entry = self._entries[0], pair.wr_rdma_read, pair.wr_set_sge
         pieces = zip(portion.addresses, portion.sizes, portion.local_keys, strict=True)
         left = len(portion.remote)
+        # Only the first waits for the first look: the device starts the next ones after it.
+        flags = self._fence if portion.first.remote else 0
         known_key = -1
         for remote, key, count in zip(portion.remote, portion.keys, portion.pieces, strict=True):
             left -= 1
-            if is_last and not left:
-                pair.wr_flags = self._signaled
+            pair.wr_flags = flags | self._signaled if is_end and not left else flags
+            flags = 0
             read(key, remote)
             if count == 1:
                 address, size, local_key = next(pieces)
@@ -162,22 +167,23 @@ class Channel:
             known_key = int(entry.lkey)
             pair.wr_set_sge_list(count, self._entries)
 
-    def _add_words(self, pair: Any, words: Any, words_at: int, key: int) -> None:
-        entry, left = self._entries[0], len(words.remote)
+    def _add_look(
+        self, pair: Any, look: Look, seals_at: int, key: int, *, flags: int, is_end: bool
+    ) -> None:
+        """Add the READs of some seals. flags: of the first one."""
+        entry, left = self._entries[0], len(look.remote)
         entry.lkey = key
-        # Only the first word waits for the READs: the device starts the next ones after it.
-        flags = self._fence
-        rows = zip(words.remote, words.keys, words.at, words.lengths, strict=True)
+        rows = zip(look.remote, look.keys, look.at, look.lengths, strict=True)
         for remote, remote_key, at, length in rows:
             left -= 1
-            pair.wr_flags = flags if left else flags | self._signaled
+            pair.wr_flags = flags | self._signaled if is_end and not left else flags
             flags = 0
             pair.wr_rdma_read(remote_key, remote)
-            entry.addr, entry.length = words_at + at, length
+            entry.addr, entry.length = seals_at + at, length
             pair.wr_set_sge(entry)
 
 
-WORDS_BLOCKS_MAX = 64
+SEALS_BLOCKS_MAX = 64
 """Concurrent reads over one rail: more than an engine has threads."""
 
 BOUNCE_BLOCKS_MAX = 4
@@ -189,7 +195,7 @@ LINK_LOOK_S = 0.01
 BACKOFF_S = 0.25
 """How long a failed rail is skipped at least. Its return costs a read one stall at most."""
 
-_WORDS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (WORD_GAP_BYTES + WORD_BYTES)
+_SEALS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (SEAL_GAP_BYTES + SEAL_BYTES)
 
 
 @final
@@ -216,9 +222,9 @@ class ClientRail:
         """
         self.rail = rail
         self.index = index
-        self.words = Blocks(
-            rail.regions, "words read", clock=clock, blocks_max=WORDS_BLOCKS_MAX,
-            block_bytes=PORTIONS_AT_ONCE * _WORDS_HALF_BYTES, has_fallback=has_fallback,
+        self.seals = Blocks(
+            rail.regions, "seals read", clock=clock, blocks_max=SEALS_BLOCKS_MAX,
+            block_bytes=PORTIONS_AT_ONCE * _SEALS_HALF_BYTES, has_fallback=has_fallback,
         )  # fmt: skip
         self.bounce = Blocks(
             rail.regions, "bounce", clock=clock, blocks_max=BOUNCE_BLOCKS_MAX,
@@ -275,7 +281,7 @@ def published_by(answer: ChannelOpened) -> Published:
     return Published(
         pages_address=answer.pages_address,
         page_bytes=answer.page_bytes,
-        words_address=answer.words_address,
+        seals_address=answer.seals_address,
         granule=answer.granule,
         keys=MemoryKeys.of([(row[0], row[1], row[2]) for row in regions.tolist()]),
     )

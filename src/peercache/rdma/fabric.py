@@ -428,7 +428,7 @@ class RdmaFabric:
         if failure == PEER_UNREACHABLE:
             self._away(peer, self._clock() + AWAY_S, failure)
         got = fallback.read(progress.part(pages), deadline)
-        progress.seen[pages] = got.words
+        progress.seen[pages] = got.seals
         why = got.failure or (REFUSED if progress.outside.any() else "")
         return Fetched(progress.seen, why, fallback.name)
 

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.errors import PeerCacheError
-from peercache.memory.published import NEVER_COMMITTED, PublishedSegment
+from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
+from peercache.model.seal import NEVER_COMMITTED
 from peercache.observability.metrics import Metrics
 from peercache.rdma.channels import published_by
 from peercache.rdma.fabric import RdmaFabric
@@ -102,7 +103,9 @@ class Loopback:
             incarnation=_NODE, counter=1, state=ALIVE, head_rank=0, host_name="loopback",
             control="127.0.0.1:1", data="127.0.0.1:1", boot_id="", segment="",
         )  # fmt: skip
-        return self.fabric.read(PeerRead(member, offsets, lengths, runs), time.monotonic() + READ_S)
+        generations = np.full(count, NEVER_COMMITTED)
+        wanted = PeerRead(member, offsets, lengths, runs, generations)
+        return self.fabric.read(wanted, time.monotonic() + READ_S)
 
     @property
     def rails(self) -> tuple[Rail, Rail]:
@@ -121,13 +124,13 @@ class Loopback:
         return self._address, self._near[0].regions.table
 
     def arrived(self, first: int, count: int, fetched: Fetched) -> bool:
-        """Return whether every word and every byte of these pages arrived.
+        """Return whether every seal and every byte of these pages arrived.
 
-        The words say "never committed", for no node committed the slots; a missing word is ODD.
+        The seals say "never committed", for no node committed the slots; a missing word is ODD.
         """
         span = slice(first * self.page_bytes, (first + count) * self.page_bytes)
         return bool(
-            (fetched.words == NEVER_COMMITTED).all()
+            (fetched.seals["word"] == NEVER_COMMITTED).all()
             and np.array_equal(self.memory[span], self._segment.pages[span])
         )
 
@@ -202,7 +205,7 @@ def _expect_no_failure(rail: Rail) -> None:
 class BareLoop:
     """The loop that PeerCache is measured against: chained READs, and a wait for the last of them.
 
-    It posts a batch with one doorbell, over one queue pair. It reads no generation words, knows no
+    It posts a batch with one doorbell, over one queue pair. It reads no seals, knows no
     deadline, and raises on a failure. It waits for the event of the completion, as the fabric
     does: a spinning loop would take the processor that a software device needs, and be slower.
     """

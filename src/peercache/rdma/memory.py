@@ -60,7 +60,7 @@ Task: TypeAlias = "tuple[Region, int, int]"
 class Region:
     """A range of memory that is registered, or is being registered. Made by `Regions.add`.
 
-    name:      for people: "pool", "words", "engine".
+    name:      for people: "pool", "seals", "engine".
     is_urgent: a read waits for it, so it goes ahead of other pending tasks.
     failure:   "" or why a part cannot be registered; the rest stays usable.
 

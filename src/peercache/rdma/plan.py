@@ -1,24 +1,26 @@
-"""The plan of a read: READs of several pieces each, and the generation words behind them.
+"""The plan of a read: READs of several pieces each, between two looks at the pages' seals.
 
 Pure arithmetic over arrays, so tests need no device. The pages are one stream of bytes. The stream
 is cut at the borders of runs, of registrations and of the largest READ, and joined again where both
-ends continue without a gap. It is posted in *portions*. In a portion, the words of the pages that
-it completes follow all of its bytes. The first word is fenced: the device starts it only after
-every READ before it has completed, and starts the next words after it.
+ends continue without a gap. It is posted in *portions*: the seals of the pages that begin in it,
+all of its bytes, the seals of the pages that end in it. The first READ of the bytes and the first
+one of the last seals are fenced: the device starts it only after every READ before it has
+completed, and starts the next READs after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.model.reads import ODD, PeerRead
+from peercache.model.reads import PeerRead
 from peercache.model.runs import I64, U64, PageRuns
+from peercache.model.seal import SEAL_BYTES, Seals, unread_seals
 from peercache.rdma.key_table import MemoryKeys
 
 READ_BYTES_MAX = 2**20
@@ -26,18 +28,17 @@ READ_BYTES_MAX = 2**20
 link, and the reader soon knows that a page is complete."""
 
 PORTION_BYTES = 16 * 2**20
-"""Bytes before the next words. A fence leaves the link idle for one round trip: a hundredth of the
-time at 46 GB/s if it comes every 16 MiB. A deadline costs the portions in flight, no more."""
+"""Bytes between two looks. A fence leaves the link idle for one round trip: two fences cost a
+fiftieth of the time at 46 GB/s if they come every 16 MiB. A deadline costs the portions in flight,
+no more."""
 
-PORTION_WORK_MAX = 256
-"""Work requests of a portion: 128 scattered pages and their words, which take half a millisecond to
-post. A queue pair has room for two portions; 16 queue pairs cost a peer 3 MiB."""
+PORTION_WORK_MAX = 384
+"""Work requests of a portion: 128 scattered pages and two looks at each, which take less than a
+millisecond to post. A queue pair has room for two portions; 16 queue pairs cost a peer 4.5 MiB."""
 
-WORD_BYTES = 8
-
-WORD_GAP_BYTES = 512
-"""One READ fetches words that are so close, with the bytes between them: a work request costs more
-than half a kilobyte on the link. The words of neighbouring 1 MiB pages are 512 bytes apart."""
+SEAL_GAP_BYTES = 2048
+"""One READ fetches seals that are so close, with the bytes between them: a work request costs about
+as much as two kilobytes on the link. The seals of neighbouring 1 MiB pages are so far apart."""
 
 
 @attrs.frozen
@@ -56,23 +57,23 @@ class Published:
 
     pages_address: int
     page_bytes: int
-    words_address: int
+    seals_address: int
     granule: int
     keys: MemoryKeys
 
-    def word_addresses(self, offsets: U64) -> U64:
-        """Return the address of each slot's generation word."""
+    def seal_addresses(self, offsets: U64) -> U64:
+        """Return the address of each slot's seal."""
         index = offsets // np.uint64(self.granule)
-        addresses: U64 = np.uint64(self.words_address) + index * np.uint64(WORD_BYTES)
+        addresses: U64 = np.uint64(self.seals_address) + index * np.uint64(SEAL_BYTES)
         return addresses
 
 
 @attrs.frozen(eq=False)
-class Words:
-    """The READs of one portion's words.
+class Look:
+    """The READs of the seals of some pages.
 
-    remote, keys, lengths: of each READ. at: its place in the word buffer, in bytes.
-    pages: the pages of the words. slots: the place of each page's word in the buffer, in words.
+    remote, keys, lengths: of each READ. at: its place in the look's buffer, in bytes.
+    pages: the pages of the seals. slots: the place of each page's seal in the buffer, in seals.
     """
 
     remote: list[int]
@@ -91,6 +92,8 @@ class Portion:
     remote, keys: of each READ. pieces: the number of its scatter entries.
     addresses, sizes, local_keys: all scatter entries, in order.
     begin, end: the bytes of the stream.
+    first: the first look, at the pages that begin in this portion.
+    last:  the last look, at the pages that end in it.
     """
 
     remote: list[int]
@@ -101,7 +104,13 @@ class Portion:
     local_keys: list[int]
     begin: int
     end: int
-    words: Words
+    first: Look
+    last: Look
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the room for both looks, the first one in front."""
+        return self.first.buffer_bytes + self.last.buffer_bytes
 
 
 class Missing(Enum):
@@ -113,7 +122,7 @@ class Missing(Enum):
 
 @attrs.frozen(eq=False)
 class ReadPlan:
-    """The portions of a read. buffer_bytes: the largest word buffer that a portion needs."""
+    """The portions of a read. buffer_bytes: the largest buffer of seals that a portion needs."""
 
     portions: tuple[Portion, ...]
     buffer_bytes: int
@@ -151,18 +160,18 @@ def inside(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.b
     # A sum could overflow, a difference of checked numbers cannot.
     good: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)
     good &= offsets <= page_bytes - np.minimum(lengths, page_bytes)
-    # An offset within a granule would have the word of another slot.
+    # An offset within a granule would have the seal of another slot.
     good &= offsets % np.uint64(published.granule) == 0
     return good
 
 
 def opened(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.bool_]:
-    """Return the slots whose bytes and words the known regions of the peer cover."""
+    """Return the slots whose bytes and seals the known regions of the peer cover."""
     begins = np.uint64(published.pages_address) + offsets
-    words = published.keys.cut(
-        published.word_addresses(offsets), np.full(len(offsets), WORD_BYTES, np.uint64)
+    seals = published.keys.cut(
+        published.seal_addresses(offsets), np.full(len(offsets), SEAL_BYTES, np.uint64)
     )
-    return published.keys.cut(begins, lengths).covered & words.covered
+    return published.keys.cut(begins, lengths).covered & seals.covered
 
 
 def plan(
@@ -172,9 +181,9 @@ def plan(
     whole = _stream_of(published, offsets, runs, local)
     if isinstance(whole, Missing):
         return whole
-    words = _keys_of_words(published, offsets)
-    if isinstance(words, Missing):
-        return words
+    seals = _keys_of_seals(published, offsets)
+    if isinstance(seals, Missing):
+        return seals
     stream = _cut_to_size(whole, limits.read_bytes)
     if not len(stream):
         return ReadPlan((), 0)
@@ -182,24 +191,30 @@ def plan(
     pieces_at = starts_piece.nonzero()[0]
     reads_at = starts_read.nonzero()[0]
     ends = stream.lengths.cumsum(dtype=np.uint64)
-    # The word of a page comes in the portion of its last part.
-    ends_page = np.ones(len(stream), np.bool_)
-    ends_page[:-1] = stream.pages[1:] != stream.pages[:-1]
-    last_part = ends_page.nonzero()[0]
-    read_of_page = reads_at.searchsorted(last_part, side="right") - 1
-    words_until = read_of_page.searchsorted(np.arange(len(reads_at)), side="right")
+    # The first look at a page comes in the portion of its first part, the last one in that of its
+    # last part.
+    turns = (stream.pages[1:] != stream.pages[:-1]).nonzero()[0]
+    first_part = np.concatenate(([0], turns + 1))
+    last_part = np.append(turns, len(stream) - 1)
+    begun_until = _pages_until(reads_at, first_part)
+    ended_until = _pages_until(reads_at, last_part)
     borders = np.append(reads_at, len(stream))
     read_ends = ends[borders[1:] - 1]
     piece_of_read = pieces_at.searchsorted(borders)
     piece_counts = piece_of_read[1:] - piece_of_read[:-1]
     piece_sizes = np.add.reduceat(stream.lengths, pieces_at)
     portions = []
-    for first, last in _spans(read_ends, words_until, limits):
+    for first, last in _spans(read_ends, begun_until + ended_until, limits):
         from_piece, to_piece = piece_of_read[first], piece_of_read[last]
         at = pieces_at[from_piece:to_piece]
         heads = reads_at[first:last]
-        page_low = int(words_until[first - 1]) if first else 0
-        pages = stream.pages[last_part[page_low : int(words_until[last - 1])]]
+        begun = _within(begun_until, first, last)
+        ended = _within(ended_until, first, last)
+        first_look = _look_at(*seals, stream.pages[first_part[begun]])
+        # Mostly the same pages begin and end in a portion.
+        last_look = first_look
+        if begun != ended:
+            last_look = _look_at(*seals, stream.pages[last_part[ended]])
         portions.append(
             Portion(
                 remote=stream.remote[heads].tolist(),
@@ -210,43 +225,58 @@ def plan(
                 local_keys=stream.local_keys[at].tolist(),
                 begin=int(read_ends[first - 1]) if first else 0,
                 end=int(read_ends[last - 1]),
-                words=_words_of(*words, pages),
+                first=first_look,
+                last=last_look,
             )
         )
-    largest = max((portion.words.buffer_bytes for portion in portions), default=0)
+    largest = max((portion.buffer_bytes for portion in portions), default=0)
     return ReadPlan(tuple(portions), largest)
 
 
-def _keys_of_words(published: Published, offsets: U64) -> tuple[U64, U64] | Missing:
-    """Return the address and the key of each slot's word."""
-    addresses = published.word_addresses(offsets)
-    found = published.keys.cut(addresses, np.full(len(offsets), WORD_BYTES, np.uint64))
+def _pages_until(
+    reads_at: npt.NDArray[np.intp], parts: npt.NDArray[np.intp]
+) -> npt.NDArray[np.intp]:
+    """Return how many of these parts, one a page, are in the READs up to each READ."""
+    read_of_page = reads_at.searchsorted(parts, side="right") - 1
+    until: npt.NDArray[np.intp] = read_of_page.searchsorted(np.arange(len(reads_at)), side="right")
+    return until
+
+
+def _within(until: npt.NDArray[np.intp], first: int, last: int) -> slice:
+    """Return which pages are of the READs first to last."""
+    return slice(int(until[first - 1]) if first else 0, int(until[last - 1]))
+
+
+def _keys_of_seals(published: Published, offsets: U64) -> tuple[U64, U64] | Missing:
+    """Return the address and the key of each slot's seal."""
+    addresses = published.seal_addresses(offsets)
+    found = published.keys.cut(addresses, np.full(len(offsets), SEAL_BYTES, np.uint64))
     return (addresses, found.keys) if found.covered.all() else Missing.THEIRS
 
 
-def _words_of(all_addresses: U64, all_keys: U64, pages: I64) -> Words:
-    """Plan the READs of some pages' words; one READ fetches neighbours."""
+def _look_at(all_addresses: U64, all_keys: U64, pages: I64) -> Look:
+    """Plan the READs of some pages' seals; one READ fetches neighbours."""
     if not len(pages):
         none = np.empty(0, np.int64)
-        return Words([], [], [], [], none, none, 0)
+        return Look([], [], [], [], none, none, 0)
     addresses, keys = all_addresses[pages], all_keys[pages]
     order = np.argsort(addresses, kind="stable")
     ordered, keys = addresses[order], keys[order]
     gaps = ordered[1:] - ordered[:-1]
-    joins = (gaps <= WORD_GAP_BYTES) & (keys[1:] == keys[:-1])
+    joins = (gaps <= SEAL_GAP_BYTES) & (keys[1:] == keys[:-1])
     begins_read = np.ones(len(ordered), np.bool_)
     begins_read[1:] = ~joins
     heads = begins_read.nonzero()[0]
     tails = np.full(len(heads), len(ordered) - 1)
     tails[:-1] = heads[1:] - 1
-    lengths = ordered[tails] - ordered[heads] + np.uint64(WORD_BYTES)
+    lengths = ordered[tails] - ordered[heads] + np.uint64(SEAL_BYTES)
     at = np.zeros(len(heads), np.uint64)
     lengths[:-1].cumsum(out=at[1:])
     group = begins_read.cumsum() - 1
     slots = np.empty(len(pages), np.int64)
     within = at[group] + (ordered - ordered[heads][group])
-    slots[order] = (within // np.uint64(WORD_BYTES)).astype(np.int64)
-    return Words(
+    slots[order] = (within // np.uint64(SEAL_BYTES)).astype(np.int64)
+    return Look(
         remote=ordered[heads].tolist(),
         keys=keys[heads].tolist(),
         lengths=lengths.tolist(),
@@ -273,6 +303,14 @@ def bounced(runs: PageRuns) -> PageRuns:
     lengths = runs.lengths
     begins = np.cumsum(lengths, dtype=np.uint64) - lengths
     return PageRuns(begins, lengths, np.arange(len(runs) + 1, dtype=np.int64))
+
+
+def rows_of(seals: npt.NDArray[Any]) -> U64:
+    """Return seals, or memory for seals, as rows of four words, the generation word first.
+
+    A view: numpy moves a seal with fields ten times as slowly, field by field.
+    """
+    return seals.view(np.uint64).reshape(-1, SEAL_BYTES // 8)
 
 
 def stripes(lengths: U64, rails: int, block_bytes: int) -> list[npt.NDArray[np.intp]]:
@@ -364,10 +402,10 @@ def _head_of(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 
 
 def _spans(
-    read_ends: U64, words_until: npt.NDArray[np.intp], limits: Limits
+    read_ends: U64, looks_until: npt.NDArray[np.intp], limits: Limits
 ) -> Iterator[tuple[int, int]]:
-    """Yield the range of READs of each portion."""
-    work_until = np.arange(1, len(read_ends) + 1) + words_until
+    """Yield the range of READs of each portion. looks_until: seals to read, up to each READ."""
+    work_until = np.arange(1, len(read_ends) + 1) + looks_until
     first = 0
     while first < len(read_ends):
         bytes_before = read_ends[first - 1] if first else np.uint64(0)
@@ -376,7 +414,7 @@ def _spans(
             int(read_ends.searchsorted(bytes_before + np.uint64(limits.portion_bytes), "right")),
             int(work_until.searchsorted(work_before + limits.work, "right")),
         )
-        # A READ with its words always fits a portion: it completes few pages.
+        # A READ with its seals always fits: it has few pages, or their seals are one READ.
         last = max(fits, first + 1)
         yield first, last
         first = last
@@ -390,8 +428,8 @@ PageIndices: TypeAlias = npt.NDArray[np.intp]
 class ReadProgress:
     """The state of one read over all its attempts.
 
-    complete: (n,) bool, pages whose word was read after all of their bytes.
-    seen:     (n,) uint64, the words of the complete pages; else ODD.
+    complete: (n,) bool, pages whose seal was read after all of their bytes.
+    seen:     (n,) SEAL, the seals of the complete pages; else the word is ODD.
     outside:  (n,) bool, slots outside the page memory of the peer: no READ asks for them.
     unopened: (n,) bool, slots that the peer has not registered yet.
     total_bytes: of all pages.
@@ -404,7 +442,7 @@ class ReadProgress:
         self.read = read
         self.total_bytes = int(read.lengths.sum())
         self.deadline = deadline
-        self.seen: U64 = np.full(count, ODD, np.uint64)
+        self.seen: Seals = unread_seals(count)
         self.complete = np.zeros(count, np.bool_)
         self.outside = np.zeros(count, np.bool_)
         self.unopened = np.zeros(count, np.bool_)
@@ -429,7 +467,8 @@ class ReadProgress:
         if len(pages) == len(read.offsets):
             return read
         runs = read.runs.take(pages)
-        return PeerRead(read.member, read.offsets[pages], read.lengths[pages], runs)
+        generations = read.generations[pages]
+        return PeerRead(read.member, read.offsets[pages], read.lengths[pages], runs, generations)
 
     def keep_inside(self, pages: PageIndices, published: Published) -> PageIndices:
         """Return the pages inside the peer's page memory; note the others as outside."""
@@ -439,8 +478,8 @@ class ReadProgress:
         self.outside[pages[~good]] = True
         return pages[good]
 
-    def take(self, pages: PageIndices, words: U64, complete: npt.NDArray[np.bool_]) -> None:
+    def take(self, pages: PageIndices, seals: Seals, complete: npt.NDArray[np.bool_]) -> None:
         """Note the result of an attempt for these pages."""
         done = pages[complete]
-        self.seen[done] = words[complete]
+        rows_of(self.seen)[done] = rows_of(seals)[complete]
         self.complete[done] = True

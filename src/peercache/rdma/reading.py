@@ -1,7 +1,7 @@
 """One read over one or several channels, driven by the caller's thread.
 
 A read is split into shares, one for each channel. The transfer of a share posts its plan, two
-portions at a time. It takes the words of a portion only after the completion behind all READs of
+portions at a time. It takes the seals of a portion only after the completion behind all READs of
 that portion is a success: completions of a queue pair come in order, so an earlier failure would
 come first.
 """
@@ -18,8 +18,9 @@ import attrs
 import numpy as np
 
 from peercache.memory.copying import copy_pages
-from peercache.model.reads import ODD, PeerRead
-from peercache.model.runs import U64, PageRuns
+from peercache.model.reads import PeerRead
+from peercache.model.runs import PageRuns
+from peercache.model.seal import ODD, SEAL_BYTES, Seals, unread_seals
 from peercache.observability.reasons import (
     DEADLINE,
     INTERNAL,
@@ -33,7 +34,6 @@ from peercache.rdma.key_table import MemoryKeys
 from peercache.rdma.memory import Block, Blocks
 from peercache.rdma.plan import (
     PORTION_BYTES,
-    WORD_BYTES,
     Missing,
     PageIndices,
     Portion,
@@ -44,6 +44,7 @@ from peercache.rdma.plan import (
     clipped,
     opened,
     plan,
+    rows_of,
     stripes,
 )
 from peercache.rdma.queue_pair import REMOTE_ACCESS_ERROR, SUCCESS, Completion
@@ -56,6 +57,9 @@ RAIL_STALL_S = 0.04
 skipped if another rail makes progress: within 50 ms, although the device itself retries longer."""
 
 RAIL_STALL_PORTIONS = 4
+
+_CHANGED = np.uint64(1)
+"""Makes a word odd, as the node does before it changes a slot."""
 
 
 class Poller(Protocol):
@@ -74,7 +78,7 @@ class Transfer:
 
     done:     the number of complete portions.
     failure:  "" or why the transfer ended early; then the channel must be closed.
-    seen:     (n,) uint64, the words of complete pages, else ODD.
+    seen:     (n,) SEAL, the last look at complete pages, else a word that is ODD.
     complete: (n,) bool, the pages whose portion is complete.
     """
 
@@ -83,7 +87,7 @@ class Transfer:
         channel: Channel,
         plan: ReadPlan,
         *,
-        words_block: Block,
+        seals_block: Block,
         bounce: Block | None,
         runs: PageRuns,
         between: Callable[[], None] | None,
@@ -92,29 +96,31 @@ class Transfer:
     ) -> None:
         """Read according to `plan`.
 
-        words_block: destination of the words, with room for PORTIONS_AT_ONCE portions.
+        seals_block: destination of the seals, with room for PORTIONS_AT_ONCE portions.
         bounce:      first destination of the bytes, with the same room; None: `runs` directly.
-        between:     called after the bytes and before the words of a portion; only for tests.
+        between:     called after the bytes and before the last look of a portion; only for tests.
         """
         self.channel = channel
         pages = len(runs)
-        self.seen: U64 = np.full(pages, ODD, np.uint64)
+        self.seen: Seals = unread_seals(pages)
         self.complete = np.zeros(pages, np.bool_)
         self.failure = ""
         self.done = 0
         self.fastest_s = inf
         self.progress_at = clock()
         self._plan = plan
-        self._words_block = words_block
+        self._seals_block = seals_block
         self._bounce = bounce
         self._runs = runs
+        self._seen_rows = rows_of(self.seen)
+        self._first_look = rows_of(unread_seals(pages))
         self._between = between
         self._deadline = deadline
         self._clock = clock
         self._next = 0
         self._under_way: deque[int] = deque()
-        self._awaits_words = False
-        self._words_memory = words_block.memory.view(np.uint64)
+        self._awaits_last_look = False
+        self._seal_rows = rows_of(seals_block.memory)
 
     @property
     def is_over(self) -> bool:
@@ -141,20 +147,20 @@ class Transfer:
 
     def _post(self, number: int) -> None:
         portion = self._plan.portions[number]
-        half = self._words_of(number)
+        half = self._seals_of(number)
         # Odd before the post: a word that never arrives must not equal a generation.
-        self._words_memory[half : half + portion.words.buffer_bytes // WORD_BYTES] = ODD
+        self._seal_rows[half : half + portion.buffer_bytes // SEAL_BYTES, 0] = ODD
         shift = self._shift(number)
-        if self._between is not None:
-            self.channel.post_bytes(portion, number, shift=shift)
-            return
-        at, key = self._words_block.address + half * WORD_BYTES, self._words_block.key
-        self.channel.post(portion, number, shift=shift, words_at=at, key=key)
+        at, key = self._seals_block.address + half * SEAL_BYTES, self._seals_block.key
+        with_last = self._between is None
+        self.channel.post(
+            portion, number, shift=shift, seals_at=at, key=key, with_last_look=with_last
+        )
 
-    def _post_words(self, number: int) -> None:
-        at = self._words_block.address + self._words_of(number) * WORD_BYTES
+    def _post_last_look(self, number: int) -> None:
+        at = self._seals_block.address + self._seals_of(number) * SEAL_BYTES
         portion = self._plan.portions[number]
-        self.channel.post_words(portion, number, words_at=at, key=self._words_block.key)
+        self.channel.post_last_look(portion, number, seals_at=at, key=self._seals_block.key)
 
     def _completed(self, completion: Completion) -> None:
         if self.failure:
@@ -166,19 +172,16 @@ class Transfer:
         number = self._under_way[0]
         assert completion.number == number, (completion.number, number)
         portion = self._plan.portions[number]
-        if self._between is not None and not self._awaits_words and portion.words.remote:
+        if self._between is not None and not self._awaits_last_look and portion.last.remote:
             self._between()
-            self._awaits_words = True
-            self._post_words(number)
+            self._awaits_last_look = True
+            self._post_last_look(number)
             return
-        self._awaits_words = False
+        self._awaits_last_look = False
         self._under_way.popleft()
         if not self._in_place(portion, number):
             return
-        half = self._words_of(number)
-        pages = portion.words.pages
-        self.seen[pages] = self._words_memory[half + portion.words.slots]
-        self.complete[pages] = True
+        self._take_seals(portion, self._seals_of(number))
         self.done += 1
         now = self._clock()
         self.fastest_s = min(self.fastest_s, now - self.progress_at)
@@ -197,9 +200,23 @@ class Transfer:
         self.failure = DEADLINE if self._clock() >= until else INTERNAL
         return False
 
-    def _words_of(self, number: int) -> int:
-        """Return the begin of a portion's words in the block, in words."""
-        per_portion = len(self._words_memory) // PORTIONS_AT_ONCE
+    def _take_seals(self, portion: Portion, half: int) -> None:
+        """Take both looks of a portion, from `half` in the block of seals on."""
+        first, last = portion.first, portion.last
+        self._first_look[first.pages] = self._seal_rows[half + first.slots]
+        half += first.buffer_bytes // SEAL_BYTES
+        pages = last.pages
+        late = self._seal_rows[half + last.slots]
+        # Whole seals: within one READ the device promises no order of key and word.
+        same = (self._first_look[pages] == late).all(axis=1)
+        # A last word proves nothing alone: make it one that no record carries.
+        late[~same, 0] |= _CHANGED
+        self._seen_rows[pages] = late
+        self.complete[pages] = True
+
+    def _seals_of(self, number: int) -> int:
+        """Return the begin of a portion's seals in the block, in seals."""
+        per_portion = len(self._seal_rows) // PORTIONS_AT_ONCE
         return number % PORTIONS_AT_ONCE * per_portion
 
     def _shift(self, number: int) -> int:
@@ -379,7 +396,7 @@ def _share(
         made = _plan(leased, part, table)
     borrowed: list[tuple[Blocks, Block]] = []
     try:
-        words = _borrow(side.words, progress, borrowed, clock)
+        seals = _borrow(side.seals, progress, borrowed, clock)
         bounce = None
         if made is Missing.OURS:
             bounce = _borrow(side.bounce, progress, borrowed, clock)
@@ -389,7 +406,7 @@ def _share(
         transfer = Transfer(
             leased.channel,
             made,
-            words_block=words,
+            seals_block=seals,
             bounce=bounce,
             runs=part.runs,
             between=between,

@@ -35,20 +35,20 @@ from peercache.errors import ConfigError
 from peercache.memory.kernel import address_of
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import name_of
+from peercache.model.seal import SEAL_BYTES
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.rdma import neighbours
 from peercache.rdma.device import ETHERNET
 from peercache.rdma.memory import Region
-from peercache.rdma.plan import WORD_BYTES
 from peercache.rdma.queue_pair import PSN_MAX, QpEnd, QueuePair, Sizes
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.verbs import outlives_fork
 from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 
-WORDS_S = 10.0
-"""Longest wait for the registration of the words: at most 0.5 % of the size of the pool."""
+SEALS_S = 10.0
+"""Longest wait for the registration of the seals: at most 0.8 % of the size of the pool."""
 
 _NOTHING_POSTED = Sizes(work=1, pieces=1)
 
@@ -76,7 +76,7 @@ class ChannelServer:
         *,
         rng: random.Random,
     ) -> None:
-        """Serve `segment` over `rails`, and register its words; `close_all` closes the rails."""
+        """Serve `segment` over `rails`, and register its seals; `close_all` closes the rails."""
         self.rails = tuple(rails)
         self._segment = segment
         self._rng = rng
@@ -87,11 +87,11 @@ class ChannelServer:
         for rail in self.rails:
             # The smallest queue: a node posts no requests, so none completes.
             self._queues[rail.name] = outlives_fork(rail.verbs.CQ(rail.context, 1))
-            words, pages = segment.words, segment.pages
+            seals, pages = segment.seals, segment.pages
             self._regions[rail.name] = (
                 rail.regions.add(
-                    "words", address_of(words.view(np.uint8)), words.nbytes, remote=True,
-                    owner=words,
+                    "seals", address_of(seals.view(np.uint8)), seals.nbytes, remote=True,
+                    owner=seals,
                 ),
                 rail.regions.add(
                     "pages", address_of(pages), pages.nbytes, remote=True,
@@ -137,13 +137,13 @@ class ChannelServer:
         return self._opened(wanted, served)
 
     def failures(self) -> list[str]:
-        """Wait for the registration of the words, which are small; return its failures."""
+        """Wait for the registration of the seals, which are small; return its failures."""
         found = []
         for rail in self.rails:
-            words, _ = self._regions[rail.name]
-            rail.regions.wait(words, WORDS_S)
-            if words.failure:
-                found.append(f"{rail.name}: {words.failure}")
+            seals, _ = self._regions[rail.name]
+            rail.regions.wait(seals, SEALS_S)
+            if seals.failure:
+                found.append(f"{rail.name}: {seals.failure}")
         return found
 
     def close(self, client: int, channel: int) -> None:
@@ -188,14 +188,14 @@ class ChannelServer:
 
     def _opened(self, wanted: OpenChannel, served: _Served) -> ChannelOpened:
         end = served.ours
-        words, pages = self._regions[served.rail.name]
+        seals, pages = self._regions[served.rail.name]
         regions = [
             (region.address + offset, length, key)
-            for region in (words, pages)
+            for region in (seals, pages)
             for offset, length, key in region.remote()
         ]
         layout = self._segment.layout
-        assert words.length == layout.words_count * WORD_BYTES, (words.length, layout)
+        assert seals.length == layout.seals_count * SEAL_BYTES, (seals.length, layout)
         return ChannelOpened(
             request=wanted.request,
             channel=wanted.channel,
@@ -207,7 +207,7 @@ class ChannelServer:
             reads_at_once=served.reads_at_once,
             pages_address=pages.address,
             page_bytes=layout.page_bytes,
-            words_address=words.address,
+            seals_address=seals.address,
             granule=layout.granule,
             regions=np.array(regions, "<u8").tobytes(),
         )

@@ -2,18 +2,16 @@
 
 SGLang's page hashes say which tokens a page is for, and nothing about what its bytes mean or
 which shard of the model they belong to: its controllers add no suffix. All of that is put into
-the namespace here, from the storage configuration (ranks, model name) and from the host pool
-(dtype, layout, heads), which the configuration does not describe.
+the namespace here: from the storage configuration (ranks, model name), from the host pool (dtype,
+layout, heads), and from the server (the weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peercache.model.keys import Namespace
-
-UNNAMED_MODEL = "default"
 
 _POOL_FACTS = (
     "dtype",
@@ -26,6 +24,7 @@ _POOL_FACTS = (
     "qk_rope_head_dim",
     "kv_cache_dim",
     "dsa_kv_cache_store_fp8",
+    "storage_format_tag",
 )
 """What the bytes of a page mean. One model name with two of these is refused by the nodes."""
 
@@ -33,12 +32,33 @@ _STAGE_FACTS = ("start_layer", "end_layer", "layer_num", "target_layer_num")
 """Which layers a page holds. Pipeline stages of one model differ in them."""
 
 
-def namespace_of(storage_config: Any, pool: Any, page_bytes: int) -> Namespace:
+def model_name(storage_config: Any, pool: Any) -> str:
+    """Return the served model's name, "" for none.
+
+    SGLang appends the pool's format to the name, so that "a" in format "b" looks like the model
+    "a-b". The format is a fact of the pool here, and is taken off.
+    """
+    name = str(getattr(storage_config, "model_name", None) or "")
+    tag = getattr(pool, "storage_format_tag", None)
+    if tag is None:
+        return name
+    return "" if name == str(tag) else name.removesuffix(f"-{tag}")
+
+
+def namespace_of(
+    storage_config: Any,
+    pool: Any,
+    page_bytes: int,
+    name: str,
+    weights: Mapping[str, object],
+) -> Namespace:
     """Return the namespace of the pages of one host pool.
 
     storage_config: SGLang's HiCacheStorageConfig, of any version: a field it lacks has its default.
     pool:           the host pool that was registered.
     page_bytes:     bytes of one page, all its runs together.
+    name:           name of the namespace, as it is: "a/b" and "a-b" are two.
+    weights:        facts of the weights, {} where the name stands for them.
     """
     geometry = _facts(pool, _POOL_FACTS)
     coordinates: dict[str, object] = {}
@@ -61,8 +81,7 @@ def namespace_of(storage_config: Any, pool: Any, page_bytes: int) -> Namespace:
     if field("should_split_heads", default=False):
         # Pages cut by head groups are a variation that we do not store: ours hold whole ranks.
         geometry["split_heads"] = f"whole ranks, tp_lcm_size {field('tp_lcm_size', 0)}"
-    name = str(field("model_name", UNNAMED_MODEL)).replace("/", "-") or UNNAMED_MODEL
-    return Namespace.of(name, geometry, coordinates)
+    return Namespace.of(name, geometry, coordinates, weights)
 
 
 def _facts(pool: Any, names: Iterable[str]) -> dict[str, object]:

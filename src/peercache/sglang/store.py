@@ -10,6 +10,7 @@ Limits  the client's deadlines; nothing here waits.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +27,17 @@ from peercache.model.keys import Namespace
 from peercache.model.runs import PageRuns
 from peercache.observability import log, reasons
 from peercache.observability.metrics import Metrics
-from peercache.sglang.namespace import namespace_of
+from peercache.sglang.namespace import model_name, namespace_of
 from peercache.sglang.pages import HostPages, UnservedPool, UnusableBatch, flat_runs
+from peercache.sglang.server import Server, separates_requests, version_facts
 from peercache.sglang.stats import BatchTally, storage_metrics_class
 
 Answer = TypeVar("Answer")
 
 KV_POOL = "kv"
+
+REOPEN_RETRY_S = 5.0
+"""Until the next try to open a client after a weight update, where the home node refuses."""
 
 
 @attrs.frozen(eq=False)
@@ -42,6 +47,7 @@ class _Attached:
     client: Any
     pages: HostPages
     namespace: Namespace
+    version: str
     end_registration: Callable[[], None]
 
 
@@ -69,6 +75,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._log = log.get_logger(component="sglang")
         wants_metrics = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._tally = BatchTally(storage_metrics_class() if wants_metrics else None)
+        self._server = Server()
+        self._own_name = f"unnamed-{secrets.token_hex(8)}"
+        self._registering = threading.Lock()
+        self._closing = threading.Event()
         self._change = threading.Lock()
         self._attached: _Attached | None = None
         self._idle_reason = reasons.NO_HOME
@@ -89,7 +99,14 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         logged once, and every call answers a miss: the engine recomputes.
         """
         self.mem_pool_host = mem_pool_host
+        self._closing.clear()
+        with self._registering:
+            self._register(mem_pool_host, reasons.NO_HOME)
+
+    def _register(self, mem_pool_host: Any, idle_reason: str) -> None:
+        """Open a client for a pool. idle_reason: why calls are misses until it is open."""
         try:
+            self._require_separate_requests()
             pages = HostPages.of(mem_pool_host)
         except UnservedPool as unserved:
             self._detach(reasons.UNSUPPORTED)
@@ -97,7 +114,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 "sglang.pool_refused", pool=type(mem_pool_host).__name__, why=str(unserved)
             )
             return
-        namespace = namespace_of(self._storage_config, mem_pool_host, pages.page_bytes)
+        version = self._server.weight_version()
+        namespace = self._namespace(mem_pool_host, pages.page_bytes, version)
         with self._change:
             before = self._attached
         if before is not None and before.namespace == namespace:
@@ -107,17 +125,54 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             # The new memory first: a pool that is named again stays registered all the time.
             before.end_registration()
             return
-        self._detach(reasons.NO_HOME)
+        self._detach(idle_reason)
         client = self._client_factory(self._config, namespace=namespace)
         registered = _registered(client, pages)
         with self._change:
-            self._attached = _Attached(client, pages, namespace, registered)
+            self._attached = _Attached(client, pages, namespace, version, registered)
         self._log.info(
             "sglang.store_attached",
             namespace=namespace.name,
             geometry=namespace.geometry,
             coordinates=namespace.coordinates,
+            weights=namespace.weights,
             page_bytes=pages.page_bytes,
+        )
+
+    def _namespace(self, pool: Any, page_bytes: int, version: str) -> Namespace:
+        """Return the namespace of a pool: as the setting says, else as the server's model says."""
+        name = self._config.namespace
+        if name:
+            return namespace_of(
+                self._storage_config, pool, page_bytes, name, version_facts(version)
+            )
+        weights = self._server.weights(version)
+        name = model_name(self._storage_config, pool) or self._server.model_path
+        if not name:
+            name = self._own_name
+            self._warn_once(
+                "sglang.model_unnamed",
+                "",
+                namespace=name,
+                why="SGLang names neither a model nor its weights, so this process shares no page "
+                "with any other: name the model with the setting `namespace`",
+            )
+        return namespace_of(self._storage_config, pool, page_bytes, name, weights)
+
+    def _require_separate_requests(self) -> None:
+        """Refuse to serve where one page hash stands for a prompt under several LoRA adapters."""
+        if separates_requests():
+            return
+        if self._server.has_adapters:
+            raise UnservedPool(
+                "this SGLang hashes a prompt to the same pages under every LoRA adapter; "
+                "0.5.20 and later tell them apart"
+            )
+        self._warn_once(
+            "sglang.salts_not_separated",
+            "",
+            why="this SGLang ignores cache salts in page hashes, so requests of several salts "
+            "share pages; 0.5.20 and later tell them apart",
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -259,6 +314,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def close(self) -> None:
         """Close the client. Later calls are misses; closing twice is fine."""
+        self._closing.set()
         self._detach(reasons.CLOSED)
 
     # --- one place where everything becomes an answer ----------------------------------------
@@ -272,6 +328,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> Answer:
         """Return what `ask` says, or the miss: an engine's thread never sees an exception."""
         attached = self._attached
+        if attached is not None and self._server.weight_version() != attached.version:
+            self._leave(attached)
+            attached = None
         if attached is None:
             self._refuse(operation, self._idle_reason, len(keys))
             return miss
@@ -285,6 +344,34 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._refuse(operation, reasons.INTERNAL, len(keys))
             self._log.exception("sglang.call_failed", operation=operation, pages=len(keys))
         return miss
+
+    def _leave(self, attached: _Attached) -> None:
+        """Stop serving pages of weights that the engine no longer has.
+
+        No caller waits for the client of the new weights: a thread opens it, and calls are misses
+        until then.
+        """
+        with self._change:
+            if self._attached is not attached:
+                return
+            self._attached, self._idle_reason = None, reasons.WEIGHTS_CHANGED
+        self._log.info("sglang.weights_changed", before=attached.version)
+        threading.Thread(
+            target=self._reopen, args=(attached,), name="peercache-reopen", daemon=True
+        ).start()
+
+    def _reopen(self, left: _Attached) -> None:
+        left.client.close()
+        while not self._closing.is_set():
+            try:
+                with self._registering:
+                    self._register(left.pages.pool, reasons.WEIGHTS_CHANGED)
+                break
+            except Exception as error:
+                self._warn_once("sglang.reopen_failed", str(error), why=str(error))
+            self._closing.wait(REOPEN_RETRY_S)
+        if self._closing.is_set():
+            self._detach(reasons.CLOSED)
 
     def _read(self, at: _Attached, keys: Sequence[str], runs: PageRuns) -> list[bool]:
         return self._timed("prefetch", at, len(keys), lambda: at.client.batch_get_into(keys, runs))

@@ -1,9 +1,10 @@
 """A node's folder on disk: which one it is, whose it is, and what lies in it.
 
 `disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that is not
-locked and that is ours or new. So a node that restarts finds its own again; two nodes that
-restart at once may swap theirs, and each then announces what it finds. The lock ends with the
-process. Nothing is ever removed that does not carry one of our file names.
+locked and that is new or of its own cluster and uid (`ownership`). So a node that restarts finds
+its own again; two nodes that restart at once may swap theirs, and each then announces what it
+finds. The lock ends with the process. Nothing is ever removed that does not carry one of our file
+names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -28,6 +29,7 @@ from peercache.storage.layout import (
     parse_slab,
     slab_number,
 )
+from peercache.storage.ownership import ForeignFolderError, check_owner, take_for
 
 FOLDERS_MAX: Final = 64
 """More nodes than this do not share one disk."""
@@ -90,27 +92,71 @@ class Folder:
         os.close(self.lock)
 
 
-def claim(disk_path: str | os.PathLike[str], size_bytes: int) -> Folder:
-    """Lock the first folder that can be ours; raise ConfigError, or OSError of the file system."""
+def claim(disk_path: str | os.PathLike[str], size_bytes: int, *, cluster: str, log: Any) -> Folder:
+    """Lock the first folder that can be ours; raise ConfigError, or OSError of the file system.
+
+    A folder of another cluster or uid is passed over with a sentence.
+    """
     root = Path(disk_path)
     root.mkdir(parents=True, exist_ok=True)
     for number in range(FOLDERS_MAX):
         path = root / str(number)
-        path.mkdir(mode=0o700, exist_ok=True)
-        if not _may_be_ours(path):
-            continue
         try:
-            return open_folder(path, size_bytes)
+            folder = _claimed(path, size_bytes, cluster, log)
         except FolderBusyError:
             continue
-    raise ConfigError("disk_path", f"all {FOLDERS_MAX} folders in {root} are in use")
+        except ForeignFolderError as error:
+            log.warning("disk.folder_passed_over", folder=str(path), problem=error.problem)
+            continue
+        if folder is not None:
+            return folder
+    raise ConfigError(
+        "disk_path",
+        f"all {FOLDERS_MAX} folders in {root} are in use, or of another cluster or user: "
+        "name another disk_path",
+    )
 
 
-def open_folder(path: Path, size_bytes: int | None) -> Folder:
-    """Lock one node's folder. size_bytes: the cap; None keeps what lies there, as it is."""
-    lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _claimed(path: Path, size_bytes: int, cluster: str, log: Any) -> Folder | None:
+    """Return the locked folder; None if another program's files lie there."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        return None  # A file, or a link.
+    except PermissionError as error:
+        problem = f"this user may not open {path}"
+        raise ForeignFolderError("disk_path", problem) from error
+    try:
+        check_owner(opened, str(path))
+    finally:
+        os.close(opened)
+    if not _may_be_ours(path):
+        return None
+    return open_folder(path, size_bytes, cluster=cluster, log=log)
+
+
+def open_folder(
+    path: Path, size_bytes: int | None, *, cluster: str | None = None, log: Any = None
+) -> Folder:
+    """Lock one node's folder.
+
+    size_bytes: the cap; None keeps what lies there, as it is.
+    cluster:    the cluster that it must be of; None is any, for the tools that look after disks.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(path / LOCK_NAME, flags, 0o600)
     try:
         _lock(lock, path)
+        if cluster is not None:
+            is_fresh = not slab_files(path)
+            if take_for(cluster, lock, str(path), is_fresh=is_fresh) and log is not None:
+                log.warning("disk.folder_adopted", folder=str(path), cluster=cluster)
+        if (earlier := _other_format(path)) is not None and log is not None:
+            log.warning(
+                "disk.format_dropped", folder=str(path), format=earlier, ours=FORMAT_VERSION
+            )
         folder = _opened(path, lock, size_bytes)
     except BaseException:
         os.close(lock)
@@ -163,7 +209,7 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
 
 
 def _may_be_ours(path: Path) -> bool:
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    names = {entry.name for entry in path.iterdir()}
     return not names or LOCK_NAME in names or SUPERBLOCK_NAME in names
 
 
@@ -179,6 +225,15 @@ def _slab_bytes_of(path: Path) -> int | None:
         slab_bytes = _slab_bytes_of_slabs(path)
     is_whole = slab_bytes >= 2 * BLOCK_BYTES and slab_bytes % BLOCK_BYTES == 0
     return slab_bytes if is_whole else None
+
+
+def _other_format(path: Path) -> int | None:
+    """Return the format of a store that this version does not read, None if there is none."""
+    try:
+        told = int(json.loads((path / SUPERBLOCK_NAME).read_text())["format"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return told if told != FORMAT_VERSION else None
 
 
 def _slab_bytes_of_slabs(path: Path) -> int:

@@ -16,8 +16,13 @@ import xxhash
 
 from peercache.actors.disk.slabs import BLOCK_BYTES
 
-FORMAT_VERSION: Final = 1
-"""Of superblock, slabs, slots and index. What has another one is not read, and is overwritten."""
+FORMAT_VERSION: Final = 2
+"""Of superblock, slabs, slots and index. What has another one is not read, and is overwritten.
+
+History:
+    1  the first; its namespace tags do not tell the space of a page's seal.
+    2  namespace tags whose low 32 bits are the space.
+"""
 
 SUPERBLOCK_NAME: Final = "store.json"
 LOCK_NAME: Final = "lock"

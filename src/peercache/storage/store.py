@@ -91,6 +91,7 @@ class DiskStore:
         disk_path: str,
         *,
         size_bytes: int,
+        cluster: str = "",
         pool: PoolMemory,
         tell: Callable[[DiskFact], None],
         free_floor: float = 0.05,
@@ -101,11 +102,13 @@ class DiskStore:
     ) -> None:
         """Prepare; nothing is touched yet.
 
+        cluster: whose pages the folder may hold.
         tell:  takes the facts, from any thread, one at a time and in order; must not block.
         clock: the time of the deadlines in Spill and Load; callable from any thread.
         """
         self._disk_path = disk_path
         self._size_bytes = size_bytes
+        self._cluster = cluster
         self._pool = pool
         self._told = tell
         self._telling = threading.RLock()
@@ -199,7 +202,7 @@ class DiskStore:
             self._closed.wait(ROOM_S)
 
     def _open_folder(self, started: float) -> None:
-        folder = claim(self._disk_path, self._size_bytes)
+        folder = claim(self._disk_path, self._size_bytes, cluster=self._cluster, log=self._log)
         try:
             files = SlabFiles(folder, free_floor=self._floor, log=self._log, read_only=False)
             try:

@@ -10,27 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from io import BytesIO
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import attrs
 import cbor2
 
-from peercache.errors import RemoteProtocolError
+from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.member import Member
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
 
-MESSAGE_BYTES_MAX = 8 * 2**20
-"""Largest control message: a Put of a hundred thousand records is 5.6 MB; senders cut at 16,384."""
+MESSAGE_BYTES_MAX = 256 * 1024
+"""Largest control message, in both directions: 150 connections that never end theirs hold 40 MB,
+and none takes longer than a few milliseconds to decode. Senders cut what is larger into several."""
 
 TEXT_MAX = 4096
 """Longest string: a path."""
 
-LIST_MAX = 65_536
-"""Longest array: a view of the largest supported cluster."""
+LIST_MAX = 8192
+"""Longest array: the reservations that a client lists."""
 
-ITEMS_MAX = 200_000
-"""Most CBOR items of one message: a view of 16,384 members has 164,000. Eight million, which fit
-into a message of the largest size, would take five seconds and 600 MB to decode."""
+MEMBER_TEXT_MAX = 4096
+"""Characters in all texts of one member together: one path, some addresses."""
+
+ITEMS_MAX = 20_000
+"""Most CBOR items of one message: a thousand members have 12,000. The 260,000 that fit into a
+message of the largest size would take a tenth of a second to decode."""
 
 _U64_MAX = 2**64 - 1
 
@@ -50,12 +55,18 @@ class WrongCluster(RemoteProtocolError):
 
 
 def encode(envelope: Envelope, *, cluster: str) -> bytes:
-    """Return the bytes of an envelope."""
+    """Return the bytes of an envelope; raise LocalProtocolError if no peer would take so many."""
     message = envelope.message
     head: list[Any] = [WIRE_VERSION, cluster, envelope.sender, envelope.target]
     head.append(_TAGS[type(message)])
     head.extend(_plain(getattr(message, name)) for name in _FIELDS[type(message)])
-    return cbor2.dumps(head)
+    raw = cbor2.dumps(head)
+    if len(raw) > MESSAGE_BYTES_MAX:
+        what = type(message).__name__
+        raise LocalProtocolError(
+            f"a {what} of {len(raw)} bytes: its sender cuts at {MESSAGE_BYTES_MAX}"
+        )
+    return raw
 
 
 def decode(raw: bytes, *, cluster: str) -> Envelope:
@@ -126,7 +137,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Member):
-        return list(attrs.astuple(value))
+        return _MEMBER_FIELDS(value)
     return value
 
 
@@ -193,6 +204,8 @@ def _member(value: Any) -> Member:
     member: Member = _build(Member, value)
     if member.incarnation == 0 or member.state > 3:
         raise RemoteProtocolError("a member without incarnation, or in no known state")
+    if sum([len(text) for text in value if type(text) is str]) > MEMBER_TEXT_MAX:
+        raise RemoteProtocolError("a member with texts that are too long")
     return member
 
 
@@ -234,6 +247,9 @@ def _check_for(field: attrs.Attribute[Any]) -> Callable[[Any], Any]:
         return _BY_NAME[field.name]
     return _BY_ANNOTATION[str(field.type)]
 
+
+_MEMBER_FIELDS = attrgetter(*(field.name for field in attrs.fields(Member)))
+"""The fields of a member as a tuple: a view has a thousand of them."""
 
 _TAGS: dict[type[Message], int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
 _FIELDS: dict[type[Any], tuple[str, ...]] = {

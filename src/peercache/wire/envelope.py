@@ -8,7 +8,8 @@ A class's place in `Message` is its tag on the wire: append only, never reorder.
 
 No promise depends on a message arriving, or arriving only once: every request carries a number
 that its answer repeats, and summaries repair messages that must not be lost.
-Wire version 1 is the first.
+Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
+secret, members have names and nonces, and removals go through the home node.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    Doubted,
     Located,
     Lookup,
     Put,
@@ -48,13 +50,14 @@ from peercache.wire.messages.session import (
     Counted,
     Hello,
     Refused,
+    RevocationsTold,
     SayHello,
     Stats,
     StatsAsked,
     Welcome,
 )
 
-WIRE_VERSION = WIRE_VERSION_OLDEST = 1
+WIRE_VERSION = WIRE_VERSION_OLDEST = 2
 
 
 Message: TypeAlias = (
@@ -65,6 +68,7 @@ Message: TypeAlias = (
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
+    | Doubted | RevocationsTold
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -22,7 +22,9 @@ REFERENCE = ROOT / "docs" / "reference"
 
 COMMANDS = (
     "demo", "bench", "bench local", "bench disk", "bench rdma", "bench serve", "bench drive",
-    "doctor", "node", "disk", "disk check", "disk stats", "config", "version",
+    "doctor",
+    "certs init", "certs issue", "certs revoke", "certs show",
+    "node", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
 
 

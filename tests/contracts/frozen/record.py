@@ -27,6 +27,7 @@ from peercache.memory.layout import LAYOUT_VERSION
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member
+from peercache.model.seal import SEAL, Seals
 from peercache.storage.layout import FORMAT_VERSION
 from peercache.wire.codec import encode
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
@@ -165,7 +166,7 @@ def record_segment() -> None:
         assert segment.populate(size) == size
         for slot, page in enumerate(segment_pages()):
             segment.pages[slot * SEGMENT_GRANULE :][:SEGMENT_GRANULE] = page
-        segment.store_words(np.arange(SEGMENT_PAGES), segment_words())
+        segment.store_words(np.arange(SEGMENT_PAGES), segment_words(), segment_seals())
         packed = lzma.compress(segment.path.read_bytes())
         (FOLDER / f"segment-{LAYOUT_VERSION}.xz").write_bytes(packed)
         segment.close()
@@ -179,6 +180,17 @@ def segment_pages() -> list[Page]:
 def segment_words() -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return the generation words of the recorded segment: even for a committed slot."""
     return np.array([2 * n + 40 + n % 2 for n in range(SEGMENT_PAGES)], np.uint64)
+
+
+def segment_seals() -> Seals:
+    """Return the seals of the recorded segment."""
+    seals = np.zeros(SEGMENT_PAGES, SEAL)
+    seals["word"] = segment_words()
+    names = [hashlib.sha256(key.encode()).digest()[:16] for key in keys_of("seal", SEGMENT_PAGES)]
+    seals["key"] = np.frombuffer(b"".join(names), "V16")
+    seals["space"] = 0xC0FFEE00 + np.arange(SEGMENT_PAGES)
+    seals["length"] = SEGMENT_GRANULE - np.arange(SEGMENT_PAGES)
+    return seals
 
 
 def record_public() -> None:

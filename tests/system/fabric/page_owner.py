@@ -14,13 +14,14 @@ import threading
 import numpy as np
 import trio
 
-from peercache.fabric.tcp.server import DataAdmission, serve_pages
+from peercache.fabric.tcp.admission import DataAdmission
+from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.observability.metrics import Metrics
 from tests.contracts.fabric_suite import GRANULE
-from tests.unit.fabric.serving import CLUSTER, CREDENTIALS
+from tests.unit.fabric.serving import CLUSTER
 
 
 async def main() -> None:
@@ -38,9 +39,9 @@ async def main() -> None:
         segment.pages[page * size : (page + 1) * size] = page + 1
     starts = np.arange(count) * (size // GRANULE)
     segment.store_words(starts, 2 * (np.arange(count, dtype=np.uint64) + np.uint64(1)))
+    segment.seals["length"][starts] = size
     admission = DataAdmission(
         cluster=CLUSTER,
-        credentials=CREDENTIALS,
         granule=GRANULE,
         incarnation=int(incarnation),
     )

@@ -15,21 +15,21 @@ import threading
 import numpy as np
 import trio
 
-from peercache.fabric.tcp.server import DataAdmission, serve_pages
+from peercache.fabric.tcp.admission import DataAdmission
+from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.observability.metrics import Metrics
 from tests.contracts.fabric_suite import GRANULE, INCARNATION
 from tests.contracts.fakes import PlainMemory
-from tests.unit.fabric.serving import CLUSTER, CREDENTIALS
+from tests.unit.fabric.serving import CLUSTER
 
 
 async def serve() -> None:
     """Serve until the process ends."""
     memory = PlainMemory.of(16 * GRANULE, GRANULE)
-    memory.words[:] = 2 * np.arange(16)
-    admission = DataAdmission(
-        cluster=CLUSTER, credentials=CREDENTIALS, granule=GRANULE, incarnation=INCARNATION
-    )
+    memory.seals["word"] = 2 * np.arange(16) + 2
+    memory.seals["length"] = len(memory.pages)
+    admission = DataAdmission(cluster=CLUSTER, granule=GRANULE, incarnation=INCARNATION)
     listeners = await open_listeners("127.0.0.1", 0)
     print(listeners[0].socket.getsockname()[1], flush=True)
     await serve_pages(listeners, memory, admission=admission, metrics=Metrics())

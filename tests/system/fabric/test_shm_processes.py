@@ -90,11 +90,11 @@ def verdicts(shm: ShmFabric, peer: Member, host: Bytes, *, until: int) -> tuple[
     for _ in range(200_000):
         if verified >= until and refused >= until:
             break
-        record = int(shm.read(asking(peer, tiny, [0]), FOREVER).words[0])
-        word = int(shm.read(asking(peer, host, [0]), FOREVER).words[0])
+        record = shm.read(asking(peer, tiny, [0]), FOREVER).seals["word"][0]
+        word = shm.read(asking(peer, host, [0], word=record), FOREVER).seals["word"][0]
         if record % 2 == 0 and word == record:
             verified += 1
-            assert set(np.unique(host).tolist()) == {(record // 2) % 251}
+            assert set(np.unique(host).tolist()) == {(int(record) // 2) % 251}
         else:
             refused += 1
     return verified, refused
@@ -112,16 +112,16 @@ def test_pages_of_a_killed_owner_stay_readable_where_they_are_mapped(
     other_process.stdout.readline()
     words = [2]
     while words != [2, 2]:
-        words = [2, int(shm.read(asking(peer, host, [0]), FOREVER).words[0])]
+        words = [2, int(shm.read(asking(peer, host, [0]), FOREVER).seals["word"][0])]
     other_process.kill()
     other_process.wait()
     path.unlink()
     host[:] = 0
 
-    fetched = shm.read(asking(peer, host, [0]), FOREVER)
+    fetched = shm.read(asking(peer, host, [0], word=np.uint64(2)), FOREVER)
     shm.forget(NODE)
 
-    assert fetched.words.tolist() == [2]
+    assert fetched.seals["word"].tolist() == [2]
     assert (host == 1).all()
     assert not shm.reaches(peer)
     shm.close()

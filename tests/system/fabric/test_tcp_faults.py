@@ -17,7 +17,8 @@ import pytest
 
 from peercache.fabric.tcp import wire
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
+from peercache.model.seal import ODD
 from peercache.observability.reasons import PEER_UNREACHABLE
 from tests.contracts.fabric_suite import INCARNATION, UNTOUCHED, Destination, member_of
 from tests.pace import PACES_S, PROMPT_S, paced
@@ -77,7 +78,8 @@ def read_all(fabric: object, member: Member, into: Destination) -> tuple[Fetched
     """Read every page of the owner; return the answer, and the seconds it took."""
     offsets = np.arange(PAGES, dtype=np.uint64) * np.uint64(PAGE_BYTES)
     begun = time.monotonic()
-    read = PeerRead(member, offsets, into.lengths, into.runs)
+    generations = 2 * np.arange(1, PAGES + 1, dtype=np.uint64)
+    read = PeerRead(member, offsets, into.lengths, into.runs, generations)
     got = fabric.read(read, begun + PATIENCE_S)  # type: ignore[attr-defined]
     return got, time.monotonic() - begun
 
@@ -109,14 +111,14 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
             again, _ = read_all(other, running.member, elsewhere)
         return got, seconds, whole, went_on, again
 
-    got, seconds, whole, went_on, again = paced(story, lambda told: told[0].words[1] != ODD)
+    got, seconds, whole, went_on, again = paced(story, lambda told: told[0].seals["word"][1] != ODD)
 
     assert got.failure == PEER_UNREACHABLE
-    assert got.words.tolist() == [2, 4, *[int(ODD)] * 4]
+    assert got.seals["word"].tolist() == [2, 4, *[int(ODD)] * 4]
     assert whole == [True, True]
     assert PACES_S[0] <= seconds < PROMPT_S
     assert went_on == "went on"
-    assert again.words.tolist() == [2, 4, 6, 8, 10, 12]
+    assert again.seals["word"].tolist() == [2, 4, 6, 8, 10, 12]
     assert (into.memory == UNTOUCHED).all()
 
 
@@ -126,11 +128,11 @@ def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Des
         got, seconds = read_all(fabric, running.member, into)
         again, _ = read_all(fabric, running.member, into)
 
-    complete = int((got.words != ODD).sum())
+    complete = int((got.seals["word"] != ODD).sum())
     assert got.failure == PEER_UNREACHABLE
     # The kernel of a dead process may still deliver what it had taken, or reset the connection.
     assert complete <= 2
-    assert got.words.tolist() == [2, 4][:complete] + [int(ODD)] * (PAGES - complete)
+    assert got.seals["word"].tolist() == [2, 4][:complete] + [int(ODD)] * (PAGES - complete)
     assert all(into.page(page) == bytes([page + 1]) * PAGE_BYTES for page in range(complete))
     assert seconds < PROMPT_S
     assert again.failure == PEER_UNREACHABLE

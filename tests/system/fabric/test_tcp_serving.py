@@ -22,12 +22,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from peercache.fabric.tcp import wire
+from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.server import DataAdmission, serve_pages, usual_threads
+from peercache.fabric.tcp.server import serve_pages, usual_threads
 from peercache.fabric.tcp.serving import Patience, ServingThread
-from peercache.fabric.tcp.sockets import open_listeners
+from peercache.fabric.tcp.sockets import Line, open_listeners
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64
+from peercache.model.seal import SEAL
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import REFUSED
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
@@ -55,8 +57,9 @@ class GrowingMemory(PlainMemory):
 
 
 def filled(memory: PlainMemory) -> PlainMemory:
-    """Make every granule's word twice its index, and its bytes its own."""
-    memory.words[:] = 2 * np.arange(len(memory.words))
+    """Commit every granule under twice its index and 2, with bytes of its own."""
+    memory.seals["word"] = 2 * np.arange(len(memory.seals)) + 2
+    memory.seals["length"] = len(memory.pages)
     memory.pages.view(np.uint32)[:] = np.arange(len(memory.pages) // 4)
     return memory
 
@@ -82,7 +85,8 @@ def read(fabric: TcpFabric, port: int, offsets: list[int], into: Destination) ->
     member = member_of(INCARNATION, data=f"127.0.0.1:{port}")
     places: U64 = np.array(offsets, np.uint64)
     until = time.monotonic() + PATIENCE_S
-    return fabric.read(PeerRead(member, places, into.lengths, into.runs), until)
+    generations = np.uint64(2) * places // np.uint64(GRANULE) + np.uint64(2)
+    return fabric.read(PeerRead(member, places, into.lengths, into.runs, generations), until)
 
 
 @settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
@@ -114,14 +118,15 @@ def test_every_page_arrives_with_its_own_word(
 
     everything = np.arange(MEMORY_BYTES // 4, dtype=np.uint32).tobytes()
     assert got.failure == ""
-    assert got.words.tolist() == [2 * (offset // GRANULE) for offset, _ in wanted]
+    assert got.seals["word"].tolist() == [2 * (offset // GRANULE) + 2 for offset, _ in wanted]
     for index, (offset, size) in enumerate(wanted):
         assert into.page(index) == everything[offset : offset + size]
 
 
 def test_memory_is_served_as_far_as_it_is_usable_by_now() -> None:
     """What is not populated yet is refused; once it is, it is served, on open connections too."""
-    memory = GrowingMemory(np.zeros(2 * GRANULE, np.uint8), np.zeros(2, np.uint64), GRANULE)
+    memory = GrowingMemory(np.zeros(2 * GRANULE, np.uint8), np.zeros(2, SEAL), usable=GRANULE)
+    filled(memory)
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     into = Destination.of([[1]])
     with contextlib.closing(fabric_for(GRANULE)) as fabric:
@@ -140,12 +145,12 @@ def test_readers_that_do_not_receive_hold_up_no_other() -> None:
     """With many responses stuck in full sockets, another client reads at once."""
     memory = filled(PlainMemory.of(MEMORY_BYTES, GRANULE))
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    known = wire.greet(
-        cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
-    )
+    known = wire.greet(cluster="tests", granule=GRANULE, incarnation=INCARNATION)
     count = 60
     whole = np.full(count, MEMORY_BYTES, np.uint64)
-    request = wire.encode_request(np.zeros(count, np.uint64), whole, INCARNATION)
+    request = wire.encode_request(
+        np.zeros(count, np.uint64), whole, np.full(count, 2, np.uint64), INCARNATION
+    )
     with contextlib.ExitStack() as stack:
         fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
         for _ in range(20):
@@ -160,7 +165,7 @@ def test_readers_that_do_not_receive_hold_up_no_other() -> None:
     server.close()
 
     assert got.failure == ""
-    assert got.words.tolist() == [0] * 8
+    assert got.seals["word"].tolist() == [2] * 8
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -263,7 +268,7 @@ def test_pages_are_served_while_a_thread_holds_the_interpreters_lock(fabric: Tcp
 
     assert holding == "holding"
     assert got.failure == ""
-    assert got.words.tolist() == [2]
+    assert got.seals["word"].tolist() == [4]
 
 
 def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -> None:
@@ -303,9 +308,9 @@ async def test_connection_that_comes_when_the_server_has_ended_stays_its_accepte
     ours, theirs = socket.socketpair()
 
     with ours, theirs:
-        end = await pages.serve(ours, Patience(idle_s=1.0, request_s=1.0, stall_s=1.0))
+        end = await pages.serve(Line(ours), Patience(idle_s=1.0, request_s=1.0, stall_s=1.0))
 
-        assert (end.connection, end.refused) == (None, "")
+        assert (end.line, end.refused) == (None, "")
         assert ours.fileno() >= 0
     assert taken == []
 
@@ -349,9 +354,7 @@ async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
     monkeypatch.setattr(threading.Thread, "start", start_few)
     monkeypatch.setattr(atexit, "register", hooks.append)
     monkeypatch.setattr(atexit, "unregister", hooks.remove)
-    admission = DataAdmission(
-        cluster="tests", credentials="", granule=GRANULE, incarnation=INCARNATION
-    )
+    admission = DataAdmission(cluster="tests", granule=GRANULE, incarnation=INCARNATION)
     before = open_files()
     listeners = await open_listeners("127.0.0.1", 0)
 

@@ -104,8 +104,8 @@ def kill_in_a_loop(writers: Writers, folder: Path, rounds: int, seed: int) -> No
 
 
 def test_killed_store_opens_whole(writers: Writers, tmp_path: Path) -> None:
-    """Fifteen random moments on one folder, each on what the one before left."""
-    kill_in_a_loop(writers, tmp_path, 15, seed=1)
+    """Eight random moments on one folder, each on what the one before left."""
+    kill_in_a_loop(writers, tmp_path, 8, seed=1)
 
 
 @pytest.mark.slow

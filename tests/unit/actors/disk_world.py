@@ -199,7 +199,7 @@ class DiskWorld:
 
     def remove(self, *numbers: int) -> None:
         """Remove pages everywhere at this node."""
-        self.tell("pool", Remove(7, keys(*numbers)), CLIENT)
+        self.tell("pool", Remove(7, 1, keys(*numbers)), CLIENT)
 
     def clear(self, namespace: int) -> None:
         """Clear a namespace."""

@@ -16,8 +16,16 @@ from typing import Any
 
 import attrs
 
-from peercache.actors.effects import Effect, Send, SendTo, TellDirectory, TellPublisher, TellRing
-from peercache.actors.mailboxes import Republish, ViewChanged
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    SendTo,
+    TellDirectory,
+    TellPublisher,
+    TellRemoval,
+    TellRing,
+)
+from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, Member
@@ -56,7 +64,7 @@ class Process:
     address: str
     is_paused: bool = False
     is_gone: bool = False
-    waiting: list[tuple[Origin, Message]] = attrs.field(factory=list)
+    waiting: list[tuple[Origin, Message | PeerAnswered]] = attrs.field(factory=list)
     views: list[ViewChanged] = attrs.field(factory=list)
     republished: int = 0
     wakes_at: float = -1.0
@@ -92,7 +100,7 @@ class Cluster:
         rank = heads.index(address) if address in heads else 255
         incarnation = self.rng.randrange(1, 2**64)
         actor = Membership(
-            me=member(incarnation, address, **({"head_rank": rank} | fields)),
+            me=member(incarnation, **({"control": address, "head_rank": rank} | fields)),
             discovery_addr=heads,
             max_masters=self.max_masters,
             heartbeat_s=HEARTBEAT_S,
@@ -230,7 +238,7 @@ class Cluster:
         assert process.actor.deadline() > self.now, "time would stand still"
         self._after(process, effects)
 
-    def _hand_over(self, process: Process, sender: Origin, message: Message) -> None:
+    def _hand_over(self, process: Process, sender: Origin, message: Message | PeerAnswered) -> None:
         self._after(process, process.actor.on_message(sender, message, self.now))
 
     def _after(self, process: Process, effects: list[Effect]) -> None:
@@ -243,7 +251,7 @@ class Cluster:
             if isinstance(effect, TellRing):
                 process.views.append(effect.fact)
                 continue
-            if isinstance(effect, (TellDirectory, TellPublisher)):
+            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval)):
                 process.republished += isinstance(effect.fact, Republish)
                 continue
             self.sent[process.address, int(self.now)] += 1
@@ -284,6 +292,22 @@ class Cluster:
                 process.waiting.append((origin, envelope.message))
             else:
                 self._hand_over(process, origin, envelope.message)
+            if is_new and not process.is_paused:
+                self._welcome(process, source, address)
+
+        self._at(self.now + 0.001 + self.rng.expovariate(200.0), arrive)
+
+    def _welcome(self, process: Process, source: Process, address: str) -> None:
+        """Carry the answer to the greeting that comes with every first message to an address."""
+        answer = PeerAnswered(address, process.actor.me)
+        if self.is_cut(process.address, source.address) or self.rng.random() < self.loss:
+            return
+
+        def arrive() -> None:
+            if source.is_paused:
+                source.waiting.append((Origin(0), answer))
+            elif not source.is_gone:
+                self._hand_over(source, Origin(0), answer)
 
         self._at(self.now + 0.001 + self.rng.expovariate(200.0), arrive)
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
-from peercache.actors.mailboxes import Republish
+from peercache.actors.mailboxes import PeerAnswered, Republish
 from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
 from peercache.model.member import Member
@@ -43,9 +43,14 @@ class Node:
         return self.hears(sender, ViewShared(0, members))
 
     def knows(self, *incarnations: int) -> Node:
-        """Have it learn of these, from the first of them, a moment ago."""
-        self.told_by(incarnations[0], *[member(incarnation) for incarnation in incarnations])
+        """Have these answer at their addresses, a moment ago."""
+        for incarnation in incarnations:
+            self.meets(member(incarnation))
         return self
+
+    def meets(self, known: Member) -> list[Effect]:
+        """Have a member answer at its own address, which this node has dialled."""
+        return self.hears(0, PeerAnswered(known.control, known))
 
     def passes(self, seconds: float, speaking: tuple[int, ...] = ()) -> list[Effect]:
         """Let ticks happen on time; who speaks answers a heartbeat before each."""

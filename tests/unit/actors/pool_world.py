@@ -73,18 +73,20 @@ class World:
         *,
         granules: int,
         usable: int | None = None,
-        uncommitted_max: int = 0,
+        uncommitted_max: int | None = None,
         units_about: int = UNITS_ABOUT,
         metrics: Metrics | None = None,
         seed: int = 1,
     ) -> None:
-        """Make a pool of `granules` granules."""
+        """Make a pool of `granules` granules. uncommitted_max: of a client; None: half of them."""
         self.pool = Pool(
             incarnation=INCARNATION,
             granule=GRANULE,
             page_bytes=granules * GRANULE,
             usable_bytes=(granules if usable is None else usable) * GRANULE,
-            client_uncommitted_max=uncommitted_max,
+            client_uncommitted_max=(
+                granules * GRANULE // 2 if uncommitted_max is None else uncommitted_max
+            ),
             rng=random.Random(seed),
             metrics=metrics,
         )
@@ -233,9 +235,9 @@ class World:
             drops[index] = (np.void(key(number)), generation)
         self.say(1, Touched(drops.tobytes()))
 
-    def remove(self, *numbers: int) -> int:
-        """Remove pages; return the count that the pool tells."""
-        return self._removed(self.say(1, Remove(13, b"".join(map(key, numbers)))))
+    def remove(self, *numbers: int, namespace: int = 1) -> int:
+        """Remove pages of a namespace; return the count that the pool tells."""
+        return self._removed(self.say(1, Remove(13, namespace, b"".join(map(key, numbers)))))
 
     def clear(self, namespace: int) -> int:
         """Clear a namespace; return the count that the pool tells."""

@@ -13,13 +13,15 @@ from peercache.actors.effects import Send
 from peercache.actors.mailboxes import RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.member import DEAD, LEFT
-from peercache.model.records import Content, Records, buckets_of, digest_of
+from peercache.model.records import Content, Records, buckets_of, digest_of, from_bytes
 from peercache.observability.metrics import Metrics
-from peercache.wire.envelope import Message
+from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
+from peercache.wire.envelope import Envelope, Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    Doubted,
     Located,
     Lookup,
     Put,
@@ -28,6 +30,7 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
+from peercache.wire.messages.session import Refused
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
@@ -237,11 +240,12 @@ def test_repeated_message_is_acknowledged_and_not_applied() -> None:
     """A duplicate changes nothing; its holder may have missed the first acknowledgement."""
     shard = shard_of(A)
     heard(shard, A, put(1, A, [1], 10))
-    heard(shard, ME, Disputed(records_of(A, [1], 10).tobytes()))
+    heard(shard, A, delete(2, [1], [10]))
 
-    answers = heard(shard, A, put(1, A, [1], 10))
+    first = heard(shard, A, put(1, A, [1], 10))
+    again = heard(shard, A, delete(2, [1], [10]))
 
-    assert answers == [Acknowledged(1)]
+    assert (first, again) == ([], [Acknowledged(2)])
     assert len(located(shard, [1])) == 0
 
 
@@ -315,28 +319,47 @@ def test_repair_puts_nothing_into_buckets_it_does_not_name() -> None:
 # --- disputes -----------------------------------------------------------------------------------
 
 
-def test_dispute_drops_exactly_the_record_that_failed() -> None:
-    """A record that has changed since the reader saw it is another one, and stays."""
+def doubted(shard: DirectoryShard, failed: Records, now: float = 0.0) -> list[tuple[int, bytes]]:
+    """Dispute records; return which holder is asked about what."""
+    effects = shard.on_message(Origin(77, 1), Disputed(failed.tobytes()), now)
+    shard.check()
+    asked = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Doubted)]
+    assert len(asked) == len(effects)
+    return [(e.to, e.message.records) for e in asked]  # type: ignore[misc, union-attr]
+
+
+def test_a_dispute_asks_the_holders_and_removes_nothing() -> None:
+    """A reader's word alone hides no page; a record that has changed since is not asked about."""
     shard = shard_of(A, B)
     heard(shard, A, put(1, A, [1, 2], 10))
     heard(shard, B, put(1, B, [1], 10))
-    failed = np.concatenate([records_of(A, [1], 10), records_of(A, [2], 4)])
+    stale = records_of(A, [1], 10)
 
-    heard(shard, 77, Disputed(failed.tobytes()))
+    asked = doubted(shard, np.concatenate([stale, records_of(A, [2], 4), records_of(C, [1], 10)]))
 
-    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, B), (2, A)]
+    assert asked == [(A, stale.tobytes())]
+    names = names_and_holders(located(shard, [1, 2]), [1, 2])
+    assert names == [(1, A), (1, B), (2, A)]
+    assert heard(shard, A, summary_of(1, records_of(A, [1], 10), records_of(A, [2], 12))) == [
+        SummaryMatches(1)
+    ]
 
 
-def test_disputed_record_is_missing_from_the_summary() -> None:
-    """The holder hears of the difference, and puts it right if the record was true."""
+def test_a_holder_is_asked_once_a_second_about_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many readers dispute it, and about a bounded number in all."""
+    monkeypatch.setattr(directory, "DISPUTES_MAX", 2)
     shard = shard_of(A)
-    held = records_of(A, [1], 10)
-    heard(shard, A, Put(1, held.tobytes()))
-    heard(shard, 77, Disputed(held.tobytes()))
+    heard(shard, A, put(1, A, [1, 2, 3], 10))
+    stale = records_of(A, [1, 2, 3], 10)
 
-    (answer,) = heard(shard, A, summary_of(1, held))
+    first, again = doubted(shard, stale, 1.0), doubted(shard, stale, 1.5)
+    later = doubted(shard, stale[2:], 2.0)
 
-    assert isinstance(answer, SummaryDiffers)
+    assert first == [(A, stale[:2].tobytes())]
+    assert again == []
+    assert later == [(A, stale[2:].tobytes())]
+    assert shard.metrics is not None
+    assert shard.metrics.records_refused.labels("disputes")._value.get() == 2
 
 
 def test_dispute_cannot_drop_the_own_pools_records() -> None:
@@ -516,3 +539,158 @@ def test_view_without_members_ends_all_others() -> None:
     heard(shard, ME, ViewChanged(()))
 
     assert list(shard._held) == [ME]
+
+
+# --- streams that others have forged, and owners that are behind ----------------------------------
+
+
+def test_a_number_that_no_holder_sends_does_not_end_its_stream() -> None:
+    """The next summary resets it, and the holder repairs what the forged message removed."""
+    shard = shard_of(A)
+    held = records_of(A, [1, 2], 10)
+    heard(shard, A, Put(7, held.tobytes()))
+    heard(shard, A, Repair(2**64 - 1, bytes(range(256)), b""))
+
+    (differs,) = heard(shard, A, summary_of(7, held))
+    repaired = heard(shard, A, Repair(8, bytes({key_of(1)[0], key_of(2)[0]}), held.tobytes()))
+
+    assert isinstance(differs, SummaryDiffers)
+    assert repaired == [Acknowledged(8)]
+    assert len(located(shard, [1, 2])) == 2
+
+
+def test_a_number_slightly_too_high_is_reset_after_a_while() -> None:
+    """One late summary may have been overtaken; for seconds none is."""
+    shard = shard_of(A)
+    held = records_of(A, [1], 10)
+    heard(shard, A, Put(7, held.tobytes()))
+    heard(shard, A, Delete(60, drops_of([1], [10]).tobytes()))
+
+    late = heard(shard, A, summary_of(7, held), 1.0)
+    soon = heard(shard, A, summary_of(7, held), 3.0)
+    (differs,) = heard(shard, A, summary_of(7, held), 1.0 + directory.STREAM_LATE_S)
+
+    assert late == soon == []
+    assert isinstance(differs, SummaryDiffers)
+    assert heard(shard, A, Put(8, held.tobytes())) == [Acknowledged(8)]
+
+
+def test_a_late_summary_resets_no_number_that_the_holder_sends_on_from() -> None:
+    """Each message in order shows that the number held is true."""
+    shard = shard_of(A)
+    held = records_of(A, [1, 2, 3], 10)
+    heard(shard, A, Put(7, held[:1].tobytes()))
+    heard(shard, A, summary_of(6), 1.0)
+    heard(shard, A, Put(8, held[1:2].tobytes()), 3.0)
+
+    late = heard(shard, A, summary_of(6), 4.5)
+
+    assert late == []
+    assert heard(shard, A, Put(8, held[2:].tobytes()), 4.6) == [Acknowledged(8)]
+    assert len(located(shard, [3])) == 0
+
+
+def is_behind(shard: DirectoryShard, now: float = 0.0) -> bool:
+    """Ask for a page; return whether the shard says that it lacks records."""
+    (answer,) = heard(shard, 77, Lookup(1, key_of(9)), now)
+    assert isinstance(answer, Located)
+    return answer.behind
+
+
+def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
+    """Until a summary matches, for a bounded time, or until the holder has gone."""
+    shard = shard_of(A, B)
+    held = records_of(A, [1], 10)
+
+    before = is_behind(shard)
+    heard(shard, A, summary_of(1, held), 1.0)
+    differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + directory.BEHIND_S)
+    heard(shard, A, Put(2, held.tobytes()), 3.0)
+    heard(shard, A, summary_of(2, held), 3.0)
+    repaired = is_behind(shard, 3.0)
+    heard(shard, B, summary_of(1, held), 4.0)
+    again = is_behind(shard, 4.0)
+    heard(shard, ME, view(ME, A, member(B, DEAD)), 5.0)
+
+    assert (before, differing, long_after, repaired, again) == (False, True, False, False, True)
+    assert not is_behind(shard, 5.0)
+
+
+def test_an_owner_is_behind_a_member_that_was_dead_until_it_has_its_records_again() -> None:
+    """It let go of them at the death."""
+    shard = shard_of(A)
+    held = records_of(A, [1], 10)
+    heard(shard, A, Put(1, held.tobytes()))
+    heard(shard, ME, view(ME, member(A, DEAD)), 1.0)
+    heard(shard, ME, view(ME, A), 2.0)
+    heard(shard, A, Put(2, b""), 2.0)
+
+    behind = is_behind(shard, 2.0)
+    heard(shard, A, Put(3, held.tobytes()), 2.0)
+    heard(shard, A, summary_of(3, held), 2.1)
+
+    assert (behind, is_behind(shard, 2.1)) == (True, False)
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_a_member_has_its_share_of_the_records_and_leaves_the_others_theirs() -> None:
+    """A half at most, or twice an even share: what is beyond is refused and counted."""
+    members = range(100, 108)
+    shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=80)
+    heard(shard, ME, view(ME, *members))
+    for holder in members:
+        heard(shard, holder, Put(1, b""))
+
+    for at, name in enumerate(range(1000, 1050)):
+        heard(shard, 100, put(2 + at, 100, [name], 10))
+    honest = [heard(shard, holder, put(2, holder, [1, 2], 10)) for holder in members[1:]]
+
+    assert honest == [[Acknowledged(2)]] * 7
+    assert shard.record_count == 2 * 80 // 9 + 14
+    assert shard.metrics is not None
+    refused = shard.metrics.records_refused.labels("too_many")._value.get()
+    assert refused == 50 - 2 * 80 // 9
+
+
+def test_a_repair_of_a_full_share_replaces_its_buckets() -> None:
+    """What it removes makes room for what it brings."""
+    shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=8)
+    heard(shard, ME, view(ME, A))
+    names = [1, 2, 3, 4]
+    heard(shard, A, put(1, A, names, 10))
+    buckets = bytes({key_of(name)[0] for name in names})
+
+    answers = heard(shard, A, Repair(2, buckets, records_of(A, names, 20).tobytes()))
+
+    assert answers == [Acknowledged(2)]
+    assert len(located(shard, names)) == 4
+
+
+def test_a_question_of_too_many_keys_is_refused_with_a_sentence() -> None:
+    """Its answer would not fit into a message."""
+    shard = shard_of(A)
+
+    (answer,) = heard(shard, 77, Lookup(4, bytes(16 * (directory.LOOKUP_KEYS_MAX + 1))))
+
+    assert isinstance(answer, Refused)
+    assert (answer.request, answer.reason) == (4, "malformed")
+    assert str(directory.LOOKUP_KEYS_MAX) in answer.detail
+
+
+def test_the_answer_to_the_longest_question_fits_into_a_message() -> None:
+    """With eight holders of each page every page is named, some holders are not."""
+    holders = range(100, 108)
+    shard = shard_of(*holders)
+    names = list(range(directory.LOOKUP_KEYS_MAX))
+    for holder in holders:
+        heard(shard, holder, put(1, holder, names, 10))
+
+    (answer,) = heard(shard, 77, Lookup(1, b"".join(map(key_of, names))))
+
+    assert isinstance(answer, Located)
+    assert len(encode(Envelope(1, 2, answer), cluster="c")) <= MESSAGE_BYTES_MAX
+    told = from_bytes(answer.records)
+    assert len(told) == directory.LOCATED_MAX
+    assert len(set(told["key"].tolist())) == len(names)

@@ -48,11 +48,11 @@ def test_many_removals_are_one_when_the_disk_opens() -> None:
     """However many messages they came in, the step that opens the disk has the same few effects."""
     world = restarted()
     for number in range(MANY):
-        hear(world, Remove(7, key(10**6 + number)))
+        hear(world, Remove(7, 1, key(10**6 + number)))
     for _ in range(MANY):
         hear(world, Clear(8, 9))
     for number in (1, 2, 3, 2):
-        hear(world, Remove(7, key(number)))
+        hear(world, Remove(7, 1, key(number)))
     world.set(3)
 
     effects = opened(world)
@@ -66,8 +66,8 @@ def test_many_removals_are_one_when_the_disk_opens() -> None:
 def test_removals_are_kept_as_far_as_there_is_room() -> None:
     """The part of a message that fits, and what is cleared after it all the same."""
     world = restarted()
-    hear(world, Remove(7, b"\xff" * 16 * (KEYS_MAX - 2) + keys(1, 2, 3)))
-    hear(world, Remove(7, key(0)))
+    hear(world, Remove(7, 1, b"\xff" * 16 * (KEYS_MAX - 2) + keys(1, 2, 3)))
+    hear(world, Remove(7, 1, key(0)))
     hear(world, Clear(8, 9))
 
     opened(world)
@@ -92,10 +92,10 @@ def test_namespaces_that_are_cleared_early_are_bounded() -> None:
 def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
     """It is not opened again, so it would never be taken."""
     world = restarted()
-    hear(world, Remove(7, keys(1)))
+    hear(world, Remove(7, 1, keys(1)))
     world.tell("disk", DiskEnded("unusable"))
 
-    hear(world, Remove(7, keys(2)))
+    hear(world, Remove(7, 1, keys(2)))
     hear(world, Clear(8, 9))
 
     kept = world.tier._early

@@ -5,7 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.effects import Send, SendTo, TellDirectory, TellPublisher, TellRing
+from peercache.actors.effects import (
+    Send,
+    SendTo,
+    TellDirectory,
+    TellPublisher,
+    TellRemoval,
+    TellRing,
+)
 from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.membership import actor as membership_module
 from peercache.actors.membership.actor import SHARES_PER_BEAT
@@ -32,8 +39,8 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    assert node.first[:2] == [TellRing(view), TellDirectory(view)]
-    assert node.first[2:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
+    assert node.first[:3] == [TellRing(view), TellDirectory(view), TellRemoval(view)]
+    assert node.first[3:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)
 
 
@@ -54,18 +61,87 @@ def test_unanswered_discovery_address_is_called_for_ever_with_backoff() -> None:
     assert 100 <= len(later) <= 220
 
 
+def test_node_that_has_moved_tells_masters_and_heads_its_new_address() -> None:
+    """The higher counter wins everywhere; the address that is now its own is dialled no more."""
+    node = Node(discovery=("a:1", "b:2", "c:3")).knows(ONE)
+
+    effects = node.actor.move(node.now, control="b:2", data="b:9", head_rank=2)
+
+    me = node.actor.me
+    assert (me.control, me.data, me.head_rank, me.counter) == ("b:2", "b:9", 2, 1)
+    assert node.actor.view.get(ME) == me
+    assert [beat.message.member for beat in sends(effects, Heartbeat)] == [me]
+    assert [e for e in effects if isinstance(e, SendTo)] == [SendTo("a:1", Join(me))]
+    assert {"b:2", "c:3"}.isdisjoint(calls(node.passes(60.0)))
+
+
+def test_node_that_has_left_moves_no_more() -> None:
+    node = Node(discovery=("a:1",))
+    node.actor.leave(node.now)
+
+    assert node.actor.move(node.now, control="b:2", data="b:9", head_rank=255) == []
+
+
 def test_any_node_answers_a_join_with_its_view() -> None:
     """Also one that is no master; the newcomer is in the view that it gets."""
     node = Node().knows(ONE, TWO)
 
-    effects = node.hears(NINE, Join(member(NINE)), pipe=77)
+    asked = node.hears(NINE, Join(member(NINE)), pipe=77)
+    before = node.state(NINE)
+    effects = node.meets(member(NINE))
 
+    assert asked == [SendTo(member(NINE).control, ViewShared(0, (member(ME),)))]
+    assert before is None
     answer = sends(effects, ViewShared)
-    assert answer == [Send(Origin(NINE, 77), ViewShared(0, node.actor.view.members()))]
+    assert answer == [Send(NINE, ViewShared(0, node.actor.view.members()))]
     assert node.state(NINE) == ALIVE
     assert [e.fact for e in effects if isinstance(e, (TellRing, TellDirectory, TellPublisher))] == [
         ViewChanged(node.actor.view.members())
     ] * 2
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        Heartbeat(member(ONE), b""),
+        HeartbeatSeen(b""),
+        ViewShared(0, (member(ONE), member(ME))),
+        ViewShared(0, (member(ONE), member(ME, state=SUSPECT))),
+    ],
+    ids=["heartbeat", "heartbeat seen", "in its view", "suspect in its view"],
+)
+def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbeat) -> None:
+    """A member that answers, and holds this node for none, does not count: it cannot reach it."""
+    node = Node().knows(ONE)
+    for told in (Join(member(ONE)), ViewShared(0, (member(ONE),))):
+        node.hears(ONE, told)
+    node.told_by(ONE, member(ONE), member(ME, state=DEAD))
+    assert not node.actor.is_joined
+
+    node.hears(ONE, shown)
+    assert node.actor.is_joined
+
+    until = node.now + DEAD_S + HEARTBEAT_S
+    while node.now < until:
+        node.meets(member(ONE))
+        node.passes(HEARTBEAT_S)
+    assert node.state(ONE) == ALIVE
+    assert not node.actor.is_joined
+
+    node.hears(ONE, shown)
+    node.told_by(ONE, member(ONE, counter=1, state=LEFT))
+    assert not node.actor.is_joined, "the last of the others has left"
+
+
+def test_node_that_was_stopped_has_not_left_its_cluster() -> None:
+    """It could not have heard the others meanwhile."""
+    node = Node().knows(ONE)
+    node.hears(ONE, HeartbeatSeen(b""))
+
+    node.now += 10 * DEAD_S
+    node.actor.on_tick(node.now)
+
+    assert node.actor.is_joined
 
 
 def test_newcomer_says_hello_to_the_masters_before_a_heartbeat_has_passed() -> None:
@@ -181,6 +257,8 @@ def test_metrics_count_the_members_by_state() -> None:
     metrics = Metrics()
     node = Node(metrics=metrics)
 
+    node.knows(ONE, NINE, TEN)
+    node.passes(SUSPECT_S + 0.1, speaking=(ONE,))
     node.told_by(ONE, member(ONE), member(NINE, state=DEAD), member(TEN, state=LEFT))
 
     def count(state: str) -> float | None:

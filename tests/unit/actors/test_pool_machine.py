@@ -296,12 +296,17 @@ class PoolMachine(RuleBasedStateMachine):
         """Readers tell what they read."""
         self.world.touch(*numbers, stale=stale)
 
-    @rule(numbers=pages)
-    def remove(self, numbers: list[int]) -> None:
-        """Pages are removed; the count is right."""
+    @rule(numbers=pages, namespace=st.integers(0, 1))
+    def remove(self, numbers: list[int], namespace: int) -> None:
+        """Pages of one namespace are removed, then those of the other; both counts are right."""
         held = sum(self.world.holds(*dict.fromkeys(numbers)))
 
-        assert self.world.remove(*numbers) == held
+        first = self.world.remove(*numbers, namespace=namespace)
+        left = sum(self.world.holds(*dict.fromkeys(numbers)))
+        second = self.world.remove(*numbers, namespace=1 - namespace)
+
+        assert (first, second) == (held - left, left)
+        assert not any(self.world.holds(*numbers))
 
     @rule(namespace=st.integers(0, 1))
     def clear(self, namespace: int) -> None:

@@ -41,16 +41,46 @@ def test_batch_does_not_evict_what_it_found_here() -> None:
     assert world.holds(1, 2, 3, 4) == [True, True, False, False]
 
 
-def test_client_may_not_hold_more_uncommitted_than_allowed() -> None:
-    """Beyond half of the pool by default, pages of this client wait; others are not affected."""
-    world = World(granules=64)
+def test_a_writer_holds_at_most_half_of_what_is_free_uncommitted() -> None:
+    """Further pages of this client wait; another one finds room."""
+    world = World(granules=64, uncommitted_max=0)
 
     alice = world.reserve(ALICE, range(10), PAGE)
-    bob = world.reserve(BOB, range(20, 22), PAGE)
+    bob = world.reserve(BOB, range(20, 24), PAGE)
 
-    assert count_of(alice.states, RESERVED) == 8
-    assert count_of(alice.states, REFUSED_FULL) == 2
-    assert count_of(bob.states, RESERVED) == 2
+    assert (count_of(alice.states, RESERVED), count_of(alice.states, REFUSED_FULL)) == (4, 6)
+    assert (count_of(bob.states, RESERVED), count_of(bob.states, REFUSED_FULL)) == (2, 2)
+
+
+def test_all_writers_together_hold_at_most_half_of_the_pool_uncommitted() -> None:
+    """However many writers stop, the other half goes on serving pages."""
+    world = World(granules=64, uncommitted_max=0)
+
+    for writer in range(100, 140):
+        world.reserve(writer, range(8 * writer, 8 * writer + 8), GRANULE)
+
+    assert world.pool.figures()["pool_bytes_reserved"] == 32 * GRANULE
+
+
+def test_a_client_with_a_bound_of_its_own_holds_no_more_than_what_is_left() -> None:
+    """`client_uncommitted_max` replaces a client's share, not the bound of all clients."""
+    world = World(granules=64, uncommitted_max=5 * PAGE)
+
+    alice = world.reserve(ALICE, range(10), PAGE)
+    bob = world.reserve(BOB, range(20, 30), PAGE)
+
+    assert (count_of(alice.states, RESERVED), count_of(bob.states, RESERVED)) == (5, 3)
+
+
+def test_a_page_larger_than_half_of_the_pool_is_stored_by_the_only_writer() -> None:
+    """With another writer's pages uncommitted it waits."""
+    world = World(granules=16, uncommitted_max=0)
+
+    alone = world.reserve(ALICE, [1], 12 * GRANULE)
+    beside = world.reserve(BOB, [2], 4 * GRANULE)
+
+    assert alone.states == bytes((RESERVED,))
+    assert beside.states == bytes((REFUSED_FULL,))
 
 
 def test_uncommitted_allowance_comes_back_with_the_end() -> None:
@@ -129,7 +159,7 @@ def test_remove_drops_pages_and_answers_how_many() -> None:
     world.store(ALICE, [1, 2, 3], PAGE)
     records = [world.record(1), world.record(2)]
 
-    effects = world.say(BOB, Remove(8, key(1) + key(9) + key(2) + key(1)))
+    effects = world.say(BOB, Remove(8, 1, key(1) + key(9) + key(2) + key(1)))
 
     assert kinds(effects) == [
         "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged", "Removed",
@@ -144,7 +174,7 @@ def test_remove_of_nothing_is_answered() -> None:
     """No page, no words, no withdrawal."""
     world = World(granules=64)
 
-    effects = world.say(BOB, Remove(8, key(1)))
+    effects = world.say(BOB, Remove(8, 1, key(1)))
 
     assert kinds(effects) == ["Removed"]
 

@@ -29,6 +29,7 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
+    Doubted,
     Put,
     Repair,
     StreamSummary,
@@ -776,3 +777,48 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
     assert sorted(b"".join(m.buckets for m in repairs)) == list(range(256))
     assert sum(len(m.records) // 56 for m in repairs) == 400
     assert 0.3 <= now - 5.0 <= 0.8
+
+
+def test_a_bucket_larger_than_a_message_is_replaced_and_the_rest_is_put(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No message is too large, and the owner ends up with all of the bucket."""
+    monkeypatch.setattr(streams, "RECORDS_A_MESSAGE_MAX", 4)
+    monkeypatch.setattr(publisher_module, "RECORDS_A_MESSAGE_MAX", 4)
+    made = publisher_in(ring_of(ME, A), summary_s=1.0)
+    names = [name for name in range(9000) if key_of(name)[0] == key_of(1)[0]][:10]
+    held = records_of(ME, names, 10)
+    heard(made, ME, RecordsChanged(held, NO_DROPS), 0.0)
+    shard = DirectoryShard(incarnation=A)
+    shard.on_message(Origin(A), view(A, ME), 0.0)
+    shard.on_message(Origin(ME), Put(1, held[:1].tobytes()), 0.0)
+    ((_, summary),) = sent(ticked(made, 10.0), StreamSummary)
+    (differs,) = shard.on_message(Origin(ME), summary, 10.0)  # type: ignore[arg-type]
+    assert isinstance(differs, Send)
+
+    effects = heard(made, A, differs.message, 10.1)
+
+    messages = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert [type(message) for message in messages] == [Repair, Put, Put]
+    for message in messages:
+        shard.on_message(Origin(ME), message, 10.2)  # type: ignore[arg-type]
+    assert len(located(shard, names)) == 10
+
+
+def test_a_doubted_record_that_is_gone_is_withdrawn_and_a_true_one_stays() -> None:
+    """A reader's dispute reaches the holder, and only the holder knows."""
+    made = publisher_in(ring_of(ME, A))
+    old, true = records_of(ME, [1, 2], 10), records_of(ME, [3], 10)
+    heard(made, ME, RecordsChanged(np.concatenate([old, true]), NO_DROPS), 0.0)
+    heard(made, ME, RecordsChanged(records_of(ME, [2], 20), drops_of([1], [10])), 0.0)
+    lie = records_of(ME, [3], 99)
+
+    everything = np.concatenate([old, true, lie]).tobytes()
+    ((owner, delete),) = sent(heard(made, A, Doubted(everything), 1.0), Delete)
+
+    assert owner == A
+    assert isinstance(delete, Delete)
+    assert delete.drops == drops_of([1, 2], [10, 12]).tobytes()
+    assert heard(made, A, Doubted(true.tobytes()), 1.0) == []
+    assert heard(made, 999, Doubted(old.tobytes()), 1.0) == []
+    assert heard(made, A, Doubted(records_of(B, [1], 10).tobytes()), 1.0) == []

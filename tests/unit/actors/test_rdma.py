@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import PoolGrew
+from peercache.actors.mailboxes import ClientsConnected, PoolGrew
 from peercache.actors.origin import Origin
-from peercache.actors.rdma.actor import CHANNELS_MAX, PENDING_MAX, SILENT_S, RdmaActor
+from peercache.actors.rdma.actor import (
+    CHANNELS_MAX,
+    LEFT_S,
+    PENDING_MAX,
+    SILENT_S,
+    RdmaActor,
+)
 from peercache.actors.rdma_port import (
     DropPair,
     OpenPair,
@@ -257,6 +263,39 @@ def test_devices_that_are_gone_take_every_channel_along() -> None:
     assert actor.deadline() == float("inf")
 
 
+def test_queue_pairs_of_a_client_end_soon_after_its_last_connection() -> None:
+    """It exited, or its certificate was revoked: the queue pairs are no right of their own."""
+    actor = serving()
+    for who in (ALICE, BOB):
+        ask(actor, who, 1)
+        actor.on_message(Origin(0), PairOpened(who, 1, is_open=True, answer=opened(1)), 0.0)
+    both = ClientsConnected(frozenset({ALICE.identity, BOB.identity}))
+    only_bob = ClientsConnected(frozenset({BOB.identity}))
+
+    while_connected = actor.on_message(Origin(0), both, 10.0)
+    early = actor.on_message(Origin(0), only_bob, 10.0 + LEFT_S - 0.1)
+    effects = actor.on_message(Origin(0), only_bob, 10.0 + LEFT_S)
+    actor.check()
+
+    assert (while_connected, early) == ([], [])
+    assert effects == [DropPair(ALICE.identity, 1)]
+    assert actor.figures()["rdma_clients"] == 1
+
+
+def test_connection_that_is_made_again_keeps_the_queue_pairs() -> None:
+    """Reads go on over them meanwhile."""
+    actor = serving()
+    ask(actor, ALICE, 1)
+    none, back = ClientsConnected(frozenset()), ClientsConnected(frozenset({ALICE.identity}))
+
+    told = [
+        actor.on_message(Origin(0), message, now)
+        for message, now in ((none, 1.0), (none, 4.0), (back, 5.0), (none, 9.0))
+    ]
+
+    assert told == [[], [], [], []]
+
+
 class RdmaActorMachine(RuleBasedStateMachine):
     """The actor lists exactly the queue pairs of its port, once the port has done its effects."""
 
@@ -299,6 +338,11 @@ class RdmaActorMachine(RuleBasedStateMachine):
         if self.actor.deadline() <= self.now:
             self.do(self.actor.on_tick(self.now))
             assert self.actor.deadline() > self.now
+
+    @rule(who=st.sets(st.sampled_from([ALICE.identity, BOB.identity])))
+    def connected(self, who: set[int]) -> None:
+        """Tell which clients have a connection."""
+        self.do(self.actor.on_message(Origin(0), ClientsConnected(frozenset(who)), self.now))
 
     @rule(steps=st.integers(1, 4))
     def perform(self, steps: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from peercache.actors.effects import Send, TellDirectory, TellPublisher, TellRing
-from peercache.actors.mailboxes import Republish, ViewChanged
+from peercache.actors.effects import Send, SendTo, TellDirectory, TellPublisher, TellRing
+from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
+from peercache.actors.membership.candidates import AT_ONCE_MAX
+from peercache.actors.membership.reconnect import LOST_S
 from peercache.actors.membership.tombstones import FORGET_S
+from peercache.actors.membership.view_merge import COUNTER_JUMP_MAX
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import COUNTER_MAX
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared  # fmt: skip
@@ -30,7 +33,7 @@ from tests.unit.actors.membership_node import (
 @pytest.mark.parametrize("state", [SUSPECT, DEAD, LEFT])
 def test_member_refutes_by_raising_its_counter(state: int) -> None:
     """Its masters hear it at once, and so does the accuser."""
-    node = Node().knows(ONE, TWO)
+    node = Node().knows(ONE, TWO, NINE)
 
     effects = node.told_by(NINE, member(NINE), member(ME, counter=4, state=state))
 
@@ -135,34 +138,53 @@ def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
 
 
 def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
-    """Without evidence of its own a master takes another's word."""
-    node = Node(ONE).knows(NINE, TEN)
+    """Without evidence of its own a master takes another master's word, and no other's."""
+    node = Node(ONE).knows(TWO, NINE, TEN)
     node.hears(NINE, Heartbeat(member(NINE), b""))
-    node.passes(SUSPECT_S + 0.1, speaking=(TEN,))
+    node.passes(SUSPECT_S + 0.1, speaking=(TWO, TEN))
 
     node.told_by(TEN, member(NINE, state=DEAD))
+    told_by_a_member = node.state(NINE)
+    node.told_by(TWO, member(NINE, state=DEAD))
 
+    assert told_by_a_member == SUSPECT
     assert node.state(NINE) == DEAD
 
 
-def test_death_between_two_that_judge_neither_is_only_a_suspicion() -> None:
-    """Of two plain members the one was perhaps cut off; the masters know."""
+@pytest.mark.parametrize("state", [SUSPECT, DEAD, LEFT])
+def test_only_masters_are_believed_about_others(state: int) -> None:
+    """A plain member says nothing that counts about a third one."""
     node = Node().knows(ONE, TWO, NINE, TEN)
+    node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
-    node.told_by(NINE, member(TEN, state=DEAD))
-    doubted = node.state(TEN)
-    node.told_by(ONE, member(TEN, state=DEAD))
+    node.told_by(NINE, member(TEN, counter=1, state=state))
+    told_by_a_member = node.state(TEN)
+    node.told_by(ONE, member(TEN, counter=1, state=state))
 
-    assert doubted == SUSPECT
-    assert node.state(TEN) == DEAD
+    assert told_by_a_member == ALIVE
+    assert node.state(TEN) == state
+
+
+def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
+    """At the end of its range the member could not refute it; not even a master says so."""
+    node = Node().knows(ONE, TWO, NINE)
+    node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
+
+    for counter in (COUNTER_JUMP_MAX + 1, COUNTER_MAX - 1):
+        node.told_by(ONE, member(NINE, counter=counter, state=DEAD))
+    beyond = node.state(NINE)
+    node.told_by(ONE, member(NINE, counter=COUNTER_JUMP_MAX, state=DEAD))
+
+    assert beyond == ALIVE
+    assert node.state(NINE) == DEAD
 
 
 def test_goodbye_is_believed_at_once() -> None:
     """Only the member itself says that it has left, so lately heard or not does not matter."""
-    node = Node(ONE).knows(NINE, TEN)
+    node = Node(ONE).knows(TWO, NINE)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
-    node.told_by(TEN, member(NINE, state=LEFT, counter=1))
+    node.told_by(TWO, member(NINE, state=LEFT, counter=1))
 
     assert node.state(NINE) == LEFT
 
@@ -173,8 +195,12 @@ def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
     node.hears(NINE, Heartbeat(member(NINE), b""))
     successor = member(11, member(NINE).control)
 
-    node.hears(11, Join(successor))
+    asked = node.hears(11, Join(successor))
+    before = node.state(NINE), node.state(11)
+    node.meets(successor)
 
+    assert calls(asked) == [successor.control]
+    assert before == (ALIVE, None)
     assert node.state(NINE) == DEAD
     assert node.state(11) == ALIVE
 
@@ -183,48 +209,80 @@ def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -
     """A live member is there, maybe this node itself: no member is lost."""
     node = Node(ONE).knows(NINE)
 
-    node.hears(11, Join(member(11, member(NINE).control)))
-    node.told_by(11, member(11), member(12, member(ONE).control, state=DEAD))
+    node.meets(member(11, member(NINE).control))
+    node.told_by(11, member(11), member(12, member(ONE).control))
 
-    assert [node.state(i) for i in (NINE, 12)] == [DEAD, DEAD]
+    assert [node.state(i) for i in (NINE, 12)] == [DEAD, None]
     assert calls(node.passes(10.0, speaking=(11,))) == []
 
 
-def test_successor_is_believed_when_another_tells_of_it() -> None:
+def test_successor_is_believed_when_a_master_tells_of_it() -> None:
     """The claim against the predecessor comes with the successor at its address."""
-    node = Node(ONE).knows(NINE, TEN)
+    node = Node(ONE).knows(TWO, NINE)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
-    node.told_by(TEN, member(NINE, state=DEAD), member(11, member(NINE).control))
+    effects = node.told_by(TWO, member(NINE, state=DEAD), member(11, member(NINE).control))
 
     assert node.state(NINE) == DEAD
+    assert calls(effects) == [member(NINE).control]
 
 
 def test_two_that_advertise_one_address_do_not_end_each_other_for_ever() -> None:
     """Predecessors are judged at first sight; a misconfigured twin then stays, and so do we."""
     node = Node(ONE).knows(NINE)
     twin = member(11, member(NINE).control)
-    node.hears(11, Join(twin))
+    node.meets(twin)
     node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
 
     node.hears(11, Heartbeat(twin, b""))
-    node.hears(12, Join(member(12, member(ONE).control)))
+    own = node.hears(12, Join(member(12, member(ONE).control)))
 
-    assert [node.state(i) for i in (ONE, NINE, 11, 12)] == [ALIVE] * 4
+    assert [node.state(i) for i in (ONE, NINE, 11, 12)] == [ALIVE] * 3 + [None]
+    assert calls(own) == []
 
 
 def test_two_sides_that_meet_tell_each_other_what_they_know() -> None:
     """Who was a stranger, or dead, gets our view if it lacks something; a member asks masters."""
     node = Node(ONE).knows(TEN)
 
-    met = node.told_by(NINE, member(NINE))
+    stranger = node.told_by(NINE, member(NINE))
+    asked = node.hears(NINE, Join(member(NINE)))
+    met = node.meets(member(NINE))
     known = node.told_by(NINE, member(NINE))
-    knew_all = node.told_by(11, member(11), *node.actor.view.members())
 
+    assert stranger == [SendTo(member(NINE).control, ViewShared(0, (member(ONE),)))]
+    assert asked == []
     assert sends(met, ViewShared) == [
         Send(NINE, ViewShared(0, (member(ONE), member(NINE), member(TEN))))
     ]
-    assert sends(known, ViewShared) == sends(knew_all, ViewShared) == []
+    assert sends(known, ViewShared) == []
+
+
+def test_what_others_say_of_a_node_is_an_address_to_try() -> None:
+    """Neither a master nor a plain member can bring in what does not answer, nor its end."""
+    node = Node().knows(ONE, TWO, NINE)
+    invented = [member(number, f"127.9.0.{number}:1") for number in range(100, 200)]
+
+    effects = node.told_by(ONE, member(ONE), *invented)
+    effects += node.told_by(NINE, member(NINE), *invented, member(300, state=DEAD))
+
+    assert len(node.actor.view) == 4
+    assert len(calls(effects)) == AT_ONCE_MAX
+    assert len(set(calls(node.passes(30.0, speaking=(ONE, TWO))))) <= 31 * AT_ONCE_MAX
+    assert len(node.actor.view) == 4
+
+
+def test_what_answers_at_another_address_than_its_own_is_looked_for_there() -> None:
+    """Else a process could bring in members at addresses that are not theirs."""
+    node = Node().knows(ONE)
+
+    effects = node.hears(0, PeerAnswered("somewhere:1", member(NINE)))
+
+    assert node.state(NINE) is None
+    assert calls(effects) == [member(NINE).control]
+    node.meets(member(NINE))
+    assert node.state(NINE) == ALIVE
+    assert node.hears(0, PeerAnswered(member(ME).control, member(ME))) == []
 
 
 # --- leaving, losing, forgetting ------------------------------------------------------------------
@@ -248,8 +306,8 @@ def test_leaving_tells_the_masters_first_and_a_bounded_number() -> None:
     assert node.actor.member(ME) == gone
 
 
-def test_member_lost_without_goodbye_is_called_for_ever_and_one_that_left_is_not() -> None:
-    """A partition has no longest time; a goodbye is an answer."""
+def test_member_lost_without_goodbye_is_called_for_a_while_and_one_that_left_is_not() -> None:
+    """Later another cluster may have its address; a goodbye is an answer."""
     node = Node(ONE).knows(NINE, TEN)
     node.told_by(TEN, member(TEN, state=LEFT, counter=1))
     node.passes(DEAD_S + 1.0)
@@ -259,8 +317,8 @@ def test_member_lost_without_goodbye_is_called_for_ever_and_one_that_left_is_not
     assert node.actor.member(NINE) is None
     assert set(called) == {member(NINE).control}
     assert len(called) > 100
-    node.hears(NINE, Join(member(NINE, counter=1)))
-    assert calls(node.passes(2.0, speaking=(NINE,))) == []
+    node.passes(LOST_S)
+    assert calls(node.passes(100.0)) == []
 
 
 def test_successor_is_looked_for_as_soon_as_a_member_is_suspect() -> None:
@@ -273,18 +331,22 @@ def test_successor_is_looked_for_as_soon_as_a_member_is_suspect() -> None:
 
 
 def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> None:
-    """It comes up again as dead, for those who hear it to say so; alive by its own counter."""
+    """It comes up again as dead when it answers, so that it refutes; alive by its own counter."""
     node = Node(ONE).knows(NINE, TEN)
     node.told_by(TEN, member(TEN, state=LEFT, counter=1))
     node.passes(DEAD_S + FORGET_S + 1.0)
     forgotten = len(node.actor.view)
 
-    node.told_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
-    resurrected = node.state(NINE), node.state(TEN)
+    node.knows(11)
+    asked = node.told_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
+    told = node.state(NINE), node.state(TEN)
+    node.meets(member(NINE))
+    answered = node.state(NINE)
     node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
 
     assert forgotten == 1
-    assert resurrected == (DEAD, None)
+    assert calls(asked) == [member(NINE).control]
+    assert (told, answered) == ((None, None), DEAD)
     assert node.state(NINE) == ALIVE
 
 

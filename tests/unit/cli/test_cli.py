@@ -18,6 +18,7 @@ from peercache.cli.demo import story
 from peercache.cli.options import settings_options
 from peercache.config.settings import SETTINGS, Config
 from peercache.errors import ConfigError
+from peercache.wire.envelope import WIRE_VERSION
 
 
 def parsed(*arguments: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -50,8 +51,10 @@ def test_every_setting_has_a_flag(name: str) -> None:
 
 def test_discovery_has_a_short_spelling() -> None:
     """--discovery is --discovery-addr."""
-    assert parsed("--discovery", "a:1,b:2") == parsed("--discovery-addr", "a:1,b:2")
-    assert parsed("--discovery", "a:1,b:2").discovery_addr == ("a:1", "b:2")
+    trial = ("--insecure", "trial")
+    short = parsed(*trial, "--discovery", "a:1,b:2")
+    assert short == parsed(*trial, "--discovery-addr", "a:1,b:2")
+    assert short.discovery_addr == ("a:1", "b:2")
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     assert cli.main(["version"]) == 0
 
     assert capsys.readouterr().out.startswith(
-        f"peercache {version('peercache-kv')} (wire version 1)"
+        f"peercache {version('peercache-kv')} (wire version {WIRE_VERSION})"
     )
 
 

@@ -17,8 +17,9 @@ from peercache.memory.attached import AttachedSegment
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
+from peercache.model.seal import ODD, unread_seals
 from peercache.net.asking import Asker
 from peercache.observability import reasons
 from peercache.observability.log import get_logger
@@ -39,7 +40,8 @@ def read_of(incarnation: int, pages: int = 1) -> tuple[PeerRead, list[Any]]:
     into = [np.zeros(PAGE, np.uint8) for _ in range(pages)]
     runs = PageRuns.of([[(page.ctypes.data, PAGE)] for page in into])
     offsets = np.arange(pages, dtype=np.uint64) * np.uint64(GRANULE)
-    return PeerRead(member(incarnation), offsets, runs.lengths, runs), into
+    generations = np.full(pages, 4, np.uint64)
+    return PeerRead(member(incarnation), offsets, runs.lengths, runs, generations), into
 
 
 @attrs.define(eq=False)
@@ -68,8 +70,10 @@ class Pipe:
             raise self.raises
         on_time = self.go.wait(max(0.0, deadline - time.monotonic()))
         self.ended.append(read.member.incarnation)
-        words = np.full(len(read.offsets), 4 if on_time and not self.failure else ODD, np.uint64)
-        return Fetched(words, self.failure or ("" if on_time else reasons.DEADLINE))
+        seals = unread_seals(len(read.offsets))
+        if on_time and not self.failure:
+            seals["word"] = 4
+        return Fetched(seals, self.failure or ("" if on_time else reasons.DEADLINE))
 
     def close(self) -> None:
         return
@@ -144,7 +148,7 @@ def test_holders_are_read_at_the_same_time_over_a_network() -> None:
 
     found = fetch(bridge, *[read_of(i)[0] for i in (1, 2, 3)])
 
-    assert [fetched.words.tolist() for fetched in found] == [[4]] * 3
+    assert [fetched.seals["word"].tolist() for fetched in found] == [[4]] * 3
     assert [fetched.fabric for fetched in found] == ["tcp"] * 3
     assert threading.get_ident() in pipe.threads
     assert len(pipe.threads) == 3
@@ -207,7 +211,7 @@ def test_after_close_reads_happen_without_threads() -> None:
 
     found = fetch(bridge, read_of(1)[0], read_of(2)[0])
 
-    assert [fetched.words.tolist() for fetched in found] == [[4], [4]]
+    assert [fetched.seals["word"].tolist() for fetched in found] == [[4], [4]]
     assert pipe.threads == {threading.get_ident()}
 
 
@@ -223,7 +227,7 @@ def test_the_first_fabric_that_reaches_a_holder_is_used() -> None:
 
     assert [fetched.fabric for fetched in found] == ["shm", "tcp", ""]
     assert found[2].failure == reasons.PEER_UNREACHABLE
-    assert (found[2].words == ODD).all()
+    assert (found[2].seals["word"] == ODD).all()
     assert bridge.fabric_of_peers() == {1: "shm", 2: "tcp"}
     bridge.forget({2})
     assert bridge.fabric_of_peers() == {2: "tcp"}

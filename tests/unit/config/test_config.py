@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.config.quantities import exact_size, format_address, parse_address, parse_size
+from peercache.config.quantities import (
+    exact_size,
+    format_address,
+    is_loopback,
+    parse_address,
+    parse_size,
+)
 from peercache.config.settings import SETTINGS, SGLANG_KEYS, Config
 from peercache.errors import ConfigError
 
@@ -98,11 +104,24 @@ def test_value_beyond_a_bound_is_refused_in_the_words_of_the_table(name: str) ->
         assert row.allowed in str(caught.value) or "share" in str(caught.value)
 
 
-def test_error_does_not_show_the_secret() -> None:
-    """Errors are printed and logged."""
+@pytest.mark.parametrize("source", ["keyword", "file", "environment", "sglang"])
+def test_left_over_credentials_are_refused(tmp_path: Path, source: str) -> None:
+    """A person who set them believes that they protect; the error says what does."""
+    file = tmp_path / "node.toml"
+    file.write_text('credentials = "hunter2"\n')
+    load = {
+        "keyword": lambda: Config.load({"credentials": "hunter2"}),
+        "file": lambda: Config.load(file=file),
+        "environment": lambda: Config.load(environment={"PEERCACHE_CREDENTIALS": "hunter2"}),
+        "sglang": lambda: Config.from_sglang({"credentials": "hunter2"}),
+    }[source]
+
     with pytest.raises(ConfigError, match="credentials") as caught:
-        Config.load({"credentials": ["hunter2"]})
+        load()
+
     assert "hunter2" not in str(caught.value)
+    for word in ("tls_ca", "insecure = NAME", "peercache certs"):
+        assert word in str(caught.value)
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -171,6 +190,11 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("disk_free_floor", "half", "share from 0 to 1"),
         ("cluster", "", "1 to 255"),
         ("cluster", 7, "string"),
+        ("tls_ca", "ca.crt", "set all three, or none"),
+        ("tls_key", 7, "string"),
+        ("insecure", "x" * 256, "255"),
+        ("share_uids", "ann,b c", "'b c' is no user's name or number"),
+        ("share_uids", "-1", "no user's name"),
         ("nonsense", 7, "no such name"),
     ],
 )
@@ -218,8 +242,8 @@ def test_misspelt_name_is_answered_with_the_one_that_is_meant() -> None:
 
 def test_discovery_takes_one_address_or_several() -> None:
     """A string with commas and a list are the same, and the port may be left out."""
-    text = Config.load({"discovery_addr": "a, b:5,[::1]"})
-    several = Config.load({"discovery_addr": ["a:31998", "b:5", "[::1]:31998"]})
+    text = Config.load({"discovery_addr": "a, b:5,[::1]", "insecure": "x"})
+    several = Config.load({"discovery_addr": ["a:31998", "b:5", "[::1]:31998"], "insecure": "x"})
 
     assert text.discovery_addr == several.discovery_addr == ("a:31998", "b:5", "[::1]:31998")
     assert Config.load({"discovery_addr": ""}).discovery_addr == ()
@@ -241,11 +265,6 @@ def test_defaults_are_valid_and_survive_their_own_converters() -> None:
     defaults = {name: getattr(Config(), name) for name in SETTINGS}
 
     assert Config.load(defaults) == Config()
-
-
-def test_secret_is_not_in_the_repr() -> None:
-    """A configuration that is logged does not tell the shared secret."""
-    assert "hunter2" not in repr(Config.load({"credentials": "hunter2"}))
 
 
 @given(
@@ -287,3 +306,160 @@ def test_wrong_disk_setting_is_refused_by_its_name(name: str, wrong: object) -> 
     """The error names the setting."""
     with pytest.raises(ConfigError, match=name):
         Config.load({name: wrong})
+
+
+TLS = {"tls_ca": "ca.crt", "tls_cert": "node-a.crt", "tls_key": "node-a.key"}
+
+
+def test_certificates_are_given_whole() -> None:
+    """A node that has a certificate and no authority would admit every peer, or none."""
+    assert Config.load(TLS).has_tls
+    assert not Config().has_tls
+    for name in TLS:
+        with pytest.raises(ConfigError, match="set all three, or none"):
+            Config.load({key: value for key, value in TLS.items() if key != name})
+
+
+def test_a_trial_has_the_name_that_its_one_flag_says() -> None:
+    """Two trials in one network must not become one cluster by their default name."""
+    assert Config.load({"insecure": "ann"}).cluster == "ann"
+    assert Config.load({"insecure": "ann", "cluster": "ann"}).cluster == "ann"
+    assert Config().cluster == "default"
+    with pytest.raises(ConfigError, match="'insecure': names the cluster 'ann', and cluster"):
+        Config.load({"insecure": "ann", "cluster": "prod"})
+
+
+def test_a_trial_has_no_certificates() -> None:
+    """One of the two was forgotten, and only a person knows which."""
+    with pytest.raises(ConfigError, match="'insecure': is for trials"):
+        Config.load({"insecure": "ann", **TLS})
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [
+        ({}, True),
+        ({"fabric": "rdma"}, True),
+        ({"fabric": "tcp"}, False),
+        (TLS, False),
+        ({**TLS, "rdma_clear_text": True}, True),
+        ({**TLS, "rdma_clear_text": True, "fabric": "rdma"}, True),
+        ({**TLS, "rdma_clear_text": True, "fabric": "shm"}, False),
+    ],
+)
+def test_rdma_beside_tls_is_asked_for(settings: dict[str, Any], may: bool) -> None:
+    """RDMA is clear text: a cluster with certificates uses it where a person says so."""
+    assert Config.load(settings).may_use_rdma is may
+
+
+def test_rdma_alone_beside_tls_wants_a_word() -> None:
+    """Falling back to tcp is not what `fabric = rdma` asks for."""
+    with pytest.raises(ConfigError, match="rdma_clear_text = true"):
+        Config.load({**TLS, "fabric": "rdma"})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True),
+        ("", False), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("node-a", False),
+        ("localhost.example", False), ("::ffff:10.0.0.1", False),
+    ],
+)  # fmt: skip
+def test_loopback_is_what_only_this_host_reaches(host: str, expected: bool) -> None:
+    """A name other than localhost may resolve to any address."""
+    assert is_loopback(host) is expected
+
+
+def test_users_are_names_or_numbers() -> None:
+    """TOML and SGLang's JSON may write a number without quotes."""
+    assert Config.load({"share_uids": "sglang, 65532"}).share_uids == ("sglang", "65532")
+    assert Config.load({"share_uids": 65532}).share_uids == ("65532",)
+    assert Config.load({"share_uids": ["sglang"]}).share_uids == ("sglang",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ("127.0.0.1", 31998)),
+        ({"insecure": "x"}, ("", 31998)),
+        (TLS, ("", 31998)),
+        ({"listen": "127.0.0.1:0"}, ("127.0.0.1", 0)),
+        ({"listen": "[::1]:7"}, ("::1", 7)),
+        ({"listen": "localhost"}, ("localhost", 31998)),
+        ({**TLS, "listen": "127.0.0.1"}, ("127.0.0.1", 31998)),
+        ({**TLS, "listen": "10.0.0.7:5"}, ("10.0.0.7", 5)),
+        ({"insecure": "x", "listen": ":5"}, ("", 5)),
+    ],
+)
+def test_only_this_host_reaches_a_node_unless_it_is_told_otherwise(
+    settings: dict[str, Any], expected: tuple[str, int]
+) -> None:
+    """Certificates, or the word that there are none, open the listeners."""
+    assert Config.load(settings).listen_address() == expected
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:0", ":31998", "[::]:0", "10.0.0.7", "gpu-7:31998", "*:5", "203.0.113.7:1"]
+)
+def test_open_address_without_certificates_is_refused(listen: str) -> None:
+    """The error names both ways out."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"listen": listen})
+
+    assert caught.value.name == "listen"
+    assert "peercache certs" in str(caught.value)
+    assert "insecure = NAME" in str(caught.value)
+
+
+def test_node_on_loopback_joins_no_other_host() -> None:
+    """The others could not call back, and its Hello would travel in clear text."""
+    with pytest.raises(ConfigError, match="'discovery_addr': names another host"):
+        Config.load({"discovery_addr": "127.0.0.1:1,gpu-7:31998"})
+    for more in ({"insecure": "x"}, TLS):
+        assert Config.load({"discovery_addr": "gpu-7:31998", **more})
+    assert Config.load({"discovery_addr": "127.0.0.1:1,[::1]:5,localhost:7"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_process", "expected"),
+    [
+        ({}, False, ("127.0.0.1", -1)),
+        ({}, True, None),
+        ({"metrics_port": 0}, False, None),
+        ({"metrics_port": 9}, True, ("127.0.0.1", 9)),
+        ({"http_listen": "127.0.0.1"}, True, ("127.0.0.1", -1)),
+        ({"http_listen": "[::1]:7"}, False, ("::1", 7)),
+        ({"http_listen": "0.0.0.0", "http_open": True}, False, ("0.0.0.0", -1)),
+        ({"http_listen": ":7", "http_open": True, "metrics_port": 7}, False, ("", 7)),
+        ({"http_listen": ":7", "insecure": "x"}, False, ("", 7)),
+        ({"http_listen": "10.0.0.1:7", **TLS}, False, ("10.0.0.1", 7)),
+        ({"insecure": "x"}, False, ("127.0.0.1", -1)),
+        (TLS, False, ("127.0.0.1", -1)),
+    ],
+)
+def test_http_has_a_switch_of_its_own(
+    settings: dict[str, Any], in_process: bool, expected: tuple[str, int] | None
+) -> None:
+    """Opening the node to others does not open its pages of state."""
+    assert Config.load(settings).http_address(in_process=in_process) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"http_listen": "0.0.0.0"}, "http_open = true"),
+        ({"http_listen": ":80"}, "http_open = true"),
+        ({"http_listen": "127.0.0.1:80", "metrics_port": 81}, "metrics_port"),
+        ({"http_listen": "127.0.0.1", "metrics_port": 0}, "metrics_port"),
+        ({"http_listen": "::1"}, "HOST:PORT"),
+    ],
+)
+def test_http_address_that_contradicts_itself_is_refused(
+    settings: dict[str, Any], problem: str
+) -> None:
+    """Clear text beyond loopback wants a word."""
+    with pytest.raises(ConfigError, match="'http_listen'") as caught:
+        Config.load(settings)
+
+    assert problem in str(caught.value)

@@ -10,15 +10,17 @@ from typing import Any
 import trio
 
 from peercache.config.quantities import format_address
+from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.fabric.tcp.server import DataAdmission, serve_pages
+from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.serving import PageSource
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.observability.metrics import Metrics
+from peercache.trust.files import LiveTls
+from peercache.trust.sharing import Sharing
 from tests.pace import PATIENCE_S
 
 CLUSTER = "tests"
-CREDENTIALS = "a secret"
 
 
 class PageServer:
@@ -33,8 +35,9 @@ class PageServer:
         *,
         incarnation: int,
         granule: int,
-        credentials: str = CREDENTIALS,
         port: int = 0,
+        tls: LiveTls | None = None,
+        sharing: Sharing | None = None,
         **options: Any,
     ) -> None:
         """Start, and return when clients can connect."""
@@ -42,7 +45,7 @@ class PageServer:
         self.between: Callable[[], None] = lambda: None
         self._source = source
         self._admission = DataAdmission(
-            cluster=CLUSTER, credentials=credentials, granule=granule, incarnation=incarnation
+            cluster=CLUSTER, granule=granule, incarnation=incarnation, tls=tls, sharing=sharing
         )
         self._port = port
         self._options = options
@@ -115,7 +118,6 @@ def fabric_for(granule: int, **options: Any) -> TcpFabric:
     """
     known: dict[str, Any] = {
         "cluster": CLUSTER,
-        "credentials": CREDENTIALS,
         "granule": granule,
         "max_channels_per_peer": 4,
         "stall_s": PATIENCE_S,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import tempfile
 import threading
@@ -18,8 +17,9 @@ from peercache.memory.layout import boot_id, segment_name
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member
-from peercache.model.reads import ODD, PeerRead
-from peercache.model.runs import PageRuns
+from peercache.model.reads import PeerRead
+from peercache.model.runs import U64, PageRuns
+from peercache.model.seal import ODD
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 
 GRANULE = 16384
@@ -76,7 +76,11 @@ def member(path: Path | str, node: int = NODE, boot: str | None = None) -> Membe
 
 
 def asking(
-    peer: Member, host: Bytes, offsets: list[int], lengths: list[int] | None = None
+    peer: Member,
+    host: Bytes,
+    offsets: list[int],
+    lengths: list[int] | None = None,
+    word: np.uint64 | None = None,
 ) -> PeerRead:
     """Read the slots at `offsets` into the rows of `host`, two runs a page."""
     pages, size = host.shape
@@ -84,12 +88,19 @@ def asking(
     rows = host.ctypes.data + np.arange(pages) * size
     addresses = np.stack([rows, rows + half], 1)
     runs = PageRuns.regular(addresses, np.full(2 * pages, half), pages)
+    places = np.array(offsets, np.uint64)
     return PeerRead(
         peer,
-        np.array(offsets, np.uint64),
+        places,
         runs.lengths if lengths is None else np.array(lengths, np.uint64),
         runs,
+        np.full(len(places), word) if word is not None else generations_of(places),
     )
+
+
+def generations_of(offsets: U64) -> U64:
+    """Return the words that `publish` gives slots."""
+    return np.uint64(100) + np.uint64(2) * (offsets // np.uint64(GRANULE))
 
 
 def fabric(**options: Any) -> ShmFabric:
@@ -104,7 +115,7 @@ def test_read_fills_every_page_and_returns_its_word(owner: PublishedSegment) -> 
     fetched = shm.read(asking(member(owner.path), host, [s * GRANULE for s in slots]), FOREVER)
 
     assert fetched.failure == ""
-    assert fetched.words.tolist() == [100 + 2 * s for s in slots]
+    assert fetched.seals["word"].tolist() == [100 + 2 * s for s in slots]
     for row, slot in zip(host, slots, strict=True):
         assert (row[:GRANULE] == slot + 1).all()
         assert (row[GRANULE:] == slot + 2).all()
@@ -128,7 +139,7 @@ def test_word_shows_a_rewrite_between_the_bytes_and_the_word(owner: PublishedSeg
     fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
 
     assert (host == 3).all()
-    assert fetched.words.tolist() == [generation + 1000]
+    assert fetched.seals["word"].tolist() == [generation + 1000]
     shm.close()
 
 
@@ -142,7 +153,7 @@ def test_word_shows_an_eviction_that_has_only_begun(owner: PublishedSegment) -> 
 
     fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
 
-    assert fetched.words.tolist() == [105]
+    assert fetched.seals["word"].tolist() == [105]
     shm.close()
 
 
@@ -170,16 +181,13 @@ def test_page_outside_the_page_memory_is_refused_and_others_are_read(
     good = asking(member(owner.path), host, [GRANULE, 0, 3 * GRANULE])
     sizes = np.array([GRANULE, length, GRANULE], np.uint64)
     addresses = np.array([host[0].ctypes.data, 4096, host[2].ctypes.data], np.uint64)
-    read = PeerRead(
-        good.member,
-        np.array([GRANULE, offset, 3 * GRANULE], np.uint64),
-        sizes,
-        PageRuns(addresses, sizes, np.arange(4)),
-    )
+    places = np.array([GRANULE, offset, 3 * GRANULE], np.uint64)
+    runs = PageRuns(addresses, sizes, np.arange(4))
+    read = PeerRead(good.member, places, sizes, runs, generations_of(places))
 
     fetched = shm.read(read, FOREVER)
 
-    assert fetched.words.tolist() == [102, int(ODD), 106]
+    assert fetched.seals["word"].tolist() == [102, int(ODD), 106]
     assert fetched.failure == REFUSED
     assert host[:, 0].tolist() == [2, 0, 4]
     shm.close()
@@ -195,7 +203,7 @@ def test_destination_of_another_size_than_its_page_stays_untouched(
         asking(member(owner.path), host, [0, GRANULE], [GRANULE // 2, GRANULE]), FOREVER
     )
 
-    assert fetched.words.tolist() == [int(ODD), 102]
+    assert fetched.seals["word"].tolist() == [int(ODD), 102]
     assert fetched.failure == REFUSED
     assert not host[0].any()
     shm.close()
@@ -211,7 +219,7 @@ def test_read_after_its_deadline_returns_odd_words_and_touches_nothing(
 
     fetched = shm.read(asking(member(owner.path), host, [0, GRANULE]), 5.0)
 
-    assert fetched.words.tolist() == [int(ODD)] * 2
+    assert fetched.seals["word"].tolist() == [int(ODD)] * 2
     assert fetched.failure == DEADLINE
     assert not host.any()
     shm.close()
@@ -225,7 +233,7 @@ def test_destination_that_is_not_there_is_no_crash(owner: PublishedSegment) -> N
 
     fetched = shm.read(read, FOREVER)
 
-    assert fetched.words.tolist() == [100, int(ODD), int(ODD)]
+    assert fetched.seals["word"].tolist() == [100, int(ODD), int(ODD)]
     assert fetched.failure == INTERNAL
     shm.close()
 
@@ -250,27 +258,10 @@ def test_only_segments_of_our_host_that_open_are_reached(
 
     assert reached == [False] * len(strangers)
     assert {fetched.failure for fetched in failures} == {PEER_UNREACHABLE}
-    assert [fetched.words.tolist() for fetched in failures] == [[int(ODD)]] * len(strangers)
+    assert [fetched.seals["word"].tolist() for fetched in failures] == [[int(ODD)]] * len(strangers)
     assert not host.any()
     assert shm.reaches(member(owner.path))
     shm.close()
-
-
-def test_processor_that_may_reorder_loads_reaches_no_peer(
-    owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a fence the word could be older than the bytes; it is said once, aloud."""
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
-
-    reached = [shm.reaches(member(owner.path)) for _ in range(3)]
-    fetched = shm.read(asking(member(owner.path), host, [0]), FOREVER)
-
-    assert reached == [False] * 3
-    assert fetched.failure == PEER_UNREACHABLE
-    assert caplog.text.count("aarch64") == 1
-    assert caplog.records[0].levelname == "WARNING"
-    assert fabric(verify_arch=False).reaches(member(owner.path))
 
 
 def test_failure_to_open_is_believed_for_a_while(shm_dir: Path) -> None:
@@ -305,7 +296,7 @@ def test_forgotten_member_is_unmapped_after_the_read_that_uses_it(
 
     fetched = shm.read(asking(member(owner.path), host, [GRANULE]), FOREVER)
 
-    assert fetched.words.tolist() == [102]
+    assert fetched.seals["word"].tolist() == [102]
     assert mapped == [before + 2]
     assert mappings(owner.path) == before
     shm.forget(NODE)
@@ -353,7 +344,7 @@ def test_threads_that_read_and_forget_at_once_get_whole_answers(owner: Published
         for _ in range(rounds):
             host[:] = 0
             fetched = shm.read(asking(peer, host, [slot * GRANULE]), FOREVER)
-            hit = fetched.words[0] == 100 + 2 * slot
+            hit = fetched.seals["word"][0] == 100 + 2 * slot
             if hit != (fetched.failure == "") or (hit and not (host == slot + 1).all()):
                 wrong.append((slot, fetched))
 

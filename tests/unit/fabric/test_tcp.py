@@ -17,8 +17,9 @@ import pytest
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpChannel, TcpFabric
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
+from peercache.model.seal import ODD, SEAL_BYTES
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 from tests.contracts.fabric_suite import (
     GRANULE,
@@ -37,9 +38,10 @@ PORTION = wire.PORTION_BYTES_MAX
 
 @pytest.fixture
 def memory() -> PlainMemory:
-    """Page memory of four portions; word i is 2 i, granule i is full of the byte i % 251."""
+    """Page memory of four portions; word i is 2 i + 2, granule i is full of the byte i % 251."""
     plain = PlainMemory.of(4 * PORTION, GRANULE)
-    plain.words[:] = 2 * np.arange(len(plain.words))
+    plain.seals["word"] = 2 * np.arange(len(plain.seals)) + 2
+    plain.seals["length"] = len(plain.pages)
     plain.pages.reshape(-1, GRANULE)[:] = (np.arange(len(plain.words)) % 251)[:, None]
     return plain
 
@@ -71,10 +73,13 @@ def read(
     *,
     step: int = GRANULE,
     timeout_s: float = PATIENCE_S,
+    changed: int = 0,
 ) -> Fetched:
-    """Read slots that begin `step` bytes apart."""
+    """Read slots that begin `step` bytes apart; changed: by how much their words have changed."""
     offsets = np.arange(len(into.lengths), dtype=np.uint64) * np.uint64(step)
-    peer_read = PeerRead(member, offsets, into.lengths, into.runs)
+    # What `memory` gives each granule.
+    generations = np.uint64(2) * offsets // np.uint64(GRANULE) + np.uint64(2 + changed)
+    peer_read = PeerRead(member, offsets, into.lengths, into.runs, generations)
     return fabric.read(peer_read, time.monotonic() + timeout_s)
 
 
@@ -153,10 +158,10 @@ def test_read_that_stops_midway_keeps_its_leading_run(server: PageServer, failur
         wait_until(lambda: server.connections() == 0)
         return got, seconds, first_page
 
-    got, seconds, first_page = paced(story, lambda told: told[0].words[0] != ODD)
+    got, seconds, first_page = paced(story, lambda told: told[0].seals["word"][0] != ODD)
 
     assert got.failure == failure
-    assert got.words.tolist() == [0, *[int(ODD)] * 3]
+    assert got.seals["word"].tolist() == [2, *[int(ODD)] * 3]
     assert first_page == b"".join(bytes([index % 251]) * GRANULE for index in range(1024))
     assert seconds < PROMPT_S
     assert (into.memory == UNTOUCHED).all()
@@ -193,7 +198,7 @@ def test_peer_that_trickles_cannot_outlast_the_deadline(fabric: TcpFabric) -> No
         ended.set()
 
     assert got.failure == DEADLINE
-    assert got.words.tolist() == [int(ODD)]
+    assert got.seals["word"].tolist() == [int(ODD)]
     assert seconds < PROMPT_S
 
 
@@ -216,7 +221,7 @@ def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
         ended.set()
 
     assert got.failure == DEADLINE
-    assert got.words.tolist() == [int(ODD)]
+    assert got.seals["word"].tolist() == [int(ODD)]
     assert seconds < PROMPT_S
 
 
@@ -308,7 +313,7 @@ def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
     new = read(fabric, at(second, INCARNATION + 1), Destination.of([[1]]))
     second.close()
 
-    assert (old.failure, old.words.tolist()) == (REFUSED, [int(ODD)])
+    assert (old.failure, old.seals["word"].tolist()) == (REFUSED, [int(ODD)])
     assert new.failure == ""
     assert second.refusals(wire.INCARNATION) == 1
 
@@ -316,13 +321,11 @@ def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
 def test_request_on_an_open_channel_names_its_incarnation_too(server: PageServer) -> None:
     """A request for another incarnation is refused even after a matching greeting."""
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as client:
-        known = wire.greet(
-            cluster="tests", credentials="a secret", granule=GRANULE, incarnation=INCARNATION
-        )
+        known = wire.greet(cluster="tests", granule=GRANULE, incarnation=INCARNATION)
         client.sendall(wire.encode_greeting(known))
         client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
         one = np.ones(1, np.uint64)
-        client.sendall(wire.encode_request(one * np.uint64(0), one, INCARNATION + 1))
+        client.sendall(wire.encode_request(one * np.uint64(0), one, 2 * one, INCARNATION + 1))
         status = client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
 
     assert wire.decode_status(status) == wire.INCARNATION
@@ -349,7 +352,9 @@ def test_idle_channel_is_closed_by_a_later_read(server: PageServer, memory: Plai
     for when, member in ((0.0, at(server)), (61.0, at(other, INCARNATION + 1))):
         now[0] = when
         offsets = np.zeros(1, np.uint64)
-        fabric.read(PeerRead(member, offsets, into.lengths, into.runs), when + PATIENCE_S)
+        fabric.read(
+            PeerRead(member, offsets, into.lengths, into.runs, offsets + 2), when + PATIENCE_S
+        )
     wait_until(lambda: server.connections() == 0)
     kept = other.connections()
     fabric.close()
@@ -423,10 +428,10 @@ def test_peer_named_by_a_host_name_is_read(server: PageServer, fabric: TcpFabric
     assert got.failure == ""
 
 
-@pytest.mark.parametrize("other", ["cluster", "credentials", "granule"])
+@pytest.mark.parametrize("other", ["cluster", "granule"])
 def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
-    """Another cluster, secret or granule is a refusal, not an outage."""
-    strange = {"cluster": "another", "credentials": "a guess", "granule": 2 * GRANULE}
+    """Another cluster or granule is a refusal, not an outage."""
+    strange = {"cluster": "another", "granule": 2 * GRANULE}
     fabric = fabric_for(strange["granule"] if other == "granule" else GRANULE)  # type: ignore[arg-type]
     if other != "granule":
         fabric = fabric_for(GRANULE, **{other: strange[other]})
@@ -458,23 +463,23 @@ def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None
         got = read(fabric, peer.member, Destination.of([[100]]))
 
     assert got.failure == PEER_UNREACHABLE
-    assert got.words.tolist() == [int(ODD)]
+    assert got.seals["word"].tolist() == [int(ODD)]
 
 
-@pytest.mark.parametrize("missing", [1, 7, 8])
-def test_word_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
-    """A connection that ends within a word leaves no even value in its place."""
+@pytest.mark.parametrize("missing", [1, 7, 31, 32])
+def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
+    """A connection that ends within a seal leaves no even value in its place."""
 
     def stop_short(connection: socket.socket) -> None:
         accept(connection)
-        whole = wire.encode_status("") + bytes(100) + bytes(wire.WORD_BYTES)
+        whole = wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES)
         connection.sendall(whole[:-missing])
 
     with peer_that(stop_short) as peer:
         got = read(fabric, peer.member, Destination.of([[100]]))
 
     assert got.failure == PEER_UNREACHABLE
-    assert got.words.tolist() == [int(ODD)]
+    assert got.seals["word"].tolist() == [int(ODD)]
 
 
 @pytest.mark.parametrize("ending", ["closes", "resets"])
@@ -487,7 +492,7 @@ def test_pages_of_answered_requests_stay_when_the_server_closes(
     The channel was idle before, so a server that closes it at once would be asked again.
     """
     monkeypatch.setattr(wire, "COUNT_MAX", 1)
-    word = (8).to_bytes(wire.WORD_BYTES, "little")
+    word = (8).to_bytes(SEAL_BYTES, "little")
     response = wire.encode_status("") + bytes(100) + word
 
     def answer_some(connection: socket.socket) -> None:
@@ -507,7 +512,7 @@ def test_pages_of_answered_requests_stay_when_the_server_closes(
 
     assert first.failure == ""
     assert got.failure == PEER_UNREACHABLE
-    assert got.words.tolist() == [8] * answered + [int(ODD)] * (3 - answered)
+    assert got.seals["word"].tolist() == [8] * answered + [int(ODD)] * (3 - answered)
     assert peer.accepted == 1
 
 
@@ -530,7 +535,7 @@ def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
 
     def answer_and_reset(connection: socket.socket) -> None:
         accept(connection)
-        connection.sendall(wire.encode_status("") + bytes(100) + bytes(wire.WORD_BYTES))
+        connection.sendall(wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         connection.close()
         answered.set()
@@ -539,7 +544,7 @@ def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
         got = read(fabric, peer.member, Destination.of([[100]] * 2))
 
     assert got.failure == PEER_UNREACHABLE
-    assert got.words.tolist() == [0, int(ODD)]
+    assert got.seals["word"].tolist() == [0, int(ODD)]
 
 
 def test_request_that_a_deadline_interrupts_is_no_sign_of_an_unreachable_peer(
@@ -569,12 +574,13 @@ def test_destination_that_is_no_memory_is_a_bug_of_ours(
 ) -> None:
     """The kernel says so, the read says so, and the fabric serves on."""
     runs = PageRuns.of([[(4096, 100)]])
-    nowhere = PeerRead(at(server), np.zeros(1, np.uint64), runs.lengths, runs)
+    zero = np.zeros(1, np.uint64)
+    nowhere = PeerRead(at(server), zero, runs.lengths, runs, zero)
 
     got = fabric.read(nowhere, time.monotonic() + PATIENCE_S)
     after = read(fabric, at(server), Destination.of([[100]]))
 
-    assert (got.failure, got.words.tolist()) == (INTERNAL, [int(ODD)])
+    assert (got.failure, got.seals["word"].tolist()) == (INTERNAL, [int(ODD)])
     assert after.failure == ""
 
 
@@ -583,7 +589,8 @@ def test_lengths_that_differ_from_the_destinations_are_a_bug_of_ours(
 ) -> None:
     """Nothing is read: the bytes would land in the wrong places."""
     into = Destination.of([[100]])
-    wrong = PeerRead(at(server), np.zeros(1, np.uint64), np.array([99], np.uint64), into.runs)
+    zero = np.zeros(1, np.uint64)
+    wrong = PeerRead(at(server), zero, np.array([99], np.uint64), into.runs, zero)
 
     got = fabric.read(wrong, time.monotonic() + PATIENCE_S)
 
@@ -608,7 +615,7 @@ def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> No
         interrupt()
         connection.sendall(wire.encode_status("") + bytes(50))
         interrupt()
-        connection.sendall(bytes(50) + bytes(wire.WORD_BYTES))
+        connection.sendall(bytes(50) + bytes(SEAL_BYTES))
 
     try:
         with peer_that(serve) as peer:
@@ -618,7 +625,7 @@ def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> No
 
     assert len(caught) == 10
     assert got.failure == ""
-    assert got.words.tolist() == [0]
+    assert got.seals["word"].tolist() == [0]
 
 
 def test_interrupted_caller_leaves_no_channel_that_still_receives(
@@ -669,7 +676,7 @@ def test_memory_served_is_what_the_owner_has_now(
 
     for generation in (2, 4, 6):
         owner.store(0, bytes([generation]) * 3, generation)
-        got = read(fabric, at(server), into)
-        seen.append((got.words.tolist(), into.page(0)))
+        got = read(fabric, at(server), into, changed=generation - 2)
+        seen.append((got.seals["word"].tolist(), into.page(0)))
 
     assert seen == [([g], bytes([g]) * 3) for g in (2, 4, 6)]

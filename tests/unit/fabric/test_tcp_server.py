@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,15 +19,16 @@ from hypothesis import strategies as st
 from peercache.errors import AddressTaken
 from peercache.fabric.tcp import server as tcp_server
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.server import DataAdmission
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.model.reads import PeerRead
+from peercache.model.seal import SEAL_BYTES
+from peercache.trust.sharing import Sharing
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from tests.contracts.fakes import PlainMemory
 from tests.examples import examples
+from tests.pace import PROMPT_S
 from tests.unit.fabric.serving import (
     CLUSTER,
-    CREDENTIALS,
     PATIENCE_S,
     PageServer,
     fabric_for,
@@ -33,6 +36,10 @@ from tests.unit.fabric.serving import (
 )
 
 PAGE_MEMORY_BYTES = 16 * 2**20
+STEP_BYTES_MAX = 2**20
+"""What the server hands the kernel at a time, as in _serving.h."""
+HELD = 300
+"""Connections that one thread of a flood holds."""
 
 OFFSETS = st.integers(0, PAGE_MEMORY_BYTES // GRANULE).map(lambda granule: granule * GRANULE)
 OFFSETS |= st.integers(0, 2**64 - 1)
@@ -41,9 +48,10 @@ LENGTHS = st.integers(0, 3 * GRANULE) | st.integers(0, 2**64 - 1)
 
 @pytest.fixture
 def memory() -> PlainMemory:
-    """Page memory in which every word is even, and twice its index."""
+    """Page memory of committed slots; word i is 2 i + 2."""
     plain = PlainMemory.of(PAGE_MEMORY_BYTES, GRANULE)
-    plain.words[:] = 2 * np.arange(len(plain.words))
+    plain.seals["word"] = 2 * np.arange(len(plain.seals)) + 2
+    plain.seals["length"] = len(plain.pages)
     return plain
 
 
@@ -64,7 +72,6 @@ def greeting(**other: object) -> bytes:
     """Return an honest greeting, or one that differs in what is named."""
     known = {
         "cluster": CLUSTER,
-        "credentials": CREDENTIALS,
         "granule": GRANULE,
         "incarnation": INCARNATION,
     }
@@ -93,9 +100,11 @@ def serves(server: PageServer) -> bool:
     member = member_of(INCARNATION, data=server.address)
     into = Destination.of([[10]])
     offsets = np.array([3 * GRANULE], np.uint64)
-    got = fabric.read(PeerRead(member, offsets, into.lengths, into.runs), deadline())
+    got = fabric.read(
+        PeerRead(member, offsets, into.lengths, into.runs, np.array([8], np.uint64)), deadline()
+    )
     fabric.close()
-    return got.words.tolist() == [6]
+    return got.seals["word"].tolist() == [8]
 
 
 def deadline() -> float:
@@ -107,11 +116,9 @@ def deadline() -> float:
     ("said", "reason"),
     [
         (greeting(cluster="another"), wire.CLUSTER),
-        (greeting(credentials="a guess"), wire.CREDENTIALS),
-        (greeting(credentials=""), wire.CREDENTIALS),
         (greeting(granule=2 * GRANULE), wire.GRANULE),
         (greeting(incarnation=INCARNATION + 1), wire.INCARNATION),
-        (greeting()[:4] + struct.pack("<H", 2) + greeting()[6:], wire.VERSION),
+        (greeting()[:4] + struct.pack("<H", 1) + greeting()[6:], wire.VERSION),
         (b"GET / HTTP/1.1\r\nHost: peercache\r\n\r\n", wire.MALFORMED),
     ],
 )
@@ -127,18 +134,6 @@ def test_stranger_is_told_why_and_counted(server: PageServer, said: bytes, reaso
     assert rest == b""
     assert server.refusals(reason) == 1
     assert serves(server)
-
-
-def test_server_without_a_secret_admits_every_client(memory: PlainMemory) -> None:
-    """An empty `credentials` admits every client, with or without a secret."""
-    admission = DataAdmission(cluster="c", credentials="", granule=1, incarnation=2)
-    known = {"cluster": "c", "granule": 1, "incarnation": 2}
-
-    with_none = admission.admit(wire.greet(**known, credentials=""))  # type: ignore[arg-type]
-    with_some = admission.admit(wire.greet(**known, credentials="x"))  # type: ignore[arg-type]
-
-    assert with_none is None
-    assert with_some is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +175,7 @@ def test_slots_that_cannot_be_are_refused(
     """Nothing outside the page memory is served, and nothing that no word stands for."""
     head = struct.pack("<4sIQQ", b"PCtr", len(entries), INCARNATION, total)
     with admitted(server) as client:
-        client.sendall(head + b"".join(struct.pack("<QQ", *entry) for entry in entries))
+        client.sendall(head + b"".join(struct.pack("<QQQ", *entry, 2) for entry in entries))
         answer = receive(client, wire.ANSWER_BYTES)
         rest = receive(client, 1)
 
@@ -211,7 +206,7 @@ def test_slots_are_served_only_if_they_lie_in_the_page_memory(
     head = struct.pack("<4sIQQ", b"PCtr", len(slots), INCARNATION, said)
 
     with admitted(server) as client:
-        client.sendall(head + b"".join(struct.pack("<QQ", *slot) for slot in slots))
+        client.sendall(head + b"".join(struct.pack("<QQQ", *slot, 2) for slot in slots))
         reason = wire.decode_status(receive(client, wire.ANSWER_BYTES))
 
     if inside and honest:
@@ -226,7 +221,7 @@ def test_refusal_reaches_a_client_that_sends_on(server: PageServer) -> None:
     """What the server did not read does not reset the connection before the reason is read."""
     count = wire.COUNT_MAX
     offsets = np.full(count, PAGE_MEMORY_BYTES, np.uint64)
-    bad = wire.encode_request(offsets, np.ones(count, np.uint64), INCARNATION)
+    bad = wire.encode_request(offsets, np.ones(count, np.uint64), offsets, INCARNATION)
     with admitted(server) as client:
         client.sendall(bad + bad)
         answer = receive(client, wire.ANSWER_BYTES)
@@ -263,7 +258,7 @@ def test_half_a_greeting_is_not_waited_for_long(
     server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that stops in mid-greeting is hung up on."""
-    monkeypatch.setattr(tcp_server, "GREETING_S", 0.05)
+    monkeypatch.setattr(tcp_server, "SILENCE_S", 0.05)
     with connect(server) as client:
         client.sendall(greeting()[:20])
 
@@ -277,7 +272,7 @@ def test_half_a_request_is_not_waited_for_long(
     monkeypatch.setattr(tcp_server, "REQUEST_S", 0.05)
     offsets, lengths = np.zeros(2, np.uint64), np.ones(2, np.uint64)
     with admitted(server) as client:
-        client.sendall(wire.encode_request(offsets, lengths, INCARNATION)[:-1])
+        client.sendall(wire.encode_request(offsets, lengths, lengths, INCARNATION)[:-1])
 
         assert receive(client, 1) == b""
 
@@ -298,7 +293,9 @@ def test_client_that_does_not_receive_is_hung_up_on(
     monkeypatch.setattr(tcp_server, "SEND_STALL_S", 0.05)
     count = 200
     lengths = np.full(count, 2**20, np.uint64)
-    request = wire.encode_request(np.zeros(count, np.uint64), lengths, INCARNATION)
+    request = wire.encode_request(
+        np.zeros(count, np.uint64), lengths, np.full(count, 2, np.uint64), INCARNATION
+    )
     with admitted(server) as client:
         client.sendall(request)
         wait_until(lambda: server.connections() == 0)
@@ -310,7 +307,13 @@ def test_client_that_does_not_receive_is_hung_up_on(
 def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemory) -> None:
     """The limit holds, is reported, and gives way when a client leaves."""
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=1)
-    with admitted(server), connect(server) as second:
+    with admitted(server) as first, connect(server) as second:
+        # It is in the middle of a response, which it does not take, so it cannot make room.
+        whole = np.array([len(memory.pages)], np.uint64)
+        nowhere, word = np.array([0], np.uint64), np.array([2], np.uint64)
+        first.sendall(wire.encode_request(nowhere, whole, word, INCARNATION))
+        receive(first, wire.ANSWER_BYTES)
+        second.sendall(greeting())
         answer = receive(second, wire.ANSWER_BYTES)
     wait_until(lambda: server.connections() == 0)
     served = serves(server)
@@ -321,31 +324,30 @@ def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemor
     assert served
 
 
-def test_page_rewritten_while_it_is_sent_has_another_word(
+def test_page_rewritten_while_it_is_sent_goes_on_as_zeros(
     server: PageServer, memory: PlainMemory
 ) -> None:
     """The client has half of the old page when the owner evicts it and stores another.
 
-    A word that the server had loaded before its send would still be the old page's, and vouch for
-    bytes of both.
+    A seal that the server had loaded before its send would still be the old page's, and vouch for
+    bytes of both. Of the other page not a byte goes out that the kernel had not taken.
     """
     length = PAGE_MEMORY_BYTES
     owner = Owner(memory)
     owner.store(0, b"\x01" * length, 10)
-    request = wire.encode_request(
-        np.zeros(1, np.uint64), np.array([length], np.uint64), INCARNATION
-    )
+    request = wire.encode_request(*np.array([[0], [length], [10]], np.uint64), INCARNATION)
     with admitted(server) as client:
         client.sendall(request)
         begun = receive(client, wire.ANSWER_BYTES + 1)
         # 16 MiB do not fit into the buffers of a connection: the send is not over.
         owner.store(0, b"\x02" * length, 12)
         rest = receive(client, length - 1)
-        word = receive(client, wire.WORD_BYTES)
+        seal = receive(client, SEAL_BYTES)
 
     assert begun[-1:] == b"\x01"
-    assert rest[-1:] == b"\x02"
-    assert int.from_bytes(word, "little") == 12
+    assert rest[-1:] == b"\x00"
+    assert rest.count(b"\x02") <= STEP_BYTES_MAX
+    assert seal == bytes(SEAL_BYTES)
 
 
 async def test_listeners_of_every_interface_share_one_port() -> None:
@@ -384,3 +386,149 @@ async def test_taken_port_is_named() -> None:
         await open_listeners("127.0.0.1", port)
 
     await first[0].aclose()
+
+
+# --- floods ---------------------------------------------------------------------------------------
+
+
+def test_silent_connections_keep_no_client_out(memory: PlainMemory) -> None:
+    """Hundreds of connections, each held without a byte, as fast as two threads can."""
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    ended = threading.Event()
+    opened = [0, 0]
+
+    def flood(index: int) -> None:
+        held: list[socket.socket] = []
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                held.append(connect(server))
+                opened[index] += 1
+            if len(held) > HELD:
+                held.pop(0).close()
+        for each in held:
+            each.close()
+
+    threads = [threading.Thread(target=flood, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(opened) > 2 * HELD)
+    most = server.connections()
+    served = [serves(server) for _ in range(8)]
+    ended.set()
+    for thread in threads:
+        thread.join()
+    server.close()
+
+    assert served == [True] * 8
+    assert most <= tcp_server.NEWCOMERS_MAX
+    assert server.refusals(tcp_server.SILENT) > 0
+
+
+def test_newcomer_that_is_silent_for_longest_makes_room(
+    memory: PlainMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ones that came later stay."""
+    monkeypatch.setattr(tcp_server, "HOST_NEWCOMERS_MAX", 3)
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    with contextlib.ExitStack() as stack:
+        first, *others = [stack.enter_context(connect(server)) for _ in range(3)]
+        wait_until(lambda: server.connections() == 3)
+        stack.enter_context(connect(server))
+        gone = receive(first, 1)
+        wait_until(lambda: server.connections() == 3)
+        others[0].sendall(greeting())
+        answer = receive(others[0], wire.ANSWER_BYTES)
+    server.close()
+
+    assert gone == b""
+    assert wire.decode_answer(answer) == ""
+    assert server.refusals(tcp_server.SILENT) == 1
+
+
+def test_idle_client_makes_room_for_a_new_one(memory: PlainMemory) -> None:
+    """An admitted client that asks for nothing costs another one nothing."""
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=2)
+    with admitted(server) as oldest, admitted(server) as second:
+        third = admitted(server)
+        gone = receive(oldest, 1)
+        second.sendall(wire.encode_request(*np.array([[0], [1], [2]], np.uint64), INCARNATION))
+        answer = receive(second, wire.ANSWER_BYTES)
+        third.close()
+    server.close()
+
+    assert gone == b""
+    assert wire.decode_status(answer) == ""
+    assert server.refusals(wire.BUSY) == 0
+
+
+def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is not silence, and yet no reason to wait for ever."""
+    monkeypatch.setattr(tcp_server, "ADMISSION_S", 0.3)
+    begun = time.monotonic()
+    with connect(server) as client, contextlib.suppress(OSError):
+        for byte in greeting():
+            client.sendall(bytes([byte]))
+            time.sleep(0.05)
+        receive(client, 1)
+
+    assert time.monotonic() - begun < PROMPT_S
+    assert server.refusals(tcp_server.SILENT) == 1
+
+
+# --- the memory that is told ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "length"),
+    [(0, GRANULE), (1, GRANULE), (4, GRANULE), (2, GRANULE), (2**64 - 2, 1), (3, 1)],
+)
+def test_stranger_gets_zeros_for_what_no_record_names(
+    memory: PlainMemory, server: PageServer, generation: int, length: int
+) -> None:
+    """Uncommitted, removed and replaced pages, and what lies behind a page, stay here."""
+    owner = Owner(memory)
+    memory.pages[:] = 0xAA
+    owner.store(0, b"\xaa" * (GRANULE - 1), 2)
+    memory.words[1] = generation | 1
+    slots = [(0, length, generation), (GRANULE, length, generation)]
+    head = struct.pack("<4sIQQ", b"PCtr", 2, INCARNATION, 2 * length)
+    with admitted(server) as client:
+        client.sendall(head + b"".join(struct.pack("<QQQ", *slot) for slot in slots))
+        status = receive(client, wire.ANSWER_BYTES)
+        rest = receive(client, 2 * length + 2 * SEAL_BYTES)
+
+    assert wire.decode_status(status) == ""
+    assert rest == bytes(2 * length + 2 * SEAL_BYTES)
+
+
+def test_page_in_several_steps_is_looked_at_before_each(
+    memory: PlainMemory, server: PageServer
+) -> None:
+    """What is evicted while its bytes go out goes on as zeros, also in the middle of a portion."""
+    size = 3 * 2**20
+    owner = Owner(memory)
+    owner.store(0, b"\x01" * size, 2)
+    requests = [[0] * 5, [size] * 5, [2] * 5]
+    with admitted(server) as client:
+        client.sendall(wire.encode_request(*np.array(requests, np.uint64), INCARNATION))
+        receive(client, wire.ANSWER_BYTES + 1)
+        memory.words[0] = 3
+        rest = receive(client, 5 * (size + SEAL_BYTES) - 1)
+
+    assert rest[-SEAL_BYTES - size :] == bytes(size + SEAL_BYTES)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_process_of_this_host_reads_if_its_user_shares_the_host(
+    memory: PlainMemory, shares: bool
+) -> None:
+    """Without certificates, the kernel says whose process connects over loopback."""
+    uid = os.geteuid() if shares else os.geteuid() + 1
+    sharing = Sharing(uid=uid, uids=frozenset({uid}))
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, sharing=sharing)
+
+    served = serves(server)
+    server.close()
+
+    assert served == shares
+    assert server.refusals(wire.OWNER) == (0 if shares else 1)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import trio
 
 from peercache.config.quantities import parse_address
+from peercache.config.settings import Config
+from peercache.http.access import Access
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
 from peercache.model.member import Member
+from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
+from peercache.trust.files import LiveTls
+from peercache.trust.sharing import Sharing
 from tests.pace import PATIENCE_S
 
 OK = Health(serving=True, facts={"members": 3})
@@ -25,16 +32,28 @@ async def served(
     port: int = 0,
     health: Callable[[], Health] = lambda: OK,
     metrics: Metrics | None = None,
-    members: Sequence[Member] = (),
+    members: Sequence[Member] | Callable[[], Sequence[Member]] = (),
+    settings: Mapping[str, Any] | None = None,
+    tls: LiveTls | None = None,
+    sharing: Sharing | None = None,
 ) -> AsyncIterator[str]:
     """Serve on a free port for the length of a block; the stop must not take long."""
+    metrics = metrics or Metrics()
+    access = Access(
+        Config.load(settings),
+        sharing=sharing or Sharing.of(),
+        tls=tls,
+        metrics=metrics,
+        log=get_logger(),
+    )
     serve = partial(
         serve_http,
         host,
         port,
-        registry=(metrics or Metrics()).registry,
+        registry=metrics.registry,
         health=health,
-        members=lambda: members,
+        members=members if callable(members) else lambda: members,
+        access=access,
     )
     async with trio.open_nursery() as nursery:
         address: str = await nursery.start(serve)
@@ -43,11 +62,21 @@ async def served(
         nursery.cancel_scope.cancel()
 
 
-async def ask(address: str, path: str, method: str = "GET") -> tuple[int, str]:
-    """Send one request and return its status and body."""
+async def ask(
+    address: str,
+    path: str,
+    method: str = "GET",
+    *,
+    token: str = "",
+    context: ssl.SSLContext | None = None,
+) -> tuple[int, str]:
+    """Send one request, over TLS with a context, and return its status and body."""
     host, port = parse_address(address)
-    stream = await trio.open_tcp_stream(host, port)
-    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    stream: trio.abc.Stream = await trio.open_tcp_stream(host, port)
+    if context is not None:
+        stream = trio.SSLStream(stream, context, server_hostname="peercache", https_compatible=True)
+    header = f"Authorization: Bearer {token}\r\n" if token else ""
+    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{header}Connection: close\r\n\r\n"
     async with stream:
         await stream.send_all(request.encode())
         raw = b"".join([chunk async for chunk in stream])

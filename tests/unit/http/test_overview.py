@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 
-import trio
+import pytest
 
 from peercache.http.pages import Health
-from peercache.http.server import serve_http
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.observability.metrics import Metrics
-from tests.unit.http.http_node import OK, ask, served
+from tests.unit.http.http_node import ask, served
 
 
 def member(number: int, state: int, host_name: str) -> Member:
@@ -118,17 +116,32 @@ async def test_page_that_cannot_be_made_is_an_error_and_ends_nothing() -> None:
     def broken() -> tuple[Member, ...]:
         raise RuntimeError("no view")
 
-    serve = partial(
-        serve_http, "127.0.0.1", 0, registry=Metrics().registry, health=lambda: OK, members=broken
-    )
-    async with trio.open_nursery() as nursery:
-        address: str = await nursery.start(serve)
+    async with served(members=broken) as address:
         failed = await ask(address, "/")
         following = await ask(address, "/healthz")
-        nursery.cancel_scope.cancel()
 
     assert (failed[0], json.loads(failed[1])) == (500, {"error": "RuntimeError: no view"})
     assert following[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [
+        ({"cluster": "ann", "insecure": 1}, "The trial ann has no certificates"),
+        ({"cluster": "prod", "insecure": 0, "certificate_days": 12.34}, "expires in 12.3 days"),
+        ({"cluster": "prod", "insecure": 0, "certificate_days": -1.0}, "has expired"),
+        ({"cluster": "default", "insecure": 0}, "Cluster default, on this host only"),
+        ({"cluster": "<b>", "insecure": 1}, "The trial &lt;b&gt; has"),
+    ],
+)
+async def test_overview_says_how_the_cluster_is_protected(
+    facts: dict[str, int | float | str], shown: str
+) -> None:
+    """A trial that was forgotten, and a certificate that ends, are seen at the first look."""
+    async with served(health=lambda: Health(serving=True, facts=facts)) as address:
+        _, page = await ask(address, "/")
+
+    assert shown in " ".join(re.sub("<[^>]+>", "", page).split())
 
 
 async def test_overview_of_a_large_cluster_stays_small() -> None:

@@ -7,17 +7,28 @@ from pathlib import Path
 
 import pytest
 
+import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.errors import BrokenInstallation
+from peercache.installation import library
 from peercache.installation.distribution import PACKAGE
-from peercache.installation.library import LIBRARY, checked_library, load
-from peercache.installation.sources import SOURCES
+from peercache.installation.library import (
+    LIBRARY,
+    TLS_LIBRARY,
+    checked_library,
+    load,
+    load_tls,
+)
+from peercache.installation.sources import HEADERS, SOURCES, TLS_SOURCES
+
+LIBRARIES = [(LIBRARY, SOURCES), (TLS_LIBRARY, TLS_SOURCES)]
+PARTS = [(path, sources, name) for path, sources in LIBRARIES for name in (*sources, *HEADERS)]
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the package's compiled parts, as pip installs them."""
     package = tmp_path / "site-packages" / "peercache"
-    for name in (*SOURCES, LIBRARY):
+    for name in (*SOURCES, *TLS_SOURCES, *HEADERS, LIBRARY, TLS_LIBRARY):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, package / name)
     return package
@@ -25,15 +36,33 @@ def package(tmp_path: Path) -> Path:
 
 def test_every_c_source_of_the_package_is_compiled() -> None:
     """A source that the list lacks would be neither compiled nor covered by the digest."""
-    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.c")}
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.[ch]")}
 
-    assert found == set(SOURCES)
+    assert found == {*SOURCES, *TLS_SOURCES, *HEADERS}
 
 
-def test_library_that_fits_its_sources_is_used(package: Path) -> None:
+@pytest.mark.parametrize(("path", "sources"), LIBRARIES)
+def test_library_that_fits_its_sources_is_used(
+    package: Path, path: str, sources: tuple[str, ...]
+) -> None:
     """Its path is returned; the package itself loads its own."""
-    assert checked_library(package) == str(package / LIBRARY)
+    assert checked_library(package, path, sources) == str(package / path)
     assert load()[0].peercache_scatter is not None
+    assert load_tls()[0].peercache_tls_open is not None
+
+
+def test_installation_without_openssl_says_what_to_install(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything else works without it, so the sentence comes with the first use of TLS."""
+    (package / TLS_LIBRARY).unlink()
+    monkeypatch.setattr(library, "PACKAGE", package)
+    load_tls.cache_clear()
+
+    with pytest.raises(BrokenInstallation, match="compiled without OpenSSL") as told:
+        load_tls()
+
+    assert "apt-get install libssl-dev" in told.value.remedy
 
 
 def test_missing_library_is_told_with_its_remedy(package: Path) -> None:
@@ -57,23 +86,27 @@ def test_missing_library_of_a_checkout_is_compiled_there(package: Path) -> None:
     assert told.value.remedy == f"pip install --editable {package.parents[1]}"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_library_of_other_sources_is_stale(package: Path, name: str) -> None:
+@pytest.mark.parametrize(("path", "sources", "name"), PARTS)
+def test_library_of_other_sources_is_stale(
+    package: Path, path: str, sources: tuple[str, ...], name: str
+) -> None:
     """A structure that C and Python see differently would be a crash: one byte is enough."""
     with (package / name).open("a") as source:
         source.write("\n")
 
     with pytest.raises(BrokenInstallation, match="is stale"):
-        checked_library(package)
+        checked_library(package, path, sources)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_missing_source_is_told(package: Path, name: str) -> None:
+@pytest.mark.parametrize(("path", "sources", "name"), PARTS)
+def test_missing_source_is_told(
+    package: Path, path: str, sources: tuple[str, ...], name: str
+) -> None:
     """An installation that lost files is not whole."""
     (package / name).unlink()
 
     with pytest.raises(BrokenInstallation, match=f"{name} is missing"):
-        checked_library(package)
+        checked_library(package, path, sources)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF of another machine"])

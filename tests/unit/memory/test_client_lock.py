@@ -21,16 +21,21 @@ from peercache.memory.client_lock import (
     LockProbe,
     folder_of,
     lock_name,
+    make_folder,
     remove_dead_locks,
+    remove_folder,
 )
+from peercache.trust.sharing import Sharing
 from tests.pace import PATIENCE_S
 
 CLIENT = 0xABCDEF
+OURS = Sharing.of()
 
 HOLDER = """
 import os, sys
 from peercache.memory.client_lock import ClientLock
-lock = ClientLock(sys.argv[1], int(sys.argv[2]))
+from peercache.trust.sharing import Sharing
+lock = ClientLock(sys.argv[1], int(sys.argv[2]), Sharing.of())
 print(lock.name, flush=True)
 for line in sys.stdin:
     if line == "fork\\n":
@@ -90,7 +95,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 @contextmanager
 def probing(home: str) -> Iterator[LockProbe]:
-    probe = LockProbe(home, lock_name(CLIENT))
+    probe = LockProbe(home, lock_name(CLIENT), OURS)
     yield probe
     probe.close(remove=False)
 
@@ -151,7 +156,7 @@ def test_release_lets_go_and_removes_the_file(home: str) -> None:
         tell(process, "release")
 
         assert not probe.is_held()
-        assert not folder_of(home).exists()
+        assert not list(folder_of(home).iterdir())
 
 
 def test_a_starting_node_removes_the_locks_of_the_dead_only(home: str) -> None:
@@ -161,7 +166,7 @@ def test_a_starting_node_removes_the_locks_of_the_dead_only(home: str) -> None:
         (folder / lock_name(5)).touch()
         (folder / "notes.lock").touch()
 
-        remove_dead_locks(home)
+        remove_dead_locks(home, OURS)
 
         left = sorted(path.name for path in folder.iterdir())
         assert left == [lock_name(CLIENT), "notes.lock"]
@@ -170,7 +175,7 @@ def test_a_starting_node_removes_the_locks_of_the_dead_only(home: str) -> None:
 
 def test_a_home_without_clients_has_nothing_to_remove(home: str) -> None:
     """Its folder is not there yet."""
-    remove_dead_locks(home)
+    remove_dead_locks(home, OURS)
 
     assert not folder_of(home).exists()
 
@@ -182,7 +187,8 @@ def test_a_client_waits_for_a_node_that_is_just_removing_its_file(home: str) -> 
     path = folder / lock_name(CLIENT)
     script = (
         "import sys; from peercache.memory.client_lock import LockProbe\n"
-        "probe = LockProbe(sys.argv[1], sys.argv[2])\n"
+        "from peercache.trust.sharing import Sharing\n"
+        "probe = LockProbe(sys.argv[1], sys.argv[2], Sharing.of())\n"
         "assert probe.take(); print('taken', flush=True); sys.stdin.readline()\n"
         "probe.close(remove=True); print('removed', flush=True); sys.stdin.readline()\n"
     )
@@ -203,7 +209,7 @@ def test_a_client_waits_for_a_node_that_is_just_removing_its_file(home: str) -> 
         node.stdin.flush()
 
     threading.Timer(0.1, let_go).start()
-    lock = ClientLock(home, CLIENT)
+    lock = ClientLock(home, CLIENT, OURS)
 
     assert node.stdout.readline() == "removed\n"
     assert path.stat().st_ino == os.fstat(lock._fd).st_ino
@@ -228,7 +234,7 @@ def test_a_file_removed_between_opening_and_locking_is_made_anew(
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
 
-    lock = ClientLock(home, CLIENT)
+    lock = ClientLock(home, CLIENT, OURS)
 
     assert path.stat().st_ino == os.fstat(lock._fd).st_ino
     lock.release()
@@ -240,7 +246,7 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
 
     with pytest.raises(ConfigError, match=r"home.*file"):
-        ClientLock(f"ipc://{tmp_path}/file/node.ipc", CLIENT)
+        ClientLock(f"ipc://{tmp_path}/file/node.ipc", CLIENT, OURS)
 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
@@ -251,7 +257,7 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
 def test_only_names_of_locks_are_opened(home: str, name: str) -> None:
     """The name comes from the connecting process."""
     with pytest.raises(Rejected, match="lock"):
-        LockProbe(home, name)
+        LockProbe(home, name, OURS)
 
 
 def test_a_lock_that_is_not_there_or_a_link_is_refused(home: str, tmp_path: Path) -> None:
@@ -263,12 +269,12 @@ def test_a_lock_that_is_not_there_or_a_link_is_refused(home: str, tmp_path: Path
 
     for client in (1, 2):
         with pytest.raises(Rejected, match="cannot open"):
-            LockProbe(home, lock_name(client))
+            LockProbe(home, lock_name(client), OURS)
 
 
 def test_the_files_are_for_their_owner_alone(home: str) -> None:
     """A process that could open one could hold it for a dead client."""
-    lock = ClientLock(home, CLIENT)
+    lock = ClientLock(home, CLIENT, OURS)
 
     assert folder_of(home).stat().st_mode & 0o777 == 0o700
     assert (folder_of(home) / lock.name).stat().st_mode & 0o777 == 0o600
@@ -287,16 +293,64 @@ def _is_locked_for_others(path: Path) -> bool:
     return b"BlockingIOError" in done.stderr
 
 
-def test_the_last_lock_takes_the_folder_along(tmp_path: Path) -> None:
-    """Nothing is left behind, and the next client finds its way all the same."""
+def test_the_folder_goes_with_the_node_and_not_with_a_client(tmp_path: Path) -> None:
+    """It is the node's: made by the next client of another uid, the node could not enter it."""
     home = f"ipc://{tmp_path}/home"
-    first, second = ClientLock(home, 1), ClientLock(home, 2)
+    make_folder(home, OURS)
+    first = ClientLock(home, 1, OURS)
+    remove_folder(home)
+    assert folder_of(home).is_dir()
+
     first.release()
     assert folder_of(home).is_dir()
 
-    second.release()
+    remove_folder(home)
     assert not folder_of(home).exists()
-
-    third = ClientLock(home, 3)
+    ClientLock(home, 3, OURS).release()
     assert folder_of(home).is_dir()
-    third.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
+def test_a_folder_or_a_file_of_another_uid_is_refused_with_a_sentence(home: str) -> None:
+    """A stranger could remove our lock, or read the secret of its own."""
+    folder = folder_of(home)
+    make_folder(home, OURS)
+    path = folder / lock_name(CLIENT)
+    path.touch(0o600)
+    os.chown(path, 65_534, -1)
+    with pytest.raises(Rejected, match=r"65534.*share_uids"):
+        LockProbe(home, path.name, OURS)
+    with pytest.raises(ConfigError, match=r"65534.*share_uids"):
+        ClientLock(home, CLIENT, OURS)
+    path.unlink()
+
+    os.chown(folder, 65_534, -1)
+    for use in (make_folder, lambda home, ours: ClientLock(home, CLIENT, ours)):
+        with pytest.raises(ConfigError, match=r"65534.*share_uids"):
+            use(home, OURS)
+    with pytest.raises(Rejected, match="65534"):
+        LockProbe(home, path.name, OURS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="plays root, and a node of another user")
+def test_the_lock_of_a_root_engine_is_readable_for_its_node(home: str) -> None:
+    """Else the node could not compare the secret, and would refuse every write."""
+    sharing = Sharing.of(share_uids=("65532",))
+    make_folder(home, sharing)
+    os.chown(folder_of(home), 65_532, 65_532)
+
+    lock = ClientLock(home, CLIENT, sharing)
+
+    found = (folder_of(home) / lock.name).stat()
+    assert (found.st_uid, found.st_mode & 0o777) == (65_532, 0o600)
+    lock.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another group")
+def test_with_a_group_its_members_may_read_the_files(home: str) -> None:
+    sharing = Sharing.of(share_group="65532")
+    lock = ClientLock(home, CLIENT, sharing)
+
+    for path, mode in ((folder_of(home), 0o770), (folder_of(home) / lock.name, 0o660)):
+        assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (65_532, mode), path
+    lock.release()

@@ -187,7 +187,7 @@ def test_pool_in_huge_pages_is_attached_read_and_written_by_path(hugetlbfs: Path
         read = bytes(reader._pages[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 5])
 
     assert segment.path.parent == hugetlbfs
-    assert words.tolist() == [42, 1]
+    assert words.tolist() == [42, 0]
     assert read == bytes(segment.pages[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 5]) == b"bytes"
     assert reader.populate() == reader.page_bytes == 4 * HUGE_PAGE_BYTES
     maps = Path("/proc/self/smaps").read_text().split(str(segment.path))[1]
@@ -215,7 +215,7 @@ def test_reader_takes_no_huge_page_that_the_owner_has_not_populated(hugetlbfs: P
 
 def test_pool_larger_than_the_free_huge_pages_is_refused_at_the_start(hugetlbfs: Path) -> None:
     """A bus error in the middle of the night is what the kernel would give instead."""
-    with pytest.raises(ConfigError, match=r"needs 10005 huge pages of 2M.*sysctl vm\.nr_hugepages"):
+    with pytest.raises(ConfigError, match=r"needs 10020 huge pages of 2M.*sysctl vm\.nr_hugepages"):
         publish(config_for(hugetlbfs, 10_000), NODE)
 
     assert not list(hugetlbfs.iterdir())

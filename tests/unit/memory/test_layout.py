@@ -25,21 +25,21 @@ HEADER = Header(Incarnation(0xABCDEF), 16384, 64 * 16384, "0" * 36)
 
 
 @given(st.integers(0, 12), st.integers(1, 5000), st.integers(0, 4095))
-def test_layout_gives_each_granule_its_word_and_overlaps_nothing(
+def test_layout_gives_each_granule_its_seal_and_overlaps_nothing(
     shift: int, granules: int, rest: int
 ) -> None:
-    """Header, words and pages follow each other, pages aligned, for every size."""
+    """Header, seals and pages follow each other, pages aligned, for every size."""
     granule = 4096 << shift
 
     layout = Layout.of(granules * granule + rest, granule)
 
     assert layout.page_bytes == granules * granule
-    assert layout.words_count == granules
-    assert layout.words_offset >= HEADER_BYTES
-    assert layout.pages_offset >= layout.words_offset + 8 * granules
+    assert layout.seals_count == granules
+    assert layout.seals_offset >= HEADER_BYTES
+    assert layout.pages_offset >= layout.seals_offset + 32 * granules
     assert layout.total_bytes == layout.pages_offset + layout.page_bytes
     assert layout.pages_offset % (2 * 2**20 if layout.page_bytes >= 2 * 2**20 else 4096) == 0
-    assert layout.words_offset % 8 == 0
+    assert layout.seals_offset % 32 == 0
 
 
 def test_header_survives_a_round_trip() -> None:
@@ -63,7 +63,7 @@ def test_every_truncation_of_a_header_is_rejected() -> None:
     ("offset", "replacement", "reason"),
     [
         (0, b"PEERCACH", "not a published segment"),
-        (8, struct.pack("<I", 2), "layout version 2"),
+        (8, struct.pack("<I", 1), "layout version 1"),
         (16, struct.pack("<Q", 0), "incarnation 0"),
         (24, struct.pack("<Q", 0), "granule of 0"),
         (24, struct.pack("<Q", 2048), "granule of 2048"),

@@ -18,6 +18,7 @@ from peercache.memory.attached import AttachedSegment
 from peercache.memory.layout import Layout, boot_id, parse_header, segment_name
 from peercache.memory.published import POPULATE_CHUNK_BYTES, PublishedSegment
 from peercache.model.ids import Incarnation
+from peercache.model.seal import SEAL
 
 GRANULE = 16384
 NODE = Incarnation(0x1234_5678_9ABC_DEF0)
@@ -42,12 +43,12 @@ def test_created_segment_says_whose_it_is_and_is_private(shm_dir: Path) -> None:
     segment.close()
 
 
-def test_words_of_slots_never_committed_are_odd(shm_dir: Path) -> None:
-    """No record's generation, which is even, can equal the word of an unused slot."""
+def test_words_of_slots_never_committed_are_zero(shm_dir: Path) -> None:
+    """No record has the generation zero, so none fits the seal of an unused slot."""
     segment = publish(shm_dir)
 
-    assert len(segment.words) == 8
-    assert (segment.words % 2 == 1).all()
+    assert len(segment.words) == len(segment.seals) == 8
+    assert not segment.seals.view(np.uint8).any()
     segment.close()
 
 
@@ -58,10 +59,28 @@ def test_store_words_changes_the_named_words_and_no_others(shm_dir: Path) -> Non
     segment.store_words(np.array([3, 5, 3]), np.array([10, 20, 30], np.uint64))
     segment.store_words(np.array([], np.int64), np.array([], np.uint64))
 
-    assert segment.words.tolist() == [1, 1, 1, 30, 1, 20, 1, 1]
+    assert segment.words.tolist() == [0, 0, 0, 30, 0, 20, 0, 0]
     with pytest.raises(AssertionError):
         segment.store_words(np.array([-1]), np.array([40], np.uint64))
-    assert segment.words.tolist() == [1, 1, 1, 30, 1, 20, 1, 1]
+    with pytest.raises(AssertionError):
+        segment.store_words(np.array([8]), np.array([40], np.uint64))
+    assert segment.words.tolist() == [0, 0, 0, 30, 0, 20, 0, 0]
+    segment.close()
+
+
+def test_store_words_stores_what_the_seals_name_before_the_words(shm_dir: Path) -> None:
+    """Key, space and length of each slot stand beside its word; an odd word leaves them."""
+    segment = publish(shm_dir)
+    named = np.zeros(2, SEAL)
+    named["key"], named["space"], named["length"] = [b"k" * 16, b"l" * 16], [7, 2**32 - 1], [1, 2]
+
+    segment.store_words(np.array([6, 1]), np.array([12, 14], np.uint64), named)
+    segment.store_words(np.array([6]), np.array([13], np.uint64))
+
+    seals = segment.seals[[6, 1, 0]]
+    assert seals["word"].tolist() == [13, 14, 0]
+    assert seals["key"].tolist() == [b"k" * 16, b"l" * 16, bytes(16)]
+    assert (seals["space"].tolist(), seals["length"].tolist()) == ([7, 2**32 - 1, 0], [1, 2, 0])
     segment.close()
 
 

@@ -18,6 +18,7 @@ from peercache.memory.layout import segment_name
 from peercache.memory.published import PublishedSegment
 from peercache.memory.stale_segments import remove_leftovers
 from peercache.model.ids import Incarnation
+from peercache.trust.sharing import Sharing
 
 GRANULE = 16384
 NODE = Incarnation(77)
@@ -166,3 +167,15 @@ def test_no_created_segment_is_lost_while_others_remove_leftovers(shm_dir: Path)
         remover.stdout.close()
     assert alive == [True, True]
     assert lost == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+def test_the_leftover_of_another_uid_stays(shm_dir: Path, start_owner: Callable[..., Any]) -> None:
+    """Only files of uids that share the host are this node's to remove."""
+    dead = start_owner(1)
+    dead.kill()
+    os.chown(dead.path, 65_534, -1)
+
+    assert remove_leftovers(shm_dir) == []
+    assert dead.path.exists()
+    assert remove_leftovers(shm_dir, Sharing.of(share_uids=("65534",))) == [segment_name(1)]

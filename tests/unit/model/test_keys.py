@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peercache.model.keys import KEY, KEY_BYTES, Key, Namespace, from_bytes, page_keys
@@ -90,6 +90,8 @@ def test_namespaces_share_no_key() -> None:
         Namespace("model2", "dtype=bf16", "tp=0"),
         Namespace("model", "dtype=fp8", "tp=0"),
         Namespace("model", "dtype=bf16", "tp=1"),
+        Namespace("model", "dtype=bf16", "tp=0", "commit=1"),
+        Namespace("model", "dtype=bf16", "tp=0", "commit=2"),
         Namespace("modeld", "type=bf16", "tp=0"),  # the same letters, cut elsewhere
     ]
 
@@ -115,3 +117,26 @@ def test_keys_travel_as_one_byte_string() -> None:
     assert len(keys.tobytes()) == 3 * KEY_BYTES
     assert np.array_equal(from_bytes(keys.tobytes()), keys)
     assert len(page_keys([], NAMESPACE.digest())) == 0
+
+
+FACTS = st.dictionaries(st.text("a%2C=,1", max_size=4), st.text("a%2C=,1", max_size=6), max_size=3)
+
+
+@given(one=FACTS, other=FACTS)
+@example(one={"a": "1,b=2"}, other={"a": "1", "b": "2"})
+@example(one={"a": "1%2Cb=2"}, other={"a": "1,b=2"})
+@example(one={"a=1": "2"}, other={"a": "1=2"})
+def test_other_facts_make_another_namespace(one: dict[str, str], other: dict[str, str]) -> None:
+    same = Namespace.of("m", one, {}).digest() == Namespace.of("m", other, {}).digest()
+
+    assert same == (one == other)
+    assert same == (Namespace.of("m", {}, one).tag() == Namespace.of("m", {}, other).tag())
+
+
+def test_tags_of_one_name_share_their_low_half_and_no_other() -> None:
+    one, other = Namespace("model", "dtype=bf16", "tp=0"), Namespace("model", "dtype=bf16", "tp=1")
+
+    assert one.tag() & 0xFFFFFFFF == other.tag() & 0xFFFFFFFF == one.space_tag()
+    assert one.tag() >> 32 != other.tag() >> 32
+    assert Namespace("model2", "dtype=bf16", "tp=0").space_tag() != one.space_tag()
+    assert 0 <= one.tag() < 1 << 64

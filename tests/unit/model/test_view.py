@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import COUNTER_MAX, MEMBERS_MAX, View, is_newer
-from peercache.wire.codec import LIST_MAX, MESSAGE_BYTES_MAX, encode
-from peercache.wire.envelope import Envelope
-from peercache.wire.messages.membership import ViewShared
 
 
 def member(incarnation: int, counter: int = 0, state: int = ALIVE, **fields: object) -> Member:
@@ -160,23 +157,6 @@ def test_full_view_takes_news_but_no_strangers() -> None:
     assert changed
     assert len(after) == MEMBERS_MAX
     assert after.get(7) == member(7, state=SUSPECT)
-
-
-def test_full_view_fits_one_message() -> None:
-    """MEMBERS_MAX entries of ordinary size are shared in one message."""
-    assert MEMBERS_MAX <= LIST_MAX
-    entry = member(
-        2**64 - 1,
-        host_name="gpu-node-0123.rack-17.cluster.example.org",
-        control="[2001:db8:1234:5678:9abc:def0:1234:5678]:31998",
-        data="[2001:db8:1234:5678:9abc:def0:1234:5678]:40123",
-        boot_id="0f8fad5b-d9cb-469f-a165-70867728950e",
-        segment="/dev/shm/peercache/peercache-0123456789abcdef.pool",
-    )
-
-    raw = encode(Envelope(1, 2, ViewShared(0, (entry,) * 1024)), cluster="production")
-
-    assert len(raw) * MEMBERS_MAX / 1024 < MESSAGE_BYTES_MAX
 
 
 @given(st.lists(members, max_size=8), st.integers(1, 4), st.randoms(use_true_random=False))

@@ -18,8 +18,10 @@ import attrs
 
 from peercache.model.member import ALIVE, Member
 from peercache.net.asking import Asker
+from peercache.net.peers import Gate
 from peercache.net.sockets import Listener
 from peercache.paths.breaker import Breakers
+from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope, Message
 from peercache.wire.messages.directory import Located, Lookup
@@ -55,7 +57,7 @@ def threads_running() -> int:
 
 def hello(**fields: Any) -> Hello:
     """Return a greeting that fits; name what shall not."""
-    fitting = Hello(0, 1, 1, CLUSTER, False, 16384, "", "", "", "")
+    fitting = Hello(0, 2, 2, CLUSTER, False, 16384, "", b"", "", "", "", b"")
     return attrs.evolve(fitting, **fields)
 
 
@@ -178,6 +180,8 @@ class Asking:
             clock=clock,
             on_refused=lambda peer, refusal: self.refusals.append((peer, refusal)),
             on_unasked=lambda peer, message: self.unasked.append((peer, message)),
+            gate=Gate(Sharing.of(), None),
+            name_of_peer=lambda _: None,
         )
 
     def __enter__(self) -> Asking:

@@ -73,14 +73,14 @@ class Side:
         self.breakers = Breakers()
         numbers = itertools.count(3)
 
-        def connect(url: str) -> Line:
+        def connect(url: str, _peer: int) -> Line:
             self.lines.append(Line(url, next(numbers)))
             return self.lines[-1]
 
         self.connections: Connections[Line] = Connections(
             identity=77,
             cluster="c",
-            hello_for=lambda peer: Hello(peer, 1, 1, "c", False, 256, "", "", "", ""),
+            hello_for=lambda peer: Hello(peer, 2, 2, "c", False, 256, "", b"", "", "", "", b""),
             url_of=lambda peer: f"url-{peer}",
             connect=connect,
             breakers=self.breakers,

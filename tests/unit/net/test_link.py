@@ -16,6 +16,7 @@ from peercache.net import link as link_module
 from peercache.net.link import BURST_MESSAGES, Link
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 from peercache.net.sockets import Listener
+from peercache.wire.codec import MESSAGE_BYTES_MAX
 from tests.pace import PATIENCE_S
 
 HELLO = b"hello"
@@ -35,7 +36,13 @@ async def linked(url: str) -> AsyncIterator[Ends]:
     """Run a link to an address."""
     answers: list[bytes] = []
     dropped: list[int] = []
-    link = Link(url, hello=lambda: HELLO, on_answer=answers.append, on_dropped=dropped.append)
+    link = Link(
+        url,
+        hello=lambda: HELLO,
+        on_answer=answers.append,
+        on_dropped=dropped.append,
+        accepts=lambda _: True,
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run)
         yield Ends(link, answers, dropped)
@@ -175,7 +182,7 @@ async def test_the_outbox_is_bounded_and_drops_the_oldest(url: str) -> None:
 
 async def test_the_outbox_is_bounded_in_bytes(url: str) -> None:
     """Few large messages count like many small ones, and what was sent no longer does."""
-    large = bytes(2**20)
+    large = bytes(MESSAGE_BYTES_MAX)
     async with linked(url) as ends:
         for _ in range(OUTBOX_BYTES_MAX // len(large) + 3):
             ends.link.send(large)
@@ -209,7 +216,13 @@ async def test_stop_ends_a_link_whatever_it_does(url: str) -> None:
         with trio.fail_after(PATIENCE_S):
             async with linked(address) as ends:
                 ends.link.send(b"a")
-    early = Link(url, hello=lambda: HELLO, on_answer=_ignore, on_dropped=_ignore)
+    early = Link(
+        url,
+        hello=lambda: HELLO,
+        on_answer=_ignore,
+        on_dropped=_ignore,
+        accepts=lambda _: True,
+    )
     early.stop()
     with trio.fail_after(PATIENCE_S):
         await early.run()
@@ -238,7 +251,11 @@ async def test_a_talkative_peer_leaves_others_their_turn(
     turn_of: list[int] = []
     listener = listening(url)
     link = Link(
-        url, hello=lambda: HELLO, on_answer=lambda _: turn_of.append(turns), on_dropped=_ignore
+        url,
+        hello=lambda: HELLO,
+        on_answer=lambda _: turn_of.append(turns),
+        on_dropped=_ignore,
+        accepts=lambda _: True,
     )
 
     async def other() -> None:

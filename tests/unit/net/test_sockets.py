@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peercache.errors import AddressTaken, ConfigError
+from peercache.net.peers import Peer, Transport
 from peercache.net.sockets import (
     HEADER_BYTES_MAX,
     Dialer,
@@ -21,6 +24,7 @@ from peercache.net.sockets import (
     reached,
     remove_dead_socket,
 )
+from peercache.trust.sharing import Sharing, uid_of_tcp_peer
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 from tests.examples import examples
 from tests.pace import paced
@@ -256,27 +260,127 @@ def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
-    """Not a live one, not one whose owner is paused, and never another program's file."""
-    listener, url, _ = listening(tmp_path)
-    with socket.socket(socket.AF_UNIX) as paused, socket.socket(socket.AF_UNIX) as dead:
-        paused.bind(f"{tmp_path}/paused")
-        paused.listen()
+def serve_greeting(folder: Path, answer: bytes | None) -> tuple[socket.socket, str]:
+    """Listen at a path as another program does: silent, or with an answer of its own."""
+    listener = socket.socket(socket.AF_UNIX)
+    path = f"{folder}/other{len(list(folder.iterdir()))}"
+    listener.bind(path)
+    listener.listen()
+
+    def serve() -> None:
+        with suppress(OSError):
+            while answer is not None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener, f"ipc://{path}"
+
+
+def test_a_dead_socket_makes_room(tmp_path: Path) -> None:
+    """The address is the same after a restart, however the last node ended."""
+    with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(f"{tmp_path}/dead")
-    (tmp_path / "paused").unlink()
-    with socket.socket(socket.AF_UNIX) as paused:
-        paused.bind(f"{tmp_path}/paused")
-        paused.listen()
-        precious = tmp_path / "thesis.txt"
-        precious.write_text("ten years")
 
-        for path in (local_path(url), tmp_path / "paused", tmp_path / "dead", precious, "/nowhere"):
-            remove_dead_socket(f"ipc://{path}")
+    remove_dead_socket(f"ipc://{tmp_path}/dead", Sharing.of())
+    remove_dead_socket(f"ipc://{tmp_path}/none", Sharing.of())
 
-    assert Path(local_path(url)).exists()
-    assert (tmp_path / "paused").exists()
-    assert not (tmp_path / "dead").exists()
-    assert precious.read_text() == "ten years"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_socket_at_which_something_listens_is_never_removed(tmp_path: Path) -> None:
+    """Not a node's, not one of a node that is stopped, and no other program's."""
+    listener, node, _ = listening(tmp_path)
+    stopped, mute = serve_greeting(tmp_path, None)
+    other, docker = serve_greeting(tmp_path, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log, stopped, other:
+        log.bind(f"{tmp_path}/log")
+        inodes = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+
+        for url in (node, mute):
+            with pytest.raises(AddressTaken, match="home"):
+                remove_dead_socket(url, Sharing.of())
+        for url in (docker, f"ipc://{tmp_path}/log"):
+            with pytest.raises(ConfigError, match="another program listens"):
+                remove_dead_socket(url, Sharing.of())
+
+        assert inodes == {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    listener.close()
+
+
+def test_what_is_no_socket_is_never_removed(tmp_path: Path) -> None:
+    """A typing error must not delete a file; a link to a dead socket is not ours to follow."""
+    (tmp_path / "thesis.txt").write_text("ten years")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/dead")
+    (tmp_path / "link").symlink_to(tmp_path / "dead")
+
+    for name in ("thesis.txt", "link"):
+        with pytest.raises(ConfigError, match="no socket"):
+            remove_dead_socket(f"ipc://{tmp_path}/{name}", Sharing.of())
+
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a socket of another user")
+def test_the_dead_socket_of_another_uid_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "dead"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    os.chown(path, 65_534, -1)
+
+    with pytest.raises(ConfigError, match=r"65534.*share_uids"):
+        remove_dead_socket(f"ipc://{path}", Sharing.of())
+    assert path.exists()
+
+
+def test_a_pipe_tells_the_uid_or_the_addresses_of_its_other_end(tmp_path: Path) -> None:
+    """The kernel's word: over ipc the uid, over tcp both ends, numeric."""
+    listener, url, _ = listening(tmp_path)
+    port = listener.listen_tcp("listen", "127.0.0.1", 0)
+    port6 = listener.listen_tcp("listen", "::1", 0)
+    callers = [Dialer(url), Dialer(f"tcp://127.0.0.1:{port}"), Dialer(f"tcp://[::1]:{port6}")]
+    pipes = []
+    for caller in callers:
+        caller.send(b"x")
+        pipes.append(taken(listener)[0])
+
+    assert listener.peer(pipes[0]) == Peer(Transport.IPC, uid=os.geteuid())
+    for pipe, host, bound in ((pipes[1], "127.0.0.1", port), (pipes[2], "::1", port6)):
+        peer = listener.peer(pipe)
+        assert peer is not None
+        assert (peer.transport, peer.uid) == (Transport.TCP, None)
+        assert (peer.local, peer.remote[0]) == ((host, bound), host)
+        assert uid_of_tcp_peer(peer.local, peer.remote) == os.geteuid()
+    assert listener.peer(12345) is None
+    for caller in callers:
+        caller.close()
+    listener.close()
+
+
+def test_nothing_is_said_to_a_listener_of_another_uid(tmp_path: Path) -> None:
+    """The first message of a client holds its secret."""
+    listener, url, _ = listening(tmp_path)
+    asked: list[int | None] = []
+
+    def refuse(peer: Peer) -> bool:
+        asked.append(peer.uid)
+        return False
+
+    wary = Dialer(url, accepts=refuse)
+    wary.send(b"secret")
+    wait_until(lambda: len(asked) > 2)
+    # nng dials again and again: a caller that came later is heard first.
+    trusting = Dialer(url, accepts=lambda peer: peer.uid == os.geteuid())
+    trusting.send(b"hello")
+
+    assert taken(listener)[1] == b"hello"
+    assert listener.receive_now() is None
+    assert set(asked) == {os.geteuid()}
+    for each in (wary, trusting):
+        each.close()
     listener.close()
 
 

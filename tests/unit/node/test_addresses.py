@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from peercache.config import settings
 from peercache.config.quantities import DEFAULT_CONTROL_PORT
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError
+from peercache.memory.client_lock import folder_of
 from peercache.net.sockets import Listener, reached
 from peercache.node import addresses
 from peercache.node.addresses import (
@@ -18,9 +21,11 @@ from peercache.node.addresses import (
     advertised_host,
     default_home,
     head_rank,
+    is_host_fixed,
     listen_control,
     listen_home,
 )
+from peercache.trust.sharing import Sharing
 
 
 @pytest.fixture
@@ -42,11 +47,11 @@ def test_a_default_port_gives_way_to_a_free_one(
 ) -> None:
     """Two engines on one host need not agree on ports."""
     port = other.listen_tcp("listen", "0.0.0.0", 0)
-    monkeypatch.setattr(addresses, "DEFAULT_CONTROL_PORT", port)
+    monkeypatch.setattr(settings, "DEFAULT_CONTROL_PORT", port)
 
     host, bound = listen_control(listener, Config())
 
-    assert host == ""
+    assert host == "127.0.0.1"
     assert bound not in (0, port)
     assert reached(f"tcp://127.0.0.1:{bound}", 1.0)
 
@@ -54,16 +59,32 @@ def test_a_default_port_gives_way_to_a_free_one(
 def test_a_default_port_that_is_free_is_taken(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others find it there; on every interface, IPv6 too where there is any."""
+    """Others find it there; in a trial on every interface, IPv6 too where there is any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
-    monkeypatch.setattr(addresses, "DEFAULT_CONTROL_PORT", free)
+    monkeypatch.setattr(settings, "DEFAULT_CONTROL_PORT", free)
 
-    assert listen_control(listener, Config()) == ("", free)
+    assert listen_control(listener, Config(insecure="x")) == ("", free)
     if Path("/proc/net/if_inet6").exists() and socket.has_ipv6:
         assert reached(f"tcp://[::1]:{free}", 1.0)
     assert DEFAULT_CONTROL_PORT == 31998
+
+
+def test_without_certificates_only_this_host_reaches_the_default_port(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another address of this very host stands for other hosts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    monkeypatch.setattr(settings, "DEFAULT_CONTROL_PORT", free)
+
+    assert listen_control(listener, Config()) == ("127.0.0.1", free)
+    for address in ("127.0.0.2", "::1"):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as stranger:
+            assert stranger.connect_ex((address, free)) != 0
 
 
 def test_a_named_port_that_is_taken_is_an_error(listener: Listener, other: Listener) -> None:
@@ -76,7 +97,7 @@ def test_a_named_port_that_is_taken_is_an_error(listener: Listener, other: Liste
 
 def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> None:
     """A client that may connect may read every page."""
-    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), 1)
+    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), 1, Sharing.of())
 
     path = Path(home.removeprefix("ipc://"))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -84,13 +105,13 @@ def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> 
     assert reached(home, 1.0)
 
 
-def test_the_socket_of_a_dead_node_is_in_nobodys_way(listener: Listener, tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_node_is_in_no_way(listener: Listener, tmp_path: Path) -> None:
     """The address is the same after a restart, however the last node ended."""
     path = tmp_path / "n.ipc"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
 
-    assert reached(listen_home(listener, Config(home=f"ipc://{path}"), 1), 1.0)
+    assert reached(listen_home(listener, Config(home=f"ipc://{path}"), 1, Sharing.of()), 1.0)
 
 
 def test_a_home_that_is_in_use_is_an_error(
@@ -98,10 +119,10 @@ def test_a_home_that_is_in_use_is_an_error(
 ) -> None:
     """The living node keeps its clients."""
     config = Config(home=f"ipc://{tmp_path}/n.ipc")
-    listen_home(other, config, 1)
+    listen_home(other, config, 1, Sharing.of())
 
     with pytest.raises(AddressTaken, match="home"):
-        listen_home(listener, config, 1)
+        listen_home(listener, config, 1, Sharing.of())
     assert reached(config.home, 1.0)
 
 
@@ -111,7 +132,7 @@ def test_a_file_in_the_place_of_the_socket_is_kept(listener: Listener, tmp_path:
     path.write_text("ten years")
 
     with pytest.raises((AddressTaken, ConfigError), match="home"):
-        listen_home(listener, Config(home=f"ipc://{path}"), 1)
+        listen_home(listener, Config(home=f"ipc://{path}"), 1, Sharing.of())
     assert path.read_text() == "ten years"
 
 
@@ -120,7 +141,7 @@ def test_a_folder_that_cannot_be_is_an_error(listener: Listener, tmp_path: Path)
     (tmp_path / "file").touch()
 
     with pytest.raises(ConfigError, match="home"):
-        listen_home(listener, Config(home=f"ipc://{tmp_path}/file/n.ipc"), 1)
+        listen_home(listener, Config(home=f"ipc://{tmp_path}/file/n.ipc"), 1, Sharing.of())
 
 
 def test_the_default_home_is_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,29 +160,89 @@ def test_the_default_home_is_the_same_after_a_restart(monkeypatch: pytest.Monkey
     assert len(default_home("\u00e9" * 255, 65_535).encode()) < 108
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a folder of another user")
+def test_a_home_folder_of_another_uid_is_not_used(
+    listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may make /tmp/peercache-UID first, and would own all that comes into it."""
+    folder = tmp_path / "peercache-0"
+    folder.mkdir(mode=0o777)
+    os.chown(folder, 65_534, 65_534)
+    monkeypatch.setattr(addresses, "default_home", lambda *_: f"ipc://{folder}/n.ipc")
+
+    for config in (Config(), Config(home=f"ipc://{folder}/n.ipc")):
+        with pytest.raises(ConfigError, match=r"home.*65534.*share_uids"):
+            listen_home(listener, config, 1, Sharing.of())
+    assert not list(folder.iterdir())
+
+
+def test_a_default_home_folder_that_is_a_link_is_not_used(
+    listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may put one into /tmp, and would choose where the node works."""
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("elsewhere")
+    monkeypatch.setattr(addresses, "default_home", lambda *_: f"ipc://{tmp_path}/link/n.ipc")
+
+    with pytest.raises(ConfigError, match="home"):
+        listen_home(listener, Config(), 1, Sharing.of())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another group")
+def test_with_a_group_its_members_reach_the_home_node(listener: Listener, tmp_path: Path) -> None:
+    sharing = Sharing.of(share_group="65532")
+    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/n.ipc"), 1, sharing)
+
+    path = Path(home.removeprefix("ipc://"))
+    wanted = ((path, 0o660), (path.parent, 0o770), (folder_of(home), 0o770))
+    for each, mode in wanted:
+        assert (each.stat().st_gid, each.stat().st_mode & 0o777) == (65_532, mode), each
+
+
 @pytest.mark.parametrize(
     ("config", "bound", "told"),
     [
         (Config(advertise="node1.cluster"), "", "node1.cluster"),
         (Config(advertise="node1.cluster"), "10.0.0.1", "node1.cluster"),
         (Config(), "10.0.0.1", "10.0.0.1"),
-        (Config(discovery_addr=("127.0.0.1:1",)), "", "127.0.0.1"),
-        (Config(discovery_addr=("no-such-host.invalid:1",)), "", "127.0.0.1"),
+        (Config(), "", "10.5.0.1 towards []"),
+        (Config(discovery_addr=("10.0.0.9:1", "head:1")), "", "10.5.0.1 towards ['10.0.0.9']"),
     ],
 )
 def test_others_are_told_an_address_that_they_can_dial(
-    config: Config, bound: str, told: str
+    config: Config, bound: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the wildcard: what is named, what is bound, or what the system would use."""
-    assert advertised_host(config, bound) == told
+    monkeypatch.setattr(
+        addresses, "routed_host", lambda towards: f"10.5.0.1 towards {list(towards)}"
+    )
+
+    known = {"10.0.0.9:1": {"10.0.0.9"}, "head:1": set[str]()}
+    assert advertised_host(config, bound, known) == told
+    assert is_host_fixed(config, bound) == (bool(config.advertise) or bool(bound))
 
 
 def test_the_heads_of_a_cluster_are_its_discovery_addresses() -> None:
     """In their order, under whatever name; the founder is its own head."""
-    named = Config(discovery_addr=("10.0.0.9:1", "127.0.0.1:5", "localhost:7"))
+    named = Config(discovery_addr=("10.0.0.9:1", "127.0.0.1:5", "localhost:7", "late:8"))
+    known = {
+        "10.0.0.9:1": {"10.0.0.9"}, "127.0.0.1:5": {"127.0.0.1"},
+        "localhost:7": {"127.0.0.1", "::1"}, "late:8": set[str](),
+        "node1:7": {"127.0.0.1"},
+    }  # fmt: skip
 
-    assert head_rank(Config(), "10.0.0.1:5") == 0
-    assert head_rank(named, "127.0.0.1:5") == 1
-    assert head_rank(named, "127.0.0.1:7") == 2
-    assert head_rank(named, "127.0.0.1:6") == NO_HEAD
-    assert head_rank(named, "no-such-host.invalid:5") == NO_HEAD
+    assert head_rank(Config(), "10.0.0.1:5", {}) == 0
+    assert head_rank(named, "127.0.0.1:5", known) == 1
+    assert head_rank(named, "127.0.0.1:7", known) == 2
+    assert head_rank(named, "node1:7", known) == 2
+    assert head_rank(named, "late:8", known) == 3
+    assert head_rank(named, "127.0.0.1:6", known) == NO_HEAD
+    assert head_rank(named, "no-such-host.invalid:5", known) == NO_HEAD
+
+
+def test_a_name_of_several_hosts_is_no_node_s_own() -> None:
+    """A headless service names every node: each would be the first head, and dial no other."""
+    config = Config(discovery_addr=("nodes:5",))
+
+    assert head_rank(config, "127.0.0.1:5", {"nodes:5": {"127.0.0.1", "10.99.99.99"}}) == NO_HEAD

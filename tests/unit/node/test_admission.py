@@ -12,14 +12,14 @@ import attrs
 import pytest
 
 from peercache.errors import Rejected
-from peercache.memory.client_lock import folder_of, lock_name
+from peercache.memory.client_lock import LockProbe, folder_of, lock_name
+from peercache.net.peers import Gate, Peer, Transport
 from peercache.node import admission as admission_module
-from peercache.node.admission import SENDERS, Admission, Role, Session
-from peercache.wire.envelope import MESSAGES, WIRE_VERSION
-from peercache.wire.messages.directory import Delete, Disputed, Located, Lookup, Put, Repair
-from peercache.wire.messages.membership import Heartbeat, ViewAsked, ViewShared
-from peercache.wire.messages.pool import Commit, Granted, Reserve, Touched
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.node.admission import Admission
+from peercache.trust.rights import Role
+from peercache.trust.sharing import Sharing
+from peercache.wire.envelope import WIRE_VERSION
+from peercache.wire.messages.session import Hello
 
 FITTING = Hello(
     request=0,
@@ -28,12 +28,19 @@ FITTING = Hello(
     cluster="test",
     is_node=False,
     granule=16384,
-    credentials="secret",
+    name="",
+    nonce=b"",
     namespace="model",
     geometry="layers=2",
     lock="",
+    secret=b"",
 )
 CLIENT = 0x77
+SECRET = b"a" * 32
+SHARING = Sharing.of()
+LOCAL = Peer(Transport.IPC, uid=SHARING.uid)
+OWN = Peer(Transport.INPROC)
+REMOTE = Peer(Transport.TCP, local=("192.0.2.1", 31998), remote=("192.0.2.2", 40000))
 NODE = attrs.evolve(FITTING, is_node=True, namespace="", geometry="")
 
 
@@ -44,7 +51,14 @@ def home(tmp_path: Any) -> str:
 
 @pytest.fixture
 def admission(home: str) -> Iterator[Admission]:
-    admission = Admission(granule=16384, credentials="secret", home=home, local_token="a" * 32)
+    admission = Admission(
+        cluster="test",
+        granule=16384,
+        home=home,
+        local_secret=SECRET,
+        gate=Gate(SHARING, None),
+        probe=lambda home, name: LockProbe(home, name, Sharing.of()),
+    )
     yield admission
     admission.close()
 
@@ -54,7 +68,9 @@ def lock_held(home: str, client: int = CLIENT) -> Iterator[subprocess.Popen[str]
     """Hold a client's lock in another process."""
     script = (
         "import sys; from peercache.memory.client_lock import ClientLock\n"
-        "lock = ClientLock(sys.argv[1], int(sys.argv[2])); print('held', flush=True)\n"
+        "from peercache.trust.sharing import Sharing\n"
+        "lock = ClientLock(sys.argv[1], int(sys.argv[2]), Sharing.of())\n"
+        "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )
     process = subprocess.Popen(
@@ -75,13 +91,11 @@ def lock_held(home: str, client: int = CLIENT) -> Iterator[subprocess.Popen[str]
 @pytest.mark.parametrize(
     ("hello", "reason", "said"),
     [
-        (attrs.evolve(FITTING, wire_oldest=7, wire_newest=9), "wire_version", ["7 to 9", "1 to 1"]),
-        (attrs.evolve(FITTING, wire_oldest=0, wire_newest=0), "wire_version", ["0 to 0", "1 to 1"]),
+        (attrs.evolve(FITTING, wire_oldest=7, wire_newest=9), "wire_version", ["7 to 9", "2 to 2"]),
+        (attrs.evolve(FITTING, wire_oldest=0, wire_newest=0), "wire_version", ["0 to 0", "2 to 2"]),
         (attrs.evolve(FITTING, granule=4096), "granule", ["4096", "16384"]),
-        (attrs.evolve(FITTING, credentials="guess"), "credentials", ["credentials"]),
-        (attrs.evolve(FITTING, credentials=""), "credentials", ["credentials"]),
-        (attrs.evolve(FITTING, credentials="gehe\u00efm"), "credentials", ["credentials"]),
-        (attrs.evolve(FITTING, geometry="layers=3"), "geometry", ["layers=2", "layers=3", "model"]),
+        (attrs.evolve(FITTING, secret=b"guess"), "secret", ["secret"]),
+        (attrs.evolve(FITTING, secret=b"a" * 31), "secret", ["secret"]),
         (attrs.evolve(FITTING, lock="../../x"), "lock", ["../../x", "77"]),
         (attrs.evolve(FITTING, lock=lock_name(CLIENT)), "lock", [lock_name(CLIENT)]),
     ],
@@ -90,71 +104,134 @@ def test_what_does_not_fit_is_refused_and_named(
     admission: Admission, hello: Hello, reason: str, said: list[str]
 ) -> None:
     """The sentence names the values of both sides, so that a person sees which to change."""
-    admission.admit(1, 5, FITTING)
+    admission.admit(1, LOCAL, 5, FITTING)
 
     with pytest.raises(Rejected) as refused:
-        admission.admit(2, CLIENT, hello)
+        admission.admit(2, LOCAL, CLIENT, hello)
 
     assert refused.value.reason == reason
     assert all(part in refused.value.detail for part in said), refused.value.detail
     assert 2 not in admission.sessions
 
 
-def test_credentials_are_never_told(admission: Admission) -> None:
-    """A refusal goes to the connecting process, and into logs."""
+def test_secrets_are_never_told(admission: Admission) -> None:
+    """A refusal goes to the connecting process, and into logs; so may a Hello."""
+    hello = attrs.evolve(FITTING, secret=b"guess")
     with pytest.raises(Rejected) as refused:
-        admission.admit(1, CLIENT, attrs.evolve(FITTING, credentials="guess"))
+        admission.admit(1, LOCAL, CLIENT, hello)
 
-    assert "secret" not in str(refused.value)
+    assert "aaaa" not in str(refused.value)
     assert "guess" not in str(refused.value)
+    assert "guess" not in repr(hello)
 
 
 def test_no_sender_is_called_zero(admission: Admission) -> None:
     """Zero is the listener at an address, never a sender."""
     with pytest.raises(Rejected, match="identity"):
-        admission.admit(1, 0, FITTING)
+        admission.admit(1, LOCAL, 0, FITTING)
 
 
 def test_a_range_of_wire_versions_that_has_ours_fits(admission: Admission) -> None:
     """An upgrade of one side must not part them."""
-    hello = attrs.evolve(FITTING, wire_oldest=1, wire_newest=8)
+    hello = attrs.evolve(FITTING, wire_oldest=2, wire_newest=8)
 
-    assert admission.admit(1, CLIENT, hello).role is Role.READER
+    assert admission.admit(1, LOCAL, CLIENT, hello).role is Role.READER
 
 
 def test_namespaces_live_side_by_side(admission: Admission) -> None:
     """Ranks of one host share a node; only one name with two geometries is a mistake."""
-    admission.admit(1, 5, FITTING)
+    writer = attrs.evolve(FITTING, secret=SECRET)
+    admission.admit(1, OWN, 5, writer)
 
-    admission.admit(2, 6, attrs.evolve(FITTING, namespace="other", geometry="layers=9"))
-    admission.admit(3, 7, attrs.evolve(FITTING))
-    admission.admit(4, 8, attrs.evolve(FITTING, namespace="", geometry="anything"))
+    admission.admit(2, OWN, 6, attrs.evolve(writer, namespace="other", geometry="layers=9"))
+    admission.admit(3, OWN, 7, writer)
+    with pytest.raises(Rejected) as refused:
+        admission.admit(4, OWN, 8, attrs.evolve(writer, geometry="layers=3"))
 
-    assert len(admission.sessions) == 4
+    assert refused.value.reason == "geometry"
+    assert all(part in refused.value.detail for part in ("layers=2", "layers=3", "model"))
+    assert list(admission.sessions) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("peer", [REMOTE, LOCAL], ids=["remote", "local"])
+def test_a_reader_locks_no_namespace_out(admission: Admission, peer: Peer) -> None:
+    """One Hello with another geometry would keep every engine of a namespace off its node."""
+    admission.admit(1, peer, 5, attrs.evolve(FITTING, geometry="evil"))
+
+    session = admission.admit(2, OWN, 6, attrs.evolve(FITTING, secret=SECRET))
+
+    assert session.role is Role.WRITER
 
 
 def test_a_geometry_is_free_again_when_its_last_session_has_ended(admission: Admission) -> None:
     """A model may be set up anew without a restart of the node."""
-    admission.admit(1, 5, FITTING)
+    writer = attrs.evolve(FITTING, secret=SECRET)
+    admission.admit(1, OWN, 5, writer)
     admission.end(1)
 
-    admission.admit(2, 6, attrs.evolve(FITTING, geometry="layers=3"))
+    admission.admit(2, OWN, 6, attrs.evolve(writer, geometry="layers=3"))
 
     assert list(admission.sessions) == [2]
 
 
+@pytest.mark.parametrize("fields", [{"secret": SECRET}, {"lock": lock_name(CLIENT)}])
+def test_no_connection_over_tcp_is_a_writers(
+    admission: Admission, home: str, fields: dict[str, Any]
+) -> None:
+    """Even with the right secret: a process that can read it can reach the home address."""
+    with lock_held(home):
+        said = attrs.evolve(_with_lock(home), **fields)
+        for hello in (said, _with_lock(home)):
+            with pytest.raises(Rejected) as refused:
+                admission.admit(1, REMOTE, CLIENT, hello)
+
+            assert refused.value.reason == "transport"
+    assert admission.sessions == {}
+
+
+def test_the_secret_of_this_process_proves_nothing_in_another(admission: Admission) -> None:
+    """It never leaves the process, so over ipc it is a guess."""
+    with pytest.raises(Rejected, match="secret"):
+        admission.admit(1, LOCAL, CLIENT, attrs.evolve(FITTING, secret=SECRET))
+
+
+@pytest.mark.parametrize("peer", [LOCAL, OWN])
+def test_a_node_connects_over_tcp_only(admission: Admission, peer: Peer) -> None:
+    """A client's connection must not become a node's."""
+    with pytest.raises(Rejected, match="transport"):
+        admission.admit(1, peer, 5, NODE)
+
+
+@pytest.mark.parametrize("uid", [4711, None])
+def test_a_user_who_does_not_share_the_host_is_refused_in_words_that_help(
+    admission: Admission, uid: int | None
+) -> None:
+    """The sentence names the setting; a kernel that tells no user admits none."""
+    with pytest.raises(Rejected) as refused:
+        admission.admit(1, Peer(Transport.IPC, uid=uid), CLIENT, FITTING)
+
+    assert refused.value.reason == "owner"
+    assert uid is None or "share_uids = 4711" in refused.value.detail
+
+
+def test_a_process_on_loopback_that_cannot_be_told_is_refused(admission: Admission) -> None:
+    """Nothing is connected at these ends, so they belong to no user."""
+    peer = Peer(Transport.TCP, local=("127.0.0.1", 1), remote=("127.0.0.1", 2))
+
+    with pytest.raises(Rejected, match="owner"):
+        admission.admit(1, peer, CLIENT, FITTING)
+
+
 def test_a_client_without_a_lock_only_reads(admission: Admission) -> None:
     """The node could not tell when its reservations end."""
-    session = admission.admit(1, CLIENT, FITTING)
+    session = admission.admit(1, LOCAL, CLIENT, FITTING)
 
-    assert session == Session(CLIENT, Role.READER, "model", "layers=2")
-    for message in (Reserve, Commit):
-        assert Role.READER not in SENDERS[message]
+    assert (session.role, session.changes) == (Role.READER, frozenset())
 
 
-def test_a_client_of_this_process_shows_the_token(admission: Admission) -> None:
+def test_a_client_of_this_process_shows_its_secret(admission: Admission) -> None:
     """Its lock file must not be opened here: to close it would release the lock."""
-    session = admission.admit(1, CLIENT, attrs.evolve(FITTING, lock="a" * 32))
+    session = admission.admit(1, OWN, CLIENT, attrs.evolve(FITTING, secret=SECRET))
 
     assert session.role is Role.WRITER
     assert admission.exited() == []
@@ -162,12 +239,29 @@ def test_a_client_of_this_process_shows_the_token(admission: Admission) -> None:
 
 def test_a_writer_holds_its_own_lock(admission: Admission, home: str) -> None:
     """And no client writes in another's name: the lock carries the client's name."""
+    with lock_held(home) as process:
+        assert admission.admit(1, LOCAL, CLIENT, _with_lock(home)).role is Role.WRITER
+        with pytest.raises(Rejected, match="lock"):
+            admission.admit(2, LOCAL, 0x99, _with_lock(home))
+        with pytest.raises(Rejected, match="lock"):
+            admission.admit(3, LOCAL, CLIENT, attrs.evolve(_with_lock(home), lock=lock_name(0x99)))
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("secret", [b"", b"guess", bytes(32)])
+def test_the_name_of_a_lock_admits_no_writer(
+    admission: Admission, home: str, secret: bytes
+) -> None:
+    """A client's id is in its messages; only the secret in its lock file proves that it is this."""
     with lock_held(home):
-        assert admission.admit(1, CLIENT, _with_lock(CLIENT)).role is Role.WRITER
-        with pytest.raises(Rejected, match="lock"):
-            admission.admit(2, 0x99, _with_lock(CLIENT))
-        with pytest.raises(Rejected, match="lock"):
-            admission.admit(3, CLIENT, _with_lock(0x99))
+        before = _files_open()
+        with pytest.raises(Rejected, match="secret"):
+            admission.admit(1, LOCAL, CLIENT, attrs.evolve(_with_lock(home), secret=secret))
+
+        assert _files_open() == before
+        admission.admit(2, LOCAL, CLIENT, _with_lock(home))
+        with pytest.raises(Rejected, match="secret"):
+            admission.admit(3, LOCAL, CLIENT, attrs.evolve(_with_lock(home), secret=secret))
 
 
 def test_a_lock_that_is_not_held_admits_no_client(admission: Admission, home: str) -> None:
@@ -177,7 +271,7 @@ def test_a_lock_that_is_not_held_admits_no_client(admission: Admission, home: st
     before = _files_open()
 
     with pytest.raises(Rejected, match="is not held"):
-        admission.admit(1, CLIENT, _with_lock(CLIENT))
+        admission.admit(1, LOCAL, CLIENT, _with_lock(home))
 
     assert _files_open() == before
 
@@ -187,10 +281,10 @@ def test_an_exit_is_noticed_when_the_lock_is_free_and_not_before(
 ) -> None:
     """Lost connections are no exits; a process that is gone is told once."""
     with lock_held(home) as process:
-        admission.admit(1, CLIENT, _with_lock(CLIENT))
+        admission.admit(1, LOCAL, CLIENT, _with_lock(home))
         admission.end(1)
         assert admission.exited() == []
-        admission.admit(2, CLIENT, _with_lock(CLIENT))
+        admission.admit(2, LOCAL, CLIENT, _with_lock(home))
         assert admission.exited() == []
 
         process.kill()
@@ -198,7 +292,7 @@ def test_an_exit_is_noticed_when_the_lock_is_free_and_not_before(
 
         assert admission.exited() == [CLIENT]
         assert admission.exited() == []
-        assert not folder_of(home).exists()
+        assert not list(folder_of(home).iterdir())
 
 
 def test_many_connections_of_one_client_cost_one_descriptor(
@@ -208,7 +302,7 @@ def test_many_connections_of_one_client_cost_one_descriptor(
     with lock_held(home):
         before = _files_open()
         for pipe in range(1, 30):
-            admission.admit(pipe, CLIENT, _with_lock(CLIENT))
+            admission.admit(pipe, LOCAL, CLIENT, _with_lock(home))
 
         assert _files_open() == before + 1
 
@@ -219,68 +313,28 @@ def test_writing_clients_are_bounded(
     """Each is a descriptor, and a probe a second."""
     monkeypatch.setattr(admission_module, "CLIENTS_MAX", 1)
     with lock_held(home, 1), lock_held(home, 2):
-        admission.admit(1, 1, _with_lock(1))
+        admission.admit(1, LOCAL, 1, _with_lock(home, 1))
         with pytest.raises(Rejected, match="clients"):
-            admission.admit(2, 2, _with_lock(2))
+            admission.admit(2, LOCAL, 2, _with_lock(home, 2))
         # An admitted client may have any number of connections.
-        admission.admit(3, 1, _with_lock(1))
+        admission.admit(3, LOCAL, 1, _with_lock(home, 1))
 
 
 def test_closing_lets_clients_live(admission: Admission, home: str) -> None:
     """The next node of this home address will look at the same files."""
     with lock_held(home):
-        admission.admit(1, CLIENT, _with_lock(CLIENT))
+        admission.admit(1, LOCAL, CLIENT, _with_lock(home))
 
         admission.close()
 
         assert (folder_of(home) / lock_name(CLIENT)).exists()
 
 
-@pytest.mark.parametrize(
-    ("role", "message", "is_allowed"),
-    [
-        (Role.WRITER, Reserve(1, 1, 1, b"", b""), True),
-        (Role.WRITER, Lookup(1, b""), True),
-        (Role.READER, Lookup(1, b""), True),
-        (Role.READER, Touched(b""), True),
-        (Role.READER, Disputed(b""), True),
-        (Role.READER, ViewAsked(1, b""), True),
-        (Role.NODE, Put(1, b""), True),
-        (Role.NODE, ViewAsked(1, b""), True),
-        (Role.READER, Reserve(1, 1, 1, b"", b""), False),
-        (Role.READER, Commit(1, 1, b"", b"", 0.0), False),
-        (Role.NODE, Reserve(1, 1, 1, b"", b""), False),
-        (Role.NODE, Commit(1, 1, b"", b"", 0.0), False),
-        (Role.NODE, Touched(b""), False),
-        (Role.WRITER, Put(1, b""), False),
-        (Role.READER, Delete(1, b""), False),
-        (Role.WRITER, Repair(1, b"", b""), False),
-        (Role.WRITER, ViewShared(0, ()), False),
-        (Role.WRITER, Located(1, b""), False),
-        (Role.NODE, Granted(1, 1, b"", b""), False),
-        (Role.NODE, Refused(1, "", ""), False),
-        (Role.NODE, SayHello(1), False),
-    ],
-)
-def test_each_role_may_send_what_it_needs(
-    admission: Admission, role: Role, message: Any, is_allowed: bool
-) -> None:
-    """Only a holder speaks of its records, only a client of its reservations."""
-    assert admission.may_send(Session(1, role, "", ""), message) is is_allowed
-
-
-def test_answers_and_greetings_go_to_no_actor() -> None:
-    """A message outside the table may not be sent; each one in it names a role."""
-    answers = {Hello, Welcome, Refused, SayHello, Located, Granted}
-
-    assert not answers & set(SENDERS)
-    assert set(SENDERS) <= set(MESSAGES)
-    assert all(roles for roles in SENDERS.values())
-    assert SENDERS[Heartbeat] == (Role.NODE,)
-
-
-def _with_lock(client: int) -> Hello:
-    return attrs.evolve(FITTING, lock=lock_name(client))
+def _with_lock(home: str, client: int = CLIENT) -> Hello:
+    """Return the Hello of a client whose lock file is there; without a file it knows no secret."""
+    file = folder_of(home) / lock_name(client)
+    secret = file.read_bytes() if file.exists() else b""
+    return attrs.evolve(FITTING, lock=lock_name(client), secret=secret)
 
 
 def _files_open() -> int:

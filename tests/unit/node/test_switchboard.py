@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,13 +27,16 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import PoolGrew
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF
+from peercache.memory.client_lock import LockProbe
 from peercache.model.member import ALIVE, Member
+from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import Dialer, Listener
 from peercache.node.admission import Admission
 from peercache.node.routing import NodeMailboxes
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
+from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
 from peercache.wire.messages.directory import Located, Lookup, Put
@@ -43,13 +47,15 @@ from tests.examples import examples
 from tests.pace import PATIENCE_S
 
 CLUSTER = "test"
+NUMBERS = itertools.count()
 ME = 0x11
 CLIENT = 0x77
-TOKEN = "t" * 32
+HERE = Peer(Transport.INPROC)
+SECRET = b"t" * 32
 
 
 def hello(**fields: Any) -> Hello:
-    fitting = Hello(9, WIRE_VERSION, WIRE_VERSION, CLUSTER, False, 16384, "", "", "", "")
+    fitting = Hello(9, WIRE_VERSION, WIRE_VERSION, CLUSTER, False, 16384, "", b"", "", "", "", b"")
     return attrs.evolve(fitting, **fields)
 
 
@@ -66,6 +72,7 @@ class Board:
     mailboxes: NodeMailboxes
     metrics: Metrics
     address: str
+    home: str
     stored: list[StoreWords]
     members: dict[int, Member]
 
@@ -85,11 +92,15 @@ class Board:
 async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
     """Run a switchboard on loopback."""
     token = trio.lowlevel.current_trio_token()
+    gate = Gate(Sharing.of(), None)
     admission = Admission(
-        granule=16384, credentials="", home=f"ipc://{folder}/home", local_token=TOKEN
-    )
+        cluster=CLUSTER, granule=16384, home=f"ipc://{folder}/home", local_secret=SECRET,
+        gate=gate, probe=lambda home, name: LockProbe(home, name, Sharing.of()),
+    )  # fmt: skip
     listener = Listener(on_removed=lambda pipe: token.run_sync_soon(lambda: admission.end(pipe)))
     address = f"127.0.0.1:{listener.listen_tcp('listen', '127.0.0.1', 0)}"
+    home = f"inproc://board-{next(NUMBERS)}"
+    listener.listen_local(home)
     metrics, stored, members = Metrics(), list[StoreWords](), dict[int, Member]()
     mailboxes = NodeMailboxes()
     board = Switchboard(
@@ -97,7 +108,6 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
         cluster=CLUSTER,
         admission=admission,
         granule=16384,
-        credentials="",
         segment_bytes=4096,
         listener=listener,
         mailboxes=mailboxes,
@@ -108,10 +118,11 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
         ),
         metrics=metrics,
         log=get_logger(),
+        gate=gate,
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(board.run)
-        yield Board(board, admission, mailboxes, metrics, address, stored, members)
+        yield Board(board, admission, mailboxes, metrics, address, home, stored, members)
         nursery.cancel_scope.cancel()
     listener.close()
 
@@ -121,7 +132,7 @@ class Caller:
 
     def __init__(self, address: str, identity: int = CLIENT) -> None:
         self.identity = identity
-        self.dialer = Dialer(f"tcp://{address}")
+        self.dialer = Dialer(address if "://" in address else f"tcp://{address}")
 
     def say(
         self, message: Message, *, target: int = ME, sender: int = 0, cluster: str = CLUSTER
@@ -151,8 +162,8 @@ def calling() -> Any:
     """Return a function that connects; callers disconnect after the test."""
     callers: list[Caller] = []
 
-    def call(board: Board, identity: int = CLIENT) -> Caller:
-        callers.append(Caller(board.address, identity))
+    def call(board: Board, identity: int = CLIENT, *, at: str = "") -> Caller:
+        callers.append(Caller(at or board.address, identity))
         return callers[-1]
 
     yield call
@@ -233,8 +244,8 @@ async def test_a_message_for_a_predecessor_reaches_no_actor(
 ) -> None:
     """The successor at the same address is another node, and says so."""
     async with running(tmp_path) as board:
-        caller = calling(board)
-        await caller.greet(lock=TOKEN)
+        caller = calling(board, at=board.home)
+        await caller.greet(secret=SECRET)
         answer = await caller.ask(Reserve(1, 1, 1, b"", b""), target=0x10)
 
         assert answer == SayHello(ME)
@@ -247,8 +258,8 @@ async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
 ) -> None:
     """A connection speaks for one identity."""
     async with running(tmp_path) as board:
-        caller = calling(board)
-        await caller.greet(lock=TOKEN)
+        caller = calling(board, at=board.home)
+        await caller.greet(secret=SECRET)
         answer = await caller.ask(Reserve(1, 1, 1, b"", b""), sender=0x99)
 
         assert answer == SayHello(ME)
@@ -260,10 +271,10 @@ async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
     ("fields", "message"),
     [
         ({}, Reserve(5, 1, 1, b"", b"")),
-        ({"lock": TOKEN}, Put(1, b"")),
+        ({"secret": SECRET}, Put(1, b"")),
         ({"is_node": True}, Reserve(5, 1, 1, b"", b"")),
         ({"is_node": True}, Lookup(5, b"")),
-        ({"lock": TOKEN}, Heartbeat(member(2, "a:1"), b"")),
+        ({"secret": SECRET}, Heartbeat(member(2, "a:1"), b"")),
     ],
 )
 async def test_what_a_role_may_not_send_is_refused(
@@ -271,7 +282,7 @@ async def test_what_a_role_may_not_send_is_refused(
 ) -> None:
     """It reaches no actor, is counted, and the answer carries the number of the question."""
     async with running(tmp_path) as board:
-        caller = calling(board)
+        caller = calling(board, at=board.home if "secret" in fields else "")
         await caller.greet(**fields)
         answer = await caller.ask(message)
 
@@ -286,9 +297,9 @@ async def test_what_a_role_may_not_send_is_refused(
     ("fields", "reason"),
     [
         ({"granule": 1}, "granule"),
-        ({"credentials": "x"}, "credentials"),
+        ({"secret": SECRET}, "transport"),
         ({"wire_oldest": 5, "wire_newest": 6}, "wire_version"),
-        ({"lock": "nobodys"}, "lock"),
+        ({"lock": "0000000000000077.lock"}, "transport"),
     ],
 )
 async def test_a_hello_that_does_not_fit_is_refused_and_opens_nothing(
@@ -349,7 +360,7 @@ def test_garbage_reaches_no_actor_and_raises_nothing(tmp_path: Path, data: st.Da
 
     async def main() -> None:
         async with running(tmp_path) as board:
-            board.admission.admit(5, CLIENT, hello())
+            board.admission.admit(5, HERE, CLIENT, hello())
             before = sum(board.dropped(reason) for reason in REASONS)
             board.board._take(5, raw)
             dropped = sum(board.dropped(reason) for reason in REASONS) - before
@@ -363,7 +374,7 @@ def test_garbage_reaches_no_actor_and_raises_nothing(tmp_path: Path, data: st.Da
 
 REASONS = (
     "malformed", "cluster", "wire_version", "stranger", "other_incarnation", "not_allowed",
-    "identity", "granule", "credentials", "pipe_gone",
+    "identity", "granule", "transport", "pipe_gone",
 )  # fmt: skip
 
 

@@ -140,6 +140,24 @@ def test_absent_is_the_last_word_outside_a_handover() -> None:
     assert world.asked(Lookup) == [sorted([1, owner.number])]
 
 
+def test_absent_at_an_owner_that_is_behind_needs_a_second_owner() -> None:
+    """The owner itself says that it lacks records; in a settled cluster none does."""
+    world = World(5)
+    name, (owner, replica, former) = elsewhere(world)
+    held_by(world, name, replica, former)
+    owner.is_behind = True
+
+    found = world.get(name)
+    absent, (first, second, _) = "nowhere", world.owners("nowhere")
+    first.is_behind = second.is_behind = True
+    missed = world.get(absent)
+
+    assert found.hits == [True]
+    assert world.asked(Lookup)[:2] == [sorted([1, owner.number]), [replica.number]]
+    assert (missed.hits, missed.reasons) == ([False], [reasons.ABSENT])
+    assert sum(len(peers) for peers in world.asked(Lookup)[2:]) <= 3
+
+
 def test_in_a_handover_the_next_owner_is_asked_and_the_one_before_the_change() -> None:
     """For a while after a view change the new owner may not have been told yet."""
     world = World(5, handover_until=200.0)
@@ -192,7 +210,7 @@ def test_a_refusal_is_not_an_answer_about_pages() -> None:
     world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, replica)
-    owner.script.append(lambda _: Refused(0, "credentials", "no"))
+    owner.script.append(lambda _: Refused(0, "role", "no"))
 
     assert world.get(name).hits == [True]
 

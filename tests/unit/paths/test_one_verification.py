@@ -18,7 +18,7 @@ READING = "paths/reading.py"
 CALLERS = ("client/", "sglang/")
 SPECTATORS = ("cli/bench/", "cli/demo/")
 
-JUDGED = "verified(records, fetched.words)"
+JUDGED = "verified(records, self._space, fetched.seals)"
 ENTERED = "batch.hit(places[hits], records[hits], fetched.fabric)"
 
 
@@ -127,10 +127,10 @@ def test_a_side_entrance_is_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("hits = verified(records, fetched.words)", "hits = fetched.words != ODD"),
+        (f"hits = {JUDGED}", "hits = fetched.seals['word'] != ODD"),
         ("hits[corrupt] = False", "hits[corrupt] = True"),
         ("batch.hit(places[hits]", "batch.hit(places[arrived]"),
-        ("verified(records, fetched.words)", "verified(records, records['generation'])"),
+        (JUDGED, "verified(records, self._space, sealed(records))"),
     ],
 )
 def test_a_weaker_judgement_is_found(before: str, after: str) -> None:

@@ -16,7 +16,7 @@ from peercache.observability import reasons
 from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.envelope import Message
-from peercache.wire.messages.directory import Disputed, Lookup
+from peercache.wire.messages.directory import Disputed, Located, Lookup
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 
@@ -135,13 +135,34 @@ def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
     assert len(world.cache) == 0
 
 
-def test_a_directory_that_insists_on_a_lie_costs_three_attempts() -> None:
-    """Attempts are bounded, whatever the owners go on saying."""
+def test_a_record_that_failed_is_not_read_again() -> None:
+    """Its owners tell of it until the holder has withdrawn it; the reader has seen it fail."""
     world = World()
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
     for owner in world.owners("a"):
         owner.script.extend([partial(_insisted, owner)] * 20)
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert len(world.fetched_from()) == 1
+
+
+def test_a_directory_that_goes_on_lying_costs_three_attempts() -> None:
+    """Attempts are bounded, whatever new records the owners make up."""
+    world = World()
+    record = held(world, 2, "a")
+    world.nodes[2].evict(record, content_of("b"))
+
+    def lie(message: Message) -> Message | None:
+        if not isinstance(message, Lookup):
+            return None
+        record["generation"] += np.uint64(1000)
+        return Located(message.request, record.tobytes())
+
+    for owner in world.owners("a"):
+        owner.script.extend([lie] * 20)
 
     got = world.get("a")
 
@@ -383,8 +404,8 @@ def test_another_checksum_is_a_miss_and_never_a_hit() -> None:
 
     got = world.get("good", "bad", "without")
 
-    assert got.hits == [True, False, True]
-    assert got.reasons == ["", reasons.VERIFY_FAILED, ""]
+    assert got.hits == [True, False, False]
+    assert got.reasons == ["", reasons.VERIFY_FAILED, reasons.NO_CHECKSUM]
     assert {message.records[:16] for _, message in world.posts(Disputed)} == {
         named("bad").tobytes()
     }

@@ -7,16 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.model.reads import ODD
-from peercache.model.records import HAS_CHECKSUM, RECORD
+from peercache.model.records import HAS_CHECKSUM, RECORD, Records
+from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.paths.verify import (
     CHECKSUM_PORTION_BYTES,
     checksum_portions,
     checksums_agree,
+    lack_checksums,
+    names_another,
     verified,
     wants_checksum,
 )
 from tests.unit.paths.world import named
+
+SPACE = 0xABCD
+
+
+def sealing(records: Records) -> Seals:
+    """Return the seals that these records describe."""
+    seals = np.zeros(len(records), SEAL)
+    seals["word"], seals["key"] = records["generation"], records["key"]
+    seals["space"], seals["length"] = SPACE, records["length"]
+    return seals
+
 
 WORDS = st.sampled_from([0, 1, 2, 3, 4, 6, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1])
 
@@ -28,27 +41,50 @@ def test_a_hit_is_an_even_generation_that_the_word_still_equals(
     """Odd generations and zero were never committed; another word is another page."""
     records = np.zeros(len(pairs), RECORD)
     records["generation"] = [generation for generation, _ in pairs]
-    words = np.array([word for _, word in pairs], np.uint64)
+    seals = sealing(records)
+    seals["word"] = [word for _, word in pairs]
 
     expected = [g == w and g % 2 == 0 and g != 0 for g, w in pairs]
-    assert verified(records, words).tolist() == expected
+    assert verified(records, SPACE, seals).tolist() == expected
+    assert names_another(records, seals).tolist() == [g == w for g, w in pairs]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("key", b"b" * 16), ("key", b"a" * 15 + b"b"), ("key", b"b" + b"a" * 15),
+     ("space", SPACE + 1), ("space", SPACE + 2**31), ("length", 101), ("length", 0)],
+)  # fmt: skip
+def test_a_seal_of_another_page_is_no_hit(field: str, value: bytes | int) -> None:
+    """The word alone does not vouch for a page: its key, namespace and length must fit too."""
+    records = np.zeros(2, RECORD)
+    records["key"], records["generation"], records["length"] = b"a" * 16, [8, 10], 100
+    seals = sealing(records)
+    assert verified(records, SPACE, seals).tolist() == [True, True]
+
+    seals[field][1] = value
+
+    assert verified(records, SPACE, seals).tolist() == [True, False]
+    assert names_another(records, seals)[1]
 
 
 def test_a_page_that_did_not_arrive_is_no_hit_under_any_record() -> None:
     """What word buffers are filled with before a read is odd."""
     records = np.zeros(3, RECORD)
-    records["generation"] = [0, 2, ODD]
+    records["generation"] = [0, 2, 2**64 - 1]
 
-    assert not verified(records, np.full(3, ODD)).any()
+    seals = unread_seals(3)
+    seals["space"] = SPACE
+
+    assert not verified(records, SPACE, seals).any()
 
 
-def test_every_record_has_a_word_of_its_own() -> None:
-    """One word for a whole batch would be compared with each record of it."""
+def test_every_record_has_a_seal_of_its_own() -> None:
+    """One seal for a whole batch would be compared with each record of it."""
     records = np.zeros(3, RECORD)
     records["generation"] = 2
 
     with pytest.raises(AssertionError, match="1"):
-        verified(records, np.array([2], np.uint64))
+        verified(records, SPACE, sealing(records)[:1])
 
 
 def test_sampling_chooses_by_key_one_in_sixty_four() -> None:
@@ -65,14 +101,17 @@ def test_sampling_chooses_by_key_one_in_sixty_four() -> None:
     assert wants_checksum(keys, "generation").tolist() == []
 
 
-def test_a_record_without_a_checksum_agrees_with_everything() -> None:
+def test_a_record_without_a_checksum_agrees_where_not_every_page_must_have_one() -> None:
     """Its flag says whether there is one; a checksum of 0 with the flag is one."""
     records = np.zeros(3, RECORD)
     records["checksum"] = [5, 5, 0]
     records["flags"] = [0, HAS_CHECKSUM, HAS_CHECKSUM]
 
-    assert checksums_agree(records, np.array([6, 6, 6], np.uint64)).tolist() == [True, False, False]
-    assert checksums_agree(records, np.array([5, 5, 0], np.uint64)).all()
+    wrong, right = np.array([6, 6, 6], np.uint64), np.array([5, 5, 0], np.uint64)
+    assert checksums_agree(records, wrong).tolist() == [True, False, False]
+    assert checksums_agree(records, right).all()
+    assert lack_checksums(records, "full").tolist() == [True, False, False]
+    assert not lack_checksums(records, "sampled").any()
 
 
 @given(st.lists(st.integers(1, 3 * CHECKSUM_PORTION_BYTES), max_size=12))

@@ -127,7 +127,7 @@ def test_nothing_is_read_after_the_return() -> None:
 
 
 def test_every_step_that_reads_the_source_ends_before_the_deadline() -> None:
-    """The copy has an earlier deadline than the call, and no checksum begins after it."""
+    """The copy ends before its call, and no checksum begins in the time of the Commit."""
     world = World(verify="full")
     world.page_s = 0.2
     until = world.now + 1.0
@@ -148,7 +148,48 @@ def test_every_step_that_reads_the_source_ends_before_the_deadline() -> None:
 
     (place,) = [step for _, step in steps if isinstance(step, Place)]
     assert place.until < until
-    assert [at for at, step in steps if isinstance(step, Checksum) and at >= place.until] == []
+    checksums_at = [at for at, step in steps if isinstance(step, Checksum)]
+    assert checksums_at
+    assert max(checksums_at) < until - COMMIT_S
+
+
+def test_with_full_verification_no_page_is_stored_without_a_checksum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full reader would never take it, and it would stand in the way of the next set."""
+    monkeypatch.setattr("peercache.paths.verify.CHECKSUM_PORTION_BYTES", PAGE)
+    world = World(verify="full")
+    world.page_s = 0.05
+    world.checksum_s = 0.1
+    names = [f"p{i}" for i in range(30)]
+    until = world.now + 1.0
+
+    outcome = world.set(names, timeout_s=1.0)
+
+    stored = outcome.stored.tolist()
+    (copied,) = [step for step in world.steps if isinstance(step, Place)]
+    assert 0 < sum(stored) < len(names)
+    assert copied.until < until - COMMIT_S
+    assert set(np.array(outcome.reasons)[~outcome.stored]) == {reasons.DEADLINE}
+    assert world.now <= until
+    world.page_s = world.checksum_s = 0.0
+    assert world.get(*names).hits == stored
+    # What was too late is stored by the next set, and then found.
+    assert world.set(names).stored.all()
+    assert world.get(*names).hits == [True] * len(names)
+
+
+def test_full_verification_keeps_time_back_for_the_checksums() -> None:
+    """Whatever a slow copy has copied in time is stored with its checksum."""
+    world = World(verify="full")
+    world.page_s = 0.05
+    names = [f"p{i}" for i in range(60)]
+
+    outcome = world.set(names, timeout_s=2.0)
+
+    assert 20 < outcome.stored.sum() < 60
+    world.page_s = 0.0
+    assert world.get(*names).hits == outcome.stored.tolist()
 
 
 def test_nothing_written_is_an_abort() -> None:

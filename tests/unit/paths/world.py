@@ -18,10 +18,11 @@ import numpy.typing as npt
 from peercache.client.bridge import checksums_of
 from peercache.model.keys import PageKeys, page_keys
 from peercache.model.member import ALIVE, Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.records import from_bytes as records_from_bytes
 from peercache.model.runs import U64, PageRuns
+from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
@@ -47,6 +48,8 @@ from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Prom
 GRANULE = 4096
 PAGE = 512
 SLOTS = 512
+SPACE = 7
+"""Of the one namespace of all pages."""
 
 Result = TypeVar("Result")
 Page = npt.NDArray[np.uint8]
@@ -75,14 +78,16 @@ class Node:
 
     mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
     data_mood: the same of the data port, or "refusing", which will not serve us.
+    is_behind: it says that its shard lacks records.
     """
 
     member: Member
     memory: Page = attrs.field(factory=lambda: np.zeros(SLOTS * GRANULE, np.uint8))
-    words: U64 = attrs.field(factory=lambda: np.ones(SLOTS, np.uint64))
+    seals: Seals = attrs.field(factory=lambda: np.zeros(SLOTS, SEAL))
     shard: dict[bytes, list[bytes]] = attrs.field(factory=dict)
     mood: str = "up"
     data_mood: str = "up"
+    is_behind: bool = False
     latency_s: float = 0.001
     sequence: int = 1000
     taken: int = 0
@@ -91,6 +96,11 @@ class Node:
     heard: list[Message] = attrs.field(factory=list)
     late: deque[Granted] = attrs.field(factory=deque)
     """Its messages that are not received yet."""
+
+    @property
+    def words(self) -> U64:
+        """Return the words of its seals, a view."""
+        return self.seals["word"]
 
     @property
     def number(self) -> int:
@@ -108,7 +118,7 @@ class Node:
         slot = self.slot()
         self.memory[slot * GRANULE : slot * GRANULE + len(content)] = content
         self.sequence += 2
-        self.words[slot] = self.sequence
+        self.seal(slot, named(name)[0], len(content))
         record = np.zeros(1, RECORD)
         record["key"], record["holder"] = named(name), self.number
         record["offset"], record["length"] = slot * GRANULE, len(content)
@@ -117,13 +127,19 @@ class Node:
             record[field] = value
         return record
 
+    def seal(self, slot: int, key: Any, length: int) -> None:
+        """Commit what is in a slot under the present sequence, word last."""
+        self.seals["key"][slot], self.seals["length"][slot] = key, length
+        self.seals["space"][slot] = SPACE
+        self.words[slot] = self.sequence
+
     def evict(self, record: Records, instead: Page) -> None:
         """Give a record's slot to another page, word first, as every holder does."""
         slot = int(record["offset"][0]) // GRANULE
         self.words[slot] |= np.uint64(1)
         self.memory[slot * GRANULE : slot * GRANULE + len(instead)] = instead
         self.sequence += 2
-        self.words[slot] = self.sequence
+        self.seal(slot, named("another")[0], len(instead))
 
     def know(self, *records: Records) -> None:
         """Take records into the shard."""
@@ -144,7 +160,8 @@ class Node:
         match message:
             case Lookup(request, keys):
                 known = [self.shard.get(keys[i : i + 16], []) for i in range(0, len(keys), 16)]
-                return Located(request, b"".join(r for records in known for r in records))
+                told = b"".join(r for records in known for r in records)
+                return Located(request, told, self.is_behind)
             case Disputed(records):
                 for record in records_from_bytes(records):
                     kept = self.shard.get(record["key"].tobytes(), [])
@@ -225,7 +242,7 @@ class Node:
                 continue
             states[i] = COMMITTED
             self.sequence += 2
-            self.words[int(offsets[i]) // GRANULE] = self.sequence
+            self.seal(int(offsets[i]) // GRANULE, keys[i], int(lengths[i]))
             record = np.zeros(1, RECORD)
             record["key"], record["holder"], record["offset"] = keys[i], self.number, offsets[i]
             record["length"], record["generation"] = lengths[i], self.sequence
@@ -260,6 +277,7 @@ class World:
         """Start them; those in `remote` are on another host."""
         self.now = 100.0
         self.page_s = 0.0
+        self.checksum_s = 0.0
         self.before: Callable[[Node, int], None] = _nothing
         self.between: Callable[[Node, int], None] = _nothing
         self.posted: list[tuple[int, Message]] = []
@@ -272,13 +290,13 @@ class World:
         self.cache = LocationCache(entries_max=cache_entries)
         self.locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
         self.reader = Reader(
-            locator=self.locator, cache=self.cache, verify=verify, clock=self.clock
+            locator=self.locator, cache=self.cache, verify=verify, space=SPACE, clock=self.clock
         )
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
             verify=verify,
-            namespace_tag=7,
+            namespace_tag=SPACE,
             clock=self.clock,
         )
         self.reservations = ClientReservations()
@@ -406,6 +424,7 @@ class World:
             case Place():
                 return self._place(step)
             case Checksum(runs):
+                self.now += self.checksum_s
                 return checksums_of(runs)
 
     def _ask(self, step: Ask) -> list[Message | None]:
@@ -440,26 +459,29 @@ class World:
 
     def _read(self, read: PeerRead, until: float) -> Fetched:
         node = self.nodes[read.member.incarnation]
-        words = np.full(len(read.offsets), ODD, np.uint64)
+        seals = unread_seals(len(read.offsets))
         breaker = data_port(node.number)
         if node.data_mood == "refusing":
-            return Fetched(words, reasons.REFUSED, "world")
+            return Fetched(seals, reasons.REFUSED, "world")
         if node.data_mood != "up" or not self.breakers.available(breaker, self.now):
             if node.data_mood == "silent":
                 self.now = min(until, self.now + 0.25)
             self.breakers.failed(breaker, self.now)
-            return Fetched(words, reasons.PEER_UNREACHABLE, "world")
-        for page in range(len(words)):
+            return Fetched(seals, reasons.PEER_UNREACHABLE, "world")
+        for page in range(len(seals)):
             if self.now >= until:
-                return Fetched(words, reasons.DEADLINE, "world")
+                return Fetched(seals, reasons.DEADLINE, "world")
             self.now += self.page_s
             offset, size = int(read.offsets[page]), int(read.lengths[page])
+            if node.words[offset // GRANULE] != read.generations[page]:
+                seals[page] = node.seals[offset // GRANULE]
+                continue
             self.before(node, page)
             _scatter(read.runs, page, node.memory[offset : offset + size])
             self.between(node, page)
-            words[page] = node.words[offset // GRANULE]
+            seals[page] = node.seals[offset // GRANULE]
         self.breakers.answered(breaker)
-        return Fetched(words, "", "world")
+        return Fetched(seals, "", "world")
 
     def _place(self, step: Place) -> int:
         home = self.nodes[self.home]

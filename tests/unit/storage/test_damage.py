@@ -202,10 +202,11 @@ def test_store_of_another_format_is_not_read(
         rig.spill([1, 2])
     (tmp_path / "0" / "notes.txt").write_text("another program's")
     for module in ("layout", "folder", "index_file"):
-        monkeypatch.setattr(f"peercache.storage.{module}.FORMAT_VERSION", 2)
+        monkeypatch.setattr(f"peercache.storage.{module}.FORMAT_VERSION", 99)
 
     with Rig(tmp_path) as again:
         assert len(again.opened.entries) == 0
+        assert "disk.format_dropped" in again.log.events()
         assert again.spill([1]) == bytes(1)
         assert again.load([1]) == ["right"]
     assert (tmp_path / "0" / "notes.txt").read_text() == "another program's"

@@ -48,7 +48,7 @@ def test_every_header_that_is_cut_short_is_seen() -> None:
 def test_header_of_another_place_or_format_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each whole in itself."""
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "FORMAT_VERSION", 2)
+        patch.setattr(layout, "FORMAT_VERSION", 99)
         slot, slab = pack_slot(SLOT), pack_slab(SLAB)
 
     assert parse_slot(pack_slot(SLOT), 4096) is None

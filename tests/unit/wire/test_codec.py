@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.errors import RemoteProtocolError
+from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.member import Member
 from peercache.wire import codec
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
@@ -208,3 +208,26 @@ def test_tags_are_append_only() -> None:
         "Touched", "Remove", "Clear", "Removed", "StatsAsked", "Stats",
         "SummaryMatches", "Counted",
     ]  # fmt: skip
+
+
+def test_a_message_that_no_peer_would_take_is_not_encoded() -> None:
+    """Its sender has a bug: it must cut."""
+    with pytest.raises(LocalProtocolError, match="Lookup"):
+        codec.encode(Envelope(1, 2, Lookup(1, bytes(codec.MESSAGE_BYTES_MAX))), cluster="c")
+
+
+def test_more_items_than_any_sender_needs_are_refused_in_milliseconds() -> None:
+    """Each may be one byte: the bound of bytes alone would leave a quarter of a million."""
+    raw = raw_of(0, [[0] * 1000] * 250)
+
+    with pytest.raises(RemoteProtocolError, match="items"):
+        codec.decode(raw, cluster="c")
+
+
+def test_a_member_with_endless_texts_is_refused() -> None:
+    """A view of a thousand of them would not fit anywhere."""
+    member = Member(1, 1, 0, 255, "h", "a:1", "a:2", "b", "/" * codec.MEMBER_TEXT_MAX)
+    raw = codec.encode(Envelope(1, 2, Join(member)), cluster="c")
+
+    with pytest.raises(RemoteProtocolError, match="texts"):
+        codec.decode(raw, cluster="c")

@@ -3,12 +3,15 @@
 Owns    the records that holders publish to this node, and those of its own pool.
 Hears   Lookup and Disputed, from readers; Put, Delete, Repair and StreamSummary, from holders;
         RecordsChanged, from the own pool; ViewChanged, from membership.
-Says    Located, to readers; Acknowledged, SummaryMatches and SummaryDiffers, to holders.
+Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers and Doubted, to
+        holders.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
-        newer one of its holder, to a delete that is not older, to a repair, or to a dispute.
-Limits  UNKNOWN_HOLDERS_MAX, UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDER_RECORDS_MAX, HOLDERS_TOLD_MAX,
-        LOCATED_MAX, SWEEP_KEYS_MAX, SHARED_TUPLES_MAX.
+        newer one of its holder, to a delete that is not older, or to a repair: no other node's word
+        removes it. A stream goes on after a number that its holder never sent.
+Limits  RECORDS_MAX in all and each member's share of them; UNKNOWN_HOLDERS_MAX,
+        UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDERS_TOLD_MAX, LOOKUP_KEYS_MAX, LOCATED_MAX,
+        DISPUTES_MAX, SWEEP_KEYS_MAX, SHARED_TUPLES_MAX.
 
 The directory is a hint: whatever is wrong here costs a miss, or a read that its generation check
 refuses, until the holder's next summary repairs it.
@@ -25,7 +28,7 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.directory.holdings import Holdings, Parts
+from peercache.actors.directory.holdings import NAME_BYTES, Holdings, Parts
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
     DirectoryHears,
@@ -35,6 +38,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.model import records
+from peercache.model.keys import KEY_BYTES
 from peercache.model.keys import from_bytes as keys_from_bytes
 from peercache.model.member import ALIVE, SUSPECT
 from peercache.model.records import DROP_BYTES, RECORD_BYTES
@@ -43,6 +47,7 @@ from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    Doubted,
     Located,
     Lookup,
     Put,
@@ -51,24 +56,51 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
+from peercache.wire.messages.session import Refused
 
 UNKNOWN_HOLDERS_MAX = 64
 """Holders that the view does not know yet: a burst of joins whose records came before the view."""
 
-UNKNOWN_RECORDS_MAX = 65_536
-"""Records kept for each of those: 20 MB. What is refused comes with the first summary after."""
+UNKNOWN_RECORDS_MAX = 4096
+"""Records kept for each of those: 2 MB. What is refused comes with the first summary after."""
 
 UNKNOWN_S = 60.0
 """How long they are kept: ten times what a view needs to spread."""
 
-HOLDER_RECORDS_MAX = 2**25
-"""Records kept for one member: half a terabyte in pages of 16 KiB."""
+RECORDS_MAX = 2**24
+"""Records kept for all other members together: about 8 GB, and 16 TB in pages of 1 MiB."""
+
+SHARE_MEMBERS_MIN = 4
+"""One member's share of RECORDS_MAX is twice an even one among the members, and at most a half:
+members that publish without end leave the others theirs."""
+
+STREAM_GAP_MAX = 2**16
+"""How far a late summary may be behind: far more messages than are ever under way in one stream. A
+number that is further ahead of a summary was never sent by the holder."""
+
+STREAM_LATE_S = 3.0
+"""How long all summaries of a holder may be behind the number held, before it counts as false: a
+message that was overtaken is not late for so long."""
+
+BEHIND_S = 30.0
+"""How long an owner says that it is behind because of one holder: one that differs without end
+must not double all questions."""
+
+DISPUTES_MAX = 4096
+"""Disputed records that are passed on to their holders in DISPUTES_S; further ones are dropped:
+the holder's summaries repair as well."""
+
+DISPUTES_S = 1.0
 
 HOLDERS_TOLD_MAX = 8
 """Holders named for one page: a ninth copy adds no bandwidth, and costs a slot in every answer."""
 
-LOCATED_MAX = 131_072
-"""Records in one answer: 7.3 MB, within the 8 MiB of a message."""
+LOOKUP_KEYS_MAX = 2048
+"""Keys of one Lookup; a longer one is refused."""
+
+LOCATED_MAX = 4096
+"""Records in one answer: 224 KiB. A question of 512 keys is answered with every holder that may be
+told; a longer one with fewer, the same number for each key, if they are too many."""
 
 SWEEP_KEYS_MAX = 1024
 """Keys of ended holders that one tick sweeps: about 2 ms."""
@@ -87,6 +119,7 @@ class DirectoryShard:
 
     incarnation: int
     metrics: Metrics | None = None
+    records_max: int = RECORDS_MAX
     _held: dict[int, Holdings] = attrs.field(factory=dict, init=False)
     _serving: dict[int, Parts] = attrs.field(factory=dict, init=False)
     """The parts of the holders that answers may name."""
@@ -99,6 +132,11 @@ class DirectoryShard:
     """Holders that no view has named, oldest first, and since when."""
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
     """The last stream number of members that are dead or left, should one refute."""
+    _behind: dict[int, float] = attrs.field(factory=dict, init=False)
+    """Holders of which this shard lacks records, and since when."""
+    _disputed: dict[bytes, None] = attrs.field(factory=dict, init=False)
+    """What was passed on to holders lately: key, holder, offset and generation of each record."""
+    _disputed_until: float = attrs.field(default=-math.inf, init=False)
     _sweeping: deque[tuple[int, Parts]] = attrs.field(factory=deque, init=False)
     _sweep_at: float = attrs.field(default=math.inf, init=False)
     _count: int = attrs.field(default=0, init=False)
@@ -117,14 +155,18 @@ class DirectoryShard:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""
         match message:
             case Lookup(request, keys):
-                return [Send(sender, Located(request, self._locate(keys, sender.identity)))]
+                count = len(keys) // KEY_BYTES
+                if count > LOOKUP_KEYS_MAX:
+                    detail = f"{count} keys in one Lookup, {LOOKUP_KEYS_MAX} at most"
+                    return [Send(sender, Refused(request, "malformed", detail))]
+                located = self._locate(keys, sender.identity)
+                return [Send(sender, Located(request, located, self._is_behind(now)))]
             case Put() | Delete() | Repair():
                 return self._apply(sender, message, now)
             case StreamSummary():
                 return self._compare(sender, message, now)
             case Disputed(disputed):
-                self._dispute(disputed)
-                return []
+                return self._dispute(disputed, now)
             case RecordsChanged():
                 own = self._held[self.incarnation]
                 self._index(self.incarnation, fresh=own.put(message.records.tobytes()))
@@ -164,8 +206,15 @@ class DirectoryShard:
 
     def _locate(self, keys: bytes, asker: int) -> bytes:
         """Return the packed records of these keys, in key order."""
-        found: list[bytes] = []
         names = keys_from_bytes(keys).tolist()
+        found = self._records_of(names, asker, HOLDERS_TOLD_MAX)
+        if len(found) > LOCATED_MAX:
+            found = self._records_of(names, asker, LOCATED_MAX // len(names))
+        return b"".join(found)
+
+    def _records_of(self, names: list[bytes], asker: int, holders_max: int) -> list[bytes]:
+        """Return the records of these keys, of at most so many holders each."""
+        found: list[bytes] = []
         before: tuple[int, ...] = ()
         parts_of: list[Parts] = []
         for key, holders in zip(names, map(self._holders_of.get, names), strict=True):
@@ -173,32 +222,52 @@ class DirectoryShard:
                 continue
             # The pages of a batch most often have the same holders, and then share their tuple.
             if holders is not before:
-                before, parts_of = holders, self._parts_of(holders, asker)
+                before, parts_of = holders, self._parts_of(holders, asker, holders_max)
             bucket = key[0]
             for parts in parts_of:
                 record = parts[bucket].get(key)
                 if record is not None:
                     found.append(record)
-        return b"".join(found[:LOCATED_MAX])
+        return found
 
-    def _parts_of(self, holders: tuple[int, ...], asker: int) -> list[Parts]:
+    def _parts_of(self, holders: tuple[int, ...], asker: int, holders_max: int) -> list[Parts]:
         """Return the parts of the holders that an answer to this asker names."""
-        if len(holders) > HOLDERS_TOLD_MAX:
+        if len(holders) > holders_max:
             # Askers start at different places, so that no copy is read by all of them.
             first = asker % len(holders)
-            holders = (holders[first:] + holders[:first])[:HOLDERS_TOLD_MAX]
+            holders = (holders[first:] + holders[:first])[:holders_max]
         serving = self._serving
         return [serving[holder] for holder in holders if holder in serving]
 
-    def _dispute(self, disputed: bytes) -> None:
+    def _is_behind(self, now: float) -> bool:
+        """Return whether this shard lacks records of a holder: then "absent" is not certain."""
+        return any(now - since < BEHIND_S for since in self._behind.values())
+
+    def _dispute(self, disputed: bytes, now: float) -> list[Effect]:
+        """Ask holders about the disputed records that are held here: only they withdraw them."""
+        if now >= self._disputed_until:
+            self._disputed.clear()
+            self._disputed_until = now + DISPUTES_S
+        effects: list[Effect] = []
         for holder, packed in _by_holder(disputed):
             held = self._held.get(holder)
-            # Only the own pool decides about its records.
-            if held is None or holder == self.incarnation:
+            # The own pool has told this shard already.
+            if held is None or holder == self.incarnation or holder not in self._serving:
                 continue
+            doubted: list[bytes] = []
             for at in range(0, len(packed), RECORD_BYTES):
-                gone = held.drop_equal(packed[at : at + RECORD_BYTES])
-                self._index(holder, gone=gone)
+                record = packed[at : at + RECORD_BYTES]
+                name = record[:NAME_BYTES]
+                if name in self._disputed or not held.has(record):
+                    continue
+                if len(self._disputed) >= DISPUTES_MAX:
+                    self._refuse("disputes", 1)
+                    continue
+                self._disputed[name] = None
+                doubted.append(record)
+            if doubted:
+                effects.append(Send(holder, Doubted(b"".join(doubted))))
+        return effects
 
     # --- streams ----------------------------------------------------------------------------------
 
@@ -216,10 +285,11 @@ class DirectoryShard:
             return self._acknowledge(sender, held, message.number)
         if not self._has_room(holder, held, message):
             self._refuse("too_many", _items(message))
+            self._behind.setdefault(holder, now)
             return []
         # A gap is no reason to refuse: each change is safe by itself, and the summary finds what
         # was lost.
-        held.number = message.number
+        held.number, held.late_since = message.number, math.inf
         match message:
             case Put(_, packed):
                 self._index(holder, fresh=held.put(self._own_words(holder, packed)))
@@ -232,14 +302,22 @@ class DirectoryShard:
 
     def _compare(self, sender: Origin, summary: StreamSummary, now: float) -> list[Effect]:
         """Tell a holder whether its summary is what is held of it."""
-        held = self._holdings_of(sender.identity, now)
-        if held is None or summary.number < held.number:
-            return []  # A late summary speaks of what has changed since.
+        holder = sender.identity
+        held = self._holdings_of(holder, now)
+        if held is None:
+            return []
+        if summary.number < held.number:
+            if not _is_false_number(held, summary.number, now):
+                return []  # A late summary speaks of what has changed since.
+            held.number = summary.number
+        held.late_since = math.inf
         content = held.content
         if content.count == summary.count and content.digest() == summary.digest:
             # Whatever was lost on the way is of no interest any more, and must not come late.
             held.number = summary.number
+            self._behind.pop(holder, None)
             return [Send(sender, SummaryMatches(summary.number))]
+        self._behind.setdefault(holder, now)
         return [Send(sender, SummaryDiffers(summary.number, content.buckets.tobytes()))]
 
     def _acknowledge(self, sender: Origin, held: Holdings, number: int) -> list[Effect]:
@@ -259,14 +337,31 @@ class DirectoryShard:
             self._unknown[holder] = now
         elif state not in (ALIVE, SUSPECT):
             return None  # Dead until the view says otherwise; then its summary brings all of it.
+        if holder in self._ended:
+            # It was dead, and its records are gone: its next summary brings them back.
+            self._behind[holder] = now
         held = self._held[holder] = Holdings(number=self._ended.pop(holder, 0))
         if state is not None:
             self._serving[holder] = held.parts
         return held
 
     def _has_room(self, holder: int, held: Holdings, message: StreamMessage) -> bool:
-        limit = UNKNOWN_RECORDS_MAX if holder in self._unknown else HOLDER_RECORDS_MAX
-        return isinstance(message, Delete) or held.content.count + _items(message) <= limit
+        if isinstance(message, Delete):
+            return True
+        more = _items(message)
+        if isinstance(message, Repair):
+            more -= sum(len(held.parts[bucket]) for bucket in set(message.buckets))
+        others = self._count - self._held[self.incarnation].content.count
+        return (
+            held.content.count + more <= self._share_of(holder)
+            and others + more <= self.records_max
+        ) or more <= 0
+
+    def _share_of(self, holder: int) -> int:
+        """Return how many records are kept of one holder."""
+        if holder in self._unknown:
+            return UNKNOWN_RECORDS_MAX
+        return 2 * self.records_max // max(SHARE_MEMBERS_MIN, len(self._serving))
 
     def _own_words(self, holder: int, packed: bytes) -> bytes:
         """Return the records whose holder is the sender: only a holder speaks for its pool."""
@@ -302,6 +397,7 @@ class DirectoryShard:
     def _end(self, holder: int, now: float) -> None:
         """Stop serving a holder now; its keys are swept later, a few at a time."""
         held = self._held.pop(holder)
+        self._behind.pop(holder, None)
         self._serving.pop(holder, None)
         self._count -= held.content.count
         self._tell_count()
@@ -362,6 +458,17 @@ class DirectoryShard:
     def _tell_count(self) -> None:
         if self.metrics is not None:
             self.metrics.directory_records.set(self._count)
+
+
+def _is_false_number(held: Holdings, number: int, now: float) -> bool:
+    """Return whether a holder whose summary has this lower number never sent the number held.
+
+    Another process may have sent it in the holder's name: a stream must not end by that.
+    """
+    if held.number - number > STREAM_GAP_MAX:
+        return True
+    held.late_since = min(held.late_since, now)
+    return now - held.late_since >= STREAM_LATE_S
 
 
 def _items(message: StreamMessage) -> int:

@@ -7,6 +7,8 @@ to let go of one list.
 
 from __future__ import annotations
 
+import math
+
 import attrs
 
 from peercache.model import records
@@ -16,16 +18,22 @@ Parts = list[dict[bytes, bytes]]
 """For each bucket, the packed record of each key."""
 
 
+NAME_BYTES = 40
+"""The first bytes of a record: key, holder, offset and generation. They name one commit."""
+
+
 @attrs.define(eq=False)
 class Holdings:
     """The records of one holder.
 
     number:  the number of the last message of the stream that was applied.
+    late_since: since when all summaries have had lower numbers; inf if the last one had not.
     parts:   the records by bucket, by key.
     content: count and digests of them, for comparison with the holder's own.
     """
 
     number: int = 0
+    late_since: float = math.inf
     parts: Parts = attrs.field(factory=lambda: [{} for _ in range(BUCKETS)])
     content: Content = attrs.field(factory=Content)
 
@@ -67,15 +75,11 @@ class Holdings:
         self._flip(flipped, -len(gone))
         return gone
 
-    def drop_equal(self, record: bytes) -> list[bytes]:
-        """Let go of this very record, if it is the one in force; return its key if it went."""
+    def has(self, record: bytes) -> bool:
+        """Return whether this very record is in force: its key, place and generation."""
         key = record[:16]
-        part = self.parts[key[0]]
-        held = part.get(key)
-        if held is None or _generation(held) != _generation(record):
-            return []
-        self._flip([part.pop(key)], -1)
-        return [key]
+        held = self.parts[key[0]].get(key)
+        return held is not None and held[:NAME_BYTES] == record[:NAME_BYTES]
 
     def replace(self, buckets: bytes, packed: bytes) -> tuple[list[bytes], list[bytes]]:
         """Make these records the whole of these buckets; return the keys new here, and those gone.

@@ -365,5 +365,7 @@ def _removed_from(index: DiskIndex, message: Remove | Clear) -> Gone:
     """End the entries that a removal names, those that are being written included."""
     if isinstance(message, Clear):
         return index.remove(index.of_namespaces([message.namespace]))
-    named = index.live(message.keys)
-    return index.remove(np.unique(named[named >= 0]))
+    named = np.unique(index.live(message.keys))
+    named = named[named >= 0]
+    is_theirs = index.rows(named)["namespace"] == np.uint64(message.namespace)
+    return index.remove(named[is_theirs])

@@ -79,7 +79,8 @@ class PendingRemovals:
 class EarlyRemovals:
     """The removals from before the disk is open; none once it is, or has ended."""
 
-    _keys: bytearray = attrs.field(factory=bytearray)
+    _keys: dict[int, bytearray] = attrs.field(factory=dict)
+    _keys_bytes: int = 0
     _namespaces: dict[int, None] = attrs.field(factory=dict)
     _is_over: bool = False
 
@@ -88,19 +89,26 @@ class EarlyRemovals:
         if self._is_over:
             return
         if isinstance(message, Remove):
-            self._keys += message.keys[: KEYS_MAX * KEY_BYTES - len(self._keys)]
+            keys = message.keys[: KEYS_MAX * KEY_BYTES - self._keys_bytes]
+            if keys:
+                self._keys.setdefault(message.namespace, bytearray()).extend(keys)
+                self._keys_bytes += len(keys)
         elif len(self._namespaces) < NAMESPACES_MAX:
             self._namespaces[message.namespace] = None
 
     def take(self, index: DiskIndex) -> Gone:
         """End the entries of an index that was just loaded."""
-        written = index.find(bytes(self._keys))
-        cleared = index.of_namespaces(list(self._namespaces))
+        gone = [index.of_namespaces(list(self._namespaces))]
+        for namespace, keys in self._keys.items():
+            written = index.find(bytes(keys))
+            written = written[written >= 0]
+            gone.append(written[index.rows(written)["namespace"] == np.uint64(namespace)])
         self.stop()
-        return index.remove(np.unique(np.concatenate([written[written >= 0], cleared])))
+        return index.remove(np.unique(np.concatenate(gone)))
 
     def stop(self) -> None:
         """Keep nothing from now on."""
         self._is_over = True
-        self._keys = bytearray()
+        self._keys.clear()
+        self._keys_bytes = 0
         self._namespaces.clear()

@@ -1,14 +1,18 @@
 """Membership: which nodes are in the cluster, by their own messages and by their silence.
 
 Owns    this node's view, its own entry in it, and the failure detector's clocks.
-Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; a tick four times a heartbeat.
+Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; PeerAnswered from the node; a tick
+        four times a heartbeat.
 Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
-        ViewShared in answer; ViewChanged to ring and directory, Republish to the publisher.
+        ViewShared in answer, ViewShared to candidates; ViewChanged to ring and directory, Republish
+        to the publisher.
 Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that says
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
         each by its own clock. A member heard lately is not dead, whatever other nodes say: they
         tell it, so that it can refute. A dead incarnation comes back only by its own counter.
-Limits  MEMBERS_MAX entries of a view; the limits of `tombstones` and `reconnect`;
+        A node becomes a member when it has answered at its own address; what others say of it
+        before is an address to try. Only masters are believed about others.
+Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `tombstones` and `reconnect`;
         SHARES_PER_BEAT views a peer and heartbeat, LEAVE_MAX goodbyes.
 """
 
@@ -27,16 +31,24 @@ from peercache.actors.effects import (
     SendTo,
     TellDirectory,
     TellPublisher,
+    TellRemoval,
     TellRing,
 )
-from peercache.actors.mailboxes import MembershipHears, Republish, ViewChanged
+from peercache.actors.mailboxes import MembershipHears, PeerAnswered, Republish, ViewChanged
+from peercache.actors.membership.candidates import Candidates
 from peercache.actors.membership.failure_detector import FailureDetector
 from peercache.actors.membership.reconnect import Reconnect
 from peercache.actors.membership.tombstones import Tombstones
-from peercache.actors.membership.view_merge import introduced, judge_view, speaks_for_itself
+from peercache.actors.membership.view_merge import (
+    COUNTER_JUMP_MAX,
+    introduced,
+    judge_view,
+    speaks_for_itself,
+)
+from peercache.actors.membership.view_parts import parts_of
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
-from peercache.model.view import COUNTER_MAX, MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
+from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
 
@@ -52,6 +64,12 @@ SHARES_PER_BEAT = 4
 
 LEAVE_MAX = 256
 """Goodbyes said when leaving, masters first; the other nodes hear it from a master."""
+
+WANTING_MAX = 1024
+"""Newcomers remembered that asked for the view: they get it when they have answered."""
+
+CLAIMED_MAX = 1024
+"""Nodes remembered that others hold alive and that have not answered this one."""
 
 REPUBLISH_GAP_S = 30.0
 """Least time between two Republish: a peer that loses this node again and again floods no node."""
@@ -93,6 +111,11 @@ class Membership:
             longest_s=min(DIAL_MAX_S, 3 * heartbeat_s),
             rng=rng,
         )
+        self._candidates = Candidates(rng=rng)
+        self._heads = frozenset(discovery_addr)
+        self._wants_view: dict[int, None] = {}
+        # Nodes that members hold alive and this one does not know: since when, and until when.
+        self._claimed: dict[int, tuple[float, float]] = {}
         self._view = View.of([me])
         self._masters: tuple[Member, ...] = (me,)
         self._detector = FailureDetector()
@@ -102,6 +125,8 @@ class Membership:
         self._reached: frozenset[str] = frozenset()
         self._ranks: frozenset[int] = frozenset()
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
+        # When another node last showed that this one is a member for it.
+        self._held_at = -math.inf
         self._republish_owed = False
         self._republish_from = -math.inf
 
@@ -115,6 +140,14 @@ class Membership:
         """The entry of this node, with the counter that it has reached."""
         return self._me
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether a live member has shown lately that this node is one for it too.
+
+        A node may know members that never reached it: those do not hold it for one.
+        """
+        return len(self._view.live()) > 1 and self._ran_at - self._held_at < self._dead_s
+
     def member(self, incarnation: int) -> Member | None:
         """Return the entry of an incarnation, in whatever state, or None."""
         return self._view.get(incarnation)
@@ -122,6 +155,10 @@ class Membership:
     def masters(self) -> tuple[Member, ...]:
         """Return the active masters, in their order."""
         return self._masters
+
+    def dialled(self) -> frozenset[str]:
+        """Return the addresses at which this node looks for members now."""
+        return self._candidates.dialled
 
     def start(self, now: float) -> list[Effect]:
         """Tell the other actors that this node is alone, and dial every discovery address."""
@@ -141,6 +178,16 @@ class Membership:
         told = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
         return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
 
+    def move(self, now: float, *, control: str, data: str, head_rank: int) -> list[Effect]:
+        """Tell the others another address, or head rank, of this node."""
+        if self._me.state == LEFT:
+            return []
+        self._me = attrs.evolve(
+            self._me, counter=self._me.counter + 1, control=control, data=data, head_rank=head_rank
+        )
+        self._reconnect.is_own(control, head_rank)
+        return [*self._merge([self._me], now), *self._beat(now), *self._join_heads()]
+
     def on_message(self, sender: Origin, message: MembershipHears, now: float) -> list[Effect]:
         """Take a message of a node, or the ViewAsked of a client."""
         if self._me.state == LEFT or sender.identity == self._me.incarnation:
@@ -155,10 +202,10 @@ class Membership:
                 return self._on_seen(sender, digest, now)
             case ViewShared(_, members):
                 return self._on_view(sender, members, now)
-            case ViewAsked(request, digest):
-                same = digest == self._view.digest()
-                answer = ViewShared(request, () if same else self._view.members())
-                return [Send(_way_back(sender), answer)]
+            case ViewAsked():
+                return [Send(_way_back(sender), self._part(message))]
+            case PeerAnswered(address, member):
+                return self._on_answered(address, member, now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -169,11 +216,16 @@ class Membership:
         self._turn_at = now + self._turn_s
         effects = [*self._judge(now), *self._forget(now)]
         if now >= self._shares_until:
+            self._claimed = {
+                incarnation: (since, last)
+                for incarnation, (since, last) in self._claimed.items()
+                if now - last < self._dead_s and incarnation not in self._view
+            }
             self._shares.clear()
             self._shares_until = now + self._heartbeat_s
         if now >= self._beat_at:
             effects += self._beat(now)
-        return [*effects, *self._dial(now), *self._republish(now)]
+        return [*effects, *self._dial(now), *self._try_candidates(now), *self._republish(now)]
 
     def deadline(self) -> float:
         """Return when the next turn is due."""
@@ -194,6 +246,10 @@ class Membership:
     def _on_join(self, sender: Origin, member: Member, now: float) -> list[Effect]:
         if not speaks_for_itself(sender.identity, member):
             return []
+        if self._is_new(member):
+            if len(self._wants_view) < WANTING_MAX:
+                self._wants_view[member.incarnation] = None
+            return self._look_for([member.control], sender.identity, now)
         effects = self._meet(member, now)
         return [*effects, *self._share(sender)]
 
@@ -202,12 +258,49 @@ class Membership:
     ) -> list[Effect]:
         if not speaks_for_itself(sender.identity, member):
             return []
+        if self._is_new(member):
+            return self._look_for([member.control], sender.identity, now)
         effects = self._meet(member, now)
+        self._held_at = now
         own = self._view.digest()
         if digest != own:
             # Before the answer: by that digest the sender judges what this node still misses.
             effects += self._share(sender)
         return [*effects, Send(_way_back(sender), HeartbeatSeen(own))]
+
+    def _on_answered(self, address: str, member: Member, now: float) -> list[Effect]:
+        """Take a member that has answered at an address that this node dialled."""
+        self._candidates.answered(address)
+        incarnation = member.incarnation
+        if incarnation == self._me.incarnation or member.state != ALIVE:
+            return self._try_candidates(now)
+        if member.control != address and address not in self._heads:
+            # Only its own address shows that others reach it there.
+            if incarnation not in self._view:
+                self._candidates.name(member.control, incarnation, now)
+            return self._try_candidates(now)
+        wants_view = incarnation in self._wants_view
+        self._wants_view.pop(incarnation, None)
+        effects = self._meet(member, now)
+        known = self._view.get(incarnation)
+        if known is not None and (wants_view or not is_live(known)):
+            effects += self._share(Origin(incarnation))
+        return [*effects, *self._try_candidates(now)]
+
+    def _is_new(self, member: Member) -> bool:
+        """Return whether this node knows nothing of a member yet, not even its end."""
+        return member.incarnation not in self._view and not self._tombstones.holds(member)
+
+    def _look_for(self, addresses: list[str], source: int, now: float) -> list[Effect]:
+        """Try addresses that a peer has named, a few at a time."""
+        for address in addresses:
+            if address != self._me.control:
+                self._candidates.name(address, source, now)
+        return self._try_candidates(now)
+
+    def _try_candidates(self, now: float) -> list[Effect]:
+        me = ViewShared(0, (self._me,))
+        return [SendTo(address, me) for address in self._candidates.due(now)]
 
     def _meet(self, member: Member, now: float) -> list[Effect]:
         own = self._me.incarnation
@@ -220,14 +313,21 @@ class Membership:
         if sender.identity not in self._view:
             return []
         self._hear(sender.identity, now)
+        self._held_at = now
         # The sender's view came before this message, so a difference is what the sender lacks.
         return [] if digest == self._view.digest() else self._share(sender)
 
     def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
         theirs = {member.incarnation: member for member in members}
         before = self._view.get(sender.identity)
-        if before is None and sender.identity not in theirs:
-            return []
+        if before is None:
+            own = theirs.get(sender.identity)
+            if own is None or not speaks_for_itself(sender.identity, own):
+                return []
+            if self._is_new(own):
+                return self._look_for([own.control], sender.identity, now)
+            # It was dead, and this node has forgotten it: it can refute now.
+            return [*self._meet(own, now), *self._share(sender)]
         masters = {master.incarnation for master in self._masters}
         judged = judge_view(
             theirs,
@@ -236,9 +336,12 @@ class Membership:
             view=self._view,
             tombstones=self._tombstones,
             heard_lately=lambda one: self._detector.heard_within(one, now, self._suspect_s),
-            may_end=sender.identity in masters or self._me.incarnation in masters,
+            is_master=sender.identity in masters,
         )
-        refuted = self._refute(theirs.get(self._me.incarnation))
+        of_me = theirs.get(self._me.incarnation)
+        if of_me is not None and is_live(of_me):
+            self._held_at = now
+        refuted = self._refute(of_me)
         effects = self._merge([*judged.merged, self._me], now)
         self._hear(sender.identity, now)
         for entry in judged.doubted:
@@ -250,15 +353,33 @@ class Membership:
                 effects += self._share(sender, (self._me,))
         # After a partition each side has what the other lacks. Members that know each other need
         # no answer here: they learn the rest from the masters.
-        met = before is None or before.state in (DEAD, LEFT)
-        if met and self._view.adds_to(theirs):
+        if before.state in (DEAD, LEFT) and self._view.adds_to(theirs):
             effects += self._share(sender)
-        return effects
+        effects += self._contradict(sender, judged.unknown, now)
+        return [*effects, *self._look_for(judged.to_meet, sender.identity, now)]
+
+    def _contradict(self, sender: Origin, unknown: list[Member], now: float) -> list[Effect]:
+        """As a master, tell a member which of those that it holds alive have not answered for long.
+
+        It judges only the masters itself, and no master judges what it does not know.
+        """
+        if not any(master is self._me for master in self._masters):
+            return []
+        silent: list[Member] = []
+        for entry in unknown:
+            since, _ = self._claimed.get(entry.incarnation, (now, now))
+            if entry.incarnation in self._claimed or len(self._claimed) < CLAIMED_MAX:
+                self._claimed[entry.incarnation] = (since, now)
+            if now - since >= self._dead_s:
+                silent.append(attrs.evolve(entry, state=DEAD))
+        return self._share(sender, (self._me, *silent)) if silent else []
 
     def _refute(self, entry: Member | None) -> bool:
         """Raise this node's counter above an entry about it that would win against its own."""
-        if entry is None or not is_newer(entry, self._me) or entry.counter + 1 >= COUNTER_MAX:
+        if entry is None or not is_newer(entry, self._me):
             return False
+        if entry.counter > self._me.counter + COUNTER_JUMP_MAX:
+            return False  # No node believes it.
         self._me = attrs.evolve(self._me, counter=entry.counter + 1)
         # Nodes that held this node dead have dropped its records.
         self._republish_owed = self._republish_owed or not is_live(entry)
@@ -270,6 +391,7 @@ class Membership:
         """Start every clock anew if this process was stopped: it heard no member meanwhile."""
         if now - self._ran_at > self._turn_s + self._heartbeat_s:
             self._detector.restart_all(now)
+            self._held_at += now - self._ran_at
         self._ran_at = now
 
     def _judge(self, now: float) -> list[Effect]:
@@ -302,6 +424,9 @@ class Membership:
     def _dial(self, now: float) -> list[Effect]:
         due = self._reconnect.due(now, reached=self._reached, ranks=self._ranks)
         return [SendTo(address, Join(self._me)) for address in due]
+
+    def _join_heads(self) -> list[Effect]:
+        return [SendTo(address, Join(self._me)) for address in self._reconnect.heads()]
 
     def _republish(self, now: float) -> list[Effect]:
         if not self._republish_owed or now < self._republish_from:
@@ -362,13 +487,31 @@ class Membership:
         if member is not None and is_live(member):
             self._detector.heard(incarnation, now)
 
+    def _part(self, asked: ViewAsked) -> ViewShared:
+        """Return the part of the view that a client asks for."""
+        if not asked.after and asked.digest == self._view.digest():
+            return ViewShared(asked.request, ())
+        left = [member for member in self._view.live() if member.incarnation > asked.after]
+        parts = parts_of(left)
+        return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
+
     def _share(self, to: Origin, members: tuple[Member, ...] = ()) -> list[Effect]:
         """Send these entries, or all, unless this peer has got SHARES_PER_BEAT already."""
         sent = self._shares.get(to.identity, 0)
         if sent >= SHARES_PER_BEAT or len(self._shares) >= MEMBERS_MAX:
             return []
         self._shares[to.identity] = sent + 1
-        return [Send(_way_back(to), ViewShared(0, members or self._view.members()))]
+        told = members or self._view.members()
+        parts = parts_of(told)
+        if len(parts) > 1:
+            # Entries of one address stand together, so that a successor is seen with its
+            # predecessor. And each part has this node's own: it says whose the others are.
+            others = sorted(
+                (member for member in told if member is not self._me),
+                key=lambda member: (member.control, member.incarnation),
+            )
+            parts = [(self._me, *part) for part in parts_of(others)]
+        return [Send(_way_back(to), ViewShared(0, part)) for part in parts]
 
     def _announce(self) -> list[Effect]:
         members = self._view.members()
@@ -377,7 +520,7 @@ class Membership:
                 count = sum(member.state == state for member in members)
                 self._metrics.members.labels(state=name).set(count)
         changed = ViewChanged(members)
-        return [TellRing(changed), TellDirectory(changed)]
+        return [TellRing(changed), TellDirectory(changed), TellRemoval(changed)]
 
 
 def _way_back(sender: Origin) -> int | Origin:

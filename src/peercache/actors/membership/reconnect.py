@@ -1,8 +1,8 @@
 """Reconnect: which addresses to redial, and when. Pure.
 
-A node redials two kinds of addresses as long as no live member is known there: those of
-`discovery_addr`, and those of members that were lost without a goodbye. It redials without end,
-because a partition has no longest time, and with back-off, because most lost members never return.
+A node redials two kinds of addresses as long as no live member is known there. Those of
+`discovery_addr` it redials without end, because a partition has no longest time. Those of members
+that were lost without a goodbye it redials for LOST_S: later another cluster may have the address.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import attrs
 LOST_MAX = 256
 """Lost addresses remembered. One that answers is enough to heal: it knows the other members."""
 
+LOST_S = 600.0
+"""How long a lost address is redialled. Two sides of a longer partition find each other by
+`discovery_addr`."""
+
 REDIALS_PER_TURN = 2
 """Lost addresses redialled at one time: a thousand nodes that lost a thousand do not flood."""
 
@@ -28,6 +32,7 @@ and its number). It is redialled now and then all the same, for lists that diffe
 class _Redial:
     at: float
     delay_s: float
+    until: float = math.inf
 
 
 class Reconnect:
@@ -53,15 +58,26 @@ class Reconnect:
         """Return the number of lost addresses."""
         return len(self._lost)
 
+    def heads(self) -> tuple[str, ...]:
+        """Return the discovery addresses that are not this node's own."""
+        return tuple(self._heads)
+
+    def is_own(self, control: str, head_rank: int) -> None:
+        """Dial this address no longer, nor the head of this rank: they are this node's."""
+        for address, rank in self._discovery.items():
+            if address == control or rank == head_rank:
+                self._heads.pop(address, None)
+        self._lost.pop(control, None)
+
     def lost(self, address: str, now: float) -> None:
-        """Redial this address until `found`; the address lost longest makes room."""
+        """Redial this address until `found`, for LOST_S; the one lost longest makes room."""
         if address in self._heads or address in self._lost:
             return
         if len(self._lost) >= LOST_MAX:
             del self._lost[next(iter(self._lost))]
         # All nodes notice the same loss at about the same time.
         at = now + self._rng.uniform(0.0, self._first_s)
-        self._lost[address] = _Redial(at, self._first_s)
+        self._lost[address] = _Redial(at, self._first_s, now + LOST_S)
 
     def found(self, address: str) -> None:
         """Redial this address no longer: a live member is there, or the member said goodbye."""
@@ -86,6 +102,8 @@ class Reconnect:
             if redial.at <= now:
                 self._plan(redial, now, longest_s)
                 dialled.append(address)
+        for address in [one for one, redial in self._lost.items() if redial.until <= now]:
+            del self._lost[address]
         pending = sorted((redial.at, address) for address, redial in self._lost.items())
         for at, address in pending[:REDIALS_PER_TURN]:
             if at <= now:

@@ -17,14 +17,25 @@ from peercache.actors.membership.tombstones import Tombstones
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import View, is_live, is_newer
 
+COUNTER_JUMP_MAX = 2**16
+"""How far a member's counter may be ahead in another node's view: further than a member refutes
+while two sides do not hear each other. A counter at the end of its range could not be refuted."""
+
 
 @final
 @attrs.frozen
 class JudgedView:
-    """merged: entries to merge. doubted: DEAD or SUSPECT entries of members heard lately."""
+    """What follows from a view.
+
+    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members heard lately.
+    to_meet: addresses at which members may be that this node does not know, or holds dead.
+    unknown: the entries among them that this node does not know at all.
+    """
 
     merged: list[Member]
     doubted: list[Member]
+    to_meet: list[str]
+    unknown: list[Member]
 
 
 def speaks_for_itself(sender: int, member: Member) -> bool:
@@ -56,15 +67,15 @@ def judge_view(
     view: View,
     tombstones: Tombstones,
     heard_lately: Callable[[int], bool],
-    may_end: bool,
+    is_master: bool,
 ) -> JudgedView:
-    """Part the entries of `sender`'s view into those to merge and those to doubt.
+    """Part the entries of a known `sender`'s view: to merge, to doubt, and to look for.
 
     heard_lately: whether a message of the member itself came within suspect_s.
-    may_end:      whether the sender or this node is a master, so that DEAD counts.
+    is_master:    whether the sender is a master: what others say of third nodes is not believed.
     """
     holders = {member.control: member.incarnation for member in theirs.values() if is_live(member)}
-    judged = JudgedView([], [])
+    judged = JudgedView([], [], [], [])
     for incarnation, entry in theirs.items():
         mine = view.get(incarnation)
         if incarnation == me:
@@ -73,20 +84,19 @@ def judge_view(
             if speaks_for_itself(sender, entry):
                 judged.merged.extend(introduced(entry, me=me, view=view, tombstones=tombstones))
         elif mine is None:
-            if not tombstones.holds(entry):
-                judged.merged.append(entry)
-            elif is_live(entry):
-                # Gossip the member as DEAD, so that it can refute.
-                judged.merged.append(tombstones.as_dead(entry))
-        elif not is_newer(entry, mine):
+            if is_live(entry):
+                judged.to_meet.append(entry.control)
+                judged.unknown.append(entry)
+        elif not is_newer(entry, mine) or entry.counter > mine.counter + COUNTER_JUMP_MAX:
             continue
-        elif entry.state in (ALIVE, LEFT) or not is_live(mine):
-            judged.merged.append(entry)
-        elif heard_lately(incarnation) and holders.get(entry.control, incarnation) == incarnation:
+        elif entry.state in (SUSPECT, DEAD) and (
+            is_live(mine)
+            and heard_lately(incarnation)
+            and holders.get(entry.control, incarnation) == incarnation
+        ):
             judged.doubted.append(entry)
-        elif entry.state == DEAD and not may_end:
-            # Neither node judges this member; the masters will know.
-            judged.merged.append(attrs.evolve(entry, state=SUSPECT))
-        else:
+        elif is_master:
             judged.merged.append(entry)
+        elif is_live(entry) and not is_live(mine):
+            judged.to_meet.append(entry.control)
     return judged

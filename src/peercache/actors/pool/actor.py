@@ -17,7 +17,8 @@ Keeps   a record's word never moves; a byte under a committed record changes onl
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
         disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
         What was removed is not committed by a promote that was in flight.
-Limits  BATCH_PAGES_MAX pages a Reserve; `client_uncommitted_max` bytes a client may hold reserved.
+Limits  BATCH_PAGES_MAX pages a Reserve; `granting.Shares` of the pool for pages that are reserved
+        and not committed, and AHEAD_PART of it for slots ahead.
 
 The order of the effects is the promise: words go odd, then the records are withdrawn (or turned
 to ON_DISK, where the page is on disk), then the slots are granted.
@@ -65,6 +66,7 @@ from peercache.actors.pool.answers import asked_beside, committed, granted, refu
 from peercache.actors.pool.committing import commit_pages
 from peercache.actors.pool.figures import pool_figures, show_pool
 from peercache.actors.pool.granting import (
+    Shares,
     coldest_pages,
     granules_of,
     problem_of,
@@ -129,7 +131,7 @@ class Pool:
         """Start empty, over page memory whose generation table is all zeros.
 
         page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
-        client_uncommitted_max: bytes; 0 is half of page_bytes.
+        client_uncommitted_max: bytes; 0 is a writer's share of half of page_bytes.
         has_disk:     there are a disk actor and a promote actor beside this pool.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
@@ -137,7 +139,7 @@ class Pool:
         granules = page_bytes // granule
         self._granule = granule
         self._page_bytes = page_bytes
-        self._uncommitted_max = (client_uncommitted_max or page_bytes // 2) // granule
+        self._shares = Shares.of(granules=granules, client_max=client_uncommitted_max // granule)
         self._slots = SlotAllocator(granules=granules, usable=usable_bytes // granule)
         self.pages = self._pages = PageTable(
             incarnation=incarnation,
@@ -171,10 +173,11 @@ class Pool:
                 )
             case Touched(drops):
                 return self._touch(drops)
-            case Remove(_, keys):
-                named = dict.fromkeys(split_keys(keys))
-                return self._remove(sender, message, self._pages.of_keys(named))
-            case Clear(_, namespace):
+            case Remove(_, namespace, keys):
+                named = self._pages.of_keys(dict.fromkeys(split_keys(keys)))
+                pages = [page for page in named if page.namespace == namespace]
+                return self._remove(sender, message, pages)
+            case Clear(namespace=namespace):
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
@@ -269,8 +272,8 @@ class Pool:
             self._slots,
             states,
             granules,
-            uncommitted=self._reservations.granules_of(origin.identity),
-            uncommitted_max=self._uncommitted_max,
+            own=self._reservations.granules_of(origin.identity),
+            shares=self._shares if reserve.keys else None,
             untouched_since=untouched_since,
         )
         firsts = [slot.first for slot in slots if slot is not None]
@@ -401,12 +404,12 @@ class Pool:
     def _remove_in_promotes(self, message: Remove | Clear) -> None:
         """Note removed pages that the promote actor is loading: its Commit may still come."""
         for sequence, reservation in self._reservations.open_of(PROMOTER.identity):
-            keys = split_keys(reservation.keys)
-            if isinstance(message, Clear):
-                removed = keys if reservation.namespace == message.namespace else []
-            else:
+            removed = split_keys(reservation.keys)
+            if reservation.namespace != message.namespace:
+                removed = []
+            elif isinstance(message, Remove):
                 named = dict.fromkeys(split_keys(message.keys))
-                removed = [key for key in keys if key in named]
+                removed = [key for key in removed if key in named]
             if removed:
                 noted = self._removed_in_promotes.setdefault(sequence, {})
                 noted.update(dict.fromkeys(removed))

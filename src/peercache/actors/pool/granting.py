@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import final
+
+import attrs
 
 from peercache.actors.mailboxes import PagesStored
 from peercache.actors.pool.page_table import Page, PageTable
@@ -10,8 +13,8 @@ from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.keys import KEY_BYTES
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED, Reserve
 
-BATCH_PAGES_MAX = 16_384
-"""Pages of one Reserve: what a Put carries at most, and 50 ms of the pool's time."""
+BATCH_PAGES_MAX = 2048
+"""Pages of one Reserve: the Committed that ends it has 65 bytes a page, 130 KiB."""
 
 AHEAD_PART = 8
 """Slots may be reserved ahead in at most 1/8 of the pool, by all clients together: they are in use
@@ -21,19 +24,56 @@ COLDEST_MAX = 1024
 """Pages of one size that are looked at ahead of their eviction: a millisecond."""
 
 
+UNCOMMITTED_PART = 2
+"""The uncommitted pages of all writers together take at most 1/2 of the pool: writers that stop
+keep theirs for as long as they live."""
+
+
+@final
+@attrs.frozen
+class Shares:
+    """How many granules writers may hold uncommitted.
+
+    together_max: all of them; each_max: one of them, 0 for as many as are left of together_max.
+
+    Without `each_max` a writer's share is what it leaves to the others (the dynamic threshold of
+    shared buffers: Choudhury and Hahne, 1998): the first one may take half of what there is, a
+    second one half of the rest. So no number of writers that stop takes all of it.
+    """
+
+    together_max: int
+    each_max: int
+
+    @classmethod
+    def of(cls, *, granules: int, client_max: int) -> Shares:
+        """Divide a pool of so many granules. client_max: the setting, in granules."""
+        return cls(max(granules // UNCOMMITTED_PART, client_max), client_max)
+
+    def allow(self, size: int, *, own: int, together: int) -> bool:
+        """Return whether a writer may have one more page.
+
+        own, together: granules that this writer and all writers hold. One page is always allowed
+        while there is room for it, and any page to the only writer: else it could never be stored.
+        """
+        left = self.together_max - together - size
+        if not own:
+            return left >= 0 or not together
+        return left >= 0 and own + size <= (self.each_max or left)
+
+
 def take_slots(
     slots: SlotAllocator,
     states: bytearray,
     granules: list[int],
     *,
-    uncommitted: int,
-    uncommitted_max: int,
+    own: int,
+    shares: Shares | None,
     untouched_since: int,
 ) -> tuple[list[Slot | None], list[Slot]]:
     """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
 
-    granules:    of each page.
-    uncommitted: granules that this client has reserved already, of `uncommitted_max`.
+    granules: of each page; own: granules that this client has reserved already.
+    shares:   None for slots ahead, which have a bound of their own.
     """
     taken: list[Slot | None] = [None] * len(states)
     evicted: list[Slot] = []
@@ -43,20 +83,18 @@ def take_slots(
         if state != RESERVED:
             continue
         size = granules[index]
-        # One page is always allowed, or a large one could never be stored.
-        over = uncommitted and uncommitted + size > uncommitted_max
         # A size without room stays so for the rest of the batch: looking again is slow.
-        slot = (
-            None
-            if over or size in full
-            else take(size, untouched_since=untouched_since, evicted=evicted)
-        )
+        slot = None
+        if size not in full and (
+            shares is None or shares.allow(size, own=own, together=slots.reserved_granules)
+        ):
+            slot = take(size, untouched_since=untouched_since, evicted=evicted)
         if slot is None:
             states[index] = REFUSED_FULL
             full[size] = None
         else:
             taken[index] = slot
-            uncommitted += size
+            own += size
     return taken, evicted
 
 

@@ -25,6 +25,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY, split_keys
 from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.runs import U64
+from peercache.model.seal import SEAL, SPACE_MASK, Seals
 from peercache.wire.messages.pool import HERE, REFUSED_SIZE, REFUSED_TOO_LARGE, REPEATED, RESERVED
 
 _ONE: Final = np.uint64(1)
@@ -132,13 +133,13 @@ class PageTable:
         return added
 
     def publish(self, pages: Sequence[Page]) -> tuple[Records, StoreWords]:
-        """Return the records of pages just added, and the words that make them readable."""
+        """Return the records of pages just added, and the seals that make them readable."""
         records = self.records(pages)
         indices = np.array([page.slot.first for page in pages], np.int64)
         assert (self._words[indices] & _ONE).all(), "a slot was written to under an even word"
         words = records["generation"].astype(np.uint64)
         self._words[indices] = words
-        return records, StoreWords(indices, words)
+        return records, StoreWords(indices, words, _seals_of(records, pages))
 
     def protect(self, slots: Sequence[int]) -> StoreWords | None:
         """Make the words of slots (by first granule) odd, so that their bytes may change."""
@@ -219,3 +220,12 @@ class PageTable:
         by_key, by_slot = len(self._by_key), len(self._by_slot)
         assert by_key == by_slot, f"{by_key} pages, {by_slot} slots with one"
         assert self.stored_bytes >= by_key, f"{by_key} pages of {self.stored_bytes} bytes"
+
+
+def _seals_of(records: Records, pages: Sequence[Page]) -> Seals:
+    """Return the seals of pages, which say of each slot what its record says."""
+    seals: Seals = np.empty(len(records), SEAL)
+    seals["word"], seals["key"] = records["generation"], records["key"]
+    tags = np.array([page.namespace for page in pages], np.uint64)
+    seals["space"], seals["length"] = tags & np.uint64(SPACE_MASK), records["length"]
+    return seals

@@ -40,8 +40,8 @@ from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote
 
 PATIENCE_MAX_S: Final = 60.0
 
-ASKED_MAX: Final = 16_384
-"""Pages of one question that are looked up: what a reader asks for, and a megabyte of answer."""
+ASKED_MAX: Final = 2048
+"""Pages of one question that are looked up: what a reader asks for, and 112 KiB of answer."""
 
 
 @final

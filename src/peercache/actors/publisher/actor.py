@@ -2,7 +2,7 @@
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
-        from membership; Acknowledged, SummaryMatches and SummaryDiffers, from owners.
+        from membership; Acknowledged, SummaryMatches, SummaryDiffers and Doubted, from owners.
 Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to the client of a commit.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it; a commit is answered
@@ -47,11 +47,19 @@ from peercache.actors.publisher.streams import (
     Sent,
 )
 from peercache.model.hash_ring import HashRing
-from peercache.model.records import BUCKETS, RECORD_BYTES, RECORDS_A_MESSAGE_MAX, Records, keys_of
+from peercache.model.records import (
+    BUCKETS,
+    RECORD_BYTES,
+    RECORDS_A_MESSAGE_MAX,
+    Records,
+    from_bytes,
+    keys_of,
+)
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
+    Doubted,
     Put,
     Repair,
     SummaryDiffers,
@@ -109,6 +117,8 @@ class Publisher:
                 return [*published, *self._drop(_newest(drops), now)]
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._hear_owner(sender.identity, message, now)
+            case Doubted(doubted):
+                return self._withdraw_stale(sender.identity, from_bytes(doubted), now)
             case RingChanged(ring):
                 return self._turn(ring, now)
             case Republish():
@@ -253,9 +263,9 @@ class Publisher:
         repairing = [s for s in self._streams.values() if s.repairing]
         while self._allowance > 0 and (repairing or len(self._queue)):
             for stream in repairing:
-                repair = stream.repair(self._slice(RECORDS_A_MESSAGE_MAX), now)
-                effects.append(self._send(stream, repair, now))
-                self._allowance -= 1 + len(repair.records) // RECORD_BYTES
+                for part in stream.repair(self._slice(RECORDS_A_MESSAGE_MAX), now):
+                    effects.append(self._send(stream, part, now))
+                    self._allowance -= 1 + len(part.records) // RECORD_BYTES
             repairing = [s for s in repairing if s.repairing]
             size = self._slice(HAND_OVER_ROWS_MAX)
             rows, self._queue = self._queue[:size], self._queue[size:]
@@ -330,6 +340,22 @@ class Publisher:
             effects += self._waiting.answer_if_done(sent.waiter)
             effects += self._settle(sent.rows, now)
         return effects
+
+    def _withdraw_stale(self, owner: int, doubted: Records, now: float) -> list[Effect]:
+        """Withdraw from an owner those of its doubted records that are not in force any more."""
+        stream = self._streams.get(owner)
+        doubted = doubted[doubted["holder"] == np.uint64(self.incarnation)]
+        if stream is None or not len(doubted):
+            return []
+        rows = self._table.find(keys_of(doubted))
+        in_force = self._table.records["generation"][rows]
+        stale = doubted[(rows < 0) | (in_force > doubted["generation"])]
+        if not len(stale):
+            return []
+        return [
+            self._send(stream, stream.withdraw(stale[part], now), now)
+            for part in _parts(np.arange(len(stale)))
+        ]
 
     def _repair(
         self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float

@@ -18,6 +18,7 @@ from peercache.model.records import (
     BUCKETS,
     DROP,
     RECORD,
+    RECORDS_A_MESSAGE_MAX,
     RESIDENT,
     Content,
     Records,
@@ -175,6 +176,13 @@ class OutgoingStream:
         self._await(Sent(now, NO_ROWS, np.empty(0, np.uint64)))
         return Delete(self.number, drops.tobytes())
 
+    def withdraw(self, stale: Records, now: float) -> Delete:
+        """Withdraw records that are in the books no more, should the owner hold them still."""
+        drops = np.empty(len(stale), DROP)
+        drops["key"], drops["generation"] = stale["key"], stale["generation"]
+        self._await(Sent(now, NO_ROWS, np.empty(0, np.uint64)))
+        return Delete(self.number, drops.tobytes())
+
     def retract(self, rows: Rows) -> None:
         """Take rows out of the books before their records change; a message must follow."""
         self.content.flip(self.table.buckets[rows], self.table.digests[rows])
@@ -229,8 +237,12 @@ class OutgoingStream:
         self.repairing = bool(self._differing.any())
         return bool(differing.any())
 
-    def repair(self, records_max: int, now: float) -> Repair:
-        """Send anew the first of the differing buckets: at least one, and about `records_max`."""
+    def repair(self, records_max: int, now: float) -> list[Repair | Put]:
+        """Send anew the first of the differing buckets: at least one, and about `records_max`.
+
+        A bucket with more records than a message may have is replaced by the first of them, and the
+        others are put at once after that.
+        """
         held = np.flatnonzero(self._states())
         counts = np.bincount(self.table.buckets[held], minlength=BUCKETS)
         due = np.flatnonzero(self._differing)
@@ -242,9 +254,12 @@ class OutgoingStream:
         named[due] = True
         rows = held[named[self.table.buckets[held]]]
         self._state[rows] = SENT
-        records = self.table.records[rows]
-        self._await(Sent(now, rows, records["generation"], repairs=True))
-        return Repair(self.number, due.astype(np.uint8).tobytes(), records.tobytes())
+        first, rest = rows[:RECORDS_A_MESSAGE_MAX], rows[RECORDS_A_MESSAGE_MAX:]
+        records = self.table.records[first]
+        self._await(Sent(now, first, records["generation"], repairs=True))
+        repair = Repair(self.number, due.astype(np.uint8).tobytes(), records.tobytes())
+        cuts = range(0, len(rest), RECORDS_A_MESSAGE_MAX)
+        return [repair, *(self.put(rest[at : at + RECORDS_A_MESSAGE_MAX], now) for at in cuts)]
 
     def restart(self) -> Rows:
         """Begin anew at an owner that holds nothing of this node; return the rows to put."""

@@ -2,13 +2,15 @@
 
 Owns    the list of channels of each client, and the time of the client's last message about them.
         The queue pairs live behind a port (`actors.rdma_port`): real devices, or a fake in tests.
-Hears   OpenChannel and ChannelsHeld of clients; PoolGrew of the node; RdmaServes, RdmaAbsent and
-        PairOpened of the port.
+Hears   OpenChannel and ChannelsHeld of clients; ClientsConnected and PoolGrew of the node;
+        RdmaServes, RdmaAbsent and PairOpened of the port.
 Says    OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
 Keeps   the port has a queue pair for each listed channel that was answered, and for no other.
         A channel is dropped when its client does not list it any more. All channels of a client are
-        dropped when it is silent for SILENT_S: a node cannot see one-sided READs, so only messages
-        count. A refusal has its reason.
+        dropped when it has no admitted connection for LEFT_S: it exited, or its certificate was
+        revoked, and a queue pair is no right that outlives the session. They are dropped when it is
+        silent for SILENT_S, too: a node cannot see one-sided READs, so only messages count. A
+        refusal has its reason.
 Limits  channels_a_client_max and CHANNELS_MAX queue pairs; PENDING_MAX OpenPair without an answer.
 """
 
@@ -20,7 +22,7 @@ import attrs
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import PoolGrew, RdmaHears
+from peercache.actors.mailboxes import ClientsConnected, PoolGrew, RdmaHears
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import (
     DropPair,
@@ -47,6 +49,10 @@ for a hundred thousand, each some kilobytes of kernel memory."""
 SILENT_S = 65.0
 """A client lists its channels every 20 s; three lost lists in a row are not enough to drop them."""
 
+LEFT_S = 5.0
+"""How long the queue pairs of a client outlive its last connection: a connection that broke is made
+again within a second or two, and reads go on meanwhile."""
+
 PENDING_MAX = 256
 """OpenPair without an answer: a quarter of a second of work. The actor refuses more questions,
 because the port drops no effect."""
@@ -57,6 +63,7 @@ class _Client:
     """channels: by the client's number, oldest first."""
 
     heard_at: float
+    connected_at: float
     channels: dict[int, None] = attrs.field(factory=dict)
 
 
@@ -78,6 +85,8 @@ class RdmaActor:
             return self._open(sender, message, now)
         if isinstance(message, ChannelsHeld):
             return self._hold(sender.identity, message, now)
+        if isinstance(message, ClientsConnected):
+            return self._leave(message.clients, now)
         if isinstance(message, PairOpened):
             return self._answer(message)
         if isinstance(message, PoolGrew):
@@ -171,9 +180,19 @@ class RdmaActor:
         ]
         return self._drop(identity, gone)
 
+    def _leave(self, connected: frozenset[int], now: float) -> list[Effect]:
+        """Drop the channels of the clients that have had no connection for too long."""
+        effects: list[Effect] = []
+        for identity, client in list(self._clients.items()):
+            if identity in connected:
+                client.connected_at = now
+            elif client.connected_at + LEFT_S <= now:
+                effects += self._drop(identity, list(client.channels))
+        return effects
+
     def _heard(self, identity: int, now: float) -> _Client:
-        client = self._clients.pop(identity, None) or _Client(now)
-        client.heard_at = now
+        client = self._clients.pop(identity, None) or _Client(now, now)
+        client.heard_at = client.connected_at = now
         self._clients[identity] = client
         return client
 

@@ -91,6 +91,7 @@ def bench() -> None:
 @click.option("--fabric", type=click.Choice(["shm", "tcp"]), default="shm", show_default=True)
 @sizes(WORKING_SET_BYTES)
 @seconds("each measurement")
+@click.option("--tls", is_flag=True, help="Measure get over TLS too, beside bare OpenSSL.")
 @json_option
 @click.option(
     "--plot",
@@ -105,6 +106,7 @@ def local(
     seconds: float,
     plot: str | None,
     *,
+    tls: bool,
     as_json: bool,
 ) -> int:
     """Measure nodes and an engine as processes on this machine."""
@@ -112,6 +114,8 @@ def local(
     from peercache.cli.bench import report  # noqa: PLC0415 - heavy
     from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
 
+    if tls and fabric != "tcp":
+        raise ConfigError("tls", "goes with --fabric tcp: shared memory is not encrypted")
     if plot:
         if not plot.endswith(".png"):
             raise ConfigError("plot", f"{plot}: wants a name that ends in .png")
@@ -119,7 +123,7 @@ def local(
     results = []
     for size in PLOT_PAGE_BYTES if plot else (page_bytes,):
         work = _working_set(size, batch, pages, WORKING_SET_BYTES)
-        figures = measuring.run_local(measuring.Plan(fabric, work, seconds), tell)
+        figures = measuring.run_local(measuring.Plan(fabric, work, seconds, tls), tell)
         results.append((size, figures))
         if as_json:
             print_json({"page_bytes": size, **figures})

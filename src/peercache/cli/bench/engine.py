@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache.cli.bench import limits
+from peercache.cli.bench import limits, secured
 from peercache.client.client import Client
 from peercache.errors import PeerCacheError, PeerUnreachable
 from peercache.model.runs import PageRuns
@@ -104,6 +104,10 @@ class Engine:
     def send_stream(self, port: int) -> None:
         """Feed a raw tcp stream."""
         limits.send_stream(port, self.source, self.work.page_bytes)
+
+    def send_tls_stream(self, port: int, settings: dict[str, str]) -> None:
+        """Feed an encrypted stream, in which PeerCache has no part."""
+        secured.send_stream(port, self.source, self.work.page_bytes, settings)
 
     def stream(self, *, seconds: float) -> None:
         """Load the machine with a raw tcp stream, in which PeerCache has no part."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from peercache.cli.bench.engine import Engine, WorkingSet
 
-SHARED = {"cluster": "peercache-bench", "op_timeout_s": 30.0}
+SHARED = {"insecure": "peercache-bench", "op_timeout_s": 30.0}
+"""The pages are computed from their numbers, so nothing is told by serving them to every host."""
 
 
 def serve(work: WorkingSet, settings: dict[str, Any]) -> None:
@@ -37,7 +38,7 @@ def serve(work: WorkingSet, settings: dict[str, Any]) -> None:
 def drive(work: WorkingSet, settings: dict[str, Any], seconds: float) -> dict[str, float]:
     """Read the working set that the other host serves; return the figures."""
     engine = Engine(work)
-    defaults = {"pool_size": 64 * 2**20, "listen": "0.0.0.0:0", "exists_timeout_s": 2.0}
+    defaults = {"pool_size": 64 * 2**20, "listen": ":0", "exists_timeout_s": 2.0}
     try:
         engine.open("drive", {**SHARED, **defaults, **settings})
         client, target = engine.clients["drive"], engine.target

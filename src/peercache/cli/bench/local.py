@@ -16,6 +16,7 @@ import numpy as np
 
 from peercache.cli.bench import limits
 from peercache.cli.bench.engine import EngineProcess, WorkingSet
+from peercache.cli.bench.secured import Secured, receive_stream
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
 from peercache.client.client import Client
 from peercache.client.home import POPULATING
@@ -37,11 +38,12 @@ SMALL_POOL_BYTES = 64 * 2**20
 
 @attrs.frozen
 class Plan:
-    """What is measured, over which fabric, and for how long each time."""
+    """What is measured, over which fabric, for how long each time; tls: and what TLS costs."""
 
     fabric: str
     work: WorkingSet
     seconds: float
+    tls: bool = False
 
 
 def run_local(plan: Plan, progress: Callable[[str], None]) -> dict[str, float]:
@@ -52,7 +54,10 @@ def run_local(plan: Plan, progress: Callable[[str], None]) -> dict[str, float]:
     with NodeProcesses() as processes:
         nodes = processes.cluster(cluster, pools)
         with EngineProcess(plan.work) as engine:
-            return _Measuring(plan, cluster, nodes, engine, progress).run()
+            measuring = _Measuring(plan, cluster, nodes, engine, progress)
+            if plan.tls:
+                measuring.add_tls(processes)
+            return measuring.run()
 
 
 class _Measuring:
@@ -70,14 +75,28 @@ class _Measuring:
         self._engine, self._progress = engine, progress
         self._samples: dict[str, list[float]] = {}
         self._wrong_bytes = 0.0
+        self._secured: Secured | None = None
+        self._pair: tuple[dict[str, str], dict[str, str]] = ({}, {})
+
+    def add_tls(self, processes: NodeProcesses) -> None:
+        """Start a second cluster of two nodes, with certificates."""
+        secured = self._secured = Secured(processes.folder / "certificates", f"{self._cluster}-tls")
+        self._pair = secured.pair()
+        pools = {"tls-a": 2 * self._plan.work.total_bytes, "tls-b": SMALL_POOL_BYTES}
+        more = {name: secured.node(name) for name in pools}
+        self._nodes.update(processes.cluster(secured.cluster, pools, more))
 
     def run(self) -> dict[str, float]:
         """Measure in rounds; return medians."""
         self._open_clients()
+        if self._secured is not None:
+            self._open_tls_clients(self._secured)
         for number in range(ROUNDS):
             self._progress(f"round {number + 1} of {ROUNDS}")
             for busy in (False, True):
                 self._set_and_get(busy=busy)
+                if self._secured is not None:
+                    self._get_with_tls(busy=busy)
             self._engine.do("busy", on=False)
             self._control()
         figures = {name: statistics.median(values) for name, values in self._samples.items()}
@@ -102,14 +121,37 @@ class _Measuring:
             self._engine.do("open", name=name, settings=self._settings(node, **more))
         with Client.open(**self._settings("a")) as client:
             until = time.monotonic() + READY_TIMEOUT_S
-            while client.stats().get("home_members_alive") != len(self._nodes):
+            members = sum(not name.startswith("tls-") for name in self._nodes)
+            while client.stats().get("home_members_alive") != members:
                 if time.monotonic() > until:
-                    raise PeerCacheError(f"node a does not see {len(self._nodes)} members")
+                    raise PeerCacheError(f"node a does not see {members} members")
                 time.sleep(0.05)
         # The first pass over fresh memory measures the kernel's zeroing.
         self._engine.do("copy")
         self._engine.do("store", client="writer")
         self._engine.do("set", client="full", seconds=0.0, clear=False)
+
+    def _open_tls_clients(self, secured: Secured) -> None:
+        for name, node, more in (
+            ("tls-writer", "tls-a", {}),
+            ("tls-reader", "tls-b", {}),
+            ("tls-cold", "tls-b", {"location_cache_entries": 0}),
+        ):
+            settings = {**self._settings(node, **more), "cluster": secured.cluster}
+            self._engine.do("open", name=name, settings={**settings, **secured.client(name)})
+
+    def _get_with_tls(self, *, busy: bool) -> None:
+        """Measure a get over TLS right after the one in clear text, and the bare pair."""
+        do, seconds = self._engine.do, self._plan.seconds
+        suffix = "_busy" if busy else ""
+        do("store", client="tls-writer")
+        read = do("get", client="tls-reader", seconds=seconds)
+        self._sample(f"tls_get{suffix}_gb_s", read["gb_s"])
+        self._sample("misses", read["missed"])
+        self._wrong_bytes += read["wrong_bytes"]
+        if not busy:
+            self._sample("limit_tls_gb_s", self._tls_stream_gb_s())
+            self._sample("tls_exists_cold_us", do("exists", client="tls-cold")["us"])
 
     def _set_and_get(self, *, busy: bool) -> None:
         """Measure set and get, with a busy Python thread in the engine or without."""
@@ -157,6 +199,17 @@ class _Measuring:
             sender.join()
         return rate
 
+    def _tls_stream_gb_s(self) -> float:
+        """Receive the engine's working set over a bare pair of OpenSSL."""
+        target = np.ones(self._plan.work.total_bytes, np.uint8)
+        sender, receiver = self._pair
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            sending = self._in_thread("send_tls_stream", port=port, settings=sender)
+            rate = receive_stream(listener, target, self._plan.work.page_bytes, receiver)
+            sending.join()
+        return rate
+
     def _control_p99_ms(self, action: str, **arguments: Any) -> float:
         """Ask node a while the engine is busy with something; return the p99 of its answers."""
         times: list[float] = []
@@ -181,6 +234,15 @@ def _with_ratios(fabric: str, figures: dict[str, float]) -> dict[str, float]:
     figures["get_busy_ratio"] = figures["get_busy_gb_s"] / reading
     for name in ("set", "set_busy", "set_full"):
         figures[f"{name}_ratio"] = figures[f"{name}_gb_s"] / copy
+    if "tls_get_gb_s" in figures:
+        figures["tls_get_ratio"] = figures["tls_get_gb_s"] / figures["limit_tls_gb_s"]
+        for name in ("get", "get_busy"):
+            figures[f"tls_{name}_plain_ratio"] = (
+                figures[f"tls_{name}_gb_s"] / figures[f"{name}_gb_s"]
+            )
+        figures["tls_exists_cold_plain_ratio"] = (
+            figures["tls_exists_cold_us"] / figures["exists_cold_us"]
+        )
     for name in ("exists_hot", "exists_cold"):
         figures[f"{name}_trips"] = figures[f"{name}_us"] / figures["limit_rtt_us"]
     return figures

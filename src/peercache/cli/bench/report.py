@@ -13,6 +13,8 @@ Figures = Mapping[str, float]
 _ROWS = (
     ("get", "get_gb_s", "GB/s", "get_ratio"),
     ("get, busy Python thread", "get_busy_gb_s", "GB/s", "get_busy_ratio"),
+    ("get, TLS", "tls_get_gb_s", "GB/s", "tls_get_ratio"),
+    ("get, TLS, busy Python thread", "tls_get_busy_gb_s", "GB/s", "tls_get_busy_plain_ratio"),
     ("set", "set_gb_s", "GB/s", "set_ratio"),
     ("set into a full pool", "set_full_gb_s", "GB/s", "set_full_ratio"),
     ("set, busy Python thread", "set_busy_gb_s", "GB/s", "set_busy_ratio"),
@@ -22,6 +24,7 @@ _ROWS = (
     ("the same beside a raw stream, p99", "limit_control_p99_ms", "ms", ""),
     ("limit: memory copy", "limit_copy_gb_s", "GB/s", ""),
     ("limit: one tcp stream", "limit_tcp_gb_s", "GB/s", ""),
+    ("limit: one stream of bare OpenSSL", "limit_tls_gb_s", "GB/s", ""),
     ("limit: nng round trip", "limit_rtt_us", "µs", ""),
 )
 

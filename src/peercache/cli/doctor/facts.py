@@ -85,6 +85,37 @@ class Speed:
     read_problem: str = ""
 
 
+@attrs.frozen
+class JoinFact:
+    """A node to join. identity: what its certificate says, "" if unknown.
+
+    problem: why it cannot be joined, "" if it can; is_silent: whether it gives no answer at all.
+    """
+
+    address: str
+    identity: str = ""
+    problem: str = ""
+    is_silent: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class TrustFact:
+    """How a node with these settings is protected.
+
+    insecure: the name of the trial, "" for none.
+    problem:  why its certificates cannot be used, "" if they can.
+    """
+
+    cluster: str = ""
+    insecure: str = ""
+    has_tls: bool = False
+    problem: str = ""
+    identity: str = ""
+    days_left: float = 0.0
+    revoked: int = 0
+    joins: tuple[JoinFact, ...] = ()
+
+
 @attrs.frozen(kw_only=True)
 class Facts:
     """A host, and the configuration that it is judged by."""
@@ -106,6 +137,7 @@ class Facts:
     nofile: int
     nofile_hard: int
     speed: Speed
+    trust: TrustFact = TrustFact()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from peercache.cli.doctor.facts import Facts, Memory, PortFact
 from peercache.cli.doctor.libraries import find_libraries
 from peercache.cli.doctor.speed import measure
+from peercache.cli.doctor.trust import look_at_trust
 from peercache.config.settings import Config
 from peercache.installation.distribution import version
 from peercache.memory.huge_pages import mounted, supplies
@@ -43,6 +44,7 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
         nofile=files[0],
         nofile_hard=files[1],
         speed=measure(config, chosen, is_quick=is_quick),
+        trust=look_at_trust(config),
     )
 
 

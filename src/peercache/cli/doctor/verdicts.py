@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from peercache.cli.doctor.facts import Facts, PortFact, packet_bytes
+from peercache.cli.doctor.facts import Facts, JoinFact, PortFact, TrustFact, packet_bytes
 from peercache.config.quantities import written_size
 from peercache.memory.huge_pages import SIZES, more
 from peercache.memory.layout import Layout
@@ -24,6 +24,9 @@ NOFILE_MIN = 4096
 MTU_MIN = 4200
 """An interface that carries less cuts READs into packets of 2048 bytes or 1024."""
 
+EXPIRY_DAYS = 14.0
+"""A certificate that ends sooner is renewed now."""
+
 GIB = 2**30
 
 
@@ -40,6 +43,7 @@ class Finding:
 def judge(facts: Facts) -> list[Finding]:
     """Return every verdict, in the order in which a person would look."""
     return [
+        *judge_trust(facts.trust),
         *_pool(facts),
         *_files(facts),
         *_devices(facts),
@@ -47,6 +51,49 @@ def judge(facts: Facts) -> list[Finding]:
         *_locking(facts),
         *_reads(facts),
     ]
+
+
+def judge_trust(trust: TrustFact) -> Iterator[Finding]:
+    """Yield how a node with these settings is protected."""
+    if trust.problem:
+        fix = "peercache certs show FILE  (of tls_cert), and the sentence above"
+        yield Finding(PROBLEM, "certificates", trust.problem, fix)
+    elif trust.insecure:
+        yield Finding(
+            ADVICE,
+            "certificates",
+            f"the trial {trust.insecure!r} has none: every process that connects may read every "
+            "page",
+            f"peercache certs init DIR --cluster {trust.insecure}, and tls_ca, tls_cert, tls_key",
+        )
+    elif not trust.has_tls:
+        yield Finding(GOOD, "certificates", "none: only processes of this host reach a node")
+    elif trust.days_left < EXPIRY_DAYS:
+        yield Finding(
+            ADVICE,
+            "certificates",
+            f"{trust.identity} expires in {trust.days_left:.1f} days",
+            "peercache certs issue DIR --renew  (with the flags of the first time)",
+        )
+    else:
+        text = f"{trust.identity}, for {trust.days_left:.0f} days; {trust.revoked} others revoked"
+        yield Finding(GOOD, "certificates", text)
+    for join in trust.joins:
+        yield _joined(join)
+
+
+def _joined(join: JoinFact) -> Finding:
+    if not join.problem:
+        return Finding(GOOD, "discovery", f"{join.address} is {join.identity}")
+    if join.is_silent:
+        text = f"{join.address}: {join.problem}"
+        return Finding(ADVICE, "discovery", text, "start that node, or open its port")
+    return Finding(
+        PROBLEM,
+        "discovery",
+        f"{join.address} and this host refuse each other: {join.problem}",
+        "the same ca.crt on both hosts, and certificates of one cluster: peercache certs show FILE",
+    )
 
 
 def _pool(facts: Facts) -> Iterator[Finding]:

@@ -1,11 +1,10 @@
 /* Serves the admitted connections of a data port, on one thread, without Python.
  *
- * Owns    the descriptors that `take` was given: it closes them, or hands them back with a refusal.
+ * Owns    the descriptors and TLS sessions that `take` was given: it closes them, or hands them back
+ *         with a refusal.
  * Hears   requests (wire.py): it checks every length before it uses it.
- * Says    the bytes of slots, straight from pool memory, and after them their generation words.
- * Keeps   a page's word is loaded after the sendmsg that took the page's last byte has returned, and
- *         goes out in a later one; sends copy (no MSG_ZEROCOPY, no sendfile), so what was accepted
- *         cannot change any more. No send and no receive ever waits.
+ * Says    the bytes of slots, and after them their seals (_responding.c).
+ * Keeps   no receive ever waits.
  * Limits  STEP_BYTES_MAX of one connection before the others have their turn; one request of
  *         count_max entries buffered each. The caller limits the number of connections.
  *
@@ -13,93 +12,17 @@
  * nor the node's loop.
  */
 #define _GNU_SOURCE
+#include "_serving.h"
+
 #include <errno.h>
-#include <pthread.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
-
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the wire is little-endian, and this file does not convert"
-#endif
-
-/* About 0.3 ms of copying: what each of many readers waits for each other one. */
-#define STEP_BYTES_MAX (1u << 20)
-/* Words of one portion; more pages in a portion than this are refused by `open`. */
-#define PORTION_PAGES_LIMIT 256
-#define EVENTS_MAX 64
-#define NEVER INT64_MAX
-
-/* How a conversation ended; serving.py knows them by these numbers. */
-enum end { GOES_ON = -1, GONE = 0, MALFORMED = 1, INCARNATION = 2, BOUNDS = 3 };
-
-enum phase { HEAD, ENTRIES, SENDING };
-
-struct head {
-    char magic[4];
-    uint32_t count;
-    uint64_t incarnation;
-    uint64_t total;
-};
-
-struct entry {
-    uint64_t offset;
-    uint64_t length;
-};
-
-_Static_assert(sizeof(struct head) == 24 && sizeof(struct entry) == 16, "as in wire.py");
-
-/* A request in hand. lead: what goes out before the next page byte, the status or the words of the
- * portion before. Pages first to last are the portion being sent; `page` is the one begun. */
-struct request {
-    uint32_t count, first, last, page;
-    uint64_t page_sent;
-    uint64_t lead_bytes, lead_sent;
-    uint64_t lead[PORTION_PAGES_LIMIT];
-    struct entry entries[];
-};
-
-struct connection {
-    struct connection *previous, *next;
-    uint64_t name;
-    int file, end;
-    enum phase phase;
-    uint32_t interest;
-    int64_t idle_ns, request_ns, stall_ns, deadline_ns;
-    uint64_t got;
-    struct head head;
-    struct request *request;
-};
-
-/* What the caller wants; serving.py declares the same. usable: called when a request goes beyond
- * what was usable last. between: for tests that act at the worst moment, or null. */
-struct settings {
-    const uint8_t *pages;
-    const uint64_t *words;
-    uint64_t granule, incarnation;
-    uint64_t count_max, request_bytes_max, portion_bytes_max, portion_pages_max;
-    uint64_t (*usable)(void);
-    void (*between)(void);
-};
-
-struct server {
-    struct settings settings;
-    uint64_t usable;
-    uint64_t served;
-    int poll, bell, news;
-    int64_t scan_at_ns;
-    struct connection *all;
-    /* Under the lock: what the caller's threads and this one hand each other. */
-    pthread_mutex_t lock;
-    struct connection *taken, *ended;
-    int is_stopping;
-};
 
 static int64_t now_ns(void)
 {
@@ -129,7 +52,8 @@ static void silence(int bell)
     while (done < 0 && errno == EINTR);
 }
 
-static void wait_until(struct server *server, struct connection *connection, int64_t deadline_ns)
+void peercache_wait_until(struct server *server, struct connection *connection,
+                          int64_t deadline_ns)
 {
     connection->deadline_ns = deadline_ns;
     if (deadline_ns < server->scan_at_ns)
@@ -138,6 +62,8 @@ static void wait_until(struct server *server, struct connection *connection, int
 
 static void forget(struct connection *connection)
 {
+    if (connection->tls)
+        connection->tls->operations->free(connection->tls);
     if (connection->file >= 0)
         close(connection->file);
     free(connection->request);
@@ -157,6 +83,9 @@ static void end(struct server *server, struct connection *connection, enum end h
     if (how == GONE) {
         close(connection->file);
         connection->file = -1;
+        if (connection->tls)
+            connection->tls->operations->free(connection->tls);
+        connection->tls = NULL;
     }
     free(connection->request);
     connection->request = NULL;
@@ -166,21 +95,6 @@ static void end(struct server *server, struct connection *connection, enum end h
     server->ended = connection;
     pthread_mutex_unlock(&server->lock);
     ring(server->news);
-}
-
-/* Return where the portion that begins at page `first` ends: the twin of wire.cuts. */
-static uint32_t cut(const struct settings *settings, const struct request *request, uint32_t first)
-{
-    uint64_t bytes = 0;
-    uint32_t last = first;
-
-    while (last < request->count && last - first < settings->portion_pages_max) {
-        bytes += request->entries[last].length;
-        if (last > first && bytes > settings->portion_bytes_max)
-            break;
-        last++;
-    }
-    return last;
 }
 
 static enum end begin_request(struct server *server, struct connection *connection)
@@ -230,7 +144,7 @@ static enum end begin_response(struct server *server, struct connection *connect
             return BOUNDS;
     }
     for (uint32_t page = 0; page < request->count; page++) {
-        /* An offset within a granule would be paired with another slot's word. */
+        /* An offset within a granule would be paired with another slot's seal. */
         if (request->entries[page].offset % settings->granule)
             return BOUNDS;
         total += request->entries[page].length;
@@ -239,14 +153,21 @@ static enum end begin_response(struct server *server, struct connection *connect
         return MALFORMED;
     memcpy(request->lead, "PCts\0\0\0\0", 8);
     request->lead_bytes = 8;
-    request->last = cut(settings, request, 0);
+    request->last = peercache_cut(settings, request, 0);
     connection->phase = SENDING;
     return GOES_ON;
 }
 
+static int64_t receive_some(struct connection *connection, void *into, size_t size)
+{
+    if (connection->tls)
+        return connection->tls->operations->receive(connection->tls, into, size);
+    return recv(connection->file, into, size, MSG_DONTWAIT);
+}
+
 static enum end receive(struct server *server, struct connection *connection, int64_t now)
 {
-    while (connection->phase != SENDING) {
+    while (connection->phase == HEAD || connection->phase == ENTRIES) {
         int is_head = connection->phase == HEAD;
         char *into = is_head ? (char *)&connection->head : (char *)connection->request->entries;
         uint64_t wanted =
@@ -254,8 +175,8 @@ static enum end receive(struct server *server, struct connection *connection, in
         enum end how;
 
         while (connection->got < wanted) {
-            ssize_t got = recv(connection->file, into + connection->got,
-                               wanted - connection->got, MSG_DONTWAIT);
+            int64_t got =
+                receive_some(connection, into + connection->got, wanted - connection->got);
 
             if (got < 0 && errno == EINTR)
                 continue;
@@ -264,123 +185,27 @@ static enum end receive(struct server *server, struct connection *connection, in
             if (got <= 0)
                 return GONE;
             if (is_head && connection->got == 0)
-                wait_until(server, connection, now + connection->request_ns);
+                peercache_wait_until(server, connection, now + connection->request_ns);
             connection->got += (uint64_t)got;
         }
         how = is_head ? begin_request(server, connection) : begin_response(server, connection);
         if (how != GOES_ON)
             return how;
     }
-    wait_until(server, connection, now + connection->stall_ns);
+    peercache_wait_until(server, connection, now + connection->stall_ns);
     return GOES_ON;
 }
 
-/* Load the words of the portion that was sent, and begin with the next one. */
-static void vouch(struct server *server, struct request *request)
+static uint32_t wanted_event(const struct connection *connection)
 {
-    const struct settings *settings = &server->settings;
-    uint64_t bytes = 0;
+    const struct peercache_tls *tls = connection->tls;
 
-    if (settings->between)
-        settings->between();
-    /* Only now: a word loaded before its page's last byte was taken could vouch for bytes that
-     * changed after it was loaded. */
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    for (uint32_t page = request->first; page < request->last; page++) {
-        const struct entry *entry = &request->entries[page];
-
-        request->lead[page - request->first] =
-            __atomic_load_n(&settings->words[entry->offset / settings->granule], __ATOMIC_ACQUIRE);
-        bytes += entry->length;
-    }
-    request->lead_bytes = (request->last - request->first) * sizeof(uint64_t);
-    request->lead_sent = 0;
-    request->first = request->last;
-    request->last = cut(settings, request, request->first);
-    __atomic_fetch_add(&server->served, bytes, __ATOMIC_RELAXED);
-}
-
-/* Lay out what goes next, at most `room` bytes of pages; return how many bytes that is. */
-static uint64_t lay_out(const struct server *server, struct request *request, uint64_t room,
-                        struct iovec *pieces, size_t *used)
-{
-    uint64_t offered = request->lead_bytes - request->lead_sent, sent = request->page_sent;
-
-    *used = 0;
-    if (offered) {
-        pieces[*used].iov_base = (char *)request->lead + request->lead_sent;
-        pieces[(*used)++].iov_len = offered;
-    }
-    for (uint32_t page = request->page; page < request->last && room; page++, sent = 0) {
-        const struct entry *entry = &request->entries[page];
-        uint64_t size = entry->length - sent;
-
-        if (size > room)
-            size = room;
-        pieces[*used].iov_base = (void *)(uintptr_t)(server->settings.pages + entry->offset + sent);
-        pieces[(*used)++].iov_len = size;
-        offered += size;
-        room -= size;
-    }
-    return offered;
-}
-
-static void advance(struct request *request, uint64_t taken)
-{
-    uint64_t of_lead = request->lead_bytes - request->lead_sent;
-
-    if (of_lead > taken)
-        of_lead = taken;
-    request->lead_sent += of_lead;
-    taken -= of_lead;
-    while (taken) {
-        uint64_t left = request->entries[request->page].length - request->page_sent;
-
-        if (taken < left) {
-            request->page_sent += taken;
-            return;
-        }
-        taken -= left;
-        request->page++;
-        request->page_sent = 0;
-    }
-}
-
-static enum end respond(struct server *server, struct connection *connection, int64_t now)
-{
-    struct request *request = connection->request;
-    struct iovec pieces[1 + PORTION_PAGES_LIMIT];
-    uint64_t room = STEP_BYTES_MAX;
-
-    while (room) {
-        struct msghdr message = {.msg_iov = pieces};
-        uint64_t offered = lay_out(server, request, room, pieces, &message.msg_iovlen);
-        ssize_t taken = sendmsg(connection->file, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-
-        if (taken < 0 && errno == EINTR)
-            continue;
-        if (taken < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-            return GOES_ON;
-        if (taken < 0)
-            return GONE;
-        wait_until(server, connection, now + connection->stall_ns);
-        advance(request, (uint64_t)taken);
-        if (request->lead_sent == request->lead_bytes && request->page == request->last) {
-            if (request->first == request->count) {
-                free(request);
-                connection->request = NULL;
-                connection->phase = HEAD;
-                connection->got = 0;
-                wait_until(server, connection, now + connection->idle_ns);
-                return GOES_ON;
-            }
-            vouch(server, request);
-        }
-        if ((uint64_t)taken < offered)
-            return GOES_ON;
-        room -= (uint64_t)taken < room ? (uint64_t)taken : room;
-    }
-    return GOES_ON;
+    if (connection->phase == SENDING || connection->phase == FLUSHING)
+        return EPOLLOUT;
+    /* What a session has read ahead no poll sees: come back as soon as the socket takes a byte. */
+    if (tls && (tls->operations->has_pending(tls) || tls->operations->has_unsent(tls)))
+        return EPOLLOUT;
+    return EPOLLIN;
 }
 
 static void converse(struct server *server, struct connection *connection, int64_t now)
@@ -388,15 +213,15 @@ static void converse(struct server *server, struct connection *connection, int64
     enum end how = GOES_ON;
     struct epoll_event event = {.data.ptr = connection};
 
-    if (connection->phase != SENDING)
+    if (connection->phase == HEAD || connection->phase == ENTRIES)
         how = receive(server, connection, now);
-    if (how == GOES_ON && connection->phase == SENDING)
-        how = respond(server, connection, now);
+    if (how == GOES_ON && (connection->phase == SENDING || connection->phase == FLUSHING))
+        how = peercache_respond(server, connection, now);
     if (how != GOES_ON) {
         end(server, connection, how);
         return;
     }
-    event.events = connection->phase == SENDING ? EPOLLOUT : EPOLLIN;
+    event.events = wanted_event(connection);
     if (event.events != connection->interest) {
         connection->interest = event.events;
         if (epoll_ctl(server->poll, EPOLL_CTL_MOD, connection->file, &event) < 0)
@@ -419,19 +244,47 @@ static void scan(struct server *server, int64_t now)
     }
 }
 
+/* Close the connection that has been idle for longest, if one is idle. */
+static void close_idle(struct server *server)
+{
+    struct connection *oldest = NULL;
+
+    for (struct connection *each = server->all; each; each = each->next)
+        if (each->phase == HEAD && each->got == 0 &&
+            (!oldest || each->deadline_ns < oldest->deadline_ns))
+            oldest = each;
+    if (oldest)
+        end(server, oldest, GONE);
+}
+
+static void close_named(struct server *server, uint64_t name)
+{
+    for (struct connection *each = server->all; each; each = each->next)
+        if (each->name == name) {
+            end(server, each, GONE);
+            return;
+        }
+}
+
 /* Begin with the connections that were handed over; return whether to go on. */
 static int hear_caller(struct server *server, int64_t now)
 {
     struct connection *taken, *next;
+    struct closing *closing;
+    uint64_t idle_to_close;
     int is_stopping;
 
     pthread_mutex_lock(&server->lock);
     taken = server->taken;
     server->taken = NULL;
+    idle_to_close = server->idle_to_close;
+    server->idle_to_close = 0;
+    closing = server->closing;
+    server->closing = NULL;
     is_stopping = server->is_stopping;
     pthread_mutex_unlock(&server->lock);
     for (; taken; taken = next) {
-        struct epoll_event event = {.events = EPOLLIN, .data.ptr = taken};
+        struct epoll_event event = {.events = wanted_event(taken), .data.ptr = taken};
 
         next = taken->next;
         taken->previous = NULL;
@@ -439,10 +292,19 @@ static int hear_caller(struct server *server, int64_t now)
         if (server->all)
             server->all->previous = taken;
         server->all = taken;
-        taken->interest = EPOLLIN;
-        wait_until(server, taken, now + taken->idle_ns);
+        taken->interest = event.events;
+        peercache_wait_until(server, taken, now + taken->idle_ns);
         if (epoll_ctl(server->poll, EPOLL_CTL_ADD, taken->file, &event) < 0)
             end(server, taken, GONE);
+    }
+    for (; idle_to_close; idle_to_close--)
+        close_idle(server);
+    while (closing) {
+        struct closing *first = closing;
+
+        close_named(server, first->name);
+        closing = first->next;
+        free(first);
     }
     return !is_stopping;
 }
@@ -481,15 +343,22 @@ void peercache_pages_run(struct server *server)
         end(server, server->all, GONE);
 }
 
-/* Take over an admitted connection and its descriptor; return whether that was done. */
+/* Take over an admitted connection, its descriptor and its TLS session; return whether that was
+ * done. tls: or null. spaces: whose pages it may read; none: all. */
 int peercache_pages_take(struct server *server, int file, uint64_t name, int64_t idle_ns,
-                         int64_t request_ns, int64_t stall_ns)
+                         int64_t request_ns, int64_t stall_ns, struct peercache_tls *tls,
+                         const uint32_t *spaces, uint64_t spaces_count)
 {
-    struct connection *connection = calloc(1, sizeof(*connection));
+    struct connection *connection =
+        calloc(1, sizeof(*connection) + spaces_count * sizeof(*spaces));
     int is_stopping;
 
     if (!connection)
         return 0;
+    connection->tls = tls;
+    connection->spaces_count = spaces_count;
+    if (spaces_count)
+        memcpy(connection->spaces, spaces, spaces_count * sizeof(*spaces));
     connection->file = file;
     connection->name = name;
     connection->idle_ns = idle_ns;
@@ -509,9 +378,34 @@ int peercache_pages_take(struct server *server, int file, uint64_t name, int64_t
     return !is_stopping;
 }
 
+/* Have `run` close the connection that has been idle for longest. */
+void peercache_pages_close_idle(struct server *server)
+{
+    pthread_mutex_lock(&server->lock);
+    server->idle_to_close++;
+    pthread_mutex_unlock(&server->lock);
+    ring(server->bell);
+}
+
+/* Have `run` close a connection by the name that `take` was given, if it is still there. */
+void peercache_pages_close_named(struct server *server, uint64_t name)
+{
+    struct closing *closing = malloc(sizeof(*closing));
+
+    if (!closing)
+        return;
+    closing->name = name;
+    pthread_mutex_lock(&server->lock);
+    closing->next = server->closing;
+    server->closing = closing;
+    pthread_mutex_unlock(&server->lock);
+    ring(server->bell);
+}
+
 /* Tell of one conversation that ended; return whether there was one. file: -1, or the descriptor of
- * a refused client, which is the caller's again. */
-int peercache_pages_ended(struct server *server, uint64_t *name, int *file, int *how)
+ * a refused client, which is the caller's again, as its session is. */
+int peercache_pages_ended(struct server *server, uint64_t *name, int *file, int *how,
+                          struct peercache_tls **tls)
 {
     struct connection *connection;
 
@@ -527,7 +421,9 @@ int peercache_pages_ended(struct server *server, uint64_t *name, int *file, int 
     *name = connection->name;
     *file = connection->file;
     *how = connection->end;
+    *tls = connection->tls;
     connection->file = -1;
+    connection->tls = NULL;
     forget(connection);
     return 1;
 }
@@ -552,6 +448,10 @@ void peercache_pages_close(struct server *server)
 {
     struct connection *lists[] = {server->taken, server->ended};
 
+    for (struct closing *next, *closing = server->closing; closing; closing = next) {
+        next = closing->next;
+        free(closing);
+    }
     for (int list = 0; list < 2; list++) {
         for (struct connection *next, *connection = lists[list]; connection; connection = next) {
             next = connection->next;
@@ -564,6 +464,8 @@ void peercache_pages_close(struct server *server)
         close(server->bell);
     if (server->news >= 0)
         close(server->news);
+    if (server->zeros)
+        munmap(server->zeros, 2 * STEP_BYTES_MAX);
     pthread_mutex_destroy(&server->lock);
     free(server);
 }
@@ -587,7 +489,13 @@ struct server *peercache_pages_open(const struct settings *settings, int *news)
     server->poll = epoll_create1(EPOLL_CLOEXEC);
     server->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     server->news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (server->poll < 0 || server->bell < 0 || server->news < 0 ||
+    /* Memory of the kernel's that is all zeros until it is written to: it costs nothing. */
+    server->zeros = mmap(NULL, 2 * STEP_BYTES_MAX, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (server->zeros == MAP_FAILED)
+        server->zeros = NULL;
+    server->copy = server->zeros + STEP_BYTES_MAX;
+    if (!server->zeros || server->poll < 0 || server->bell < 0 || server->news < 0 ||
         epoll_ctl(server->poll, EPOLL_CTL_ADD, server->bell, &event) < 0) {
         int why = errno;
 

@@ -35,18 +35,22 @@ import numpy.typing as npt
 
 from peercache.actors.channels.actor import ChannelLeased
 from peercache.config.quantities import parse_address
-from peercache.errors import LocalProtocolError, RemoteProtocolError
+from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.fabric.channels import ChannelDriver
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.names import Names, dial
+from peercache.fabric.tcp.tls import LOST, Contexts, TlsSession
 from peercache.installation.library import function
-from peercache.model.ids import name_of
+from peercache.model.ids import incarnation_of, name_of
 from peercache.model.member import Member
-from peercache.model.reads import ODD, Fetched, PeerRead
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
+from peercache.model.seal import SEAL_BYTES, Seals, unread_seals
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.trust.files import LiveTls
+from peercache.trust.identity import CertificateRole
 
 STALL_S = 0.25
 """Silence after which a peer counts as unreachable. A paused process is silent for ever; a busy one
@@ -88,16 +92,19 @@ class TcpFabric:
         self,
         *,
         cluster: str,
-        credentials: str,
         granule: int,
+        tls: LiveTls | None = None,
         max_channels_per_peer: int,
         stall_s: float = STALL_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open nothing yet. clock: the seconds that deadlines are in."""
+        """Open nothing yet. tls: our certificate; None reads in clear text.
+
+        clock: the seconds that deadlines are in. Raises as `TlsContext` does.
+        """
         self._cluster = cluster
-        self._credentials = credentials
+        self._contexts = None if tls is None else Contexts(tls, is_server=False)
         self._granule = granule
         self._stall_s = stall_s
         self._connect_timeout_s = connect_timeout_s
@@ -119,18 +126,18 @@ class TcpFabric:
         A peer that is silent for stall_s, refuses connections or breaks the protocol is
         "peer_unreachable"; one that serves not us, or not these slots, "refused".
         """
-        words = np.full(len(read.offsets), ODD, np.uint64)
-        if not len(words):
-            return Fetched(words, "", self.name)
+        seals = unread_seals(len(read.offsets))
+        if not len(seals):
+            return Fetched(seals, "", self.name)
         done = 0
         try:
-            done, failure = self._read(read, words, deadline)
+            done, failure = self._read(read, seals, deadline)
         except Exception:
             _log.error("tcp.read_failed", peer=name_of(read.member.incarnation), exc_info=True)
             failure = INTERNAL
-        # A word that came in part may look like a generation.
-        words[done:] = ODD
-        return Fetched(words, failure, self.name)
+        # A seal that came in part may look like that of the page.
+        seals[done:] = unread_seals(len(seals) - done)
+        return Fetched(seals, failure, self.name)
 
     def forget(self, incarnation: int) -> None:
         """Close the channels to a member that is dead, those in use when their reads end."""
@@ -141,7 +148,7 @@ class TcpFabric:
         self._channels.close()
         self._watchdog.close()
 
-    def _read(self, read: PeerRead, words: U64, deadline: float) -> tuple[int, str]:
+    def _read(self, read: PeerRead, seals: Seals, deadline: float) -> tuple[int, str]:
         if not np.array_equal(read.lengths, read.runs.lengths):
             raise LocalProtocolError("lengths differ from the destinations' sizes")
         if int(read.lengths.max()) > PAGE_BYTES_MAX:
@@ -151,7 +158,7 @@ class TcpFabric:
             lease = self._channels.lease(peer, deadline)
             if isinstance(lease, str):
                 return 0, lease
-            done, failure = self._use(lease, read, words, deadline)
+            done, failure = self._use(lease, read, seals, deadline)
             if failure != GONE:
                 return done, failure
             # The server closed it: while it was idle (then a new one may work), or for good.
@@ -161,7 +168,7 @@ class TcpFabric:
         return 0, PEER_UNREACHABLE
 
     def _use(
-        self, lease: ChannelLeased, read: PeerRead, words: U64, deadline: float
+        self, lease: ChannelLeased, read: PeerRead, seals: Seals, deadline: float
     ) -> tuple[int, str]:
         """Read over one channel, which afterwards is back in the pool or closed."""
         channel: TcpChannel | None = None
@@ -175,7 +182,7 @@ class TcpFabric:
                 channel = self._channels.channels[lease.channel]
             watched = self._watchdog.watch(channel.interrupt, deadline)
             try:
-                done, failure = channel.fetch(read, words, deadline)
+                done, failure = channel.fetch(read, seals, deadline)
             finally:
                 in_time = self._watchdog.release(watched)
             works = in_time and not failure
@@ -199,18 +206,31 @@ class TcpFabric:
         if connection is None:
             return None, DEADLINE if self._clock() >= deadline else PEER_UNREACHABLE
         channel = TcpChannel(connection, stall_s=self._stall_s, clock=self._clock)
+        opened = False
+        try:
+            failure = self._explain(self._introduce(channel, member, deadline), member)
+            opened = not failure
+        finally:
+            if not opened:
+                channel.close()
+        # The server closed instead of answering, on a connection that never was idle.
+        failure = PEER_UNREACHABLE if failure == GONE else failure
+        return (channel, "") if opened else (None, failure)
+
+    def _introduce(self, channel: TcpChannel, member: Member, deadline: float) -> str:
+        """Make sure of the member, and have it accept us; return "" or the failure."""
         greeting = wire.greet(
-            cluster=self._cluster,
-            credentials=self._credentials,
-            granule=self._granule,
-            incarnation=member.incarnation,
+            cluster=self._cluster, granule=self._granule, incarnation=member.incarnation
         )
-        failure = self._explain(channel.greet(greeting, deadline), member)
-        if failure:
-            channel.close()
-            # The server closed instead of answering, on a connection that never was idle.
-            return None, PEER_UNREACHABLE if failure == GONE else failure
-        return channel, ""
+        watched = self._watchdog.watch(channel.interrupt, deadline)
+        failure = ""
+        try:
+            if self._contexts is not None:
+                failure = channel.secure(self._contexts, member, deadline)
+            failure = failure or channel.greet(greeting, deadline)
+        finally:
+            in_time = self._watchdog.release(watched)
+        return failure if in_time else DEADLINE
 
     def _explain(self, failure: str, member: Member) -> str:
         """Return the miss reason of a failure; tell people once why a peer refuses us."""
@@ -232,9 +252,48 @@ class TcpChannel:
     ) -> None:
         """Take over a connected, blocking socket."""
         self._socket = connection
+        self._session: TlsSession | None = None
         self._stall_s = stall_s
         self._clock = clock
         self._patience: dict[int, float] = {}
+
+    def secure(self, contexts: Contexts, member: Member, until: float) -> str:
+        """Encrypt the connection, once, and check the member; return "" or the failure.
+
+        The member's certificate and the nonce that it told make its incarnation: no other node
+        answers in its place.
+        """
+        self._session = contexts.open(self._socket)
+        try:
+            failure = self._shake_hands(self._session, until)
+            if failure:
+                return failure
+            identity = contexts.admit(self._session.peer())
+        except Rejected as error:
+            return self._why(error.reason)
+        if identity.role is not CertificateRole.NODE:
+            return REFUSED_BECAUSE + wire.ROLE
+        meant = incarnation_of(identity.cluster, identity.name, member.nonce)
+        return "" if meant == member.incarnation else REFUSED_BECAUSE + wire.INCARNATION
+
+    def _shake_hands(self, session: TlsSession, until: float) -> str:
+        while (left := until - self._clock()) > 0:
+            wait_s = min(left, self._stall_s)
+            self._wait_at_most(socket.SO_RCVTIMEO, wait_s)
+            begun = self._clock()
+            done = session.step()
+            if done:
+                return ""
+            if done is None:
+                self._wait_at_most(socket.SO_SNDTIMEO, wait_s)
+                session.flush()
+            elif self._clock() - begun >= wait_s:
+                return DEADLINE if wait_s == left else PEER_UNREACHABLE
+        return DEADLINE
+
+    def _why(self, reason: str) -> str:
+        """Return the failure of a session that failed for this reason."""
+        return GONE if reason == LOST else REFUSED_BECAUSE + reason
 
     def greet(self, greeting: wire.Greeting, until: float) -> str:
         """Introduce ourselves, once; return "" or the failure."""
@@ -252,13 +311,15 @@ class TcpChannel:
             return PEER_UNREACHABLE
         return REFUSED_BECAUSE + reason if reason else ""
 
-    def fetch(self, read: PeerRead, words: U64, until: float) -> tuple[int, str]:
-        """Receive pages and their words; return how many leading ones are complete, and a failure.
+    def fetch(self, read: PeerRead, seals: Seals, until: float) -> tuple[int, str]:
+        """Receive pages and their seals; return how many leading ones are complete, and a failure.
 
-        After any failure the channel is out of step and must be closed. words: (n,) uint64, filled
-        in place; beyond the complete pages it may hold parts of words.
+        After any failure the channel is out of step and must be closed. seals: (n,) SEAL, filled
+        in place; beyond the complete pages it may hold parts of seals.
         """
-        requests = wire.requests(read.offsets, read.lengths, read.member.incarnation)
+        requests = wire.requests(
+            read.offsets, read.lengths, read.generations, read.member.incarnation
+        )
         failure = self._send(requests[0].raw, until)
         if failure:
             return 0, failure
@@ -271,7 +332,7 @@ class TcpChannel:
             if ahead and ahead != GONE:
                 return done, ahead
             # A server that is gone may have answered this one before.
-            pages, failure = self._response(read, words, request, until)
+            pages, failure = self._response(read, seals, request, until)
             done += pages
             failure = failure or ahead
             if failure:
@@ -286,13 +347,15 @@ class TcpChannel:
 
     def close(self) -> None:
         """Close the connection: from here on nothing arrives in any destination."""
+        if self._session is not None:
+            self._session.close()
         self._socket.close()
 
     def _response(
-        self, read: PeerRead, words: U64, request: wire.PageRequest, until: float
+        self, read: PeerRead, seals: Seals, request: wire.PageRequest, until: float
     ) -> tuple[int, str]:
         status = np.zeros(wire.ANSWER_BYTES, np.uint8)
-        plan, complete_at = _lay_out(read, words, request, status)
+        plan, complete_at = _lay_out(read, seals, request, status)
         failure = self._fill(plan, until)
         if plan.received < wire.ANSWER_BYTES:
             return 0, failure
@@ -310,6 +373,11 @@ class TcpChannel:
         if left <= 0:
             return DEADLINE
         try:
+            if self._session is not None:
+                if not self._session.say(raw):
+                    self._wait_at_most(socket.SO_SNDTIMEO, min(left, self._stall_s))
+                    self._session.flush()
+                return ""
             sent = send_at_once(self._socket.fileno(), raw)
             if sent < len(raw):
                 self._wait_at_most(socket.SO_SNDTIMEO, min(left, self._stall_s))
@@ -328,7 +396,7 @@ class TcpChannel:
                 return DEADLINE
             self._wait_at_most(socket.SO_RCVTIMEO, min(left, self._stall_s))
             try:
-                taken = plan.receive(self._socket.fileno())
+                taken = plan.receive(self._socket.fileno(), self._session)
             except InterruptedError:
                 continue
             except BlockingIOError:
@@ -341,6 +409,8 @@ class TcpChannel:
             if not taken:
                 if self._clock() >= until:
                     return DEADLINE  # The watchdog has interrupted the read.
+                if self._session is not None and self._session.failure not in {"", LOST}:
+                    return REFUSED_BECAUSE + self._session.failure
                 return PEER_UNREACHABLE if plan.received else GONE
         return ""
 
@@ -355,23 +425,23 @@ class TcpChannel:
 
 
 def _lay_out(
-    read: PeerRead, words: U64, request: wire.PageRequest, status: npt.NDArray[np.uint8]
+    read: PeerRead, seals: Seals, request: wire.PageRequest, status: npt.NDArray[np.uint8]
 ) -> tuple[Scatter, U64]:
     """Return where one response goes, and after how many of its bytes each page is complete."""
     first, cut, runs = request.first, request.portions, read.runs
     lengths = read.lengths[first : first + cut[-1]]
     addresses: list[U64] = [np.array([status.ctypes.data], np.uint64)]
     sizes: list[U64] = [np.array([len(status)], np.uint64)]
-    word_memory = words.ctypes.data + first * wire.WORD_BYTES
+    seal_memory = seals.ctypes.data + first * SEAL_BYTES
     for begin, end in pairwise(cut):
         low, high = runs.starts[first + begin], runs.starts[first + end]
-        address, size = word_memory + begin * wire.WORD_BYTES, (end - begin) * wire.WORD_BYTES
+        address, size = seal_memory + begin * SEAL_BYTES, (end - begin) * SEAL_BYTES
         addresses += [runs.addresses[low:high], np.array([address], np.uint64)]
         sizes += [runs.sizes[low:high], np.array([size], np.uint64)]
     bytes_until = np.cumsum(lengths, dtype=np.uint64)
     portion_end = np.repeat(bytes_until[np.array(cut[1:]) - 1], np.diff(cut))
-    words_until = np.arange(1, len(lengths) + 1, dtype=np.uint64) * np.uint64(wire.WORD_BYTES)
-    complete_at = portion_end + words_until + np.uint64(len(status))
+    seals_until = np.arange(1, len(lengths) + 1, dtype=np.uint64) * np.uint64(SEAL_BYTES)
+    complete_at = portion_end + seals_until + np.uint64(len(status))
     return Scatter(np.concatenate(addresses), np.concatenate(sizes)), complete_at
 
 
@@ -403,7 +473,7 @@ class Scatter:
         self.total = int(self._ends[-1]) if len(sizes) else 0
         self.received = 0
 
-    def receive(self, descriptor: int) -> int:
+    def receive(self, descriptor: int, session: TlsSession | None = None) -> int:
         """Receive once, and return the bytes taken; 0 means that the other side closed.
 
         Returns early, with what came, when the socket's SO_RCVTIMEO has passed. Raises OSError:
@@ -415,7 +485,11 @@ class Scatter:
         first = int(np.searchsorted(self._ends, here, side="right"))
         filled = int(here - (self._ends[first] - self._places[first, 1]))
         left = self._places[first:]
-        taken: int = _receive(descriptor, left.ctypes.data, len(left), filled, STEP_BYTES)
+        if session is not None:
+            taken: int = session.receive(left.ctypes.data, len(left), filled)
+            self.received += taken
+            return taken
+        taken = _receive(descriptor, left.ctypes.data, len(left), filled, STEP_BYTES)
         if taken < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

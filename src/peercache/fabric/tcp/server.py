@@ -1,40 +1,62 @@
 """The tcp fabric, server side: decides which clients may read, and for how long a connection lives.
 
 Owns    the data port's listeners, and each connection until its client is admitted.
-Hears   greetings (wire.py) from every host that can connect: it believes none of them.
+Hears   TLS handshakes and greetings (wire.py) from every host that can connect: it believes none.
 Says    whether it serves a client, and if not, why. The compiled loop on threads of its own
         (serving.py) answers the requests.
-Keeps   nothing is served before `DataAdmission.admit` said so.
-Limits  CONNECTIONS_MAX connections.
+Keeps   nothing is served before `DataAdmission` said so. Silent connections keep no other out: the
+        one that has been silent for longest makes room.
+Limits  CONNECTIONS_MAX admitted connections, half of them of one host; NEWCOMERS_MAX that are not
+        admitted yet, HOST_NEWCOMERS_MAX of one host. One step of one handshake in each turn of
+        the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hmac
 import os
 import resource
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import final
 
 import attrs
 import trio
 
+from peercache.errors import Rejected
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.serving import End, PageSource, Patience, ServingThread
-from peercache.fabric.tcp.sockets import receive, send
+from peercache.fabric.tcp.admission import DataAdmission
+from peercache.fabric.tcp.serving import PageSource, Patience, ServingThread
+from peercache.fabric.tcp.sockets import Line
+from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
+from peercache.trust.files import LiveTls
 
 CONNECTIONS_MAX = 4096
 """Connections at once. 16 channels of 256 engine ranks; each costs a descriptor and a task (about
 10 KiB), so a flood of idle ones costs tens of megabytes, not the node. Where the process may open
 fewer than twice as many files, half of those: the control plane needs descriptors too."""
-BUSY_MAX = 64
-"""Connections beyond the limit that are told so; further ones are closed without a word."""
-GREETING_S = 5.0
-"""From connect to a whole greeting: a client sends it at once."""
+NEWCOMERS_MAX = 256
+"""Connections that are not admitted yet: each is there for some round trips. Where the process may
+open fewer than eight times as many files, an eighth of those."""
+HOST_NEWCOMERS_MAX = 64
+"""The same of one host: a flood from there makes room among its own."""
+SILENCE_S = 5.0
+"""Without a byte of a client that is not admitted yet: it has nothing to think about."""
+ADMISSION_S = 20.0
+"""From connect to a whole greeting, however the bytes trickle."""
+PLACE_S = 0.25
+"""For an idle connection to close, so that a new client has its place."""
+SILENT = "silent"
+"""Reason: not admitted within SILENCE_S, or the longest silent one when another one came."""
+TELL_EVERY_S = 60.0
+"""Between two log lines about one host and reason."""
+TOLD_MAX = 1024
+"""Hosts and reasons that are remembered for that; further ones are counted only."""
 REQUEST_S = 5.0
 """From a request's first byte to its last."""
 IDLE_S = 120.0
@@ -54,36 +76,6 @@ THREADS_MAX = 4
 _log = get_logger(actor="tcp_server")
 
 
-@final
-@attrs.frozen(kw_only=True)
-class DataAdmission:
-    """Decides which clients the data port admits: the only place that does."""
-
-    cluster: str
-    credentials: str = attrs.field(repr=False)
-    granule: int
-    incarnation: int
-
-    def admit(self, greeting: wire.Greeting) -> str | None:
-        """Return why that client is refused, one of wire.REASONS, or None."""
-        expected = wire.greet(
-            cluster=self.cluster,
-            credentials=self.credentials,
-            granule=greeting.granule,
-            incarnation=greeting.incarnation,
-        )
-        if greeting.cluster != expected.cluster:
-            return wire.CLUSTER
-        # Before every answer that tells about this node. Without a secret here, any proof will do.
-        if self.credentials and not hmac.compare_digest(greeting.proof, expected.proof):
-            return wire.CREDENTIALS
-        if greeting.granule != self.granule:
-            return wire.GRANULE
-        if greeting.incarnation != self.incarnation:
-            return wire.INCARNATION
-        return None
-
-
 async def serve_pages(
     listeners: Sequence[trio.SocketListener],
     source: PageSource,
@@ -93,16 +85,19 @@ async def serve_pages(
     connections_max: int = CONNECTIONS_MAX,
     threads: int = 0,
     between_bytes_and_words: Callable[[], None] | None = None,
+    before_send: Callable[[], None] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve pages until cancelled; closes listeners and connections then.
 
     threads: how many send; 0 goes by this machine's cores.
-    between_bytes_and_words: for tests that let the owner act at the worst moment.
+    between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
     """
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    newcomers_max = NEWCOMERS_MAX
     if files_max != resource.RLIM_INFINITY:
         connections_max = min(connections_max, files_max // 2)
+        newcomers_max = max(1, min(newcomers_max, files_max // 8))
     pages = [
         ServingThread(
             source,
@@ -110,14 +105,16 @@ async def serve_pages(
             incarnation=admission.incarnation,
             metrics=metrics,
             between_bytes_and_words=between_bytes_and_words,
+            before_send=before_send,
         )
         for _ in range(threads or usual_threads())
     ]
-    service = _Service(pages, admission, metrics, connections_max)
+    service = _Service(pages, admission, metrics, connections_max, newcomers_max)
     try:
         async with trio.open_nursery() as nursery:
             for each in pages:
                 await nursery.start(each.run)
+            nursery.start_soon(service.close_revoked)
             for listener in listeners:
                 nursery.start_soon(service.accept_from, listener, nursery)
             task_status.started()
@@ -132,6 +129,16 @@ def usual_threads() -> int:
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
 
 
+@attrs.define(eq=False)
+class _Newcomer:
+    """A connection whose client is not admitted yet."""
+
+    line: Line
+    host: str
+    owner: TlsPeer | None = None
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+
 @final
 @attrs.define
 class _Service:
@@ -139,8 +146,16 @@ class _Service:
     admission: DataAdmission
     metrics: Metrics
     connections_max: int
-    connections: int = 0
-    told: set[str] = attrs.field(factory=set)
+    newcomers_max: int
+    contexts: Contexts | None = attrs.Factory(
+        lambda self: self.admission.contexts(), takes_self=True
+    )
+    # Those that are not admitted yet, oldest first, and the admitted connections of each host.
+    newcomers: dict[_Newcomer, None] = attrs.field(factory=dict)
+    hosts: Counter[str] = attrs.field(factory=Counter)
+    told_at: dict[tuple[str, str], float] = attrs.field(factory=dict)
+    turn: trio.Lock = attrs.field(factory=trio.Lock)
+    left: trio.Event = attrs.field(factory=trio.Event)
     # Connections of each of `pages`.
     served: list[int] = attrs.Factory(lambda self: [0] * len(self.pages), takes_self=True)
 
@@ -148,98 +163,188 @@ class _Service:
         async with listener:
             while True:
                 try:
-                    accepted, _ = await listener.socket.accept()
+                    accepted, address = await listener.socket.accept()
                 except OSError as error:
                     if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                        self._refuse("descriptors")
+                        self._refuse("descriptors", "")
                         await trio.sleep(ACCEPT_PAUSE_S)
                     continue  # Otherwise the client hung up before the accept.
                 # A plain socket: the compiled loop takes its descriptor over.
                 connection = socket.socket(fileno=accepted.detach())
-                if self.connections >= self.connections_max + BUSY_MAX:
-                    self._refuse(wire.BUSY)
+                host = str(address[0])
+                if not self._make_room(host):
+                    self._refuse(wire.BUSY, host)
                     connection.close()
                     continue
                 connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
-                self.connections += 1
-                nursery.start_soon(self._look_after, connection)
+                newcomer = _Newcomer(Line(connection), host)
+                self.newcomers[newcomer] = None
+                nursery.start_soon(self._look_after, newcomer)
 
-    async def _look_after(self, connection: socket.socket) -> None:
+    async def close_revoked(self) -> None:
+        """Close the connections of certificates that are revoked, or of CAs that are not known."""
+        if self.admission.tls is None:
+            return
+        changed = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+
+        def tell(_: LiveTls) -> None:
+            # From any thread, and also after this server has ended.
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(changed.set)
+
+        self.admission.tls.on_change(tell)
+        while True:
+            await changed.wait()
+            changed = trio.Event()
+            for each in self.pages:
+                each.close_unless(self.admission.stays)
+
+    def _make_room(self, host: str) -> bool:
+        """Return whether there is room for a newcomer, after the one silent for longest has gone.
+
+        A host with too many makes room among its own.
+        """
+        rivals = [each for each in self.newcomers if each.host == host]
+        if len(rivals) < HOST_NEWCOMERS_MAX:
+            if len(self.newcomers) < self.newcomers_max:
+                return True
+            rivals = list(self.newcomers)
+        oldest = min(rivals, key=lambda each: each.line.silent_since)
+        if oldest.line.silent_since == inf:
+            return False  # All of them are served as fast as this node can.
+        self._refuse(SILENT, oldest.host)
+        oldest.scope.cancel()
+        del self.newcomers[oldest]
+        return True
+
+    async def _look_after(self, newcomer: _Newcomer) -> None:
         """Serve one connection; an error ends this connection only."""
         open_now = self.metrics.connections.labels(port="data")
         open_now.inc()
+        line = newcomer.line
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._converse(connection)
+            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            spaces = None
+            with newcomer.scope:
+                spaces = await self._admit(newcomer)
+            self.newcomers.pop(newcomer, None)
+            if spaces is not None:
+                await self._converse(newcomer, spaces)
         except (OSError, trio.TooSlowError):
             pass  # The client hung up, or is paused: its own deadlines end its reads.
         except Exception:
             _log.error("tcp.connection_failed", exc_info=True)
         finally:
-            self.connections -= 1
+            self.newcomers.pop(newcomer, None)
             open_now.dec()
-            _close(connection)
+            line.close()
 
-    async def _converse(self, connection: socket.socket) -> None:
-        refused = await self._refusal_of_greeting(connection)
-        if refused is None:
-            return
-        if refused:
-            await self._part(connection, wire.encode_answer(refused), refused)
-            return
-        await send(connection, wire.encode_answer(""), stall_s=SEND_STALL_S)
-        patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
-        left, refused = await self._serve(connection, patience)
-        if left is not None:
-            try:
-                await self._part(left, wire.encode_status(refused), refused)
-            finally:
-                _close(left)
-
-    async def _serve(self, connection: socket.socket, patience: Patience) -> End:
-        # The thread with the fewest: in turn, all connections that stay could be one thread's.
-        chosen = self.served.index(min(self.served))
-        self.served[chosen] += 1
+    async def _admit(self, newcomer: _Newcomer) -> tuple[int, ...] | None:
+        """Return the spaces that the client may read, () for all; None after a refusal."""
+        line = newcomer.line
         try:
-            return await self.pages[chosen].serve(connection, patience)
-        finally:
-            self.served[chosen] -= 1
+            with trio.fail_after(ADMISSION_S):
+                spaces = await self._identify(newcomer)
+                refused = await self._refusal_of_greeting(line)
+        except Rejected as error:
+            self._refuse(error.reason, newcomer.host, error.detail)
+            if not isinstance(error, TlsFailed):
+                await self._part(line, wire.encode_answer(_answer_of(error.reason)))
+            return None
+        except trio.TooSlowError:
+            self._refuse(SILENT, newcomer.host)
+            return None
+        if refused == "" and not await self._has_place(newcomer.host):
+            refused = wire.BUSY
+        if refused == "":
+            return spaces
+        if refused:
+            self._refuse(refused, newcomer.host)
+            await self._part(line, wire.encode_answer(refused))
+        return None
 
-    async def _refusal_of_greeting(self, connection: socket.socket) -> str | None:
+    async def _identify(self, newcomer: _Newcomer) -> tuple[int, ...]:
+        """Return the spaces that the client may read; raises Rejected."""
+        line = newcomer.line
+        if self.contexts is None:
+            connection = line.connection
+            self.admission.check_address(connection.getsockname()[:2], connection.getpeername()[:2])
+            return ()
+        session = self.contexts.open(line.connection)
+        await line.shake_hands(session, silence_s=SILENCE_S, turn=self.turn)
+        newcomer.owner = session.peer()
+        return self.admission.spaces(self.contexts.admit(newcomer.owner))
+
+    async def _refusal_of_greeting(self, line: Line) -> str | None:
         """Return why this client is refused, "" to serve it, None if it hung up."""
-        if self.connections > self.connections_max:
-            return wire.BUSY
-        with trio.fail_after(GREETING_S):
-            opening = bytearray(wire.OPENING_BYTES)
-            if not await receive(connection, opening):
-                return None
-            try:
-                wire.check_opening(opening)
-            except wire.Refusal as refusal:
-                return refusal.what
-            rest = bytearray(wire.GREETING_REST_BYTES)
-            if not await receive(connection, rest):
-                return None
+        opening = bytearray(wire.OPENING_BYTES)
+        if not await line.receive(opening, silence_s=SILENCE_S):
+            return None
+        try:
+            wire.check_opening(opening)
+        except wire.Refusal as refusal:
+            return refusal.what
+        rest = bytearray(wire.GREETING_REST_BYTES)
+        if not await line.receive(rest, silence_s=SILENCE_S):
+            return None
         return self.admission.admit(wire.decode_greeting(rest)) or ""
 
-    async def _part(self, connection: socket.socket, answer: bytes, reason: str) -> None:
+    async def _has_place(self, host: str) -> bool:
+        """Return whether one more client may stay, after an idle connection has gone for it."""
+        if self.hosts[host] >= max(self.connections_max // 2, 1) and len(self.hosts) > 1:
+            return False
+        if sum(self.served) < self.connections_max:
+            return True
+        self.pages[self.served.index(max(self.served))].close_idle()
+        with trio.move_on_after(PLACE_S):
+            while sum(self.served) >= self.connections_max:
+                await self.left.wait()
+        return sum(self.served) < self.connections_max
+
+    async def _converse(self, newcomer: _Newcomer, spaces: tuple[int, ...]) -> None:
+        # The thread with the fewest: in turn, all connections that stay could be one thread's.
+        chosen, host = self.served.index(min(self.served)), newcomer.host
+        self.served[chosen] += 1
+        self.hosts[host] += 1
+        patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
+        try:
+            await newcomer.line.send(wire.encode_answer(""), stall_s=SEND_STALL_S)
+            left, refused = await self.pages[chosen].serve(
+                newcomer.line, patience, spaces, newcomer.owner
+            )
+        finally:
+            self.served[chosen] -= 1
+            self.hosts[host] -= 1
+            if not self.hosts[host]:
+                del self.hosts[host]
+            self.left.set()
+            self.left = trio.Event()
+        if left is not None:
+            self._refuse(refused, host)
+            try:
+                await self._part(left, wire.encode_status(refused))
+            finally:
+                left.close()
+
+    async def _part(self, line: Line, answer: bytes) -> None:
         """Send the refusal, then read on: a close with unread bytes would discard the answer."""
-        self._refuse(reason)
-        await send(connection, answer, stall_s=SEND_STALL_S)
-        connection.shutdown(socket.SHUT_WR)
+        await line.send(answer, stall_s=SEND_STALL_S)
+        line.connection.shutdown(socket.SHUT_WR)
         with trio.move_on_after(GOODBYE_S):
-            await receive(connection, bytearray(GOODBYE_BYTES_MAX))
+            await line.receive(bytearray(GOODBYE_BYTES_MAX))
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, host: str, detail: str = "") -> None:
+        """Count a refusal, and tell of it once in a while: a stranger must not fill the log."""
         self.metrics.tcp_refused.labels(reason=reason).inc()
-        if reason not in self.told:
-            # Once a reason: a stranger that can connect must not fill the log.
-            self.told.add(reason)
-            _log.warning("tcp.request_refused", reason=reason)
+        now = trio.current_time()
+        if len(self.told_at) >= TOLD_MAX:
+            self.told_at = {key: at for key, at in self.told_at.items() if now - at < TELL_EVERY_S}
+        known = self.told_at.get((reason, host))
+        if len(self.told_at) < TOLD_MAX and (known is None or now - known >= TELL_EVERY_S):
+            self.told_at[reason, host] = now
+            _log.warning("tcp.request_refused", reason=reason, peer=host, detail=detail)
 
 
-def _close(connection: socket.socket) -> None:
-    # A connection that the compiled loop took over has no descriptor here any more.
-    if connection.fileno() >= 0:
-        trio.lowlevel.notify_closing(connection)
-        connection.close()
+def _answer_of(reason: str) -> str:
+    return reason if reason in wire.REASONS else wire.CERTIFICATE

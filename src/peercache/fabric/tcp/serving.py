@@ -20,9 +20,11 @@ import numpy.typing as npt
 import trio
 
 from peercache.fabric.tcp import wire
+from peercache.fabric.tcp.sockets import Line
+from peercache.fabric.tcp.tls import TlsPeer, TlsSession
 from peercache.installation.library import function
 from peercache.model.fork_guard import ForkGuard
-from peercache.model.runs import U64
+from peercache.model.seal import Seals
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 
@@ -49,8 +51,8 @@ class PageSource(Protocol):
         """Return the page memory, (bytes,) uint8."""
 
     @property
-    def words(self) -> U64:
-        """Return the generation words, uint64, one for each granule of the page memory."""
+    def seals(self) -> Seals:
+        """Return the seals, one for each granule of the page memory."""
 
     @property
     def usable_bytes(self) -> int:
@@ -73,18 +75,18 @@ class Patience:
 class End(NamedTuple):
     """How a conversation ended.
 
-    connection: still open if the client was refused, so that it can be told. refused: one of
+    line: still open if the client was refused, so that it can be told. refused: one of
     wire.REASONS, "" if it just ended.
     """
 
-    connection: socket.socket | None
+    line: Line | None
     refused: str
 
 
 class _Settings(ctypes.Structure):
     _fields_ = (
         ("pages", ctypes.c_void_p),
-        ("words", ctypes.c_void_p),
+        ("seals", ctypes.c_void_p),
         ("granule", ctypes.c_uint64),
         ("incarnation", ctypes.c_uint64),
         ("count_max", ctypes.c_uint64),
@@ -93,16 +95,23 @@ class _Settings(ctypes.Structure):
         ("portion_pages_max", ctypes.c_uint64),
         ("usable", _Usable),
         ("between", _Between),
+        ("before_send", _Between),
     )
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "open": (ctypes.c_void_p, ctypes.POINTER(_Settings), ctypes.POINTER(ctypes.c_int)),
-    "take": (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 4),
+    "take": (
+        ctypes.c_int,
+        *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 4),
+        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64),
+    ),
+    "close_idle": (None, ctypes.c_void_p),
+    "close_named": (None, ctypes.c_void_p, ctypes.c_uint64),
     "ended": (
         ctypes.c_int,
         ctypes.c_void_p,
-        *map(ctypes.POINTER, (ctypes.c_uint64, ctypes.c_int, ctypes.c_int)),
+        *map(ctypes.POINTER, (ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)),
     ),
     "served": (ctypes.c_uint64, ctypes.c_void_p),
     "stop": (None, ctypes.c_void_p),
@@ -129,19 +138,20 @@ class ServingThread:
         incarnation: int,
         metrics: Metrics,
         between_bytes_and_words: Callable[[], None] | None = None,
+        before_send: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the settings; `run` starts the thread.
 
-        between_bytes_and_words: for tests that let the owner act at the worst moment.
+        between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
         """
         self._call = _functions
         self._metrics = metrics
         # The thread reads all of this; this object keeps it alive.
         self._source = source
-        self._memory = source.pages, source.words
+        self._memory = source.pages, source.seals
         self._settings = _Settings(
             pages=source.pages.ctypes.data,
-            words=source.words.ctypes.data,
+            seals=source.seals.ctypes.data,
             granule=granule,
             incarnation=incarnation,
             count_max=wire.COUNT_MAX,
@@ -150,6 +160,7 @@ class ServingThread:
             portion_pages_max=wire.PORTION_PAGES_MAX,
             usable=_Usable(lambda: source.usable_bytes),
             between=_Between(between_bytes_and_words) if between_bytes_and_words else _Between(),
+            before_send=_Between(before_send) if before_send else _Between(),
         )
         self._server: int | None = None
         self._news = -1
@@ -182,26 +193,62 @@ class ServingThread:
                 self._call["close"](self._server)
                 self._server = None
 
-    async def serve(self, connection: socket.socket, patience: Patience) -> End:
+    def close_idle(self) -> None:
+        """Close the connection that has been idle for longest, soon, if there is one."""
+        if self._serves:
+            self._call["close_idle"](self._server)
+
+    def close_unless(self, stays: Callable[[TlsPeer], bool]) -> None:
+        """Close the connections of certificates that are not good any more, soon."""
+        for name, conversation in self._conversations.items():
+            owner = conversation.owner
+            if self._serves and owner is not None and not stays(owner):
+                self._call["close_named"](self._server, name)
+
+    async def serve(
+        self,
+        line: Line,
+        patience: Patience,
+        spaces: tuple[int, ...] = (),
+        owner: TlsPeer | None = None,
+    ) -> End:
         """Answer requests until the client hangs up or is refused.
 
-        connection: does not block. The thread owns it from now on and closes it; the connection of
-        a refused client comes back in the End.
+        spaces: those whose pages the client may read; none: all. owner: its certificate. The thread
+        owns the line's connection and session from now on and closes them; those of a refused
+        client come back in the End.
         """
         name = self._next_name
         self._next_name += 1
         limits = (patience.idle_s, patience.request_s, patience.stall_s)
-        conversation = self._conversations[name] = _Conversation()
+        conversation = self._conversations[name] = _Conversation(owner)
         try:
-            file = connection.fileno()
-            nanoseconds = (int(seconds * 1e9) for seconds in limits)
-            if not self._serves or not self._call["take"](self._server, file, name, *nanoseconds):
+            if not self._serves or not self._take(line, name, limits, spaces):
                 return End(None, "")  # The caller still owns the connection, and closes it.
-            connection.detach()
             await conversation.over.wait()
-            return End(conversation.connection, conversation.refused)
+            return End(conversation.line, conversation.refused)
         finally:
             del self._conversations[name]
+
+    def _take(
+        self, line: Line, name: int, limits: tuple[float, ...], spaces: tuple[int, ...]
+    ) -> bool:
+        session = line.session
+        handle = None if session is None else session.detach()
+        taken = self._call["take"](
+            self._server,
+            line.connection.fileno(),
+            name,
+            *(int(seconds * 1e9) for seconds in limits),
+            handle,
+            (ctypes.c_uint32 * len(spaces))(*spaces),
+            len(spaces),
+        )
+        if taken:
+            line.connection.detach()
+        elif handle is not None:
+            line.session = TlsSession(handle)
+        return bool(taken)
 
     def _start(self) -> None:
         news = ctypes.c_int()
@@ -227,19 +274,21 @@ class ServingThread:
             self._hear_all()
 
     def _hear_all(self) -> None:
-        name, file, how = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
-        into = (ctypes.byref(name), ctypes.byref(file), ctypes.byref(how))
+        name, file, how, tls = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        into = (*map(ctypes.byref, (name, file, how, tls)),)
         while self._call["ended"](self._server, *into):
-            connection = socket.socket(fileno=file.value) if file.value >= 0 else None
-            if connection is not None:
+            line = None
+            if file.value >= 0:
+                connection = socket.socket(fileno=file.value)
                 # A default time-out of the process would make it wait, and the loop with it.
                 connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
+                line = Line(connection, TlsSession(tls.value) if tls.value else None)
             conversation = self._conversations.get(name.value)
             if conversation is not None:
-                conversation.connection, conversation.refused = connection, _ENDS[how.value]
+                conversation.line, conversation.refused = line, _ENDS[how.value]
                 conversation.over.set()
-            elif connection is not None:
-                connection.close()
+            elif line is not None:
+                line.close()
 
     def _count(self) -> None:
         served = self._call["served"](self._server)
@@ -267,9 +316,10 @@ class ServingThread:
 class _Conversation:
     """A conversation in progress, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: TlsPeer | None) -> None:
+        self.owner = owner
         self.over = trio.Event()
-        self.connection: socket.socket | None = None
+        self.line: Line | None = None
         self.refused = ""
 
 

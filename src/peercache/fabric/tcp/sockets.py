@@ -1,14 +1,17 @@
-"""Sockets of the data port on a trio loop: listeners, and exactly so many bytes."""
+"""Sockets of the data port on a trio loop: listeners, and connections before they are admitted."""
 
 from __future__ import annotations
 
 import errno
 import socket
+from math import inf
+from typing import final
 
 import trio
 
 from peercache.config.quantities import format_address
 from peercache.errors import AddressTaken
+from peercache.fabric.tcp.tls import TlsSession
 
 PORT_TRIES_MAX = 16
 """Tries to find one free port for both address families."""
@@ -73,29 +76,89 @@ async def _listen_at(family: int, address: tuple[object, ...]) -> trio.SocketLis
     return trio.SocketListener(opened)
 
 
-async def receive(connection: socket.socket, into: bytearray) -> bool:
-    """Fill `into`; return False if the other side closed before."""
-    view = memoryview(into)
-    while view:
-        try:
-            taken = connection.recv_into(view)
-        except BlockingIOError:
-            await trio.lowlevel.wait_readable(connection)
-            continue
-        if not taken:
-            return False
-        view = view[taken:]
-    return True
+@final
+class Line:
+    """A connection on a trio loop that is not admitted yet: exactly so many bytes, and silence.
 
+    silent_since: since when it has been waiting for the peer; inf while bytes of the peer are here.
+    """
 
-async def send(connection: socket.socket, raw: bytes, *, stall_s: float) -> None:
-    """Send all of it; raises trio.TooSlowError when not a byte is taken for stall_s."""
-    view = memoryview(raw)
-    while view:
+    def __init__(self, connection: socket.socket, session: TlsSession | None = None) -> None:
+        """Take over a connection that does not block; its owner closes it."""
+        self.connection = connection
+        self.session = session
+        self.silent_since = inf
+
+    async def shake_hands(self, session: TlsSession, *, silence_s: float, turn: trio.Lock) -> None:
+        """Encrypt the connection; raises TlsFailed, and trio.TooSlowError for a silent peer.
+
+        turn: held for each step, so that the loop does one step of arithmetic in each of its turns.
+        """
+        self.session = session
+        while True:
+            async with turn:
+                done = session.step()
+            if done is True:
+                return
+            if done is None:
+                with trio.fail_after(silence_s):
+                    await trio.lowlevel.wait_writable(self.connection)
+            else:
+                await self._wait_readable(silence_s)
+
+    async def receive(self, into: bytearray, *, silence_s: float = inf) -> bool:
+        """Fill `into`; return False if the other side closed before, or broke TLS.
+
+        Raises trio.TooSlowError when nothing comes for silence_s.
+        """
+        view = memoryview(into)
+        while view:
+            try:
+                taken = self._hear(view)
+            except BlockingIOError:
+                await self._wait_readable(silence_s)
+                continue
+            if not taken:
+                return False
+            view = view[taken:]
+        return True
+
+    async def send(self, raw: bytes, *, stall_s: float) -> None:
+        """Send all of it; raises trio.TooSlowError when not a byte is taken for stall_s."""
+        if self.session is not None:
+            done = self.session.say(raw)
+            while not done:
+                with trio.fail_after(stall_s):
+                    await trio.lowlevel.wait_writable(self.connection)
+                done = self.session.flush_at_once()
+            return
+        view = memoryview(raw)
+        while view:
+            try:
+                sent = self.connection.send(view)
+            except BlockingIOError:
+                with trio.fail_after(stall_s):
+                    await trio.lowlevel.wait_writable(self.connection)
+                continue
+            view = view[sent:]
+
+    def close(self) -> None:
+        """Close the session and the connection, unless they were handed over."""
+        if self.session is not None:
+            self.session.close()
+        if self.connection.fileno() >= 0:
+            trio.lowlevel.notify_closing(self.connection)
+            self.connection.close()
+
+    def _hear(self, view: memoryview) -> int:
+        if self.session is None:
+            return self.connection.recv_into(view)
+        return self.session.hear(view)
+
+    async def _wait_readable(self, silence_s: float) -> None:
+        self.silent_since = trio.current_time()
         try:
-            sent = connection.send(view)
-        except BlockingIOError:
-            with trio.fail_after(stall_s):
-                await trio.lowlevel.wait_writable(connection)
-            continue
-        view = view[sent:]
+            with trio.fail_after(silence_s):
+                await trio.lowlevel.wait_readable(self.connection)
+        finally:
+            self.silent_since = inf

@@ -3,21 +3,26 @@
 All numbers are little-endian. A connection opens with one greeting and one answer:
 
     greeting   magic "PCtg" · version u16 · bytes that follow u16 ·
-               granule u64 · incarnation meant u64 · cluster digest 16 · proof 32
+               granule u64 · incarnation meant u64 · cluster digest 16
     answer     magic "PCta" · code u32                      0 is accepted, else an index of REASONS
 
 Then any number of requests, which may be sent ahead, each answered in its turn:
 
     request    magic "PCtr" · count u32 · incarnation meant u64 · total bytes u64 ·
-               count × (offset u64 · length u64)
+               count × (offset u64 · length u64 · generation u64)
     response   magic "PCts" · code u32; after code 0, for each *portion* of the pages:
-               the portion's bytes · one generation word u64 a page
+               the portion's bytes · one seal of 32 bytes a page
+
+The seal is that of the slot after the page's last byte (model/seal.py). Where the slot does not
+hold that generation, holds a shorter page, or one of a space that this client may not read, the
+page's bytes are zeros, and so is its seal.
 
 A portion is a run of consecutive pages. Both sides cut the pages by the same function of the
 lengths, so nothing on the wire says where a portion ends. After a refusal the server closes.
 
 Wire version history:
     1  the first.
+    2  requests name generations, seals follow the pages, and the greeting has no proof.
 """
 
 from __future__ import annotations
@@ -32,37 +37,41 @@ import numpy as np
 from peercache.errors import RemoteProtocolError
 from peercache.model.runs import U64
 
-TCP_WIRE_VERSION = 1
+TCP_WIRE_VERSION = 2
 
 COUNT_MAX = 4096
-"""Pages of one request: 64 KiB of entries, all that a request may make the server buffer."""
+"""Pages of one request: 96 KiB of entries, all that a request may make the server buffer."""
 REQUEST_BYTES_MAX = 2**33
 """Page bytes of one request. They are never buffered; it bounds how long one request can last, and
 is twice the largest page, so that every page fits into some request."""
 PORTION_BYTES_MAX = 4 * 2**20
 """Bytes after which a portion ends, so that at a deadline at most this much arrived in vain."""
 PORTION_PAGES_MAX = 256
-"""Pages after which a portion ends: with its words it is one `sendmsg` (1024 pieces at most)."""
+"""Pages after which a portion ends: with its seals it is one `sendmsg` (1024 pieces at most)."""
 
 REASONS = (
     "",
     "malformed",
     "version",
     "cluster",
-    "credentials",
     "granule",
     "incarnation",
     "bounds",
     "busy",
+    "role",
+    "revoked",
+    "certificate",
+    "owner",
 )
 """Why the server refuses; the index is the code on the wire, so: append only."""
-MALFORMED, VERSION, CLUSTER, CREDENTIALS, GRANULE, INCARNATION, BOUNDS, BUSY = REASONS[1:]
+MALFORMED, VERSION, CLUSTER, GRANULE, INCARNATION, BOUNDS, BUSY = REASONS[1:8]
+ROLE, REVOKED, CERTIFICATE, OWNER = REASONS[8:]
 
 _OPENING = struct.Struct("<4sHH")
-_REST = struct.Struct("<QQ16s32s")
+_REST = struct.Struct("<QQ16s")
 _ANSWER = struct.Struct("<4sI")
 _REQUEST = struct.Struct("<4sIQQ")
-_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8")])
+_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8"), ("generation", "<u8")])
 
 _GREETING_MAGIC = b"PCtg"
 _ANSWER_MAGIC = b"PCta"
@@ -74,8 +83,6 @@ GREETING_REST_BYTES = _REST.size
 ANSWER_BYTES = _ANSWER.size
 REQUEST_BYTES = _REQUEST.size
 ENTRY_BYTES = _ENTRY.itemsize
-WORD_BYTES = 8
-NO_PROOF = bytes(32)
 
 
 @attrs.define(eq=False)
@@ -87,33 +94,24 @@ class Refusal(RemoteProtocolError):
 class Greeting:
     """The client's introduction: which cluster it is of, and which incarnation it will read.
 
-    cluster: digest of the cluster's name, 16 bytes.
-    proof:   32 bytes that only a holder of the shared secret can make; zeros without a secret.
+    cluster: digest of the cluster's name, 16 bytes. It is no proof: certificates prove.
     """
 
     granule: int
     incarnation: int
     cluster: bytes
-    proof: bytes
 
 
-def greet(*, cluster: str, credentials: str, granule: int, incarnation: int) -> Greeting:
+def greet(*, cluster: str, granule: int, incarnation: int) -> Greeting:
     """Return the greeting of an honest client for the server of that incarnation."""
     digest = hashlib.blake2b(cluster.encode(), digest_size=16).digest()
-    proof = NO_PROOF
-    if credentials:
-        # The proof covers what is asked for: one seen on the wire opens no other node. (It can be
-        # replayed to this one; keeping it off the wire is the business of TLS.)
-        secret = hashlib.blake2b(credentials.encode()).digest()
-        said = _REST.pack(granule, incarnation, digest, NO_PROOF)
-        proof = hashlib.blake2b(said, key=secret, digest_size=32).digest()
-    return Greeting(granule, incarnation, digest, proof)
+    return Greeting(granule, incarnation, digest)
 
 
 def encode_greeting(greeting: Greeting) -> bytes:
     """Return the first bytes of a connection."""
     opening = _OPENING.pack(_GREETING_MAGIC, TCP_WIRE_VERSION, GREETING_REST_BYTES)
-    rest = _REST.pack(greeting.granule, greeting.incarnation, greeting.cluster, greeting.proof)
+    rest = _REST.pack(greeting.granule, greeting.incarnation, greeting.cluster)
     return opening + rest
 
 
@@ -167,24 +165,27 @@ class PageRequest:
     portions: list[int]
 
 
-def requests(offsets: U64, lengths: U64, incarnation: int) -> list[PageRequest]:
+def requests(offsets: U64, lengths: U64, generations: U64, incarnation: int) -> list[PageRequest]:
     """Return the requests for a read of these pages, in order; at least one page is wanted."""
     return [
         PageRequest(
             first,
-            encode_request(offsets[first:last], lengths[first:last], incarnation),
+            encode_request(
+                offsets[first:last], lengths[first:last], generations[first:last], incarnation
+            ),
             portions(lengths[first:last]),
         )
         for first, last in pairwise(cuts(lengths, bytes_max=REQUEST_BYTES_MAX, pages_max=COUNT_MAX))
     ]
 
 
-def encode_request(offsets: U64, lengths: U64, incarnation: int) -> bytes:
+def encode_request(offsets: U64, lengths: U64, generations: U64, incarnation: int) -> bytes:
     """Return one request for at most COUNT_MAX pages and REQUEST_BYTES_MAX bytes."""
     assert 0 < len(offsets) <= COUNT_MAX, len(offsets)
     entries = np.empty(len(offsets), _ENTRY)
     entries["offset"] = offsets
     entries["length"] = lengths
+    entries["generation"] = generations
     total = int(lengths.sum(dtype=np.uint64))
     return _REQUEST.pack(_REQUEST_MAGIC, len(offsets), incarnation, total) + entries.tobytes()
 

@@ -15,15 +15,19 @@ class Lookup:
 
 @attrs.frozen
 class Located:
-    """Answer a Lookup: the records known, in key order; absent keys have none, some several."""
+    """Answer a Lookup: the records known, in key order; absent keys have none, some several.
+
+    behind: this owner knows that it lacks records: what is absent here may be known to the next.
+    """
 
     request: int
     records: bytes
+    behind: bool = False
 
 
 @attrs.frozen
 class Disputed:
-    """Tell a directory owner that these very records failed verification."""
+    """Tell a directory owner that these very records failed verification: a hint to ask about."""
 
     records: bytes
 
@@ -77,6 +81,13 @@ class Repair:
 
     number: int
     buckets: bytes
+    records: bytes
+
+
+@attrs.frozen
+class Doubted:
+    """Ask a holder about records of its own that readers have disputed: it withdraws stale ones."""
+
     records: bytes
 
 

@@ -31,15 +31,23 @@ class HeartbeatSeen:
 
 @attrs.frozen
 class ViewShared:
-    """Share a whole view; the receiver merges. request: of the ViewAsked it answers, or 0."""
+    """Share entries of a view; the receiver merges. request: of the ViewAsked it answers, or 0.
+
+    more: the view has further entries: ask for those after the last one here.
+    """
 
     request: int
     view: tuple[Member, ...]
+    more: bool = False
 
 
 @attrs.frozen
 class ViewAsked:
-    """Ask for the view, unless its digest is the one given (then the answer is empty)."""
+    """Ask for the live members, unless the view's digest is the one given (the answer is empty).
+
+    after: the last incarnation of the part before, for the next part; 0 for the first one.
+    """
 
     request: int
     digest: bytes
+    after: int = 0

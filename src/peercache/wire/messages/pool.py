@@ -110,23 +110,37 @@ class Touched:
 
 @attrs.frozen
 class Remove:
-    """Ask a holder to drop these pages."""
+    """Ask a client's home node to drop these pages everywhere, or a holder to drop its own.
+
+    namespace:  the tag of their namespace; pages of another one stay.
+    patience_s: how long the home node may wait for the other members.
+    """
 
     request: int
+    namespace: int
     keys: bytes
+    patience_s: float = 0.0
 
 
 @attrs.frozen
 class Clear:
-    """Ask a holder to drop every page of a namespace."""
+    """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
+
+    patience_s: how long the home node may wait for the other members.
+    """
 
     request: int
     namespace: int
+    patience_s: float = 0.0
 
 
 @attrs.frozen
 class Removed:
-    """Answer a Remove or Clear: the number of removed pages."""
+    """Answer a Remove or Clear: the number of removed pages.
+
+    missed: the members that did not answer in time, and may still hold pages.
+    """
 
     request: int
     count: int
+    missed: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ class OpenChannel:
 class ChannelOpened:
     """Answer an OpenChannel: the node's end, and the published memory that this port may read.
 
-    pages_address, words_address: where page memory and generation words begin, in the node.
+    pages_address, seals_address: where page memory and seals begin, in the node.
     regions: n × (address, length, rkey), 8 bytes each: the memory registered so far.
     """
 
@@ -59,7 +59,7 @@ class ChannelOpened:
     reads_at_once: int
     pages_address: int
     page_bytes: int
-    words_address: int
+    seals_address: int
     granule: int
     regions: bytes
 

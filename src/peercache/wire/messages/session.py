@@ -11,8 +11,13 @@ from peercache.model.member import Member
 class Hello:
     """Introduce the sender; the first message of a connection.
 
-    lock: basename of the client's lock file in the home folder; "" from a node, from a client in
-          the node's own process, and from a client that only reads.
+    name, nonce: of a node: the name in its certificate ("" without TLS), and the nonce that makes
+                 its incarnation (`model.ids.incarnation_of`); empty from a client.
+    namespace:   the name of the client's namespace: it writes in no other.
+    lock:        basename of the client's lock file in the home folder; "" from a node, from a
+                 client in the node's own process, and from a client that only reads.
+    secret:      the bytes in that file, or what the node handed to its own process: only a process
+                 that may read the file can know it. Empty from a client that only reads.
     """
 
     request: int
@@ -21,10 +26,12 @@ class Hello:
     cluster: str
     is_node: bool
     granule: int
-    credentials: str
+    name: str
+    nonce: bytes
     namespace: str
     geometry: str
     lock: str
+    secret: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
@@ -66,6 +73,13 @@ class Stats:
 
     request: int
     figures: dict[str, int | float | str]
+
+
+@attrs.frozen
+class RevocationsTold:
+    """Tell a node which certificates are revoked: the signed lists of the authorities, as PEM."""
+
+    lists: bytes
 
 
 @attrs.frozen

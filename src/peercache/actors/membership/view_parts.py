@@ -1,0 +1,37 @@
+"""View parts: how a view is cut into messages of a bounded size. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from peercache.model.member import Member
+
+PART_BYTES_MAX = 192 * 1024
+"""Bytes of the entries in one message, three quarters of what a message may have: about 1,200."""
+
+PART_MEMBERS_MAX = 1024
+"""Entries in one message: their decoding takes a few milliseconds."""
+
+MEMBER_BYTES_ABOUT = 80
+"""What an entry takes beside its texts: four numbers and the heads of all fields."""
+
+
+def parts_of(members: Iterable[Member]) -> list[tuple[Member, ...]]:
+    """Cut entries into parts, in their order, each for one message."""
+    parts: list[list[Member]] = []
+    room = 0
+    for member in members:
+        size = bytes_of(member)
+        if size > room or len(parts[-1]) >= PART_MEMBERS_MAX:
+            parts.append([])
+            room = PART_BYTES_MAX
+        parts[-1].append(member)
+        room -= size
+    return [tuple(part) for part in parts]
+
+
+def bytes_of(member: Member) -> int:
+    """Return how many bytes an entry takes at most."""
+    texts = (member.host_name, member.control, member.data, member.boot_id, member.segment)
+    length = sum([len(text.encode()) for text in (*texts, member.name)])
+    return length + len(member.nonce) + MEMBER_BYTES_ABOUT

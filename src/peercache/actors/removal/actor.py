@@ -1,0 +1,119 @@
+"""Removal: pages and namespaces that clients of this node want removed from every member.
+
+Owns    the removals that are under way: the client that asked, and the members still to answer.
+Hears   Remove and Clear, from this node's clients; Removed, from members; ViewChanged, from
+        membership.
+Says    Remove and Clear to every live member, this node included; Removed or Refused to the client.
+Keeps   the count is the sum of what members told, each of them counted once; a member that did not
+        answer in time is named. A member that has left the view is waited for no longer.
+Limits  PENDING_MAX removals at once, and PATIENCE_MAX_S for each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, final
+
+import attrs
+from typing_extensions import assert_never
+
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import RemovalHears, ViewChanged
+from peercache.actors.origin import Origin
+from peercache.model.member import ALIVE, SUSPECT
+from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.session import Refused
+
+PENDING_MAX: Final = 256
+"""Removals under way; each is small, and a client has one or a few."""
+
+PATIENCE_MAX_S: Final = 10.0
+"""Longest wait for the members, whatever a client asks for."""
+
+
+@final
+@attrs.define(eq=False)
+class Removal:
+    """One removal under way. waiting: the members that have not answered, in order."""
+
+    origin: Origin
+    request: int
+    until: float
+    waiting: dict[int, None]
+    count: int = 0
+
+    def answer(self) -> Effect:
+        """Tell the client what went, and where it may not have."""
+        return Send(self.origin, Removed(self.request, self.count, tuple(self.waiting)))
+
+
+@final
+@attrs.define
+class Remover:
+    """Forwards removals to every member, as this node, and sums the answers."""
+
+    _live: tuple[int, ...] = ()
+    _pending: dict[int, Removal] = attrs.field(factory=dict)
+    _last_number: int = 0
+
+    def on_message(self, sender: Origin, message: RemovalHears, now: float) -> list[Effect]:
+        """Begin a removal, or take an answer or a view."""
+        match message:
+            case Remove() | Clear():
+                return self._begin(sender, message, now)
+            case Removed(request, count):
+                return self._count(sender.identity, request, count)
+            case ViewChanged():
+                return self._follow(message)
+        assert_never(message)
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Answer the clients whose patience is over."""
+        over = [number for number, removal in self._pending.items() if removal.until <= now]
+        return [self._pending.pop(number).answer() for number in over]
+
+    def deadline(self) -> float:
+        """Return when the first patience is over."""
+        return min((removal.until for removal in self._pending.values()), default=math.inf)
+
+    def check(self) -> None:
+        """Assert the bound."""
+        assert len(self._pending) <= PENDING_MAX, f"{len(self._pending)} removals"
+
+    def _begin(self, sender: Origin, message: Remove | Clear, now: float) -> list[Effect]:
+        if len(self._pending) >= PENDING_MAX:
+            detail = f"this node has {PENDING_MAX} removals under way: try again"
+            return [Send(sender, Refused(message.request, "busy", detail))]
+        self._last_number += 1
+        number = self._last_number
+        patience_s = min(max(message.patience_s, 0.0), PATIENCE_MAX_S)
+        removal = Removal(sender, message.request, now + patience_s, dict.fromkeys(self._live))
+        if not self._live:
+            return [removal.answer()]
+        self._pending[number] = removal
+        forwarded = attrs.evolve(message, request=number, patience_s=0.0)
+        return [Send(member, forwarded) for member in self._live]
+
+    def _count(self, member: int, number: int, count: int) -> list[Effect]:
+        removal = self._pending.get(number)
+        if removal is None or member not in removal.waiting:
+            # Late, repeated, or not asked for.
+            return []
+        del removal.waiting[member]
+        removal.count += count
+        return self._end_if_answered(number)
+
+    def _follow(self, view: ViewChanged) -> list[Effect]:
+        self._live = tuple(
+            sorted(m.incarnation for m in view.members if m.state in (ALIVE, SUSPECT))
+        )
+        effects: list[Effect] = []
+        live = dict.fromkeys(self._live)
+        for number, removal in list(self._pending.items()):
+            for gone in [member for member in removal.waiting if member not in live]:
+                del removal.waiting[gone]
+            effects += self._end_if_answered(number)
+        return effects
+
+    def _end_if_answered(self, number: int) -> list[Effect]:
+        return [] if self._pending[number].waiting else [self._pending.pop(number).answer()]

@@ -1,0 +1,125 @@
+/* What the two halves of the page server share: _serving.c hears, _responding.c says. */
+#ifndef PEERCACHE_SERVING_H
+#define PEERCACHE_SERVING_H
+
+#include "_tls.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the wire is little-endian, and this code does not convert"
+#endif
+
+/* About 0.3 ms of copying: what each of many readers waits for each other one. */
+#define STEP_BYTES_MAX (1u << 20)
+/* Seals of one portion; more pages in a portion than this are refused by `open`. */
+#define PORTION_PAGES_LIMIT 256
+#define EVENTS_MAX 64
+#define NEVER INT64_MAX
+
+/* How a conversation ended; serving.py knows them by these numbers. */
+enum end { GOES_ON = -1, GONE = 0, MALFORMED = 1, INCARNATION = 2, BOUNDS = 3 };
+
+/* FLUSHING: the response is encrypted, and a part of it waits for the socket. */
+enum phase { HEAD, ENTRIES, SENDING, FLUSHING };
+
+struct head {
+    char magic[4];
+    uint32_t count;
+    uint64_t incarnation;
+    uint64_t total;
+};
+
+struct entry {
+    uint64_t offset;
+    uint64_t length;
+    uint64_t generation;
+};
+
+/* As in model/seal.py. */
+struct seal {
+    uint64_t word;
+    uint8_t key[16];
+    uint32_t space, length;
+};
+
+_Static_assert(sizeof(struct head) == 24 && sizeof(struct entry) == 24, "as in wire.py");
+_Static_assert(sizeof(struct seal) == 32, "as in model/seal.py");
+
+/* What was seen of a page: nothing yet, the seal that was asked for, or another one. */
+enum sight { UNSEEN, SHOWN, WITHHELD };
+
+/* A request in hand. lead: what goes out before the next page byte, the status or the seals of the
+ * portion before. Pages first to last are the portion being sent; `page` is the one begun. */
+struct request {
+    uint32_t count, first, last, page;
+    uint64_t page_sent;
+    uint64_t lead_bytes, lead_sent;
+    struct seal lead[PORTION_PAGES_LIMIT];
+    uint8_t sight[PORTION_PAGES_LIMIT];
+    struct entry entries[];
+};
+
+/* A connection that is to be closed, by its name. */
+struct closing {
+    struct closing *next;
+    uint64_t name;
+};
+
+struct connection {
+    struct connection *previous, *next;
+    uint64_t name;
+    int file, end;
+    enum phase phase;
+    uint32_t interest;
+    int64_t idle_ns, request_ns, stall_ns, deadline_ns;
+    uint64_t got;
+    struct head head;
+    struct request *request;
+    /* Null without TLS. */
+    struct peercache_tls *tls;
+    /* The spaces whose pages it may read; none: all. */
+    uint64_t spaces_count;
+    uint32_t spaces[];
+};
+
+/* What the caller wants; serving.py declares the same. usable: called when a request goes beyond
+ * what was usable last. between, before_send: for tests that act at the worst moment, after a
+ * portion's bytes and before each send, or null. */
+struct settings {
+    const uint8_t *pages;
+    const struct seal *seals;
+    uint64_t granule, incarnation;
+    uint64_t count_max, request_bytes_max, portion_bytes_max, portion_pages_max;
+    uint64_t (*usable)(void);
+    void (*between)(void);
+    void (*before_send)(void);
+};
+
+struct server {
+    struct settings settings;
+    uint64_t usable;
+    uint64_t served;
+    /* STEP_BYTES_MAX each: what goes out instead of a page that is withheld, and a step's copy. */
+    uint8_t *zeros, *copy;
+    int poll, bell, news;
+    int64_t scan_at_ns;
+    struct connection *all;
+    /* Under the lock: what the caller's threads and this one hand each other. */
+    pthread_mutex_t lock;
+    struct connection *taken, *ended;
+    uint64_t idle_to_close;
+    struct closing *closing;
+    int is_stopping;
+};
+
+/* Set a connection's deadline, and have the loop look at it in time. */
+void peercache_wait_until(struct server *, struct connection *, int64_t deadline_ns);
+/* Return where the portion that begins at page `first` ends: the twin of wire.cuts. */
+uint32_t peercache_cut(const struct settings *, const struct request *, uint32_t first);
+/* Send one step of the response in hand; return how the conversation ended, or GOES_ON. */
+enum end peercache_respond(struct server *, struct connection *, int64_t now);
+
+#endif

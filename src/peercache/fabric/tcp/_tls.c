@@ -1,0 +1,505 @@
+/* TLS 1.3 with certificates of both sides, for the page server and the receiving loop.
+ *
+ * Owns    sessions, one connection each, without their sockets. One thread uses a session at a time.
+ * Keeps   no byte that was encrypted depends on the caller's memory any more. A send never raises
+ *         SIGPIPE. A destination that is no memory is an error and no crash.
+ * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way.
+ *
+ * TLS records of 16 KiB are what encryption costs beside the cipher itself: so many records are
+ * encrypted before one send, and one receive brings many.
+ */
+#define _GNU_SOURCE
+#include "_tls.h"
+
+#include <errno.h>
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define RECORD_BYTES 16384
+/* A record's head, its tag, and room for a message of the protocol's own. */
+#define RECORD_EXTRA_BYTES 256
+#define UNSENT_BYTES (512u << 10)
+/* Places whose first and last byte are probed: one call of the kernel takes them all. */
+#define PROBED_MAX 512
+/* The alternative name that every certificate of PeerCache has. */
+#define SHARED_NAME "peercache"
+
+/* Why a handshake failed; tls.py knows them by these numbers. */
+enum failure {
+    NONE = 0,
+    LOST = 1,
+    NO_CERTIFICATE = 2,
+    UNKNOWN_CA = 3,
+    EXPIRED = 4,
+    NOT_YET_VALID = 5,
+    BAD_CERTIFICATE = 6,
+    NO_TLS = 7,
+    OLD_TLS = 8,
+    REFUSED_BY_PEER = 9,
+    BROKEN = 10
+};
+
+/* A place of a read, as in _receiving.c. */
+struct place {
+    uint64_t address;
+    uint64_t size;
+};
+
+struct session {
+    struct peercache_tls head;
+    SSL *ssl;
+    /* wait: flags of each send. error: errno of the last receive. */
+    int file, wait, error;
+    enum failure failure;
+    /* Ciphertext from `begin` to `end` waits for the socket. */
+    uint8_t *unsent;
+    size_t begin, end;
+    /* Pieces smaller than a record are put together here. */
+    uint8_t *stage;
+};
+
+static BIO_METHOD *method;
+
+static int has_room(const struct session *session)
+{
+    return UNSENT_BYTES - session->end >= RECORD_BYTES + RECORD_EXTRA_BYTES;
+}
+
+/* Send what waits; return 0 when nothing is left, -1 and errno. */
+static int flush(struct session *session)
+{
+    while (session->begin < session->end) {
+        ssize_t sent = send(session->file, session->unsent + session->begin,
+                            session->end - session->begin, MSG_NOSIGNAL | session->wait);
+
+        if (sent < 0)
+            return -1;
+        session->begin += (size_t)sent;
+    }
+    session->begin = session->end = 0;
+    return 0;
+}
+
+static int write_socket(BIO *bio, const char *bytes, size_t size, size_t *written)
+{
+    struct session *session = BIO_get_data(bio);
+
+    BIO_clear_retry_flags(bio);
+    if (!session->unsent)
+        session->unsent = malloc(UNSENT_BYTES);
+    if (!session->unsent)
+        return 0;
+    if (size > UNSENT_BYTES - session->end)
+        size = UNSENT_BYTES - session->end;
+    if (!size) {
+        BIO_set_retry_write(bio);
+        return 0;
+    }
+    memcpy(session->unsent + session->end, bytes, size);
+    session->end += size;
+    *written = size;
+    return 1;
+}
+
+static int read_socket(BIO *bio, char *into, size_t size, size_t *got)
+{
+    struct session *session = BIO_get_data(bio);
+    ssize_t taken;
+
+    /* What the peer is to answer goes out first; what the socket does not take, its owner flushes. */
+    if (session->begin < session->end)
+        flush(session);
+    taken = recv(session->file, into, size, 0);
+    BIO_clear_retry_flags(bio);
+    session->error = taken < 0 ? errno : 0;
+    if (taken <= 0) {
+        if (taken < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+            BIO_set_retry_read(bio);
+        return 0;
+    }
+    *got = (size_t)taken;
+    return 1;
+}
+
+static long control(BIO *bio, int command, long number, void *pointer)
+{
+    (void)bio, (void)number, (void)pointer;
+    return command == BIO_CTRL_FLUSH;
+}
+
+static enum failure why_unverified(long result)
+{
+    switch (result) {
+    case X509_V_OK:
+        return BROKEN;
+    case X509_V_ERR_CERT_HAS_EXPIRED:
+        return EXPIRED;
+    case X509_V_ERR_CERT_NOT_YET_VALID:
+        return NOT_YET_VALID;
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT:
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT_LOCALLY:
+    case X509_V_ERR_UNABLE_TO_VERIFY_LEAF_SIGNATURE:
+    case X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT:
+    case X509_V_ERR_SELF_SIGNED_CERT_IN_CHAIN:
+    case X509_V_ERR_CERT_SIGNATURE_FAILURE:
+        return UNKNOWN_CA;
+    default:
+        return BAD_CERTIFICATE;
+    }
+}
+
+/* Return why the last call failed, by what OpenSSL noted. */
+static enum failure why_failed(const struct session *session)
+{
+    unsigned long error = ERR_peek_error();
+
+    if (!error)
+        return LOST;
+    if (ERR_GET_LIB(error) != ERR_LIB_SSL)
+        return BROKEN;
+    switch (ERR_GET_REASON(error)) {
+    case SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE:
+        return NO_CERTIFICATE;
+    case SSL_R_CERTIFICATE_VERIFY_FAILED:
+        return why_unverified(SSL_get_verify_result(session->ssl));
+    case SSL_R_WRONG_VERSION_NUMBER:
+    case SSL_R_HTTP_REQUEST:
+    case SSL_R_HTTPS_PROXY_REQUEST:
+    case SSL_R_PACKET_LENGTH_TOO_LONG:
+    case SSL_R_ENCRYPTED_LENGTH_TOO_LONG:
+    case SSL_R_BAD_RECORD_TYPE:
+        return NO_TLS;
+    case SSL_R_UNSUPPORTED_PROTOCOL:
+    case SSL_R_NO_SHARED_CIPHER:
+    case SSL_R_TLSV1_ALERT_PROTOCOL_VERSION:
+        return OLD_TLS;
+    case SSL_R_UNEXPECTED_EOF_WHILE_READING:
+        return LOST;
+    default:
+        /* Reasons from here on are alerts: what the peer says about us. */
+        return ERR_GET_REASON(error) >= SSL_AD_REASON_OFFSET ? REFUSED_BY_PEER : BROKEN;
+    }
+}
+
+/* Return the bytes that SSL_read or SSL_write moved, 0 at the end, -1 and errno. */
+static int64_t outcome(struct session *session, int result, size_t moved)
+{
+    if (result > 0)
+        return (int64_t)moved;
+    switch (SSL_get_error(session->ssl, result)) {
+    case SSL_ERROR_ZERO_RETURN:
+        return 0;
+    case SSL_ERROR_WANT_READ:
+        errno = session->error ? session->error : EAGAIN;
+        return -1;
+    case SSL_ERROR_WANT_WRITE:
+        errno = EAGAIN;
+        return -1;
+    default:
+        /* A connection that ends without a word of TLS, or with an alert. */
+        session->failure = why_failed(session);
+        errno = session->error ? session->error : ECONNRESET;
+        return -1;
+    }
+}
+
+static int64_t encrypt(struct session *session, const void *bytes, size_t size)
+{
+    size_t written = 0;
+    int result;
+
+    ERR_clear_error();
+    session->error = 0;
+    result = SSL_write_ex(session->ssl, bytes, size, &written);
+    return outcome(session, result, written);
+}
+
+/* Encrypt what stands on the stage; there is room for it. */
+static int send_stage(struct session *session, size_t *staged)
+{
+    if (*staged && encrypt(session, session->stage, *staged) != (int64_t)*staged)
+        return -1;
+    *staged = 0;
+    return 0;
+}
+
+static int64_t send_pieces(struct peercache_tls *tls, const struct iovec *pieces, size_t count)
+{
+    struct session *session = (struct session *)tls;
+    uint64_t taken = 0;
+    size_t staged = 0, done = 0;
+
+    if (!session->stage && !(session->stage = malloc(RECORD_BYTES)))
+        return -1;
+    if (flush(session) < 0)
+        return -1;
+    while (count) {
+        const uint8_t *bytes = (const uint8_t *)pieces->iov_base + done;
+        size_t left = pieces->iov_len - done, size = RECORD_BYTES - staged;
+
+        if (!left) {
+            pieces++, count--, done = 0;
+            continue;
+        }
+        if (!has_room(session) && flush(session) < 0)
+            break;
+        if (size > left)
+            size = left;
+        if (size == RECORD_BYTES) {
+            if (encrypt(session, bytes, size) != (int64_t)size)
+                return -1;
+        } else {
+            memcpy(session->stage + staged, bytes, size);
+            staged += size;
+            if (staged == RECORD_BYTES && send_stage(session, &staged) < 0)
+                return -1;
+        }
+        done += size;
+        taken += size;
+    }
+    /* What was taken is ciphertext when this returns: there is room for the last record. */
+    if (send_stage(session, &staged) < 0)
+        return -1;
+    if (flush(session) < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+        return -1;
+    if (session->begin == session->end) {
+        free(session->unsent);
+        session->unsent = NULL;
+    }
+    return (int64_t)taken;
+}
+
+static int64_t receive(struct peercache_tls *tls, void *into, size_t size)
+{
+    struct session *session = (struct session *)tls;
+    size_t got = 0;
+    int result;
+
+    ERR_clear_error();
+    session->error = 0;
+    result = SSL_read_ex(session->ssl, into, size, &got);
+    return outcome(session, result, got);
+}
+
+static int has_unsent(const struct peercache_tls *tls)
+{
+    const struct session *session = (const struct session *)tls;
+
+    return session->begin < session->end;
+}
+
+static int has_pending(const struct peercache_tls *tls)
+{
+    return SSL_has_pending(((const struct session *)tls)->ssl);
+}
+
+static void free_session(struct peercache_tls *tls)
+{
+    struct session *session = (struct session *)tls;
+
+    SSL_free(session->ssl);
+    free(session->unsent);
+    free(session->stage);
+    free(session);
+}
+
+static const struct peercache_tls_operations operations = {
+    .send = send_pieces,
+    .receive = receive,
+    .has_unsent = has_unsent,
+    .has_pending = has_pending,
+    .free = free_session,
+};
+
+/* --- what tls.py calls ------------------------------------------------------------------------- */
+
+static void make_method(void)
+{
+    method = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "peercache");
+    if (!method || !BIO_meth_set_write_ex(method, write_socket) ||
+        !BIO_meth_set_read_ex(method, read_socket) || !BIO_meth_set_ctrl(method, control)) {
+        BIO_meth_free(method);
+        method = NULL;
+    }
+}
+
+/* Return a session over a connected socket, or null. wait: flags of each send. */
+struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, int wait)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    struct session *session = calloc(1, sizeof(*session));
+    BIO *bio = NULL;
+
+    pthread_once(&once, make_method);
+    if (session && method && (session->ssl = SSL_new(context)) && (bio = BIO_new(method))) {
+        session->head.operations = &operations;
+        session->file = file;
+        session->wait = wait;
+        BIO_set_data(bio, session);
+        BIO_set_init(bio, 1);
+        SSL_set_bio(session->ssl, bio, bio);
+        if (is_server)
+            SSL_set_accept_state(session->ssl);
+        else
+            SSL_set_connect_state(session->ssl);
+        if (SSL_set1_host(session->ssl, SHARED_NAME) == 1)
+            return session;
+    }
+    if (session)
+        free_session(&session->head);
+    return NULL;
+}
+
+void peercache_tls_free(struct session *session)
+{
+    free_session(&session->head);
+}
+
+/* Go on with the handshake. Return 0 when it is done, 1 when it waits for the peer's bytes, 2 when
+ * the socket takes no more, and a negative `enum failure` at its end. */
+int peercache_tls_handshake(struct session *session)
+{
+    int result, error;
+
+    if (flush(session) < 0)
+        return errno == EAGAIN || errno == EINTR ? 2 : -LOST;
+    ERR_clear_error();
+    session->error = 0;
+    result = SSL_do_handshake(session->ssl);
+    error = SSL_get_error(session->ssl, result);
+    if (result != 1 && error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE)
+        session->failure = why_failed(session);
+    /* An alert goes out too. */
+    if (flush(session) < 0 && errno != EAGAIN && errno != EINTR && !session->failure)
+        session->failure = LOST;
+    if (session->failure)
+        return -(int)session->failure;
+    if (session->begin < session->end)
+        return 2;
+    return result == 1 ? 0 : error == SSL_ERROR_WANT_READ ? 1 : 2;
+}
+
+/* Write the peer's certificate: its serial number in hexadecimal, and each of its URIs, a line each.
+ * Return the bytes, or -1 where they are not text or do not fit. */
+int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t size)
+{
+    X509 *certificate = SSL_get1_peer_certificate(session->ssl);
+    BIGNUM *number = certificate ? ASN1_INTEGER_to_BN(X509_get0_serialNumber(certificate), NULL) : NULL;
+    char *serial = number ? BN_bn2hex(number) : NULL;
+    GENERAL_NAMES *names =
+        certificate ? X509_get_ext_d2i(certificate, NID_subject_alt_name, NULL, NULL) : NULL;
+    int64_t used = serial ? snprintf(into, size, "%s\n", serial) : -1;
+
+    for (int index = 0; used >= 0 && index < sk_GENERAL_NAME_num(names); index++) {
+        const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, index);
+        const ASN1_IA5STRING *text = name->d.uniformResourceIdentifier;
+        uint64_t length;
+
+        if (name->type != GEN_URI)
+            continue;
+        length = (uint64_t)ASN1_STRING_length(text);
+        if ((uint64_t)used + length + 1 > size ||
+            memchr(ASN1_STRING_get0_data(text), '\n', length)) {
+            used = -1;
+            break;
+        }
+        memcpy(into + used, ASN1_STRING_get0_data(text), length);
+        used += (int64_t)length;
+        into[used++] = '\n';
+    }
+    GENERAL_NAMES_free(names);
+    OPENSSL_free(serial);
+    BN_free(number);
+    X509_free(certificate);
+    return used;
+}
+
+/* Encrypt bytes, and send what the socket takes at once; return whether all of them were taken. */
+int peercache_tls_say(struct session *session, const void *bytes, uint64_t size)
+{
+    struct iovec piece = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = size};
+
+    return send_pieces(&session->head, &piece, 1) == (int64_t)size ? 0 : -1;
+}
+
+/* Send what waits, for as long as the socket's time-out; return 0 when nothing is left. */
+int peercache_tls_flush(struct session *session)
+{
+    int wait = session->wait, result;
+
+    session->wait = 0;
+    result = flush(session);
+    session->wait = wait;
+    return result;
+}
+
+/* Receive once, at most `size` bytes; 0 when the peer has closed, -1 and errno. */
+int64_t peercache_tls_hear(struct session *session, void *into, uint64_t size)
+{
+    return receive(&session->head, into, size);
+}
+
+/* Return whether the places are there: their first and last bytes, of more than PROBED_MAX places in
+ * a part of them. A sandbox that forbids the call lets all pass. See memory/_scatter.c. */
+static int are_there(const struct place *places, uint64_t count, uint64_t skip)
+{
+    struct iovec probed[2 * PROBED_MAX], scratch;
+    char bytes[2 * PROBED_MAX] = {0};
+    uint64_t stride = count / PROBED_MAX + 1, used = 0;
+    ssize_t moved;
+
+    for (uint64_t at = 0; at < count; at += stride) {
+        uint64_t first = at ? 0 : skip;
+
+        if (places[at].size <= first)
+            continue;
+        probed[used].iov_base = (void *)(uintptr_t)(places[at].address + first);
+        probed[used++].iov_len = 1;
+        probed[used].iov_base = (void *)(uintptr_t)(places[at].address + places[at].size - 1);
+        probed[used++].iov_len = 1;
+    }
+    scratch.iov_base = bytes;
+    scratch.iov_len = used;
+    moved = process_vm_readv(getpid(), probed, used, &scratch, 1, 0);
+    return moved < 0 ? errno != EFAULT : (uint64_t)moved == used;
+}
+
+/* As peercache_receive, of a session. */
+int64_t peercache_tls_receive(struct session *session, const struct place *places, uint64_t count,
+                              uint64_t skip)
+{
+    int64_t total = 0;
+
+    if (!are_there(places, count, skip)) {
+        errno = EFAULT;
+        return -1;
+    }
+    for (uint64_t at = 0; at < count; at++, skip = 0) {
+        uint64_t size = places[at].size;
+
+        while (skip < size) {
+            int64_t taken = receive(&session->head,
+                                    (void *)(uintptr_t)(places[at].address + skip), size - skip);
+
+            if (taken <= 0)
+                return total ? total : taken;
+            skip += (uint64_t)taken;
+            total += taken;
+        }
+    }
+    return total;
+}
+
+/* Return why the session failed, an `enum failure`. */
+int peercache_tls_failure(const struct session *session)
+{
+    return (int)session->failure;
+}

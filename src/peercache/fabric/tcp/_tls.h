@@ -1,0 +1,32 @@
+/* The operations of a TLS session, which the page server calls without knowing OpenSSL: the library
+ * with OpenSSL makes the session, and libpeercache.so is built without it. */
+#ifndef PEERCACHE_TLS_H
+#define PEERCACHE_TLS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+struct peercache_tls;
+
+struct peercache_tls_operations {
+    /* Encrypt the pieces and send what the socket takes; return the bytes that were encrypted, which
+     * the session owns from then on. -1 and EAGAIN: the socket takes nothing more now. Without
+     * pieces it sends what is left, and returns 0 when nothing is. */
+    int64_t (*send)(struct peercache_tls *, const struct iovec *pieces, size_t count);
+    /* Decrypt into the place; return the bytes, 0 when the peer has closed, -1 and errno. */
+    int64_t (*receive)(struct peercache_tls *, void *into, size_t size);
+    /* Return whether ciphertext waits for the socket. */
+    int (*has_unsent)(const struct peercache_tls *);
+    /* Return whether bytes of the peer wait here, where no poll of the socket sees them. */
+    int (*has_pending)(const struct peercache_tls *);
+    /* Free the session; the socket stays its owner's. */
+    void (*free)(struct peercache_tls *);
+};
+
+/* Each session begins with this. */
+struct peercache_tls {
+    const struct peercache_tls_operations *operations;
+};
+
+#endif

@@ -1,0 +1,196 @@
+"""Access: which client may read which page over HTTP, and the TLS of the HTTP port.
+
+The role table is in `trust.rights`; here is what a connection proves about its client: its
+certificate, a bearer token, or, on loopback, the uid of its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ssl
+from collections.abc import Callable
+from typing import Any, final
+
+import attrs
+
+from peercache.config.quantities import is_loopback
+from peercache.config.settings import Config
+from peercache.errors import ConfigError, Rejected
+from peercache.observability.log import WarnOnce
+from peercache.observability.metrics import Metrics
+from peercache.trust.files import LiveTls, TlsFiles, load_own_certificate, mark_of, read_secret
+from peercache.trust.rights import Watcher, may_read, watcher_of
+from peercache.trust.sharing import Sharing
+
+TOKEN_CHARACTERS_MIN = 16
+"""Shorter tokens can be guessed."""
+
+
+@attrs.frozen
+class HttpClient:
+    """What is known of the client of one connection.
+
+    local, remote: numeric addresses and ports of the connection's ends.
+    certificate:   what `ssl` tells of the client's certificate; None without one.
+    """
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    is_encrypted: bool = False
+    certificate: Any = None
+
+
+@final
+class Access:
+    """Decides about each request, and counts and logs refusals."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sharing: Sharing,
+        tls: LiveTls | None,
+        metrics: Metrics,
+        log: Any,
+    ) -> None:
+        """Take settings; raise ConfigError for a token file that cannot be used."""
+        self._is_open = config.http_open
+        self._is_trial = bool(config.insecure)
+        self._sharing = sharing
+        self._tls = tls
+        self._refused = metrics.http_refused
+        self._log = log
+        self._warn_once = WarnOnce(log)
+        self._token = _Token(config, log) if config.http_token_file else None
+        self.ssl_context = None if tls is None else context_of(tls.files)
+        if tls is not None:
+            tls.on_change(self._renew)
+
+    def refusal(self, client: HttpClient, path: str, authorization: str) -> str:
+        """Return why this page is not for the client, in words for it; "" where it is."""
+        watchers, problem = self._watchers(client, authorization)
+        if may_read(path, watchers, is_open=self._is_open):
+            return ""
+        self.count("unauthorized" if not problem else problem.reason, client)
+        told = (
+            "this page wants the certificate of an operator or a node, or the bearer token of "
+            "http_token_file"
+        )
+        return told if not problem else f"{told}; {problem.detail}"
+
+    def count(self, reason: str, client: HttpClient, detail: str = "") -> None:
+        """Count a refused request or connection, and log it once for each peer and reason."""
+        self._refused.labels(reason).inc()
+        self._warn_once(
+            "http.request_refused",
+            (client.remote[0], reason),
+            peer=client.remote[0],
+            reason=reason,
+            detail=detail,
+        )
+
+    def _watchers(
+        self, client: HttpClient, authorization: str
+    ) -> tuple[frozenset[Watcher], Rejected | None]:
+        """Return what the client has proved to be, and the first proof that failed."""
+        proofs = (
+            _proof(self._of_certificate, client),
+            _proof(self._of_token, client, authorization),
+            _proof(self._of_process, client),
+        )
+        found = {proof for proof in proofs if isinstance(proof, Watcher)}
+        if self._is_trial:
+            found.add(Watcher.TRIAL)
+        problems = [proof for proof in proofs if isinstance(proof, Rejected)]
+        return frozenset(found), problems[0] if problems else None
+
+    def _of_certificate(self, client: HttpClient) -> Watcher | None:
+        if client.certificate is None or self._tls is None:
+            return None
+        names = [
+            name for kind, name in client.certificate.get("subjectAltName", ()) if kind == "URI"
+        ]
+        return watcher_of(self._tls.admit(client.certificate["serialNumber"], names))
+
+    def _of_token(self, client: HttpClient, authorization: str) -> Watcher | None:
+        scheme, _, told = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        if not client.is_encrypted and not is_loopback(client.remote[0]):
+            raise Rejected("token_in_clear", "a token travels over TLS only: make a new one")
+        if self._token is None or not self._token.fits(told.strip()):
+            raise Rejected("token", "the token is not this node's")
+        return Watcher.TOKEN
+
+    def _of_process(self, client: HttpClient) -> Watcher | None:
+        if not is_loopback(client.remote[0]):
+            return None
+        problem = self._sharing.tcp_peer_problem(client.local, client.remote)
+        if problem:
+            raise Rejected("owner", problem)
+        return Watcher.SHARER
+
+    def _renew(self, tls: LiveTls) -> None:
+        try:
+            self.ssl_context = context_of(tls.files)
+        except (OSError, ssl.SSLError) as error:
+            self._log.error("http.certificate_rejected", problem=str(error))
+
+
+def _proof(prove: Callable[..., Watcher | None], *facts: object) -> Watcher | Rejected | None:
+    """Return what the facts prove, or why they prove nothing."""
+    proved: Watcher | Rejected | None
+    try:
+        proved = prove(*facts)
+    except Rejected as error:
+        proved = error
+    return proved
+
+
+class _Token:
+    """The bearer token of a file, and its changes."""
+
+    def __init__(self, config: Config, log: Any) -> None:
+        self._config = config
+        self._log = log
+        self._mark = mark_of(config.http_token_file)
+        self._digest = self._read()
+
+    def fits(self, told: str) -> bool:
+        """Return whether a token is the one that the file has now."""
+        mark = mark_of(self._config.http_token_file)
+        if mark != self._mark:
+            self._mark = mark
+            try:
+                self._digest = self._read()
+            except ConfigError as error:
+                # The old one holds until the file is right again.
+                self._log.error("http.token_rejected", problem=str(error))
+        # Digests of one length: a comparison must not tell how long the token is.
+        return hmac.compare_digest(_digest(told), self._digest)
+
+    def _read(self) -> bytes:
+        token = read_secret("http_token_file", self._config.http_token_file, self._config).strip()
+        if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
+            raise ConfigError(
+                "http_token_file",
+                f"{self._config.http_token_file} wants one token of at least "
+                f"{TOKEN_CHARACTERS_MIN} characters: `openssl rand -hex 32` makes one",
+            )
+        return _digest(token)
+
+
+def context_of(files: TlsFiles) -> ssl.SSLContext:
+    """Return the settings of TLS 1.3, in which a client may have a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # A scraper may have a token instead; a certificate that is shown must be right.
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.load_verify_locations(cadata=files.ca_pem)
+    load_own_certificate(context, files)
+    return context
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -1,0 +1,56 @@
+"""Seals: what published memory says about the page in a slot, 32 bytes beside its bytes.
+
+The word is the generation under which the page was committed, odd while the slot may be written to,
+and zero where no page ever was. Key, space and length name the page; the node stores them before
+it stores the even word, and no even word ever comes back. So key, space and length that are read
+between two equal even words are those of the page that was committed under it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.runs import U64
+
+SEAL = np.dtype(
+    [
+        ("word", "<u8"),
+        ("key", "V16"),
+        ("space", "<u4"),
+        ("length", "<u4"),  # a page is smaller than 4 GiB
+    ]
+)
+SEAL_BYTES = SEAL.itemsize
+
+Seals: TypeAlias = npt.NDArray[np.void]
+
+NEVER_COMMITTED = np.uint64(0)
+"""The word of a slot that never held a page, which no record carries."""
+
+ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""The word of a seal that was not read: odd, so never equal to a generation."""
+
+SPACE_MASK = 0xFFFF_FFFF
+"""The space of a page is these bits of its namespace's tag: `Namespace.space_tag`."""
+
+assert SEAL_BYTES == 32, SEAL_BYTES
+
+
+def still_committed(words: U64, generations: U64) -> npt.NDArray[np.bool_]:
+    """Return which slots may be read, (n,) bool: the look before the first byte.
+
+    It makes no hit. A record may name a commit that is still to come, and would then vouch for
+    bytes that were read before it.
+    """
+    same: npt.NDArray[np.bool_] = words == generations
+    return same
+
+
+def unread_seals(count: int) -> Seals:
+    """Return the seals of pages that did not arrive, (count,) SEAL: every word is ODD."""
+    seals: Seals = np.zeros(count, SEAL)
+    seals["word"] = ODD
+    return seals

@@ -1,0 +1,170 @@
+"""Peers: what is known of the other end of a connection before it says anything, and the gate."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, Protocol, TypeAlias, final
+
+import attrs
+from pynng._nng import ffi, lib
+
+from peercache.errors import Rejected
+from peercache.trust.identity import CertificateRole, Identity
+from peercache.trust.sharing import Sharing
+
+Address: TypeAlias = tuple[str, int]
+
+_UNKNOWN: Address = ("", 0)
+
+
+class Transport(Enum):
+    """How a connection reaches this process."""
+
+    TCP = "tcp"
+    IPC = "ipc"
+    INPROC = "inproc"
+
+
+@attrs.frozen
+class Peer:
+    """The other end of a connection, as the kernel and TLS tell it.
+
+    uid:           of the process at the other end of an ipc connection; None for others.
+    local, remote: the numeric addresses of a tcp connection.
+    common_name, alternative_names: of its certificate, which TLS has verified; none without TLS.
+    """
+
+    transport: Transport
+    uid: int | None = None
+    local: Address = _UNKNOWN
+    remote: Address = _UNKNOWN
+    common_name: str = ""
+    alternative_names: tuple[str, ...] = ()
+
+
+class JudgesCertificates(Protocol):
+    """Tells whose certificate TLS has verified (`trust.files.LiveTls`)."""
+
+    def admit(self, common_name: str, alternative_names: Iterable[str]) -> Identity:
+        """Return the owner, or raise Rejected."""
+
+
+@final
+class Gate:
+    """Judges the other end of a connection, whichever end dialled.
+
+    With TLS it is the owner of a certificate. Without, a process of this host must be of a user who
+    shares it; a process of another host has no user: only `insecure` listens to those.
+    """
+
+    def __init__(self, sharing: Sharing, certificates: JudgesCertificates | None) -> None:
+        """Judge users by `sharing`, and certificates where there are any."""
+        self._sharing = sharing
+        self._certificates = certificates
+
+    def identity(self, peer: Peer) -> Identity | None:
+        """Return the owner of a peer's certificate, None without one; raise Rejected."""
+        if peer.transport is Transport.IPC:
+            if peer.uid is None:
+                raise Rejected("owner", "the kernel does not tell whose process this is")
+            self._sharing.check_uid("the process at the other end", peer.uid)
+        elif peer.transport is Transport.TCP:
+            if self._certificates is not None:
+                return self._certificates.admit(peer.common_name, peer.alternative_names)
+            problem = self._sharing.tcp_peer_problem(peer.local, peer.remote)
+            if problem:
+                raise Rejected("owner", problem)
+        return None
+
+    def admits(self, peer: Peer) -> bool:
+        """Return whether a peer is admitted now: its certificate may have been revoked since."""
+        try:
+            self.identity(peer)
+        except Rejected:
+            return False
+        return True
+
+    def check_node(self, peer: Peer, name: str | None) -> None:
+        """Raise Rejected unless a process that we have dialled may be the node of this name.
+
+        name: None for any node of the cluster, as at a discovery address.
+        """
+        identity = self.identity(peer)
+        if identity is None:
+            return
+        if identity.role is not CertificateRole.NODE:
+            raise Rejected("role", f"{identity.uri()} is no node")
+        if name is not None and identity.name != name:
+            raise Rejected("name", f"the node {identity.name!r} answers in place of {name!r}")
+
+
+def peer_of(pipe: Any) -> Peer:
+    """Return what nng knows of a pipe's other end; to be asked while the pipe is open."""
+    remote = _address(pipe, b"remote-address")
+    if remote is None:
+        uid = _number(pipe, b"ipc:peer-uid")
+        return Peer(Transport.INPROC if uid is None else Transport.IPC, uid)
+    local = _address(pipe, b"local-address") or _UNKNOWN
+    return Peer(
+        Transport.TCP,
+        None,
+        local,
+        remote,
+        # nng tells the subject from its common name to its end.
+        _text(pipe, b"tls-peer-cn").partition(",")[0],
+        _texts(pipe, b"tls-peer-alt-names"),
+    )
+
+
+def _address(pipe: Any, option: bytes) -> Address | None:
+    """Return an address of a tcp connection; None for a connection of another kind."""
+    found = ffi.new("nng_sockaddr *")
+    if lib.nng_pipe_get_addr(pipe.pipe, option, found):
+        return None
+    # nng keeps ports and addresses as the wire has them.
+    if found.s_family == lib.NNG_AF_INET:
+        host = str(
+            ipaddress.IPv4Address(bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4)))
+        )
+        return host, socket.ntohs(found.s_in.sa_port)
+    if found.s_family == lib.NNG_AF_INET6:
+        host = str(ipaddress.IPv6Address(bytes(ffi.buffer(found.s_in6.sa_addr, 16))))
+        return host, socket.ntohs(found.s_in6.sa_port)
+    return None
+
+
+def _number(pipe: Any, option: bytes) -> int | None:
+    found = ffi.new("uint64_t *")
+    return None if lib.nng_pipe_get_uint64(pipe.pipe, option, found) else int(found[0])
+
+
+def _text(pipe: Any, option: bytes) -> str:
+    found = ffi.new("char **")
+    if lib.nng_pipe_get_string(pipe.pipe, option, found) or found[0] == ffi.NULL:
+        return ""
+    text = _decoded(found[0])
+    lib.nng_strfree(found[0])
+    return text
+
+
+def _texts(pipe: Any, option: bytes) -> tuple[str, ...]:
+    found = ffi.new("void **")
+    if lib.nng_pipe_get_ptr(pipe.pipe, option, found) or found[0] == ffi.NULL:
+        return ()
+    names = ffi.cast("char **", found[0])
+    texts: list[str] = []
+    while names[len(texts)] != ffi.NULL:
+        name = names[len(texts)]
+        texts.append(_decoded(name))
+        lib.nng_strfree(name)
+    # nng makes the list, and its texts, anew for each question.
+    lib.nng_free(found[0], ffi.sizeof("char *") * (len(texts) + 1))
+    return tuple(texts)
+
+
+def _decoded(text: Any) -> str:
+    raw: bytes = ffi.string(text)
+    return raw.decode(errors="replace")

@@ -1,0 +1,102 @@
+"""How the list of revoked certificates reaches every node of a cluster.
+
+The node that reads a newer list from its file tells every member at once. Each node also tells one
+member now and then, chosen at random: so the list reaches nodes that were away. A list counts only
+with the signature of an authority, so it does not matter which node tells it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import final
+
+import trio
+
+from peercache.actors.effects import Send
+from peercache.errors import Rejected
+from peercache.model.member import Member
+from peercache.model.view import is_live
+from peercache.observability.metrics import Metrics
+from peercache.trust.files import LiveTls
+from peercache.wire.messages.session import RevocationsTold
+
+SPREAD_S = 10.0
+"""Between two lists that a node tells unasked: one kilobyte, to one member."""
+
+TAKE_S = 0.5
+"""Between two lists that a node verifies: a member may send any number, and each costs some ms."""
+
+
+@final
+class RevocationSpread:
+    """Tells other nodes the lists that this node knows, and takes newer ones."""
+
+    def __init__(
+        self,
+        tls: LiveTls,
+        *,
+        own: int,
+        members: Callable[[], Sequence[Member]],
+        perform: Callable[[Send], None],
+        rng: random.Random,
+        metrics: Metrics,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        """Spread what `tls` knows. own: this node's incarnation."""
+        self._tls = tls
+        self._own = own
+        self._members = members
+        self._perform = perform
+        self._rng = rng
+        self._dropped = metrics.messages_dropped
+        self._clock = clock
+        self._numbers = tls.revocations.numbers
+        self._is_taking = False
+        self._next_take_at = 0.0
+        tls.on_change(self._changed)
+
+    async def run(self) -> None:
+        """Tell one member now and then, until cancelled."""
+        while True:
+            await trio.sleep(SPREAD_S * self._rng.uniform(0.5, 1.5))
+            others = self._others()
+            if others:
+                self._tell(self._rng.choice(others))
+
+    def take(self, message: RevocationsTold) -> None:
+        """Take the lists of another node, where they are newer and an authority signed them."""
+        if message.lists == self._tls.revocations.pem.encode():
+            return
+        if self._clock() < self._next_take_at:
+            self._dropped.labels("revocations_often").inc()
+            return
+        self._next_take_at = self._clock() + TAKE_S
+        self._is_taking = True
+        try:
+            self._tls.take_list(message.lists.decode("ascii"))
+        except (Rejected, UnicodeDecodeError):
+            self._dropped.labels("revocation_list").inc()
+        finally:
+            self._is_taking = False
+
+    def _changed(self, tls: LiveTls) -> None:
+        """Tell every member what this node has read from its file."""
+        if tls.revocations.numbers == self._numbers:
+            return
+        self._numbers = tls.revocations.numbers
+        if not self._is_taking:
+            for member in self._others():
+                self._tell(member)
+
+    def _others(self) -> list[Member]:
+        return [
+            member
+            for member in self._members()
+            if is_live(member) and member.incarnation != self._own
+        ]
+
+    def _tell(self, member: Member) -> None:
+        text = self._tls.revocations.pem
+        if text:
+            self._perform(Send(member.incarnation, RevocationsTold(text.encode())))

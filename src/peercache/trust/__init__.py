@@ -1,0 +1,1 @@
+"""Who may do what: identities, certificate files, revocation, rights, and the users of one host."""

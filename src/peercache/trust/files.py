@@ -1,0 +1,398 @@
+"""The certificate files of a process: read, checked, and followed while they change."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+
+from peercache.config.settings import DEFAULT_CLUSTER, Config
+from peercache.errors import ConfigError, Rejected
+from peercache.trust.identity import CertificateRole, Identity, identity_among
+from peercache.trust.sharing import Sharing
+
+if TYPE_CHECKING:
+    import ssl
+
+    from peercache.trust.revocation import Revocations
+
+FILE_BYTES_MAX = 2**20
+"""Longest file that is read; certificates have some kilobytes."""
+
+LOOK_S = 2.0
+"""How often the owner of `LiveTls` looks whether files changed: a few system calls."""
+
+EXPIRY_WARNING_S = 14 * 86_400.0
+"""How long before its end a certificate is warned about: two weeks hold a working day."""
+
+EXPIRY_REPEAT_S = 86_400.0
+
+REVOKED_NAME = "revoked.crl"
+"""The file beside tls_ca that lists revoked certificates, where tls_crl names no other."""
+
+
+@attrs.frozen(eq=False)
+class TlsFiles:
+    """The certificates of a process, checked.
+
+    ca_pem, cert_pem, key_pem: as TLS libraries take them.
+    serial:    the number of the own certificate; other peers may revoke it.
+    not_after: when the own certificate expires, in seconds since 1970.
+    """
+
+    ca_pem: str
+    cert_pem: str
+    key_pem: str = attrs.field(repr=False)
+    identity: Identity
+    serial: int
+    not_after: float
+
+    @classmethod
+    def load(cls, config: Config, *, is_node: bool = False) -> TlsFiles | None:
+        """Read and check the files that the settings name; None without TLS.
+
+        Raises ConfigError for a file that is missing, damaged, open to other users, expired, or of
+        another authority, key, cluster or role.
+        """
+        if not config.has_tls:
+            return None
+        # Late, because a process without TLS need not pay for it.
+        from peercache.trust import certificates  # noqa: PLC0415
+
+        ca_pem, _ = _read("tls_ca", config.tls_ca)
+        cert_pem, _ = _read("tls_cert", config.tls_cert)
+        key_pem = read_secret("tls_key", config.tls_key, config)
+        authorities = _certificates("tls_ca", config.tls_ca, ca_pem)
+        chain = _certificates("tls_cert", config.tls_cert, cert_pem)
+        try:
+            identity = certificates.identity_of(chain[0])
+            certificates.vouches(authorities, chain, time.time())
+        except Rejected as error:
+            raise ConfigError("tls_cert", f"{config.tls_cert}: {error.detail}") from error
+        try:
+            is_fitting = certificates.fits(chain[0], key_pem)
+        except ValueError as error:
+            raise ConfigError("tls_key", f"{config.tls_key} {error}") from error
+        if not is_fitting:
+            problem = f"{config.tls_key} is not the key of {config.tls_cert}"
+            raise ConfigError("tls_key", problem)
+        _check_identity(config, identity, is_node=is_node)
+        return cls(
+            ca_pem=ca_pem,
+            cert_pem=cert_pem,
+            key_pem=key_pem,
+            identity=identity,
+            serial=chain[0].serial_number,
+            not_after=chain[0].not_valid_after_utc.timestamp(),
+        )
+
+
+@final
+class LiveTls:
+    """The certificates that a process uses now, and the ones that it refuses.
+
+    Its owner calls `look` every LOOK_S. New files that are wrong change nothing and are logged.
+    """
+
+    def __init__(self, config: Config, files: TlsFiles, *, is_node: bool, log: Any) -> None:
+        """Begin with `files`; raise ConfigError where the list of revoked certificates is wrong."""
+        from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
+
+        self._config = config
+        self._is_node = is_node
+        self._log = log
+        self._callbacks: list[Callable[[LiveTls], None]] = []
+        self.files = files
+        self.revocations: Revocations = Revocations(files.ca_pem)
+        self._problem = ""
+        self._list_problem = ""
+        self._expiry_told_at = 0.0
+        self._seen = self._marks()
+        self._seen_list = mark_of(self.list_path)
+        self._read_list(is_start=True)
+        if self.revocations.revokes(files.serial):
+            raise ConfigError(
+                "tls_cert",
+                f"{config.tls_cert} is revoked: `peercache certs issue` makes a new certificate",
+            )
+
+    @classmethod
+    def open(cls, config: Config, *, is_node: bool, log: Any) -> LiveTls | None:
+        """Read the files that the settings name; None without TLS. Raises ConfigError."""
+        files = TlsFiles.load(config, is_node=is_node)
+        return None if files is None else cls(config, files, is_node=is_node, log=log)
+
+    @property
+    def list_path(self) -> Path:
+        """The file with the list of revoked certificates."""
+        config = self._config
+        return Path(config.tls_crl) if config.tls_crl else Path(config.tls_ca).parent / REVOKED_NAME
+
+    @property
+    def days_left(self) -> float:
+        """Days until the own certificate expires."""
+        return (self.files.not_after - time.time()) / 86_400
+
+    @property
+    def own_problem(self) -> str:
+        """Why every peer refuses the own certificate now, "" if they do not."""
+        if self.revocations.revokes(self.files.serial):
+            return "this node's certificate is revoked"
+        if self.days_left <= 0:
+            return "this node's certificate has expired"
+        return ""
+
+    def on_change(self, callback: Callable[[LiveTls], None]) -> None:
+        """Call `callback` after each change of files or revocations, in the thread of `look`."""
+        self._callbacks.append(callback)
+
+    def admit(self, common_name: str, alternative_names: Iterable[str]) -> Identity:
+        """Return whose certificate the library has verified, from its names.
+
+        Raises Rejected for a certificate without an identity, of another cluster, or revoked.
+        """
+        identity = identity_among(alternative_names)
+        ours = self.files.identity.cluster
+        if identity.cluster != ours:
+            problem = f"the certificate is for cluster {identity.cluster!r}, this one is {ours!r}"
+            raise Rejected("cluster", problem)
+        if self.revocations.revokes(serial_of(common_name)):
+            raise Rejected("revoked", f"the certificate of {identity.uri()} is revoked")
+        return identity
+
+    def look(self) -> bool:
+        """Read files that changed; return whether anything else holds now."""
+        self._warn_of_expiry()
+        is_changed = self._look_at_files()
+        is_changed = self._look_at_list() or is_changed
+        if is_changed:
+            self._tell()
+        return is_changed
+
+    def take_list(self, pem: str) -> bool:
+        """Take a list of revoked certificates that a peer told; return whether it is newer.
+
+        Raises Rejected for one that no own authority signed.
+        """
+        if not self.revocations.take(pem):
+            return False
+        self._keep_list()
+        self._log_revocations()
+        self._tell()
+        return True
+
+    def _log_revocations(self) -> None:
+        self._log.info(
+            "tls.revocations_changed",
+            revoked=len(self.revocations),
+            numbers=self.revocations.numbers,
+        )
+
+    def _tell(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+    def _marks(self) -> tuple[object, ...]:
+        config = self._config
+        return tuple(map(mark_of, (config.tls_ca, config.tls_cert, config.tls_key)))
+
+    def _look_at_files(self) -> bool:
+        marks = self._marks()
+        if marks == self._seen and not self._problem:
+            return False
+        try:
+            files = TlsFiles.load(self._config, is_node=self._is_node)
+            assert files is not None, "TLS is not switched off while a process runs"
+            if (files.identity.role, files.identity.name) != (
+                self.files.identity.role,
+                self.files.identity.name,
+            ):
+                # Others know this process by its name; another name is another process.
+                problem = f"names {files.identity.uri()}: a new name wants a restart"
+                raise ConfigError("tls_cert", problem)
+        except ConfigError as error:
+            self._seen = marks
+            if str(error) != self._problem:
+                self._problem = str(error)
+                self._log.error("tls.files_rejected", problem=self._problem)
+            return False
+        is_changed = (files.ca_pem, files.cert_pem) != (self.files.ca_pem, self.files.cert_pem)
+        self._seen, self._problem = marks, ""
+        if is_changed:
+            self._use(files)
+        return is_changed
+
+    def _use(self, files: TlsFiles) -> None:
+        from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
+
+        if files.ca_pem != self.files.ca_pem:
+            revocations = Revocations(files.ca_pem)
+            for known in self.revocations.texts:
+                # The list of an authority that is not trusted any more says nothing.
+                with suppress(Rejected):
+                    revocations.take(known)
+            self.revocations = revocations
+        self.files = files
+        self._expiry_told_at = 0.0
+        self._log.info("tls.files_changed", identity=files.identity.uri(), days=self.days_left)
+
+    def _look_at_list(self) -> bool:
+        mark = mark_of(self.list_path)
+        if mark == self._seen_list:
+            return False
+        self._seen_list = mark
+        return self._read_list(is_start=False)
+
+    def _read_list(self, *, is_start: bool) -> bool:
+        if mark_of(self.list_path) is None:
+            if is_start and self._config.tls_crl:
+                raise ConfigError("tls_crl", f"there is no {self.list_path}")
+            return False
+        try:
+            text, _ = _read("tls_crl", str(self.list_path))
+            is_newer = self.revocations.take(text)
+        except (ConfigError, Rejected) as error:
+            problem = error.problem if isinstance(error, ConfigError) else error.detail
+            if is_start:
+                raise ConfigError("tls_crl", f"{self.list_path}: {problem}") from error
+            if problem != self._list_problem:
+                self._list_problem = problem
+                self._log.error("tls.list_rejected", file=str(self.list_path), problem=problem)
+            return False
+        self._list_problem = ""
+        if is_newer and not is_start:
+            self._log_revocations()
+        return is_newer
+
+    def _keep_list(self) -> None:
+        """Write the list to its file, so that a restart knows it; a read-only folder keeps none."""
+        part = self.list_path.with_name(f"{self.list_path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(self.revocations.pem)
+            part.replace(self.list_path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            self._log.warning("tls.list_not_kept", file=str(self.list_path), error=error.strerror)
+        self._seen_list = mark_of(self.list_path)
+
+    def _warn_of_expiry(self) -> None:
+        now = time.time()
+        left = self.files.not_after - now
+        if left < EXPIRY_WARNING_S and now - self._expiry_told_at > EXPIRY_REPEAT_S:
+            self._expiry_told_at = now
+            event = "tls.certificate_expires" if left > 0 else "tls.certificate_expired"
+            self._log.warning(event, file=self._config.tls_cert, days=round(left / 86_400, 1))
+
+
+def with_cluster(config: Config, files: TlsFiles | None) -> Config:
+    """Return the settings with the name of the cluster that the certificate is for."""
+    return config if files is None else attrs.evolve(config, cluster=files.identity.cluster)
+
+
+def load_own_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Have `ssl`, which reads files only, use the own certificate: from two files in memory."""
+    with _in_memory(files.cert_pem) as certificate, _in_memory(files.key_pem) as key:
+        context.load_cert_chain(certificate, key)
+
+
+@contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    """Make a file without a name, which no other process can open."""
+    descriptor = os.memfd_create("peercache-pem", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def serial_of(common_name: str) -> int:
+    """Return the serial number that a certificate of PeerCache repeats as its common name.
+
+    0, which is no certificate's, for other names: nng tells a peer's names only.
+    """
+    try:
+        return int(common_name, 16)
+    except ValueError:
+        return 0
+
+
+def common_name_of(serial: int) -> str:
+    """Return the common name of the certificate with this serial number."""
+    return f"{serial:040x}"
+
+
+def _check_identity(config: Config, identity: Identity, *, is_node: bool) -> None:
+    is_node_certificate = identity.role is CertificateRole.NODE
+    if is_node and not is_node_certificate:
+        problem = (
+            f"{config.tls_cert} is for the {identity.role.value} {identity.name!r}, and a node "
+            "needs a node's: `peercache certs issue DIR --node NAME` makes one"
+        )
+        raise ConfigError("tls_cert", problem)
+    if identity.role is CertificateRole.OPERATOR:
+        problem = (
+            f"{config.tls_cert} is for the operator {identity.name!r}, and a client needs a "
+            "client's: `peercache certs issue DIR --client NAME` makes one"
+        )
+        raise ConfigError("tls_cert", problem)
+    if config.cluster not in (DEFAULT_CLUSTER, identity.cluster):
+        problem = f"is {config.cluster!r}, and {config.tls_cert} is for {identity.cluster!r}"
+        raise ConfigError("cluster", problem)
+
+
+def _read(name: str, path: str) -> tuple[str, os.stat_result]:
+    """Return a file's text and status; raise ConfigError for one that cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
+                raise ConfigError(name, f"{path} is no file of at most {FILE_BYTES_MAX} bytes")
+            return file.read(FILE_BYTES_MAX).decode("ascii"), status
+    except OSError as error:
+        raise ConfigError(name, f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(name, f"{path} is no PEM") from error
+
+
+def read_secret(name: str, path: str, config: Config) -> str:
+    """Return the text of a file with a secret.
+
+    Raises ConfigError where it cannot be read, or where users that do not share this host's node
+    can read it too.
+    """
+    text, status = _read(name, path)
+    sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+    is_open = status.st_mode & stat.S_IRWXO or (
+        status.st_mode & stat.S_IRWXG and not (sharing.has_group and status.st_gid == sharing.gid)
+    )
+    if is_open:
+        mode = stat.S_IMODE(status.st_mode)
+        problem = f"{path} has mode {mode:04o}, so other users can read it: "
+        problem += f"`chmod 600 {path}`, or set share_group to the group that may"
+        raise ConfigError(name, problem)
+    return text
+
+
+def _certificates(name: str, path: str, pem: str) -> list[Any]:
+    from peercache.trust.certificates import certificates_in  # noqa: PLC0415 - as above
+
+    try:
+        return certificates_in(pem)
+    except ValueError as error:
+        raise ConfigError(name, f"{path} holds no certificate in PEM, or a damaged one") from error
+
+
+def mark_of(path: str | Path) -> object:
+    """Return what changes when a file's content does; None where there is no file."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,64 @@
+"""Handshake: asks a node by TLS alone whose it is, and why it refuses; nng has no word for it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any
+
+import attrs
+
+from peercache.config.quantities import parse_address
+from peercache.errors import Rejected
+from peercache.trust.files import LiveTls, load_own_certificate
+from peercache.trust.identity import SHARED_NAME
+
+CONNECT_S = 2.0
+"""How long one node is waited for."""
+
+ALERT_S = 0.5
+"""With TLS 1.3 a server refuses a certificate after the client's handshake has ended."""
+
+
+@attrs.frozen
+class HandshakeAnswer:
+    """identity: of the node; problem: why it or this process refuses; is_silent: no answer."""
+
+    identity: str = ""
+    problem: str = ""
+    is_silent: bool = False
+
+
+def client_context(tls: LiveTls) -> ssl.SSLContext:
+    """Return what a client of the cluster shows and believes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=tls.files.ca_pem)
+    load_own_certificate(context, tls.files)
+    return context
+
+
+def shake_hands(address: str, context: ssl.SSLContext, tls: LiveTls) -> HandshakeAnswer:
+    """Connect to the control port of a node; blocks for CONNECT_S or so beside the resolver."""
+    try:
+        with (
+            socket.create_connection(parse_address(address), timeout=CONNECT_S) as plain,
+            context.wrap_socket(plain, server_hostname=SHARED_NAME) as encrypted,
+        ):
+            told: Any = encrypted.getpeercert()
+            names = [name for kind, name in told["subjectAltName"] if kind == "URI"]
+            identity = tls.admit(told["serialNumber"], names)
+            encrypted.settimeout(ALERT_S)
+            try:
+                is_closed = not encrypted.recv(1)
+            except TimeoutError:
+                is_closed = False
+            problem = "it does not accept this host's certificate" if is_closed else ""
+            return HandshakeAnswer(identity.uri(), problem)
+    except Rejected as error:
+        return HandshakeAnswer(problem=error.detail)
+    except ssl.SSLError as error:
+        problem = getattr(error, "verify_message", "") or error.reason or ""
+        return HandshakeAnswer(problem=problem)
+    except OSError as error:
+        return HandshakeAnswer(problem=error.strerror or "no answer in time", is_silent=True)

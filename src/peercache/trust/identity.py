@@ -1,0 +1,117 @@
+"""Identities: what a certificate says about its owner.
+
+A certificate names its owner in a URI among its alternative names:
+
+    peercache://CLUSTER/node/NAME
+    peercache://CLUSTER/client/NAME?namespace=A&namespace=B
+    peercache://CLUSTER/operator/NAME
+
+Each part is percent-encoded. One identity has one spelling: different texts are different peers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from urllib.parse import quote, unquote
+
+import attrs
+
+from peercache.errors import Rejected
+
+SCHEME = "peercache://"
+
+SHARED_NAME = "peercache"
+"""A DNS name in every certificate: nng and OpenSSL must be told one name that a server has."""
+
+TEXT_CHARACTERS_MAX = 255
+"""Longest name of a cluster, a peer or a namespace."""
+
+NAMESPACES_MAX = 64
+"""Most namespaces that one certificate names."""
+
+URI_CHARACTERS_MAX = 16 * 1024
+"""Longest URI that is looked at."""
+
+_URI = re.compile(r"peercache://([^/?#]+)/(node|client|operator)/([^/?#]+)(?:\?([^#]+))?")
+
+
+class CertificateRole(Enum):
+    """What the owner of a certificate is."""
+
+    NODE = "node"
+    CLIENT = "client"
+    OPERATOR = "operator"
+
+
+@attrs.frozen
+class Identity:
+    """The owner of a certificate.
+
+    namespaces: those that the owner may use (a node: clear); () is every one of the cluster.
+    """
+
+    cluster: str
+    role: CertificateRole
+    name: str
+    namespaces: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        """Raise Rejected for a text that no certificate may carry."""
+        for text in (self.cluster, self.name, *self.namespaces):
+            if not text.isprintable() or not 0 < len(text) <= TEXT_CHARACTERS_MAX:
+                raise _refusal(f"{text!r} wants 1 to {TEXT_CHARACTERS_MAX} printable characters")
+        if len(self.namespaces) > NAMESPACES_MAX:
+            raise _refusal(f"it names more than {NAMESPACES_MAX} namespaces")
+        if self.namespaces and self.role is CertificateRole.OPERATOR:
+            raise _refusal("an operator's certificate names no namespace")
+
+    def uri(self) -> str:
+        """Return the URI that a certificate of this owner carries."""
+        path = f"{SCHEME}{_quoted(self.cluster)}/{self.role.value}/{_quoted(self.name)}"
+        query = "&".join(f"namespace={_quoted(each)}" for each in self.namespaces)
+        return f"{path}?{query}" if query else path
+
+
+def parse_identity(uri: str) -> Identity:
+    """Read what `Identity.uri` writes; raise Rejected for every other text."""
+    match = _URI.fullmatch(uri) if len(uri) <= URI_CHARACTERS_MAX else None
+    if match is None:
+        raise _refusal(f"{uri[:200]!r} is no identity of PeerCache")
+    namespaces = []
+    for part in match[4].split("&") if match[4] else ():
+        name, _, value = part.partition("=")
+        if name != "namespace":
+            raise _refusal(f"{uri[:200]!r} has the unknown part {name!r}")
+        namespaces.append(_unquoted(value))
+    identity = Identity(
+        _unquoted(match[1]), CertificateRole(match[2]), _unquoted(match[3]), tuple(namespaces)
+    )
+    if identity.uri() != uri:
+        # Two spellings of one peer could be counted, revoked and bounded as two.
+        raise _refusal(f"{uri[:200]!r} is not how PeerCache writes this identity")
+    return identity
+
+
+def identity_among(alternative_names: Iterable[str]) -> Identity:
+    """Return the one identity among a certificate's alternative names; raise Rejected otherwise."""
+    found = [name for name in alternative_names if name.startswith(SCHEME)]
+    if len(found) != 1:
+        raise _refusal(f"it names {len(found)} identities of PeerCache instead of one")
+    return parse_identity(found[0])
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError as error:
+        raise _refusal(f"{text[:200]!r} is no UTF-8") from error
+
+
+def _refusal(problem: str) -> Rejected:
+    return Rejected("certificate", f"the certificate's identity: {problem}")

@@ -1,0 +1,54 @@
+"""A client in a process of its own, on whichever host it is started; the test talks over its pipes.
+
+Arguments: the settings as JSON. In: {"ask": "set" | "get" | "clear" | "exists" | "stats",
+"name": …, "count": n} a line. Out: {"ready": true}, then an answer a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from peercache import Client
+from peercache.errors import PeerCacheError
+from tests.pace import no_peer_is_taken_for_hung
+from tests.system.nodes import CALL_S, keys_of, pages_of, read
+
+
+def main() -> None:
+    """Serve the test until it closes the pipe."""
+    no_peer_is_taken_for_hung(pytest.MonkeyPatch())
+    patience = {"op_timeout_s": CALL_S, "exists_timeout_s": CALL_S}
+    try:
+        client = Client.open(**{**patience, **json.loads(sys.argv[1])})
+    except PeerCacheError as error:
+        tell({"refused": f"{type(error).__name__}: {error}"})
+        return
+    with client:
+        tell({"ready": True})
+        for line in sys.stdin:
+            asked = json.loads(line)
+            keys = keys_of(asked.get("name", ""), asked.get("count", 0))
+            match asked["ask"]:
+                case "set":
+                    tell({"done": sum(client.batch_set(keys, pages_of(keys)))})
+                case "get":
+                    tell({"done": sum(read(client, keys))})
+                case "exists":
+                    tell({"done": client.batch_exists(keys)})
+                case "clear":
+                    client.clear()
+                    tell({"done": 0})
+                case "stats":
+                    tell({"done": client.stats()})
+
+
+def tell(answer: object) -> None:
+    """Write an answer."""
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Hosts of their own on one machine: network namespaces on one switch, each with its own files.
+
+    with separate_hosts("host-a", "host-b") as ((a, b), _):
+        a.run("ping -c 1 host-b")
+
+Each host resolves the others' names, and sees folders of its own below the paths that `folders`
+names. Nothing of the machine itself changes. Making them needs root: `skip_reason` says why not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from tests.pace import PATIENCE_S
+
+FOLDERS = ("/etc/peercache", "/run/peercache", "/dev/shm")
+"""Folders that each host has of its own: those that the how-to pages name, and its memory."""
+
+
+def skip_reason() -> str:
+    """Return why this machine cannot make hosts, "" if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not all(map(shutil.which, ("ip", "unshare", "mount"))):
+        return "network namespaces need the commands ip, unshare and mount"
+    name = f"pc{secrets.token_hex(3)}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode != 0:
+        return f"no network namespace: {made.stderr.decode().strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=False)
+    return ""
+
+
+@attrs.define(eq=False)
+class Host:
+    """One host. namespace: its name for `ip netns`. root: where its folders really are."""
+
+    name: str
+    address: str
+    namespace: str
+    root: Path
+    started: list[subprocess.Popen[str]] = attrs.field(factory=list)
+
+    def path(self, inside: str) -> Path:
+        """Return where a file of this host lies for the test."""
+        return self.root / inside.removeprefix("/")
+
+    def wrapped(self, command: list[str]) -> list[str]:
+        """Return a command that runs the given one on this host."""
+        steps = [f"hostname {self.name}"]
+        # The machine may lack the folders, and must not get them: their parents are overlays.
+        steps += [_overlay(parent, self.root) for parent in ("/etc", "/run")]
+        steps += [f"mount --bind {self.root}/etc/hosts /etc/hosts"]
+        # /dev/shm last: the files of all hosts lie below it.
+        steps += [f"mkdir -p {each} && mount --bind {self.root}{each} {each}" for each in FOLDERS]
+        script = f'{" && ".join(steps)} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts",
+                "sh", "-c", script, "sh", *command]  # fmt: skip
+
+    def run(self, command: str, **more: object) -> subprocess.CompletedProcess[str]:
+        """Run a shell command to its end."""
+        return subprocess.run(
+            self.wrapped(["sh", "-c", command]),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            **more,  # type: ignore[call-overload]
+        )
+
+    def start(self, command: str) -> subprocess.Popen[str]:
+        """Start a shell command; it ends with the host at the latest."""
+        with (self.root / f"{len(self.started)}.log").open("w") as log:
+            process = subprocess.Popen(
+                self.wrapped(["sh", "-c", f"exec {command}"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.started.append(process)
+        return process
+
+    def said(self) -> str:
+        """Return the logs of what was started here."""
+        return "".join(file.read_text() for file in sorted(self.root.glob("*.log")))
+
+
+def _overlay(parent: str, root: Path) -> str:
+    """Return the command that makes additions to a folder of the machine invisible to it."""
+    upper, work = (f"{root}/over{parent}/{part}" for part in ("upper", "work"))
+    options = f"lowerdir={parent},upperdir={upper},workdir={work}"
+    return f"mkdir -p {upper} {work} && mount -t overlay overlay -o {options} {parent}"
+
+
+@contextlib.contextmanager
+def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list[Host], str]]:
+    """Make hosts on one switch, in namespaces that nothing else is in; end what they started.
+
+    Returns the hosts, and the name of the switch's namespace, where all their traffic passes.
+    """
+    tag = f"pc{secrets.token_hex(3)}"
+    switch = f"{tag}-s"
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+
+        def ip(line: str) -> None:
+            subprocess.run(["ip", *shlex.split(line)], check=True, capture_output=True)
+
+        def make(namespace: str) -> None:
+            ip(f"netns add {namespace}")
+            stack.callback(ip, f"netns delete {namespace}")
+            ip(f"-n {namespace} link set lo up")
+
+        make(switch)
+        ip(f"-n {switch} link add br0 type bridge")
+        ip(f"-n {switch} link set br0 up")
+        hosts = []
+        for number, name in enumerate(names):
+            host = Host(name, f"{network}.{number + 1}", f"{tag}-{number}", Path(folder) / name)
+            make(host.namespace)
+            ip(f"link add {tag}x{number} netns {switch} type veth peer name eth0 "
+               f"netns {host.namespace}")  # fmt: skip
+            ip(f"-n {switch} link set {tag}x{number} master br0 up")
+            ip(f"-n {host.namespace} addr add {host.address}/24 dev eth0")
+            ip(f"-n {host.namespace} link set eth0 up")
+            for each in (*FOLDERS, "/etc"):
+                host.path(each).mkdir(parents=True, exist_ok=True)
+            hosts.append(host)
+        table = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in hosts)
+        for host in hosts:
+            host.path("/etc/hosts").write_text(table)
+        try:
+            yield hosts, switch
+        finally:
+            for process in [each for host in hosts for each in host.started]:
+                process.terminate()
+            for process in [each for host in hosts for each in host.started]:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

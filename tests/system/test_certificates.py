@@ -1,0 +1,63 @@
+"""A secured cluster of real nodes: revoked while it runs, seen over HTTPS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import tests.needs_openssl  # noqa: F401 - skips this module
+from tests.certificates import Certificates
+from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+
+
+def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:
+    """Give a node a folder of its own, as each host has one; return its flags."""
+    folder.mkdir()
+    flags = []
+    for setting, path in certificates.node(name).items():
+        copy = folder / f"{setting}.pem"
+        shutil.copy(path, copy)
+        copy.chmod(0o600)
+        flags += ["--" + setting.replace("_", "-"), str(copy)]
+    return flags
+
+
+def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
+    """The list is copied to one node; all refuse the other one, and its own health says so."""
+    with LocalCluster() as cluster:
+        certificates = Certificates(tmp_path / "pki", cluster.name)
+        operator = certificates.operator("ann")
+        context = ssl.create_default_context(cafile=operator["tls_ca"])
+        context.load_cert_chain(operator["tls_cert"], operator["tls_key"])
+
+        def start(name: str) -> NodeProcess:
+            flags = _files_of(certificates, name, tmp_path / name)
+            return cluster.start(flags=(*flags, "--metrics-port", "-1"))
+
+        def health(node: NodeProcess) -> dict[str, Any]:
+            url = f"https://{node.ready['http']}/healthz"
+            try:
+                with urllib.request.urlopen(url, context=context, timeout=5) as answer:
+                    return {"code": 200, **json.load(answer)}
+            except urllib.error.HTTPError as error:
+                with error:
+                    return {"code": error.code, **json.load(error)}
+
+        near, far, lost = start("near"), start("far"), start("lost")
+        for node in (near, far, lost):
+            wait_until(lambda node=node: health(node).get("members_alive") == 3)  # type: ignore[misc]
+        certificates.authority.revoke("node-lost")
+        shutil.copy(certificates.folder / "revoked.crl", tmp_path / "near" / "revoked.crl")
+
+        for node in (near, far):
+            wait_until(lambda node=node: health(node).get("members_alive") == 2)  # type: ignore[misc]
+            assert health(node)["code"] == 200
+        wait_until(lambda: health(lost)["code"] == 503)
+        assert health(lost)["reason"] == "this node's certificate is revoked"
+        kept = (tmp_path / "far" / "revoked.crl").read_text()
+        assert kept == certificates.revoked()

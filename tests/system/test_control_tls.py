@@ -1,0 +1,334 @@
+"""Control over TLS: which certificates come in, as what, and what the others see."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.config.settings import Config
+from peercache.errors import ConfigError
+from peercache.model.ids import incarnation_of, new_nonce
+from peercache.model.keys import Namespace
+from peercache.model.member import ALIVE, Member
+from peercache.model.records import RECORD
+from peercache.net.sockets import Dialer, reached
+from peercache.net.tls import ControlTls
+from peercache.node.node import Node
+from peercache.trust import authority as authority_module
+from peercache.trust.identity import CertificateRole
+from peercache.wire.codec import decode, encode
+from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
+from peercache.wire.messages.directory import Lookup, Put
+from peercache.wire.messages.membership import Join, ViewAsked, ViewShared
+from peercache.wire.messages.pool import Clear, Removed, Reserve
+from peercache.wire.messages.rdma import OpenChannel
+from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
+from tests.certificates import Certificates
+from tests.contracts.frozen.record import sample
+from tests.hostile.strangers import metric
+from tests.pace import PATIENCE_S
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
+
+OURS = Namespace("ours")
+STRANGERS = ("clear text", "no certificate", "other CA", "expired", "of tomorrow", "TLS 1.2")
+
+
+class Secured(LocalCluster):
+    """A cluster with certificates."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make its authority in a folder."""
+        super().__init__()
+        self.certificates = Certificates(folder, self.name)
+
+    def start_secured(self, name: str, *flags: str) -> NodeProcess:
+        """Start a node with a certificate of this name."""
+        settings = self.certificates.node(name).items()
+        files = [part for each, file in settings for part in (f"--{each.replace('_', '-')}", file)]
+        return self.start(flags=[*files, "--metrics-port=-1", *flags])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Secured]:
+    with Secured(tmp_path / "ca") as cluster:
+        yield cluster
+
+
+class Speaker:
+    """A process that shows a certificate, or none, and then says what it likes."""
+
+    def __init__(
+        self, node: NodeProcess, cluster: str, settings: dict[str, str] | None, identity: int = 5
+    ) -> None:
+        self.cluster, self.identity = cluster, identity
+        tls = None
+        if settings is not None:
+            texts = {name[4:] + "_pem": Path(file).read_text() for name, file in settings.items()}
+            tls = ControlTls(SimpleNamespace(**texts))
+        self.dialer = Dialer(f"{'tls+' if tls else ''}tcp://{node.ready['control']}", tls=tls)
+
+    def ask(self, message: Message, *, within_s: float = PATIENCE_S) -> Message | None:
+        """Say something; return the next message that comes."""
+        raw = encode(Envelope(self.identity, 0, message), cluster=self.cluster)
+        assert self.dialer.send(raw)
+        return self.hear(within_s)
+
+    def hear(self, within_s: float = PATIENCE_S) -> Message | None:
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            if (raw := self.dialer.receive()) is not None:
+                return decode(raw, cluster=self.cluster).message
+            time.sleep(0.005)
+        return None
+
+    def __enter__(self) -> Speaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dialer.close()
+
+
+def hello(cluster: str, **fields: Any) -> Hello:
+    said = Hello(1, WIRE_VERSION, WIRE_VERSION, cluster, False, 16384, "", b"", "ours", "", "", b"")
+    return attrs.evolve(said, **fields)
+
+
+def member_of(cluster: Secured, node: NodeProcess, name: str) -> Member:
+    """Return a node as its Welcome describes it."""
+    with Speaker(node, cluster.name, cluster.certificates.client(f"asks-{name}")) as speaker:
+        welcome = speaker.ask(hello(cluster.name))
+    assert isinstance(welcome, Welcome), welcome
+    assert welcome.member.name == name
+    return welcome.member
+
+
+def test_a_secured_cluster_finds_each_other_and_its_pages(cluster: Secured) -> None:
+    """Nodes join over TLS, and a client finds at one what was stored at the other."""
+    one, two = cluster.start_secured("one"), cluster.start_secured("two")
+    settings = cluster.certificates.client("engine")
+    writer, reader = cluster.client(one, **settings), cluster.client(two, **settings)
+    wait_until(lambda: writer.stats().get("home_members_alive") == 2)
+    wait_until(lambda: reader.stats()["members"] == 2)
+    keys = keys_of("secured", 8)
+
+    assert writer.batch_set(keys, pages_of(keys)) == [True] * 8
+    wait_until(lambda: reader.batch_exists(keys) == 8)
+    assert read(reader, keys) == [True] * 8
+    over_tcp = cluster.client(two, fabric="tcp", **settings)
+    wait_until(lambda: over_tcp.batch_exists(keys) == 8)
+    assert read(over_tcp, keys) == [True] * 8
+    assert writer.clear() == 8
+    assert "refused" not in one.said() + two.said()
+    first = member_of(cluster, one, "one")
+    assert first.incarnation == incarnation_of(cluster.name, "one", first.nonce)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_is_refused_in_the_handshake_and_counted(
+    cluster: Secured, tmp_path: Path, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears nothing of PeerCache, and the others notice nothing."""
+    node = cluster.start_secured("one")
+    ours = cluster.certificates.client("fine")
+    before = metric(node, "peercache_messages_dropped").get("handshake", 0)
+    host, _, port = node.ready["control"].rpartition(":")
+
+    if stranger in ("no certificate", "TLS 1.2"):
+        context = ssl.create_default_context(cafile=ours["tls_ca"])
+        context.check_hostname = False
+        if stranger == "TLS 1.2":
+            context.load_cert_chain(ours["tls_cert"], ours["tls_key"])
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(OSError), socket.create_connection((host, int(port))) as plain:  # noqa: PT011, PT012 - an alert or a reset, now or at the first read
+            plain.settimeout(PATIENCE_S)
+            with context.wrap_socket(plain) as encrypted:
+                if encrypted.recv(1) == b"":
+                    raise ConnectionResetError
+    else:
+        settings = {
+            "clear text": lambda: None,
+            "other CA": lambda: Certificates(tmp_path / "b", cluster.name).client("fine"),
+            "expired": lambda: expired(cluster),
+            "of tomorrow": lambda: of_tomorrow(cluster, monkeypatch),
+        }[stranger]()
+        with Speaker(node, cluster.name, settings) as speaker:
+            assert speaker.ask(hello(cluster.name), within_s=1.0) is None
+
+    wait_until(lambda: metric(node, "peercache_messages_dropped").get("handshake", 0) > before)
+    assert "node.handshakes_refused" in node.said()
+    with Speaker(node, cluster.name, ours) as speaker:
+        assert isinstance(speaker.ask(hello(cluster.name)), Welcome)
+
+
+def expired(cluster: Secured) -> dict[str, str]:
+    settings = cluster.certificates.client("late", lifetime=timedelta(seconds=1))
+    time.sleep(2.2)  # The end is the whole of its second.
+    return settings
+
+
+def of_tomorrow(cluster: Secured, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(authority_module, "CLOCK_DIFFERENCE", timedelta(days=-1))
+    return cluster.certificates.client("early", lifetime=timedelta(days=3))
+
+
+def test_half_handshakes_hold_no_peer_back(cluster: Secured) -> None:
+    """Connections that say nothing, and probes that hang up at once."""
+    node = cluster.start_secured("one")
+    host, _, port = node.ready["control"].rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(100)]
+    for _ in range(20):
+        assert reached(f"tls+tcp://{node.ready['control']}", 1.0)
+    started = time.monotonic()
+    with Speaker(node, cluster.name, cluster.certificates.client("fine")) as speaker:
+        assert isinstance(speaker.ask(hello(cluster.name)), Welcome)
+
+    assert time.monotonic() - started < 2.0
+    for each in silent:
+        each.close()
+    assert reached("tls+tcp://127.0.0.1:1", 1.0) is False
+
+
+def test_no_certificate_speaks_for_another_node(cluster: Secured) -> None:
+    """Neither a client's, nor another node's: the incarnation follows from the name."""
+    node = cluster.start_secured("one")
+    victim = member_of(cluster, node, "one")
+    client, other = cluster.certificates.client("c"), cluster.certificates.node("other")
+    nonce = new_nonce(random.Random(1))
+    as_victim = hello(cluster.name, is_node=True, name=victim.name, nonce=victim.nonce)
+    as_other = attrs.evolve(as_victim, name="other", nonce=nonce)
+    own = incarnation_of(cluster.name, "other", nonce)
+
+    for settings, identity, said, reason in (
+        (client, victim.incarnation, as_victim, "role"),
+        (other, victim.incarnation, as_victim, "name"),
+        (other, victim.incarnation, as_other, "incarnation"),
+        (other, own, attrs.evolve(as_other, nonce=bytes(16)), "incarnation"),
+    ):
+        with Speaker(node, cluster.name, settings, identity) as speaker:
+            refused = speaker.ask(said)
+            assert isinstance(refused, Refused), refused
+            assert refused.reason == reason
+            assert isinstance(speaker.ask(Lookup(2, bytes(16))), SayHello)
+    with Speaker(node, cluster.name, other, own) as speaker:
+        assert isinstance(speaker.ask(as_other), Welcome)
+    assert metric(node, "peercache_messages_dropped")["incarnation"] == 2
+
+
+def test_a_member_speaks_about_itself_only(cluster: Secured) -> None:
+    """Records of another holder, another's entry, and members that no certificate stands for."""
+    node = cluster.start_secured("one")
+    victim = member_of(cluster, node, "one")
+    nonce = new_nonce(random.Random(2))
+    own = incarnation_of(cluster.name, "liar", nonce)
+    forged = np.zeros(1, RECORD)
+    forged["holder"] = victim.incarnation
+    entry = Member(own, 1, ALIVE, 255, "h", "127.0.0.1:1", "", "", "", "liar", nonce)
+    invented = attrs.evolve(entry, incarnation=77)
+    with Speaker(node, cluster.name, cluster.certificates.node("liar"), own) as liar:
+        assert isinstance(
+            liar.ask(hello(cluster.name, is_node=True, name="liar", nonce=nonce)), Welcome
+        )
+        renamed = attrs.evolve(entry, name="x")
+        for message in (Put(1, forged.tobytes()), Join(victim), Join(renamed)):
+            refused = liar.ask(message)
+            assert isinstance(refused, Refused), refused
+            assert refused.reason == "not_its_own"
+        liar.ask(ViewShared(0, (invented,)), within_s=0.5)
+    with Speaker(node, cluster.name, cluster.certificates.client("looks")) as client:
+        client.ask(hello(cluster.name))
+        view = client.ask(ViewAsked(3, b""))
+    assert isinstance(view, ViewShared)
+    assert [member.incarnation for member in view.view] == [victim.incarnation]
+    assert metric(node, "peercache_messages_refused")
+
+
+def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
+    """A reader clears nothing, an operator clears and watches, namespaces restrict."""
+    node = cluster.start_secured("one")
+    writer = cluster.client(node, namespace=OURS, **cluster.certificates.client("engine"))
+    keys = keys_of("roles", 4)
+    wait_until(lambda: writer.batch_set(keys, pages_of(keys)) == [True] * 4)
+    certificates = cluster.certificates
+
+    with Speaker(node, cluster.name, certificates.client("reads")) as reader:
+        assert isinstance(reader.ask(hello(cluster.name)), Welcome)
+        for message in (Clear(2, OURS.tag()), Reserve(2, 1, OURS.tag(), b"", b"")):
+            refused = reader.ask(message)
+            assert isinstance(refused, Refused), refused
+            assert refused.reason == "role"
+        assert isinstance(reader.ask(StatsAsked(3)), Stats)
+    with Speaker(node, cluster.name, certificates.client("narrow", "ours")) as narrow:
+        refused = narrow.ask(hello(cluster.name, namespace="theirs"))
+        assert isinstance(refused, Refused), refused
+        assert refused.reason == "namespace"
+        assert isinstance(narrow.ask(hello(cluster.name)), Welcome)
+        refused = narrow.ask(sample(OpenChannel, 0))
+        assert isinstance(refused, Refused), refused
+        assert refused.reason == "namespace"
+    assert read(writer, keys) == [True] * 4
+    with Speaker(node, cluster.name, certificates.operator("root")) as operator:
+        assert isinstance(operator.ask(hello(cluster.name, namespace="")), Welcome)
+        refused = operator.ask(Lookup(2, bytes(16)))
+        assert isinstance(refused, Refused), refused
+        assert operator.ask(Clear(4, OURS.tag(), PATIENCE_S)) == Removed(4, 4)
+
+
+def test_certificates_rotate_without_a_restart(cluster: Secured) -> None:
+    """New connections see the new one; what is open stays open."""
+    node = cluster.start_secured("one")
+    with Speaker(node, cluster.name, cluster.certificates.client("stays")) as stays:
+        assert isinstance(stays.ask(hello(cluster.name)), Welcome)
+        before = shown(cluster, node)
+
+        cluster.certificates.issue(CertificateRole.NODE, "one", is_renewal=True)
+
+        wait_until(lambda: shown(cluster, node) != before)
+        assert isinstance(stays.ask(StatsAsked(3)), Stats)
+
+
+def shown(cluster: Secured, node: NodeProcess) -> bytes:
+    """Return the certificate that a node shows now."""
+    files = cluster.certificates.client(f"looks-{time.monotonic_ns()}")
+    context = ssl.create_default_context(cafile=files["tls_ca"])
+    context.load_cert_chain(files["tls_cert"], files["tls_key"])
+    host, _, port = node.ready["control"].rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), PATIENCE_S) as plain,
+        context.wrap_socket(plain, server_hostname="peercache") as encrypted,
+    ):
+        certificate = encrypted.getpeercert(binary_form=True)
+    assert certificate is not None
+    return certificate
+
+
+def test_a_revoked_certificate_loses_its_connection(cluster: Secured) -> None:
+    """Within seconds, and it does not come in again."""
+    node = cluster.start_secured("one")
+    settings = cluster.certificates.client("bad")
+    with Speaker(node, cluster.name, settings) as speaker:
+        assert isinstance(speaker.ask(hello(cluster.name)), Welcome)
+
+        cluster.certificates.authority.revoke("client-bad")
+
+        wait_until(lambda: metric(node, "peercache_messages_dropped").get("revoked", 0) >= 1)
+        # The connection is made anew, and its Hello is refused.
+        wait_until(lambda: isinstance(speaker.ask(hello(cluster.name), within_s=1.0), Refused))
+
+
+def test_a_node_refuses_a_clients_certificate_of_its_own(cluster: Secured) -> None:
+    config = Config(**cluster.certificates.client("c"))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="node"):
+        Node(config, in_process=True)

@@ -1,0 +1,237 @@
+"""Clusters over a real network between hosts: a trial, and one that is secured by the how-to page.
+
+The commands are those of `docs/how-to/secure-a-cluster.md`, read from the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.model.keys import Namespace, page_keys
+from tests.pace import PATIENCE_S
+from tests.system.nodes import keys_of, pages_of, wait_until
+from tests.system.separate_hosts import Host, separate_hosts, skip_reason
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/how-to/secure-a-cluster.md").read_text()
+PYTHON = f"env -C {ROOT} {sys.executable}"
+POOL = ["--pool-size", "64MiB", "--metrics-port", "0"]
+PAGES = 64
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "hosts can be made"),
+]
+
+
+def block(name: str) -> str:
+    """Return the block of the page after its mark."""
+    found = re.search(rf"<!-- acceptance: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+    assert found, f"the page has no block {name}"
+    return found[1]
+
+
+def lines(name: str) -> list[str]:
+    """Return the commands of a block."""
+    return [line for line in block(name).replace("\\\n", " ").splitlines() if line]
+
+
+@attrs.define(eq=False)
+class Talker:
+    """A client in a process of its own."""
+
+    process: subprocess.Popen[str]
+    first: dict[str, Any] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        """Wait until it is ready, or refused."""
+        self.first = self._answer()
+
+    def ask(self, what: str, name: str = "", count: int = 0) -> Any:
+        """Ask, and return what it answers."""
+        assert self.process.stdin is not None
+        print(json.dumps({"ask": what, "name": name, "count": count}), file=self.process.stdin,
+              flush=True)  # fmt: skip
+        return self._answer()["done"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the client ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def start_node(host: Host, command: str, *flags: str) -> dict[str, str]:
+    """Start a node by a command of the page, with a small pool; return its ready line."""
+    ours = command.replace("python -m", f"{PYTHON} -m").replace(" --pool-size 64GiB", "")
+    process = host.start(f"{ours} {shlex.join([*POOL, *flags])}")
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, host.said()
+    ready: dict[str, str] = json.loads(line)
+    return ready
+
+
+def open_client(host: Host, **settings: Any) -> Talker:
+    """Open a client on a host."""
+    said = shlex.quote(json.dumps({"fabric": "tcp", **settings}))
+    return Talker(host.start(f"{PYTHON} -m tests.system.host_client {said}"))
+
+
+@contextlib.contextmanager
+def captured(switch: str, file: Path) -> Iterator[None]:
+    """Write all traffic between the hosts to a file."""
+    command = ["ip", "netns", "exec", switch, sys.executable, "-m", "tests.system.capture"]
+    process = subprocess.Popen([*command, str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "capturing\n"
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+        process.stdout.close()
+
+
+def leaked(file: Path, name: str) -> dict[str, int]:
+    """Return how many pieces of pages, and how many keys of a batch, a capture holds."""
+    raw = file.read_bytes()
+    keys = keys_of(name, PAGES)
+    pieces = [
+        page.tobytes()[begin : begin + 24]
+        for page in pages_of(keys[:8])
+        for begin in range(64, 128 * 1024, 16 * 1024)
+    ]
+    packed = [key.tobytes() for key in page_keys(keys, Namespace().digest())]
+    hexes = [key.encode() for key in keys]
+    return {
+        "bytes": len(raw),
+        "pieces": sum(piece in raw for piece in pieces),
+        "keys": sum(key in raw for key in packed + hexes),
+    }
+
+
+def members_at(client: Talker, count: int) -> None:
+    """Wait until a client's home node sees so many members."""
+    wait_until(lambda: client.ask("stats").get("home_members_alive") == count)
+
+
+def test_a_trial_on_two_hosts_wants_one_flag(tmp_path: Path) -> None:
+    """No certificate; and what passes the network is readable, which the capture must show."""
+    with separate_hosts("host-a", "host-b") as ((a, b), switch):
+        (command,) = lines("trial")
+        start_node(a, command)
+        start_node(b, command, "--discovery", "host-a:31998")
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial"}
+        with captured(switch, tmp_path / "frames"):
+            one, other = open_client(a, **home), open_client(b, **home)
+            members_at(one, 2)
+            members_at(other, 2)
+            assert one.ask("set", "trial", PAGES) == PAGES
+            wait_until(lambda: other.ask("get", "trial", PAGES) == PAGES)
+
+    found = leaked(tmp_path / "frames", "trial")
+    assert found["pieces"] > 32
+    assert found["keys"] > 0
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[tuple[list[Host], str, Path]]:
+    """Three hosts, secured and started by the commands of the page; the folder has `pki`."""
+    command = Path(sys.executable).with_name("peercache")
+    with separate_hosts("host-a", "host-b", "host-c") as (hosts, switch):
+        for line in lines("authority"):
+            words = [str(command) if word == "peercache" else word for word in shlex.split(line)]
+            subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+        for host in hosts:
+            for line in lines("copy"):
+                program, source, target = shlex.split(line.replace("host-a", host.name))[:3]
+                if program == "scp":
+                    place = host.path(target.partition(":")[2])
+                    subprocess.run(["cp", "-p", tmp_path / source, place], check=True)
+            host.path("/etc/peercache/node.toml").write_text(block("node.toml"))
+            start_node(host, lines("start")[0])
+        yield hosts, switch, tmp_path
+
+
+def engine() -> dict[str, Any]:
+    """Return PeerCache's part of the page's line for SGLang."""
+    names = ("cluster", "home", "tls_ca", "tls_cert", "tls_key")
+    said = json.loads(block("engine"))
+    return {name: said[name] for name in names}
+
+
+def test_three_secured_hosts_by_the_commands_of_the_page(
+    secured: tuple[list[Host], str, Path],
+) -> None:
+    """Pages pass encrypted, a clear reaches every host, and strangers are refused."""
+    (a, b, c), switch, folder = secured
+    with captured(switch, folder / "frames"):
+        clients = [open_client(host, **engine()) for host in (a, b, c)]
+        assert [client.first for client in clients] == [{"ready": True}] * 3
+        for client in clients:
+            members_at(client, 3)
+        for host, client in zip("abc", clients, strict=True):
+            assert client.ask("set", f"from-{host}", PAGES) == PAGES
+        for client in clients:
+            for host in "abc":
+                wait_until(
+                    lambda client=client, host=host: (
+                        client.ask("get", f"from-{host}", PAGES) == PAGES
+                    )
+                )
+    for host in "abc":
+        found = leaked(folder / "frames", f"from-{host}")
+        assert found["bytes"] > 6 * PAGES * 128 * 1024
+        assert (found["pieces"], found["keys"]) == (0, 0)
+
+    clients[2].ask("clear")
+    for client in clients:
+        for host in "abc":
+            wait_until(
+                lambda client=client, host=host: client.ask("get", f"from-{host}", PAGES) == 0
+            )
+
+
+def test_strangers_are_refused_on_control_and_data(
+    secured: tuple[list[Host], str, Path],
+) -> None:
+    """`openssl s_client` without a certificate gets no answer but the refusal."""
+    (a, b, c), _, _ = secured
+    ready = open_client(a, **engine())
+    members_at(ready, 3)
+    ports = {
+        line.split()[3].rpartition(":")[2]
+        for line in a.run("ss -ltnH").stdout.splitlines()
+        if not line.split()[3].startswith("127.")
+    }
+    assert len(ports) >= 2, "control and data"
+    (command,) = lines("closed")
+    # A moment for the answer, which comes after the client's side of the handshake.
+    asking = "sleep 1 | " + command.replace("</dev/null", "")
+    shown = "-cert /etc/peercache/engine.crt -key /etc/peercache/engine.key"
+    for port in sorted(ports):
+        stranger = c.run(asking.replace("31998", port))
+        admitted = c.run(f"{asking.replace('31998', port)} {shown}")
+        assert "SSL routines" in stranger.stderr, (port, stranger)
+        assert "SSL routines" not in admitted.stderr, (port, admitted)
+
+    plain = open_client(b, insecure="prod", discovery_addr="host-a:31998", listen="0.0.0.0:0",
+                        pool_size="16MiB", metrics_port=0)  # fmt: skip
+    assert plain.first == {"ready": True}, "a node that finds no peer starts alone"
+    assert plain.ask("stats").get("home_members_alive") == 1
+    assert ready.ask("stats").get("home_members_alive") == 3

@@ -1,0 +1,115 @@
+"""An engine and a node of different users, as in two containers with shared mounts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.pace import PATIENCE_S
+from tests.system.nodes import NodeProcess
+
+NODE_UID = 65_532
+CLUSTER = "users"
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users")
+
+ENTER = """
+import encodings.ascii, encodings.idna, encodings.latin_1, importlib, os, pkgutil, sys
+from contextlib import suppress
+import peercache
+
+# The interpreter may lie where the other user cannot read: all of it is imported before.
+for found in pkgutil.walk_packages(peercache.__path__, "peercache."):
+    if not found.name.endswith("__main__"):
+        with suppress(ImportError):
+            importlib.import_module(found.name)
+os.setgroups([])
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+"""
+
+NODE = (
+    ENTER
+    + """
+from peercache.cli.node import main
+# Before the flags stand the uid and what the node's own command begins with.
+sys.argv[1:] = sys.argv[5:]
+sys.exit(main())
+"""
+)
+
+ENGINE = (
+    ENTER
+    + """
+from peercache import Client
+settings = dict(setting.split("=", 1) for setting in sys.argv[3:])
+page, buffer = bytearray(bytes(range(256)) * 512), bytearray(131072)
+with Client.open(cluster="users", home=sys.argv[2], op_timeout_s=20.0, **settings) as client:
+    stored = client.batch_set(["key"], [page])
+    found = client.batch_get(["key"], [buffer])
+    print(stored, found, buffer == page, int(client.stats()["pages_hit_shm"]))
+"""
+)
+
+
+@contextmanager
+def node_of(uid: int, *flags: str) -> Iterator[str]:
+    """Run a node as a user; yield its home address."""
+    with tempfile.TemporaryDirectory(prefix="pc-") as name:
+        os.chown(name, uid, uid)
+        Path(name).chmod(0o755)
+        home = f"ipc://{name}/shared/n.ipc"
+        node = NodeProcess(
+            ["--cluster", CLUSTER, "--home", home, "--listen", "127.0.0.1:0", "--pool-size",
+             "16MiB", "--metrics-port", "0", "--log-format", "json", *flags],
+            before=(sys.executable, "-c", NODE, str(uid)),
+        )  # fmt: skip
+        try:
+            yield home
+        finally:
+            sys.stderr.write(node.said())
+            node.end()
+
+
+def engine_of(uid: int, home: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Run an engine as a user: it stores a page and reads it."""
+    command: Sequence[str] = [sys.executable, "-c", ENGINE, str(uid), home, *settings]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def test_a_root_engine_uses_the_node_of_another_user() -> None:
+    """It names the node's uid, whose files it would map; the node trusts root anyway."""
+    with node_of(NODE_UID) as home:
+        refused = engine_of(0, home)
+        done = engine_of(0, home, f"share_uids={NODE_UID}")
+
+    assert "share_uids = 65532" in refused.stderr
+    assert done.stdout == "[True] [True] True 1\n", done.stderr
+
+
+def test_an_engine_of_another_user_uses_a_root_node() -> None:
+    """Both name a group, which opens the node's files; the node names the engine's uid."""
+    shared = ("--share-group", str(NODE_UID), "--share-uids", str(NODE_UID))
+    with node_of(0, *shared) as home:
+        done = engine_of(NODE_UID, home, f"share_group={NODE_UID}")
+        stranger = engine_of(NODE_UID + 1, home)
+
+    assert done.stdout == "[True] [True] True 1\n", done.stderr
+    assert "is not open to uid 65533" in stranger.stderr
+    assert "share_uids = 65533" in stranger.stderr
+
+
+def test_an_engine_that_does_not_share_the_host_hears_what_to_set() -> None:
+    with node_of(0) as home:
+        done = engine_of(NODE_UID, home)
+
+    assert done.returncode != 0
+    for word in ("ConfigError", "home", "is not open to uid 65532", "share_uids", "share_group"):
+        assert word in done.stderr, done.stderr

@@ -1,0 +1,102 @@
+"""Removal: what clients want removed reaches every member, and the counts are summed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+
+from peercache.actors.effects import Send
+from peercache.actors.mailboxes import ViewChanged
+from peercache.actors.origin import Origin
+from peercache.actors.removal.actor import PATIENCE_MAX_S, PENDING_MAX, Remover
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
+from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.session import Refused
+
+CLIENT = Origin(0x77, pipe=4)
+CLEAR = Clear(9, 5, patience_s=2.0)
+
+
+def view(**states: int) -> ViewChanged:
+    members = [Member(int(n[1:]), 1, state, 255, "h", n, n, "", "") for n, state in states.items()]
+    return ViewChanged(tuple(members))
+
+
+@pytest.fixture
+def remover() -> Remover:
+    remover = Remover()
+    states = {"m1": ALIVE, "m2": SUSPECT, "m3": DEAD, "m4": LEFT, "m5": ALIVE}
+    assert remover.on_message(Origin(0), view(**states), 0.0) == []
+    return remover
+
+
+@pytest.mark.parametrize("asked", [CLEAR, Remove(9, 5, bytes(32), 2.0)])
+def test_every_live_member_is_told_and_the_counts_are_summed(remover: Remover, asked: Any) -> None:
+    """The own node is a member as the others are; the dead are not asked."""
+    told = remover.on_message(CLIENT, asked, 10.0)
+
+    forwarded = attrs.evolve(asked, request=1, patience_s=0.0)
+    assert told == [Send(member, forwarded) for member in (1, 2, 5)]
+    assert remover.on_message(Origin(5), Removed(1, 3), 10.1) == []
+    assert remover.on_message(Origin(1), Removed(1, 0), 10.2) == []
+    assert remover.on_message(Origin(2), Removed(1, 4), 10.3) == [Send(CLIENT, Removed(9, 7))]
+    assert remover.deadline() == math.inf
+
+
+def test_members_that_do_not_answer_in_time_are_named(remover: Remover) -> None:
+    """The client learns that pages may still be there."""
+    remover.on_message(CLIENT, CLEAR, 10.0)
+    remover.on_message(Origin(1), Removed(1, 3), 10.1)
+
+    assert remover.deadline() == 12.0
+    assert remover.on_tick(11.9) == []
+    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 3, (2, 5)))]
+    assert remover.on_message(Origin(2), Removed(1, 1), 12.1) == []
+    assert remover.deadline() == math.inf
+
+
+def test_only_a_member_that_was_asked_is_counted_and_once(remover: Remover) -> None:
+    """Neither a repeated answer nor one of another member changes the sum."""
+    remover.on_message(CLIENT, CLEAR, 10.0)
+    for member, number in ((1, 1), (1, 1), (3, 1), (99, 1), (2, 8)):
+        remover.on_message(Origin(member), Removed(number, 10), 10.1)
+
+    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 10, (2, 5)))]
+
+
+def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> None:
+    """Its memory is gone, and its pages with it."""
+    remover.on_message(CLIENT, CLEAR, 10.0)
+    remover.on_message(Origin(1), Removed(1, 2), 10.1)
+
+    ended = remover.on_message(Origin(0), view(m1=ALIVE, m2=DEAD), 10.2)
+
+    assert ended == [Send(CLIENT, Removed(9, 2))]
+
+
+def test_a_node_without_a_view_answers_at_once() -> None:
+    assert Remover().on_message(CLIENT, CLEAR, 1.0) == [Send(CLIENT, Removed(9, 0))]
+
+
+@pytest.mark.parametrize(("asked_s", "until"), [(1e300, 10.0 + PATIENCE_MAX_S), (-5.0, 10.0)])
+def test_patience_is_bounded(remover: Remover, asked_s: float, until: float) -> None:
+    remover.on_message(CLIENT, attrs.evolve(CLEAR, patience_s=asked_s), 10.0)
+
+    assert remover.deadline() == until
+
+
+def test_removals_at_once_are_bounded(remover: Remover) -> None:
+    """The client is told to try again; the others go on."""
+    for number in range(PENDING_MAX):
+        remover.on_message(CLIENT, attrs.evolve(CLEAR, request=number), 10.0)
+
+    (refused,) = remover.on_message(CLIENT, CLEAR, 10.0)
+
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    assert (refused.message.request, refused.message.reason) == (9, "busy")
+    remover.check()
+    assert len(remover.on_tick(12.0)) == PENDING_MAX

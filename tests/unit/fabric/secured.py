@@ -1,0 +1,93 @@
+"""Certificates for tests of the data port, and peers that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.config.settings import Config
+from peercache.model.ids import incarnation_of
+from peercache.model.member import Member
+from peercache.observability.log import get_logger
+from peercache.trust.files import LiveTls
+from tests.certificates import Certificates
+from tests.contracts.fabric_suite import GRANULE, member_of
+from tests.contracts.fakes import Memory
+from tests.unit.fabric.serving import CLUSTER, PageServer, fabric_for
+
+NONCE = bytes(range(16))
+
+
+@attrs.define
+class Cluster:
+    """The certificates of one cluster."""
+
+    certificates: Certificates
+    _known: dict[tuple[str, str], dict[str, str]] = attrs.field(factory=dict, init=False)
+
+    @classmethod
+    def of(cls, folder: Path, name: str = CLUSTER) -> Cluster:
+        """Make its authority."""
+        return cls(Certificates(folder / f"authority-of-{name}", name))
+
+    def live(self, settings: dict[str, str], *, is_node: bool = False) -> LiveTls:
+        """Return what a process with these settings knows."""
+        config = Config.load({"cluster": self.certificates.authority.cluster, **settings})
+        live = LiveTls.open(config, is_node=is_node, log=get_logger())
+        assert live is not None
+        return live
+
+    def node(self, name: str = "one", **more: Any) -> LiveTls:
+        """Return what a node with a certificate knows."""
+        return self.live(self._issued(name, self.certificates.node, **more), is_node=True)
+
+    def client(self, name: str = "reader", *namespaces: str, **more: Any) -> LiveTls:
+        """Return what a client with a certificate knows."""
+        return self.live(self.client_files(name, *namespaces, **more))
+
+    def client_files(self, name: str = "reader", *namespaces: str, **more: Any) -> dict[str, str]:
+        """Return the settings of a client with a certificate."""
+        return self._issued(name, self.certificates.client, *namespaces, **more)
+
+    def operator_files(self, name: str = "boss") -> dict[str, str]:
+        """Return the files of an operator's certificate as settings."""
+        return self._issued(name, self.certificates.operator)
+
+    def _issued(
+        self, name: str, issue: Callable[..., dict[str, str]], *more: Any, **options: Any
+    ) -> dict[str, str]:
+        key = (issue.__name__, name)
+        if key not in self._known:
+            self._known[key] = issue(name, *more, **options)
+        return self._known[key]
+
+
+def incarnation(name: str = "one") -> int:
+    """Return the incarnation of the node with this certificate."""
+    return incarnation_of(CLUSTER, name, NONCE)
+
+
+def serve(memory: Memory, tls: LiveTls, name: str = "one", **options: Any) -> PageServer:
+    """Serve memory over TLS."""
+    return PageServer(
+        memory,  # type: ignore[arg-type]
+        incarnation=incarnation(name),
+        granule=GRANULE,
+        tls=tls,
+        **options,
+    )
+
+
+def member_at(server: PageServer, name: str = "one") -> Member:
+    """Return the member that the server's node says it is."""
+    member = member_of(incarnation(name), data=server.address)
+    return attrs.evolve(member, name=name, nonce=NONCE)
+
+
+def fabric_with(tls: LiveTls | None, **options: Any) -> Any:
+    """Return a client side with a certificate, or without one."""
+    return fabric_for(GRANULE, tls=tls, **options)

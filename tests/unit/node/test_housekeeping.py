@@ -1,0 +1,47 @@
+"""Housekeeping: what a node does once a second."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from peercache.actors.effects import Tell, TellRdma
+from peercache.actors.mailboxes import ClientsConnected
+from peercache.config.settings import Config
+from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+
+
+@pytest.mark.trio
+async def test_rdma_actor_hears_each_second_which_clients_are_connected(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A client whose last session ended is missing in the next round: its queue pairs end."""
+    told: list[Tell] = []
+    sessions = {1: SimpleNamespace(identity=71), 2: SimpleNamespace(identity=72)}
+    admission: Any = SimpleNamespace(
+        sessions=sessions, exited=list, overstaying=lambda *_, **__: []
+    )
+    listener: Any = SimpleNamespace(pipes=dict)
+    switchboard: Any = SimpleNamespace(tell=told.append, keep_links=lambda _: None)
+    housekeeping = Housekeeping(
+        Config(), own_address="", admission=admission, listener=listener, switchboard=switchboard,
+        members=list, metrics=Metrics(), log=get_logger(),
+        dialled=frozenset,
+    )  # fmt: skip
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(housekeeping.run)
+        await trio.sleep(HOUSEKEEPING_S / 2)
+        del sessions[1]
+        await trio.sleep(HOUSEKEEPING_S)
+        nursery.cancel_scope.cancel()
+
+    assert told == [
+        TellRdma(ClientsConnected(frozenset({71, 72}))),
+        TellRdma(ClientsConnected(frozenset({72}))),
+    ]

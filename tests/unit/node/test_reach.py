@@ -1,0 +1,180 @@
+"""Where a node is reached, by what it knows; and what it says when it is not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import trio
+
+from peercache.node import reach as module
+from peercache.node.reach import (
+    ALONE_S,
+    FRESH_S,
+    HOSTS_MAX,
+    Reach,
+    is_ours,
+    numeric_hosts,
+    resolved,
+    routed_host,
+)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reach(clock: Clock) -> Reach:
+    return Reach(("head:1", "10.0.0.2:1"), clock=clock)
+
+
+def test_numbers_need_no_resolver() -> None:
+    assert numeric_hosts("10.0.0.1:5") == {"10.0.0.1"}
+    assert numeric_hosts("[fd00::1]:5") == {"fd00::1"}
+    assert numeric_hosts("localhost:5") == set()
+
+
+def test_a_dead_resolver_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds a name were half a minute for three, and an embedded start gave up."""
+    answer = threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: str, *more: Any, **named: Any) -> Any:
+        if host.startswith("dead"):
+            answer.wait(60)
+            raise socket.gaierror("timed out")
+        return real(host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    began = time.monotonic()
+
+    found = trio.run(resolved, ("dead-1:1", "10.0.0.1:1", "localhost:1", "dead-2:1"), 0.5)
+
+    answer.set()
+    assert time.monotonic() - began < 5
+    assert found["10.0.0.1:1"] == {"10.0.0.1"}
+    assert "127.0.0.1" in found["localhost:1"]
+    assert found["dead-1:1"] == found["dead-2:1"] == set()
+
+
+@pytest.mark.parametrize(
+    ("routes", "interfaces", "told"),
+    [
+        ({"10.0.0.9": "10.0.0.1", "192.0.2.1": "10.5.0.1"}, [], "10.0.0.1"),
+        ({"192.0.2.1": "10.5.0.1"}, ["10.7.0.1"], "10.5.0.1"),
+        ({"2001:db8::1": "fd00::5"}, [], "fd00::5"),
+        ({}, ["127.0.0.1", "fe80::1", "10.7.0.1"], "10.7.0.1"),
+        ({"10.0.0.9": "127.0.0.1"}, ["fd00::7"], "fd00::7"),
+        ({"::1": "::1"}, ["127.0.0.1"], "::1"),
+        ({}, ["127.0.0.1"], "127.0.0.1"),
+        ({}, [], "127.0.0.1"),
+    ],
+)
+def test_loopback_is_told_only_where_there_is_nothing_else(
+    routes: dict[str, str], interfaces: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Towards discovery, towards the internet, then any interface."""
+    monkeypatch.setattr(module, "_source_address", lambda host: routes.get(host, ""))
+    monkeypatch.setattr(module, "_interface_hosts", lambda: interfaces)
+
+    assert routed_host(["10.0.0.9", "::1"]) == told
+
+
+def test_the_interfaces_of_this_host_are_its_own() -> None:
+    """The kernel's tables are read right: each address can be bound."""
+    found = module._interface_hosts()
+
+    assert "127.0.0.1" in found
+    assert all(map(is_ours, found))
+    assert not is_ours("192.0.2.77")
+    assert not is_ours("localhost")
+    assert module._source_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_the_end_of_a_connection_is_the_better_address(reach: Reach) -> None:
+    """Unless there is one at the present address; loopback and link-local ends tell nothing."""
+    for host in ("127.0.0.1", "::1", "fe80::1%eth0", "", "no number"):
+        reach.connected(host)
+    assert reach.better_than("10.5.0.1") == "10.5.0.1"
+
+    reach.connected("::ffff:10.0.0.1")
+    assert reach.better_than("10.5.0.1") == "10.0.0.1"
+    reach.connected("10.5.0.1")
+    assert reach.better_than("10.0.0.1") == "10.0.0.1"
+    assert reach.better_than("127.0.0.1") == "10.5.0.1"
+
+
+def test_few_addresses_are_remembered(reach: Reach) -> None:
+    for number in range(1, 3 * HOSTS_MAX):
+        reach.connected(f"10.0.0.{number}")
+
+    assert len(reach._hosts) == HOSTS_MAX
+
+
+def test_a_node_that_is_alone_rightly_has_no_problem(reach: Reach, clock: Clock) -> None:
+    """The first of a cluster; and one whose peers are down."""
+    clock.now += 1000
+
+    assert reach.problem("10.5.0.1:1") == ""
+
+
+def test_a_node_that_is_welcomed_and_stays_alone_is_not_reached(reach: Reach, clock: Clock) -> None:
+    """After a while: the peer's first message takes its time."""
+    reach.welcomed("head:1")
+    assert reach.problem("127.0.0.1:1") == ""
+    clock.now += ALONE_S
+    reach.welcomed("head:1")
+
+    problem = reach.problem("127.0.0.1:1")
+
+    assert "127.0.0.1:1" in problem
+    assert "head:1" in problem
+    assert "set advertise" in problem
+    clock.now += FRESH_S
+    assert reach.problem("127.0.0.1:1") == "", "the peer has died since"
+
+
+def test_a_node_that_is_refused_says_by_which_peer_and_why(reach: Reach, clock: Clock) -> None:
+    reach.refused("head:1", "cluster: 'red', ours is 'blue'")
+
+    assert "head:1: cluster: 'red'" in reach.problem("10.5.0.1:1")
+    reach.welcomed("10.0.0.2:1")
+    assert reach.problem("10.5.0.1:1") == "", "another peer admits it"
+    reach.refused("10.0.0.2:1", "role: no")
+    clock.now += FRESH_S
+    assert reach.problem("10.5.0.1:1") == ""
+
+
+def test_a_node_that_has_joined_forgets_its_time_alone(reach: Reach, clock: Clock) -> None:
+    reach.welcomed("head:1")
+    clock.now += ALONE_S
+    reach.joined()
+    reach.welcomed("head:1")
+
+    assert reach.problem("10.5.0.1:1") == ""
+
+
+def test_only_discovery_addresses_are_witnesses(reach: Reach, clock: Clock) -> None:
+    """Members come and go; and this node's own answer is none."""
+    reach.welcomed("10.0.0.3:1")
+    reach.refused("10.0.0.4:1", "no")
+    reach.welcomed("head:1")
+    reach.answered_itself("head:1")
+    reach.answered_itself("10.0.0.3:1")
+    clock.now += ALONE_S
+    reach.welcomed("10.0.0.3:1")
+
+    assert reach.own_head == "head:1"
+    assert reach.problem("10.5.0.1:1") == ""

@@ -1,0 +1,166 @@
+"""Whose a folder on disk is: no node serves the pages of another cluster or another user."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from peercache.actors.storage_port import DiskEnded
+from peercache.storage import folder as folders
+from peercache.storage.layout import FORMAT_VERSION, LOCK_NAME
+from tests.contracts.frozen.record import FOLDER
+from tests.unit.storage.rig import Rig, key_of
+
+STRANGER = 65_534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes folders of another user")
+
+
+def folder_name(rig: Rig) -> str:
+    return rig.store._opened.folder.path.name
+
+
+def passed_over(rig: Rig) -> list[str]:
+    return [
+        facts["problem"] for _, event, facts in rig.log.lines if event == "disk.folder_passed_over"
+    ]
+
+
+def filled(path: Path, **more: str) -> None:
+    """Leave one page in a folder, as a node that has stopped."""
+    with Rig(path, **more) as rig:
+        rig.spill([1])
+
+
+def test_another_cluster_s_folder_is_passed_over(tmp_path: Path) -> None:
+    """Red's page is no hit for blue; each cluster finds its own folder again."""
+    filled(tmp_path, cluster="red")
+
+    with Rig(tmp_path, cluster="blue") as blue:
+        assert len(blue.opened.entries) == 0
+        assert folder_name(blue) == "1"
+        assert passed_over(blue) == [f"{tmp_path}/0 belongs to cluster 'red', this node to 'blue'"]
+        blue.spill([2])
+
+    for cluster, name, number in (("red", "0", 1), ("blue", "1", 2)):
+        with Rig(tmp_path, cluster=cluster) as again:
+            assert folder_name(again) == name
+            assert again.opened.entries["key"].tobytes() == key_of(number)
+
+
+def test_a_folder_without_pages_is_free_for_every_cluster(tmp_path: Path) -> None:
+    """A name alone keeps no folder from others."""
+    with Rig(tmp_path, cluster="red"):
+        pass
+    with Rig(tmp_path, cluster="blue") as blue:
+        assert folder_name(blue) == "0"
+        blue.spill([1])
+    with Rig(tmp_path, cluster="red") as red:
+        assert folder_name(red) == "1"
+
+
+def test_the_folder_of_an_earlier_version_is_adopted_once(tmp_path: Path) -> None:
+    """It names no cluster: the first that finds it keeps its pages, and says so."""
+    with zipfile.ZipFile(FOLDER / f"disk-{FORMAT_VERSION}.zip") as packed:
+        packed.extractall(tmp_path)
+    disk = tmp_path / "disk"
+    (disk / "0" / LOCK_NAME).write_text("")
+
+    with Rig(disk, cluster="red") as red:
+        pages = len(red.opened.entries)
+        assert (folder_name(red), pages > 0) == ("0", True)
+        assert "disk.folder_adopted" in red.log.events()
+    with Rig(disk, cluster="blue") as blue:
+        assert (folder_name(blue), len(blue.opened.entries)) == ("1", 0)
+    with Rig(disk, cluster="red") as red:
+        assert len(red.opened.entries) == pages
+        assert "disk.folder_adopted" not in red.log.events()
+
+
+@pytest.mark.parametrize("said", ["garbage", "{}", '{"cluster": "red", "uid": "x"}', "[]"])
+def test_a_folder_whose_name_is_damaged_is_passed_over(tmp_path: Path, said: str) -> None:
+    """Its pages are of an unknown cluster; they are neither served nor removed."""
+    filled(tmp_path, cluster="red")
+    (tmp_path / "0" / LOCK_NAME).write_text(said)
+    before = sorted(path.name for path in (tmp_path / "0").iterdir())
+
+    with Rig(tmp_path, cluster="red") as rig:
+        assert folder_name(rig) == "1"
+        assert "unknown cluster" in passed_over(rig)[0]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == before
+
+
+def test_pages_of_another_uid_are_passed_over(tmp_path: Path) -> None:
+    """A copied folder has our uid as its owner, and names the one that wrote the pages."""
+    filled(tmp_path, cluster="red")
+    told = json.dumps({"cluster": "red", "uid": STRANGER})
+    (tmp_path / "0" / LOCK_NAME).write_text(told)
+
+    with Rig(tmp_path, cluster="red") as rig:
+        assert folder_name(rig) == "1"
+        assert f"uid {STRANGER}" in passed_over(rig)[0]
+
+
+@needs_root
+def test_a_folder_of_another_uid_ends_no_tier(tmp_path: Path) -> None:
+    """Its owner could change what it holds, at any time."""
+    filled(tmp_path)
+    os.chown(tmp_path / "0", STRANGER, STRANGER)
+
+    with Rig(tmp_path) as rig:
+        assert folder_name(rig) == "1"
+        assert f"belongs to uid {STRANGER}" in passed_over(rig)[0]
+
+
+def test_a_folder_that_this_user_may_not_open_ends_no_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may open all, so the refusal is played."""
+    filled(tmp_path)
+    real = os.open
+
+    def refuse(path: str | Path, flags: int, *more: int, **named: int) -> int:
+        if str(path) == f"{tmp_path}/0":
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(folders.os, "open", refuse)
+    with Rig(tmp_path) as rig:
+        assert folder_name(rig) == "1"
+        assert "may not open" in passed_over(rig)[0]
+
+
+def test_a_folder_that_every_user_may_write_is_passed_over(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / "0").chmod(0o777)
+
+    with Rig(tmp_path) as rig:
+        assert folder_name(rig) == "1"
+        assert "chmod o-w" in passed_over(rig)[0]
+
+
+def test_links_lead_nowhere(tmp_path: Path) -> None:
+    """Neither a folder nor a lock file may be a link: what it leads to is not ours to write."""
+    (tmp_path / "elsewhere").mkdir()
+    filled(tmp_path / "elsewhere")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "0").symlink_to(tmp_path / "elsewhere" / "0")
+
+    with Rig(disk) as rig:
+        assert folder_name(rig) == "1"
+
+
+def test_when_every_folder_is_foreign_the_reason_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "FOLDERS_MAX", 1)
+    filled(tmp_path, cluster="red")
+
+    with Rig(tmp_path, cluster="blue", opened=False) as blue:
+        ended = blue.await_fact(DiskEnded)
+    assert "disk_path" in ended.reason
+    assert "another cluster" in ended.reason
