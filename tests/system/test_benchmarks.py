@@ -49,6 +49,31 @@ def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
     assert outcome.pages_by_fabric == {"rdma": BATCH}
 
 
+WALK_MAX = {
+    "get, warm, tcp": (12, 40),
+    "get, cold, tcp": (16, 70),
+    "get, warm, shm": (13, 48),
+    "set": (14, 70),
+}
+"""Files that a call enters, and its moves between them: what a reader has to follow."""
+
+
+@pytest.mark.slow  # it traces calls of three processes
+def test_a_call_walks_through_few_files() -> None:
+    """A step more is seen here, and is worth a thought."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.walk", "--json"],
+        capture_output=True, text=True, check=False, timeout=300, cwd=ROOT,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    walks = json.loads(done.stdout)
+    assert walks.keys() == WALK_MAX.keys()
+    for call, (files, moves) in WALK_MAX.items():
+        assert walks[call]["files"] <= files, (call, walks[call])
+        assert walks[call]["moves"] <= moves, (call, walks[call])
+
+
 @pytest.mark.slow  # it measures time, which tests beside it would spoil
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two processors")
 def test_tax_prints_the_loss_of_each_shape() -> None:

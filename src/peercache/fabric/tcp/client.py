@@ -46,7 +46,7 @@ from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
-from peercache.model.seal import SEAL_BYTES, Seals, unread_seals
+from peercache.model.seal import SEAL, SEAL_BYTES, Seals, unread_seals
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 from peercache.trust.files import LiveTls
@@ -126,7 +126,7 @@ class TcpFabric:
         A peer that is silent for stall_s, refuses connections or breaks the protocol is
         "peer_unreachable"; one that serves not us, or not these slots, "refused".
         """
-        seals = unread_seals(len(read.offsets))
+        seals: Seals = np.zeros(len(read.offsets), SEAL)
         if not len(seals):
             return Fetched(seals, "", self.name)
         done = 0
@@ -135,8 +135,9 @@ class TcpFabric:
         except Exception:
             _log.error("tcp.read_failed", peer=name_of(read.member.incarnation), exc_info=True)
             failure = INTERNAL
-        # A seal that came in part may look like that of the page.
-        seals[done:] = unread_seals(len(seals) - done)
+        if done < len(seals):
+            # A seal that came in part may look like that of the page.
+            seals[done:] = unread_seals(len(seals) - done)
         return Fetched(seals, failure, self.name)
 
     def forget(self, incarnation: int) -> None:
