@@ -330,24 +330,43 @@ def only_reading_verifies(module: Module) -> Iterator[str]:
             yield f"{line}: the verification is imported"
 
 
-def only_the_segment_stores_words(module: Module) -> Iterator[str]:
-    """Generation words are stored by the segment's own function, which only the node calls."""
-    if module.name == "memory.published":
+def only_the_segment_stores_seals(module: Module) -> Iterator[str]:
+    """Words and seals are stored by the segment's own function, which only the node calls."""
+    if module.name in ("memory.published", "memory.seals"):
         return
+    for line, source, name in imports_of(module):
+        if (source, name) == ("peercache.memory.seals", "store"):
+            yield f"{line}: the store of seals is imported"
+        if f"{source}.{name}".rstrip(".") == "peercache.memory.seals":
+            yield f"{line}: the module that stores seals is imported whole"
     for node in module.nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            if _is_words(node.value):
+            if _is_of_seals(node.value):
                 yield f"{node.lineno}: {ast.unparse(node)} is assigned"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            changes = node.func.attr in ("fill", "put", "itemset", "setfield", "sort")
-            if changes and _is_words(node.func.value):
-                yield f"{node.lineno}: {ast.unparse(node)}"
-            if node.func.attr == "store_words" and module.top != "node":
-                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call):
+            yield from _changes_of_seals(module, node)
+        elif isinstance(node, ast.Constant) and node.value == "peercache_seals_store":
+            yield f"{node.lineno}: the store of seals is taken from the library"
 
 
-def _is_words(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "words"
+def _changes_of_seals(module: Module, node: ast.Call) -> Iterator[str]:
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    on = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+    into = node.args[:1] if function in ("copyto", "put", "place", "putmask") else []
+    into += [keyword.value for keyword in node.keywords if keyword.arg == "out"]
+    if function in ("fill", "put", "itemset", "setfield", "sort", "partition"):
+        into += on
+    if any(map(_is_of_seals, into)):
+        yield f"{node.lineno}: {ast.unparse(node)}"
+    if function == "store_words" and module.top != "node":
+        yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_of_seals(node: ast.expr) -> bool:
+    """Whether an expression is the words or seals of an object, or a part of them."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Attribute) and node.attr in ("words", "seals")
 
 
 RULES: list[Rule] = [
@@ -364,7 +383,7 @@ RULES: list[Rule] = [
     nothing_is_left_undone,
     generations_are_compared_in_one_place,
     only_reading_verifies,
-    only_the_segment_stores_words,
+    only_the_segment_stores_seals,
 ]
 
 # (rule, the module it would stand in, its source): each must be found.
@@ -406,10 +425,20 @@ OFFENDERS: list[tuple[Rule, str, str]] = [
     (only_reading_verifies, "client.api", "from peercache.paths.verify import verified"),
     (only_reading_verifies, "fabric.tcp", "from peercache.paths import verify"),
     (only_reading_verifies, "sglang.store", "import peercache.paths.verify"),
-    (only_the_segment_stores_words, "memory.attached", "self.words[3] = 5"),
-    (only_the_segment_stores_words, "client.api", "memory.words[a:b] |= 1"),
-    (only_the_segment_stores_words, "fabric.shm", "memory.words.fill(0)"),
-    (only_the_segment_stores_words, "client.api", "memory.store_words(a, b)"),
+    (only_the_segment_stores_seals, "memory.attached", "self.words[3] = 5"),
+    (only_the_segment_stores_seals, "client.api", "memory.words[a:b] |= 1"),
+    (only_the_segment_stores_seals, "fabric.shm", "memory.words.fill(0)"),
+    (only_the_segment_stores_seals, "client.api", "memory.store_words(a, b)"),
+    (only_the_segment_stores_seals, "node.node", "segment.seals[3] = seal"),
+    (only_the_segment_stores_seals, "node.node", "segment.seals['word'][3] |= 1"),
+    (only_the_segment_stores_seals, "node.node", "segment.seals[:4]['key'] = key"),
+    (only_the_segment_stores_seals, "fabric.shm", "memory.seals['word'].fill(0)"),
+    (only_the_segment_stores_seals, "node.node", "np.copyto(segment.seals, seals)"),
+    (only_the_segment_stores_seals, "node.node", "np.bitwise_or(a, 1, out=segment.words)"),
+    (only_the_segment_stores_seals, "node.node", "from peercache.memory.seals import store"),
+    (only_the_segment_stores_seals, "node.node", "from peercache.memory import seals"),
+    (only_the_segment_stores_seals, "node.node", "import peercache.memory.seals"),
+    (only_the_segment_stores_seals, "fabric.shm", "f = function('peercache_seals_store')"),
 ]
 
 
@@ -544,8 +573,15 @@ def test_every_rule_has_an_offender() -> None:
             "assert word == d.generation",
         ),
         (only_reading_verifies, "paths.writing", "from peercache.paths.verify import wants"),
-        (only_the_segment_stores_words, "node.node", "memory.store_words(a, b)"),
-        (only_the_segment_stores_words, "fabric.shm", "words[1:] = segment.words[1:]"),
+        (only_the_segment_stores_seals, "node.node", "memory.store_words(a, b)"),
+        (only_the_segment_stores_seals, "fabric.shm", "words[1:] = segment.words[1:]"),
+        (only_the_segment_stores_seals, "fabric.shm", "seals[1:] = segment.seals(offsets)"),
+        (only_the_segment_stores_seals, "node.memory", "self.seals = segment.seals"),
+        (
+            only_the_segment_stores_seals,
+            "memory.attached",
+            "from peercache.memory.seals import load_seals",
+        ),
     ],
 )
 def test_rule_lets_the_allowed_pass(rule: Rule, name: str, source: str) -> None:
