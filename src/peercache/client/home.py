@@ -112,7 +112,7 @@ class Home:
             if time.monotonic() >= until:
                 raise self._problem
             time.sleep(LOST_BEAT_S / 5)
-        while not self.tie.cluster.members and time.monotonic() < until:
+        while not self.tie.has_view and time.monotonic() < until:
             self._bridge.run(self.tie.ask_view())
         self._thread = threading.Thread(target=self._main, name="peercache-home", daemon=True)
         self._thread.start()

@@ -17,8 +17,10 @@ class Cluster:
     """A snapshot of the cluster, as one client sees it.
 
     home:     incarnation of the home node, 0 while there is none.
-    members:  the live members (alive or suspect) by incarnation.
-    ring:     made with one owner more than `replicas`, which readers ask during a hand-over.
+    members:  the live members (alive or suspect) by incarnation, and a home node that no view has
+              named yet.
+    ring:     of the members in the view; made with one owner more than `replicas`, which readers
+              ask during a hand-over.
     replicas: how many of the ring's owners keep a record.
     query_order: the ring's table, the owners of each arc in the order of this client's questions.
     handover_until: monotonic seconds until which an owner's "absent" is not the last word.
@@ -42,10 +44,17 @@ class Cluster:
         replicas: int,
         virtual_nodes: int,
         handover_until: float,
+        newcomer: Member | None = None,
     ) -> Cluster:
-        """Build from a view, dead and left members included."""
+        """Build from a view, dead and left members included.
+
+        newcomer: the home node, if no view has named it yet. It is read and asked as any member;
+        it owns no record before the others know it.
+        """
         live = {i: m for i, m in sorted(view.items()) if m.state in (ALIVE, SUSPECT)}
         ring = HashRing(live, virtual_nodes=virtual_nodes, replicas=replicas + 1)
+        if newcomer is not None:
+            live.setdefault(newcomer.incarnation, newcomer)
         home = home if home in live else 0
         return cls(
             home=home,
@@ -72,7 +81,7 @@ def _query_order(ring: HashRing, home: int, replicas: int) -> npt.NDArray[np.int
     clients of other homes ask other owners first.
     """
     order: npt.NDArray[np.intp] = ring.table.copy()
-    if home:
+    if home in ring.members:
         owners = order[:, :replicas]
         turns = (owners - ring.members.index(home)) % len(ring)
         order[:, :replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)

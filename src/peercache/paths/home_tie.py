@@ -90,8 +90,15 @@ class Tie(Generic[Memory]):
         self._on_rejected = on_rejected
         self._on_view = on_view
         self._view = View.of()
+        # The attached home node, until a view has named it.
+        self._newcomer: Member | None = None
         self.attached: Attached[Memory] | None = None
         self.cluster = self._cluster(0, 0.0)
+
+    @property
+    def has_view(self) -> bool:
+        """Whether a node has told its view yet."""
+        return len(self._view) > 0
 
     def is_home(self, peer: int) -> bool:
         """Return whether the client writes to this incarnation."""
@@ -143,6 +150,7 @@ class Tie(Generic[Memory]):
         memory = self._open_memory(member)
         if memory is None:
             return False
+        self._newcomer = None if member.incarnation in self._view else member
         self.attached = attached = Attached(member.incarnation, memory, ClientReservations())
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
         self._on_attached(attached, old)
@@ -180,6 +188,8 @@ class Tie(Generic[Memory]):
         self._view = view
         before, attached = self.cluster, self.attached
         home = attached.incarnation if attached is not None else 0
+        if home in view:
+            self._newcomer = None
         cluster = self._cluster(home, before.handover_until)
         if cluster.ring.version != before.ring.version:
             until = self._clock() + self._config.handover_s
@@ -195,4 +205,5 @@ class Tie(Generic[Memory]):
             replicas=self._config.directory_replicas,
             virtual_nodes=self._config.virtual_nodes,
             handover_until=handover_until,
+            newcomer=self._newcomer,
         )

@@ -332,7 +332,7 @@ class _Search:
         Owners of before the last view change stand last.
         """
         cluster = self._cluster
-        if not cluster.members:
+        if not cluster.ring.members:
             return np.empty((len(self.keys), 0), np.intp)
         owners: npt.NDArray[np.intp] = cluster.query_order[cluster.ring.arcs(self.keys)]
         return owners
@@ -464,7 +464,10 @@ class _Search:
         is_behind: it knows that it lacks records, so the next owner of what it lacks is asked too.
         """
         # Only an owner's answer can mean "absent": the home node answers for its own pages.
-        place = self._cluster.ring.members.index(peer)
+        members = self._cluster.ring.members
+        if peer not in members:
+            return  # A home node that the others do not know yet owns nothing.
+        place = members.index(peer)
         owned = (self.owners[positions, : self._cluster.replicas] == place).any(axis=1)
         self.answered[positions[owned]] = True
         if not is_behind:

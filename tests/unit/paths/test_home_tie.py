@@ -147,3 +147,35 @@ def test_view_comes_from_others_while_the_home_node_refuses() -> None:
     assert nodes.told == [[OTHER], "refused (lock): no such file", [OTHER]]
     assert sorted(tie.cluster.members) == [OTHER]
     assert tie.cluster.handover_until > 0
+
+
+def test_home_node_that_no_view_names_yet_is_read_and_owns_nothing() -> None:
+    """It has restarted: others have not let it in, and it has not told its own view yet."""
+    nodes = Nodes(
+        greeting=welcome_of(PREDECESSOR), views={PREDECESSOR: view_of(PREDECESSOR, OTHER)}
+    )
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.drive(tie.ask_view())
+    nodes.greeting = welcome_of(HOME)
+    nodes.views = {OTHER: view_of(OTHER)}
+
+    nodes.drive(tie.beat())
+
+    assert tie.cluster.home == HOME
+    assert tie.cluster.members[HOME] == member_of(HOME)
+    assert tie.cluster.distance(HOME) == 0
+    assert tie.cluster.ring.members == (OTHER,)
+
+
+def test_home_node_that_a_view_has_named_ends_with_the_view() -> None:
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.drive(tie.ask_view())
+    nodes.views = {OTHER: view_of(OTHER)}
+
+    nodes.drive(tie.ask_view())
+
+    assert sorted(tie.cluster.members) == [OTHER]
+    assert tie.cluster.home == 0

@@ -337,6 +337,21 @@ def test_a_cluster_without_members_finds_nothing() -> None:
     assert world.steps == []
 
 
+@pytest.mark.parametrize("others", [(), (2, 3)])
+def test_a_home_node_that_no_view_names_yet_gives_its_pages(others: tuple[int, ...]) -> None:
+    """It has just restarted: what it holds is found, and it speaks for no owner."""
+    world = World(3)
+    (record,) = world.nodes[1].hold("mine")
+    world.nodes[1].know(record)
+    view = {number: world.nodes[number].member for number in others}
+    world.cluster = world.seen(view, newcomer=world.nodes[1].member)
+
+    got = world.get("mine", "not there")
+
+    assert got.hits == [True, False]
+    assert got.reasons[1] == (reasons.ABSENT if others else reasons.PEER_UNREACHABLE)
+
+
 def test_of_several_owners_each_is_asked_for_its_own_keys_only() -> None:
     """The home node is asked for everything, once."""
     world = World(4)

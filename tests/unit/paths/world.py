@@ -309,8 +309,8 @@ class World:
         """Return the virtual time."""
         return self.now
 
-    def seen(self, view: dict[int, Member]) -> Cluster:
-        """Return the cluster as the client sees it with this view."""
+    def seen(self, view: dict[int, Member], newcomer: Member | None = None) -> Cluster:
+        """Return the cluster as the client sees it with this view, and perhaps a new home node."""
         return Cluster.of(
             view,
             home=self.home,
@@ -318,6 +318,7 @@ class World:
             replicas=self.replicas,
             virtual_nodes=16,
             handover_until=self.handover_until,
+            newcomer=newcomer,
         )
 
     def owners(self, name: str) -> list[Node]:
