@@ -13,6 +13,7 @@ from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, Rec
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
+from peercache.model.hash_ring import HashRing
 from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import split_keys
 from peercache.model.member import ALIVE, SUSPECT, Member
@@ -104,6 +105,8 @@ class SimNode:
             rng=rng,
             metrics=self.metrics,
         )
+        if options.ring_s:
+            self.crew.ring.tokens_at_once_max = 0
         self.memory.may_write = self._has_reserved
         for mailbox in self.crew.mailboxes.in_order:
             mailbox.messages_max = options.mailbox_messages
@@ -185,6 +188,7 @@ class SimNode:
             gate=self.gate,
             open_link=self._open_link,
             perform_disk=self.disk.perform,
+            in_thread=self._in_thread,
         )
         await nursery.start(self.switchboard.run)
         for watched in self.watched.values():
@@ -257,6 +261,13 @@ class SimNode:
             dialled = self.crew.membership.dialled()
             self.switchboard.keep_links(kept | set(self.config.discovery_addr) | dialled)
             await trio.sleep(HOUSEKEEPING_S)
+
+    async def _in_thread(self, job: Callable[[], HashRing]) -> HashRing:
+        """Do what a thread of the node would, a while later."""
+        made = job()
+        await trio.sleep(self._options.ring_s)
+        await self.place.awake()
+        return made
 
     def _store_words(self, effect: StoreWords) -> None:
         self.memory.store_words(effect, trio.current_time())

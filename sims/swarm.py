@@ -84,6 +84,8 @@ class Options:
     mailbox_messages: int
     busy: float
     forge_rate: float
+    ring_s: float
+    """How long a thread takes to make a ring; 0: the loop makes it at once."""
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -173,4 +175,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         mailbox_messages=rng.choice([MAILBOX_MESSAGES_MAX, MAILBOX_MESSAGES_MAX, 8, 3]),
         busy=sometimes(0.5, 0.02, 0.2),
         forge_rate=sometimes(0.6, 1.0, 20.0),
+        ring_s=rng.choice([0.0, 0.03, 0.5]),
     )

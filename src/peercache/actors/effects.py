@@ -26,6 +26,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.storage_port import DiskEffect
+from peercache.model.hash_ring import HashRing
 from peercache.model.runs import U64
 from peercache.model.seal import Seals
 from peercache.wire.envelope import Message
@@ -60,6 +61,19 @@ class StoreWords:
     indices: npt.NDArray[np.int64]
     values: U64
     seals: Seals | None = None
+
+
+@attrs.frozen
+class BuildRing:
+    """Make the ring of these members beside the loop, and tell the ring actor RingBuilt."""
+
+    members: tuple[int, ...]
+    virtual_nodes: int
+    replicas: int
+
+    def ring(self) -> HashRing:
+        """Return the ring."""
+        return HashRing(self.members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
@@ -135,7 +149,7 @@ Tell: TypeAlias = (
     | TellRemoval
 )  # fmt: skip
 
-Effect: TypeAlias = Send | SendTo | StoreWords | Tell | DiskEffect | RdmaEffect
+Effect: TypeAlias = Send | SendTo | StoreWords | BuildRing | Tell | DiskEffect | RdmaEffect
 
 
 class StateActor(Protocol[Hears_contra]):

@@ -90,7 +90,15 @@ class PoolGrew:
 
 # --- ring -----------------------------------------------------------------------------------------
 
-RingHears: TypeAlias = ViewChanged
+
+@attrs.frozen(eq=False)
+class RingBuilt:
+    """node → ring: the ring that it asked for is there."""
+
+    ring: HashRing
+
+
+RingHears: TypeAlias = ViewChanged | RingBuilt
 
 
 # --- removal --------------------------------------------------------------------------------------

@@ -6,19 +6,30 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import attrs
 import trio
+from trio import to_thread
 
-from peercache.actors.effects import Effect, SendTo, StoreWords, Tell, TellMembership
-from peercache.actors.mailboxes import PeerAnswered
+from peercache.actors.effects import (
+    BuildRing,
+    Effect,
+    SendTo,
+    StoreWords,
+    Tell,
+    TellMembership,
+    TellRing,
+)
+from peercache.actors.mailboxes import PeerAnswered, RingBuilt
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import DropPair, OpenPair, RdmaEffect, ServeMemory
 from peercache.actors.runtime import TURN_MESSAGES
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
+from peercache.model.hash_ring import HashRing
 from peercache.model.ids import incarnation_of, name_of
 from peercache.model.member import Member
 from peercache.net.link import Link
@@ -80,8 +91,12 @@ class Switchboard:
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
+        in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
     ) -> None:
-        """Take everything from `node.Node`, which owns it; a simulation opens links of its own."""
+        """Take everything from `node.Node`, which owns it.
+
+        A simulation opens links of its own, and runs in its own time what runs in threads here.
+        """
         self._me = me
         self._cluster = cluster
         self._admission = admission
@@ -102,6 +117,7 @@ class Switchboard:
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
+        self._in_thread = in_thread
         self._links: dict[str, Link] = {}
         # By address: the name of the node that this node means to reach there; None: any node.
         self._expected: dict[str, str | None] = {}
@@ -205,11 +221,11 @@ class Switchboard:
         match message:
             case Join(member) | Heartbeat(member):
                 return message, INVENTED if is_invented(self._cluster, member) else ""
-            case ViewShared(request, view):
+            case ViewShared(_, view):
                 believed = tuple([m for m in view if not is_invented(self._cluster, m)])
                 if len(believed) < len(view):
                     self._metrics.messages_refused.labels(INVENTED, "ViewShared").inc()
-                return ViewShared(request, believed), ""
+                return attrs.evolve(message, view=believed), ""
         return message, ""
 
     def _not_allowed(self, pipe: int, session: Session, message: Message, reason: str) -> None:
@@ -264,6 +280,8 @@ class Switchboard:
             self._mailboxes.tell(effect)
         elif isinstance(effect, StoreWords):
             self._store_words(effect)
+        elif isinstance(effect, BuildRing):
+            self._started().start_soon(self._build_ring, effect)
         elif isinstance(effect, (Spill, Load, Forget, NoteUse)):
             assert self._perform_disk is not None, "a disk tier that was never opened says nothing"
             self._perform_disk(effect)
@@ -290,6 +308,15 @@ class Switchboard:
                 self._expected[member.control] = member.name
                 self._say(member.control, target, effect.message)
 
+    def _started(self) -> trio.Nursery:
+        assert self._nursery is not None, "effects are performed after run() has started"
+        return self._nursery
+
+    async def _build_ring(self, build: BuildRing) -> None:
+        """Make a ring in a thread: numpy gives up the interpreter's lock while it sorts."""
+        ring = await self._in_thread(build.ring)
+        self.tell(TellRing(RingBuilt(ring)))
+
     def _keep(self, message: Message) -> None:
         """Hand this node's actors a message that one of them sends to every member."""
         if not self._mailboxes.offer(Origin(self._me.incarnation), message, 0):
@@ -311,8 +338,7 @@ class Switchboard:
                 accepts=lambda peer: self._accepts(address, peer),
                 tls=self._tls,
             )
-            assert self._nursery is not None, "effects are performed after run() has started"
-            self._nursery.start_soon(link.run)
+            self._started().start_soon(link.run)
         if raw := self._encode(target, message):
             link.send(raw)
 

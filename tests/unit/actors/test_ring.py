@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 
-from peercache.actors.effects import TellPublisher
-from peercache.actors.mailboxes import RingChanged, ViewChanged
+from peercache.actors.effects import BuildRing, TellPublisher
+from peercache.actors.mailboxes import RingBuilt, RingChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
 from peercache.model.hash_ring import HashRing
@@ -67,3 +68,45 @@ def test_ring_changes_when_a_suspect_dies() -> None:
     rings = shown(actor, view(1, member(2, DEAD)))
 
     assert [ring.members for ring in rings] == [(1,)]
+
+
+def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
+    """It is made beside the loop; the old one serves meanwhile, and later views wait."""
+    actor = RingActor(virtual_nodes=160, replicas=2)
+    shown(actor, view(1, 2))
+    old = actor.current
+    thousand, more = view(*range(1, 1001)), view(*range(1, 1003))
+
+    spent: list[float] = []
+    for seen in (thousand, view(*range(1, 1002)), more):
+        began = time.thread_time()
+        effects = actor.on_message(Origin(1), seen, 0.0)
+        spent.append(time.thread_time() - began)
+        actor.check()
+        assert actor.current is old
+        assert len(effects) == (seen is thousand), "one ring at a time"
+    assert max(spent) < 0.010
+
+    first = BuildRing(tuple(range(1, 1001)), 160, 2).ring()
+    told, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
+    assert isinstance(told, TellPublisher)
+    assert isinstance(last, BuildRing)
+    assert last.members == tuple(range(1, 1003))
+    assert actor.current is first
+    (told,) = actor.on_message(Origin(0), RingBuilt(last.ring()), 0.0)
+    actor.check()
+    assert actor.current.members == last.members
+
+
+def test_a_view_that_returns_while_a_ring_is_made_brings_the_old_ring_back() -> None:
+    """What comes last is the ring of the last view, also where that is the one from before."""
+    actor = RingActor(virtual_nodes=16, replicas=2, tokens_at_once_max=32)
+    shown(actor, view(1, 2))
+    (build,) = actor.on_message(Origin(1), view(1, 2, 3), 0.0)
+    assert isinstance(build, BuildRing)
+    assert actor.on_message(Origin(1), view(1, 2), 0.0) == []
+
+    actor.on_message(Origin(0), RingBuilt(build.ring()), 0.0)
+    actor.check()
+
+    assert actor.current.members == (1, 2)

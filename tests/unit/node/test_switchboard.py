@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,16 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.effects import (
+    BuildRing,
     Effect,
     Send,
     SendTo,
     StoreWords,
     TellPool,
 )
-from peercache.actors.mailboxes import PoolGrew
+from peercache.actors.mailboxes import PoolGrew, RingBuilt
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF
 from peercache.memory.client_lock import LockProbe
+from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE, Member
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import Dialer, Listener
@@ -496,3 +499,23 @@ async def test_flush_is_bounded(tmp_path: Path) -> None:
 
         with trio.fail_after(PATIENCE_S):
             await board.board.flush(0.05)
+
+
+async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
+    """The switchboard makes it in a thread, and hands it to the ring actor."""
+    threads: list[int] = []
+
+    class Build(BuildRing):
+        def ring(self) -> HashRing:
+            threads.append(threading.get_ident())
+            return super().ring()
+
+    async with running(tmp_path) as board:
+        board.board.perform(Build((1, 2, 3), 16, 2))
+        await until(lambda: len(board.mailboxes.ring) == 1)
+        ((name, _, fact),) = board.waiting()
+
+    assert name == "ring"
+    assert isinstance(fact, RingBuilt)
+    assert fact.ring.members == (1, 2, 3)
+    assert threads != [threading.get_ident()]
