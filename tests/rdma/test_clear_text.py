@@ -26,8 +26,8 @@ from peercache.wire.messages.rdma import OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, published_segment
 from tests.contracts.fakes import FakeFabric
+from tests.rdma.fake_bench import CLIENT, FakeBench
 from tests.rdma.fake_device import FakeRail, World, rng
-from tests.rdma.test_fabric_parts import CLIENT, FakeBench
 
 PLAIN: dict[str, Any] = {}
 TLS = {"tls_ca": "ca.crt", "tls_cert": "own.crt", "tls_key": "own.key"}

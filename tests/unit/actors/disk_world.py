@@ -397,3 +397,29 @@ class DiskWorld:
                 self.read(record)
             else:
                 assert record["flags"] == ON_DISK
+
+
+POOL = 8
+"""Pages that the pool holds."""
+
+
+def filled(**options: object) -> DiskWorld:
+    """Return a world whose first eight pages are on disk only."""
+    world = DiskWorld(**options)  # type: ignore[arg-type]
+    world.set(*range(POOL))
+    world.finish()
+    world.set(*range(100, 100 + POOL))
+    return world
+
+
+def reserve(count: int, sequence: int = 1000) -> object:
+    from peercache.wire.messages.pool import Reserve
+
+    names = keys(*range(sequence * 10, sequence * 10 + count))
+    return Reserve(1, sequence, 1, names, np.full(count, GRANULE, "<u8").tobytes())
+
+
+def abort(sequence: int) -> object:
+    from peercache.wire.messages.pool import Abort
+
+    return Abort(sequence)

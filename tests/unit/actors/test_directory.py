@@ -2,94 +2,53 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Send
-from peercache.actors.mailboxes import RecordsChanged, ViewChanged
+from peercache.actors.mailboxes import RecordsChanged
 from peercache.actors.origin import Origin
-from peercache.model.member import DEAD, LEFT
-from peercache.model.records import Content, Records, buckets_of, digest_of, from_bytes
+from peercache.model.member import DEAD
+from peercache.model.records import Records, from_bytes
 from peercache.observability.metrics import Metrics
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import (
     Acknowledged,
-    Delete,
     Disputed,
     Doubted,
     Located,
     Lookup,
     Put,
     Repair,
-    StreamSummary,
-    SummaryDiffers,
     SummaryMatches,
 )
 from peercache.wire.messages.session import Refused
+from tests.unit.actors.lone_shard import (
+    ME,
+    A,
+    B,
+    C,
+    delete,
+    heard,
+    names_and_holders,
+    put,
+    refused,
+    shard_of,
+    summary_of,
+)
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
     drops_of,
-    held_of,
     key_of,
     located,
     member,
     records_of,
     view,
 )
-
-ME, A, B, C = 5, 11, 12, 13
-
-
-def shard_of(*members: int) -> DirectoryShard:
-    shard = DirectoryShard(incarnation=ME, metrics=Metrics())
-    heard(shard, ME, view(ME, *members))
-    return shard
-
-
-def heard(shard: DirectoryShard, sender: int, message: object, now: float = 0.0) -> list[Message]:
-    """Give a shard a message; return its answers, all of which go back to the sender."""
-    effects = shard.on_message(Origin(sender), message, now)
-    shard.check()
-    answers = []
-    for effect in effects:
-        assert isinstance(effect, Send)
-        assert effect.to == Origin(sender)
-        answers.append(effect.message)
-    return answers
-
-
-def put(number: int, holder: int, names: list[int], generation: int) -> Put:
-    return Put(number, records_of(holder, names, generation).tobytes())
-
-
-def delete(number: int, names: list[int], generations: list[int]) -> Delete:
-    return Delete(number, drops_of(names, generations).tobytes())
-
-
-def summary_of(number: int, *held: Records) -> StreamSummary:
-    content = Content()
-    for records in held:
-        content.flip(buckets_of(records), digest_of(records))
-        content.count += len(records)
-    return StreamSummary(number, content.count, content.digest())
-
-
-def names_and_holders(found: Records, names: list[int]) -> list[tuple[int, int]]:
-    by_key = {key_of(name): name for name in names}
-    return [(by_key[bytes(r["key"])], int(r["holder"])) for r in found]
-
-
-def refused(shard: DirectoryShard, reason: str) -> float:
-    assert shard.metrics is not None
-    value: float = shard.metrics.records_refused.labels(reason)._value.get()
-    return value
-
 
 # --- questions ----------------------------------------------------------------------------------
 
@@ -222,100 +181,6 @@ def test_key_named_twice_in_one_put_counts_once() -> None:
     assert heard(shard, A, summary_of(1, newest)) == [SummaryMatches(1)]
 
 
-# --- the order of a stream ----------------------------------------------------------------------
-
-
-def test_late_put_does_not_resurrect() -> None:
-    """A put overtaken by the delete of its record is dropped when it arrives at last."""
-    shard = shard_of(A)
-    heard(shard, A, delete(2, [1], [10]))
-
-    answers = heard(shard, A, put(1, A, [1], 10))
-
-    assert answers == []
-    assert len(located(shard, [1])) == 0
-
-
-def test_repeated_message_is_acknowledged_and_not_applied() -> None:
-    """A duplicate changes nothing; its holder may have missed the first acknowledgement."""
-    shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
-
-    first = heard(shard, A, put(1, A, [1], 10))
-    again = heard(shard, A, delete(2, [1], [10]))
-
-    assert (first, again) == ([], [Acknowledged(2)])
-    assert len(located(shard, [1])) == 0
-
-
-def test_gap_is_applied_and_told_by_the_summary() -> None:
-    """A lost message holds nothing up; the summary after it differs."""
-    shard = shard_of(A)
-    lost, came = records_of(A, [1], 10), records_of(A, [2], 12)
-
-    answers = heard(shard, A, Put(2, came.tobytes()))
-    differs = heard(shard, A, summary_of(2, lost, came))
-
-    assert answers == [Acknowledged(2)]
-    assert len(located(shard, [2])) == 1
-    (answer,) = differs
-    assert isinstance(answer, SummaryDiffers)
-    theirs = np.frombuffer(answer.buckets, "<u8")
-    assert theirs[key_of(2)[0]] == digest_of(came)[0]
-    assert np.count_nonzero(theirs) == 1
-
-
-def test_summary_that_matches_ends_what_is_late() -> None:
-    """Once holder and owner agree at a number, nothing numbered below may change it."""
-    shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
-
-    answers = heard(shard, A, summary_of(7))
-    late = heard(shard, A, put(6, A, [3], 16))
-
-    assert answers == [SummaryMatches(7)]
-    assert late == []
-    assert len(located(shard, [3])) == 0
-
-
-def test_late_summary_is_not_answered() -> None:
-    """A summary of the past would call a repair for what has changed since."""
-    shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, put(2, A, [2], 12))
-
-    assert heard(shard, A, summary_of(1, records_of(A, [1], 10))) == []
-
-
-def test_repair_replaces_exactly_its_buckets() -> None:
-    """In the buckets it names, what it does not name goes; the other buckets stay."""
-    shard = shard_of(A)
-    by_bucket = sorted(range(200), key=lambda name: (key_of(name)[0], name))
-    first, other = by_bucket[0], by_bucket[-1]
-    heard(shard, A, put(1, A, [first, other], 10))
-    fresh = next(n for n in range(200, 10**5) if key_of(n)[0] == key_of(first)[0])
-    held = records_of(A, [fresh], 8)
-
-    answers = heard(shard, A, Repair(2, bytes([key_of(first)[0]]), held.tobytes()))
-
-    assert answers == [Acknowledged(2)]
-    assert {name for name, _ in names_and_holders(
-        located(shard, [first, other, fresh]), [first, other, fresh]
-    )} == {other, fresh}  # fmt: skip
-    assert heard(shard, A, summary_of(2, held, records_of(A, [other], 12))) == [SummaryMatches(2)]
-
-
-def test_repair_puts_nothing_into_buckets_it_does_not_name() -> None:
-    """A record outside of the named buckets is passed over."""
-    shard = shard_of(A)
-
-    heard(shard, A, Repair(1, bytes([key_of(1)[0] ^ 1]), records_of(A, [1], 10).tobytes()))
-
-    assert held_of(shard, A) == {}
-
-
 # --- disputes -----------------------------------------------------------------------------------
 
 
@@ -371,265 +236,6 @@ def test_dispute_cannot_drop_the_own_pools_records() -> None:
     heard(shard, 77, Disputed(own.tobytes()))
 
     assert len(located(shard, [1])) == 1
-
-
-# --- the view -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", [DEAD, LEFT])
-def test_records_of_an_ended_holder_are_never_served(state: int) -> None:
-    """From the view that has it dead or left, before anything is swept."""
-    shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, B, put(1, B, [1], 10))
-
-    heard(shard, ME, view(ME, member(A, state), B))
-
-    assert names_and_holders(located(shard, [1]), [1]) == [(1, B)]
-
-
-def test_messages_of_a_dead_holder_are_ignored() -> None:
-    """What was queued for us before it died cannot bring its records back."""
-    shard = shard_of(A)
-    heard(shard, ME, view(ME, member(A, DEAD)))
-
-    assert heard(shard, A, put(1, A, [1], 10)) == []
-    assert heard(shard, A, summary_of(1)) == []
-    assert len(located(shard, [1])) == 0
-    assert refused(shard, "not_a_member") == 1
-
-
-def test_sweeping_is_bounded_and_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick takes so many keys and no more; in the end nothing of the dead is left."""
-    monkeypatch.setattr(directory, "SWEEP_KEYS_MAX", 10)
-    shard = shard_of(A, B)
-    one_bucket = [name for name in range(10**4) if key_of(name)[0] == key_of(3)[0]][:15]
-    heard(shard, A, put(1, A, one_bucket + list(range(10**5, 10**5 + 10)), 10))
-    heard(shard, B, put(1, B, [3], 10))
-    heard(shard, ME, view(ME, member(A, DEAD), B))
-
-    left, now = [], 0.0
-    while shard.deadline() < math.inf:
-        now = shard.deadline()
-        shard.on_tick(now)
-        shard.check()
-        assert shard.deadline() > now
-        left.append(sum(A in holders for holders in shard._holders_of.values()))
-
-    assert left == [15, 5, 0]
-    assert shard._holders_of == {key_of(3): (B,)}
-
-
-def test_refuted_holder_is_repaired_by_its_next_summary() -> None:
-    """Its records were dropped with it: its summary differs, its repair is served, keys and all."""
-    shard = shard_of(A)
-    held = records_of(A, [1, 2], 10)
-    heard(shard, A, Put(1, held.tobytes()))
-    heard(shard, ME, view(ME, member(A, DEAD)))
-    heard(shard, ME, view(ME, member(A, counter=1)))
-
-    (answer,) = heard(shard, A, summary_of(1, held))
-    assert isinstance(answer, SummaryDiffers)
-    heard(shard, A, Repair(2, bytes(range(256)), held.tobytes()))
-    for _ in range(3):
-        shard.on_tick(shard.deadline())
-
-    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A), (2, A)]
-    assert heard(shard, A, summary_of(2, held)) == [SummaryMatches(2)]
-
-
-def test_refuted_holders_old_messages_stay_late() -> None:
-    """The numbers of its stream outlive its records: what was late before is late still."""
-    shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
-    heard(shard, ME, view(ME, member(A, DEAD)))
-    heard(shard, ME, view(ME, member(A, counter=1)))
-
-    heard(shard, A, put(1, A, [1], 10))
-
-    assert len(located(shard, [1])) == 0
-
-
-def test_new_incarnation_begins_a_new_stream() -> None:
-    """Numbers start anew with a node; the records of its former self are not served."""
-    shard = shard_of(A)
-    heard(shard, A, put(50, A, [1, 2], 10))
-    heard(shard, ME, view(ME, member(A, DEAD), B))
-
-    answers = heard(shard, B, put(1, B, [1], 4))
-
-    assert answers == [Acknowledged(1)]
-    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, B)]
-
-
-def test_unknown_holder_is_served_once_the_view_has_it() -> None:
-    """Its records may be here before the view is: they are kept, and not served."""
-    shard = shard_of()
-    heard(shard, A, put(1, A, [1], 10))
-    before = len(located(shard, [1]))
-
-    heard(shard, ME, view(ME, A))
-
-    assert (before, len(located(shard, [1]))) == (0, 1)
-
-
-def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invented holders do not fill this node, nor do many records for one."""
-    monkeypatch.setattr(directory, "UNKNOWN_HOLDERS_MAX", 2)
-    monkeypatch.setattr(directory, "UNKNOWN_RECORDS_MAX", 3)
-    shard = shard_of()
-
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
-    too_many = heard(shard, A, put(2, A, [4], 20))
-    heard(shard, B, put(1, B, [1], 10))
-    one_more = heard(shard, C, put(1, C, [1], 10))
-
-    assert too_many == one_more == []
-    assert (len(held_of(shard, A)), len(held_of(shard, C))) == (3, 0)
-    assert (refused(shard, "too_many"), refused(shard, "not_a_member")) == (1, 1)
-
-
-def test_unknown_holder_is_given_up_in_time() -> None:
-    """What no view ever names does not stay."""
-    shard = shard_of()
-    heard(shard, A, put(1, A, [1], 10), now=5.0)
-
-    assert shard.deadline() == 5.0 + directory.UNKNOWN_S
-    shard.on_tick(shard.deadline())
-    shard.on_tick(shard.deadline())
-    shard.check()
-
-    assert held_of(shard, A) == {}
-    assert shard._holders_of == {}
-    assert shard.deadline() == math.inf
-
-
-def test_member_that_the_view_forgets_is_let_go() -> None:
-    """Views forget their dead some day; nothing of them stays, not even a number."""
-    shard = shard_of(A)
-    heard(shard, A, put(3, A, [1], 10))
-
-    heard(shard, ME, view(ME))
-
-    assert len(located(shard, [1])) == 0
-    assert shard._ended == {}
-
-
-def test_count_of_records_is_told() -> None:
-    """The gauge follows what is held, the own pool and the dead included rightly."""
-    shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
-    heard(shard, A, delete(2, [3], [99]))
-    assert shard.metrics is not None
-    gauge = shard.metrics.directory_records._value
-
-    before = gauge.get()
-    heard(shard, ME, view(ME, member(A, DEAD)))
-
-    assert (before, gauge.get()) == (3, 1)
-
-
-def test_view_without_members_ends_all_others() -> None:
-    """An empty view is a view too."""
-    shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-
-    heard(shard, ME, ViewChanged(()))
-
-    assert list(shard._held) == [ME]
-
-
-# --- streams that others have forged, and owners that are behind ----------------------------------
-
-
-def test_a_number_that_no_holder_sends_does_not_end_its_stream() -> None:
-    """The next summary resets it, and the holder repairs what the forged message removed."""
-    shard = shard_of(A)
-    held = records_of(A, [1, 2], 10)
-    heard(shard, A, Put(7, held.tobytes()))
-    heard(shard, A, Repair(2**64 - 1, bytes(range(256)), b""))
-
-    (differs,) = heard(shard, A, summary_of(7, held))
-    repaired = heard(shard, A, Repair(8, bytes({key_of(1)[0], key_of(2)[0]}), held.tobytes()))
-
-    assert isinstance(differs, SummaryDiffers)
-    assert repaired == [Acknowledged(8)]
-    assert len(located(shard, [1, 2])) == 2
-
-
-def test_a_number_slightly_too_high_is_reset_after_a_while() -> None:
-    """One late summary may have been overtaken; for seconds none is."""
-    shard = shard_of(A)
-    held = records_of(A, [1], 10)
-    heard(shard, A, Put(7, held.tobytes()))
-    heard(shard, A, Delete(60, drops_of([1], [10]).tobytes()))
-
-    late = heard(shard, A, summary_of(7, held), 1.0)
-    soon = heard(shard, A, summary_of(7, held), 3.0)
-    (differs,) = heard(shard, A, summary_of(7, held), 1.0 + directory.STREAM_LATE_S)
-
-    assert late == soon == []
-    assert isinstance(differs, SummaryDiffers)
-    assert heard(shard, A, Put(8, held.tobytes())) == [Acknowledged(8)]
-
-
-def test_a_late_summary_resets_no_number_that_the_holder_sends_on_from() -> None:
-    """Each message in order shows that the number held is true."""
-    shard = shard_of(A)
-    held = records_of(A, [1, 2, 3], 10)
-    heard(shard, A, Put(7, held[:1].tobytes()))
-    heard(shard, A, summary_of(6), 1.0)
-    heard(shard, A, Put(8, held[1:2].tobytes()), 3.0)
-
-    late = heard(shard, A, summary_of(6), 4.5)
-
-    assert late == []
-    assert heard(shard, A, Put(8, held[2:].tobytes()), 4.6) == [Acknowledged(8)]
-    assert len(located(shard, [3])) == 0
-
-
-def is_behind(shard: DirectoryShard, now: float = 0.0) -> bool:
-    """Ask for a page; return whether the shard says that it lacks records."""
-    (answer,) = heard(shard, 77, Lookup(1, key_of(9)), now)
-    assert isinstance(answer, Located)
-    return answer.behind
-
-
-def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
-    """Until a summary matches, for a bounded time, or until the holder has gone."""
-    shard = shard_of(A, B)
-    held = records_of(A, [1], 10)
-
-    before = is_behind(shard)
-    heard(shard, A, summary_of(1, held), 1.0)
-    differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + directory.BEHIND_S)
-    heard(shard, A, Put(2, held.tobytes()), 3.0)
-    heard(shard, A, summary_of(2, held), 3.0)
-    repaired = is_behind(shard, 3.0)
-    heard(shard, B, summary_of(1, held), 4.0)
-    again = is_behind(shard, 4.0)
-    heard(shard, ME, view(ME, A, member(B, DEAD)), 5.0)
-
-    assert (before, differing, long_after, repaired, again) == (False, True, False, False, True)
-    assert not is_behind(shard, 5.0)
-
-
-def test_an_owner_is_behind_a_member_that_was_dead_until_it_has_its_records_again() -> None:
-    """It let go of them at the death."""
-    shard = shard_of(A)
-    held = records_of(A, [1], 10)
-    heard(shard, A, Put(1, held.tobytes()))
-    heard(shard, ME, view(ME, member(A, DEAD)), 1.0)
-    heard(shard, ME, view(ME, A), 2.0)
-    heard(shard, A, Put(2, b""), 2.0)
-
-    behind = is_behind(shard, 2.0)
-    heard(shard, A, Put(3, held.tobytes()), 2.0)
-    heard(shard, A, summary_of(3, held), 2.1)
-
-    assert (behind, is_behind(shard, 2.1)) == (True, False)
 
 
 # --- bounds ---------------------------------------------------------------------------------------

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 
-import attrs
 import numpy as np
 import pytest
 
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpChannel, TcpFabric
-from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, SEAL_BYTES
@@ -31,105 +27,8 @@ from tests.contracts.fabric_suite import (
 )
 from tests.contracts.fakes import PlainMemory
 from tests.pace import PATIENCE_S, PROMPT_S, paced
+from tests.unit.fabric.scripted_peer import PORTION, accept, at, peer_that, read
 from tests.unit.fabric.serving import PageServer, fabric_for, wait_until
-
-PORTION = wire.PORTION_BYTES_MAX
-
-
-@pytest.fixture
-def memory() -> PlainMemory:
-    """Page memory of four portions; word i is 2 i + 2, granule i is full of the byte i % 251."""
-    plain = PlainMemory.of(4 * PORTION, GRANULE)
-    plain.seals["word"] = 2 * np.arange(len(plain.seals)) + 2
-    plain.seals["length"] = len(plain.pages)
-    plain.pages.reshape(-1, GRANULE)[:] = (np.arange(len(plain.words)) % 251)[:, None]
-    return plain
-
-
-@pytest.fixture
-def server(memory: PlainMemory) -> Iterator[PageServer]:
-    """A server of that memory."""
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    yield running
-    running.close()
-
-
-@pytest.fixture
-def fabric() -> Iterator[TcpFabric]:
-    """A client side that the server admits."""
-    with contextlib.closing(fabric_for(GRANULE)) as opened:
-        yield opened
-
-
-def at(server: PageServer, incarnation: int = INCARNATION) -> Member:
-    """Return a member that serves at the server's address."""
-    return member_of(incarnation, data=server.address)
-
-
-def read(
-    fabric: TcpFabric,
-    member: Member,
-    into: Destination,
-    *,
-    step: int = GRANULE,
-    timeout_s: float = PATIENCE_S,
-    changed: int = 0,
-) -> Fetched:
-    """Read slots that begin `step` bytes apart; changed: by how much their words have changed."""
-    offsets = np.arange(len(into.lengths), dtype=np.uint64) * np.uint64(step)
-    # What `memory` gives each granule.
-    generations = np.uint64(2) * offsets // np.uint64(GRANULE) + np.uint64(2 + changed)
-    peer_read = PeerRead(member, offsets, into.lengths, into.runs, generations)
-    return fabric.read(peer_read, time.monotonic() + timeout_s)
-
-
-@attrs.define
-class ScriptedPeer:
-    """A listener that runs a script for each connection it accepts, in a thread."""
-
-    script: Callable[[socket.socket], None]
-    listener: socket.socket = attrs.field(
-        factory=lambda: socket.create_server(("127.0.0.1", 0)), init=False
-    )
-    accepted: int = attrs.field(default=0, init=False)
-
-    @property
-    def member(self) -> Member:
-        """The member that this peer pretends to be."""
-        return member_of(INCARNATION, data=f"127.0.0.1:{self.listener.getsockname()[1]}")
-
-    def run(self) -> None:
-        """Accept until the listener is shut down."""
-        with self.listener:
-            while True:
-                try:
-                    connection, _ = self.listener.accept()
-                except OSError:
-                    return
-                self.accepted += 1
-                with connection, contextlib.suppress(OSError):
-                    self.script(connection)
-
-
-@contextlib.contextmanager
-def peer_that(script: Callable[[socket.socket], None]) -> Iterator[ScriptedPeer]:
-    """Run a scripted peer; whatever it waits for must end before the block does."""
-    peer = ScriptedPeer(script)
-    thread = threading.Thread(target=peer.run)
-    thread.start()
-    try:
-        yield peer
-    finally:
-        peer.listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-def accept(connection: socket.socket) -> None:
-    """Take a greeting and a request of one page as a good server does."""
-    connection.recv(wire.OPENING_BYTES + wire.GREETING_REST_BYTES, socket.MSG_WAITALL)
-    connection.sendall(wire.encode_answer(""))
-    connection.recv(wire.REQUEST_BYTES + wire.ENTRY_BYTES, socket.MSG_WAITALL)
-
 
 # --- deadlines and silence ------------------------------------------------------------------------
 
@@ -392,178 +291,6 @@ def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
     closing.join()
 
     assert order == ["read ", "closed"]
-
-
-# --- peers that are broken, unknown, or other services --------------------------------------------
-
-
-def test_address_without_a_server_is_unreachable_at_once(fabric: TcpFabric) -> None:
-    """A refused connection is known in no time."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    begun = time.monotonic()
-
-    got = read(fabric, member_of(INCARNATION, data=f"127.0.0.1:{port}"), Destination.of([[1]]))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert time.monotonic() - begun < PROMPT_S
-
-
-@pytest.mark.parametrize(
-    "data", ["", "nonsense", "host:", ":::1:2", "127.0.0.1:0", "1.2.3.4:99999"]
-)
-def test_address_that_is_none_is_unreachable(fabric: TcpFabric, data: str) -> None:
-    """What a member says of itself may be anything; a read of it ends as a miss."""
-    got = read(fabric, member_of(INCARNATION, data=data), Destination.of([[1]]))
-
-    assert got.failure == PEER_UNREACHABLE
-
-
-def test_peer_named_by_a_host_name_is_read(server: PageServer, fabric: TcpFabric) -> None:
-    """`advertise` may be a name; localhost may be ::1 first, without a listener."""
-    member = member_of(INCARNATION, data=f"localhost:{server.port}")
-
-    got = read(fabric, member, Destination.of([[1]]))
-
-    assert got.failure == ""
-
-
-@pytest.mark.parametrize("other", ["cluster", "granule"])
-def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
-    """Another cluster or granule is a refusal, not an outage."""
-    strange = {"cluster": "another", "granule": 2 * GRANULE}
-    fabric = fabric_for(strange["granule"] if other == "granule" else GRANULE)  # type: ignore[arg-type]
-    if other != "granule":
-        fabric = fabric_for(GRANULE, **{other: strange[other]})
-
-    got = read(fabric, at(server), Destination.of([[1]]))
-    fabric.close()
-
-    assert got.failure == REFUSED
-    assert server.refusals(other) == 1
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"PCt"])
-def test_another_service_is_unreachable(fabric: TcpFabric, answer: bytes) -> None:
-    """A port that was reused by another program is no peer."""
-    with peer_that(lambda connection: connection.sendall(answer)) as peer:
-        got = read(fabric, peer.member, Destination.of([[1]]))
-
-    assert got.failure == PEER_UNREACHABLE
-
-
-def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None:
-    """What does not begin as a response is not believed, however long it is."""
-
-    def babble(connection: socket.socket) -> None:
-        accept(connection)
-        connection.sendall(bytes(4096))
-
-    with peer_that(babble) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]]))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [int(ODD)]
-
-
-@pytest.mark.parametrize("missing", [1, 7, 31, 32])
-def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
-    """A connection that ends within a seal leaves no even value in its place."""
-
-    def stop_short(connection: socket.socket) -> None:
-        accept(connection)
-        whole = wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES)
-        connection.sendall(whole[:-missing])
-
-    with peer_that(stop_short) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]]))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [int(ODD)]
-
-
-@pytest.mark.parametrize("ending", ["closes", "resets"])
-@pytest.mark.parametrize("answered", [1, 2])
-def test_pages_of_answered_requests_stay_when_the_server_closes(
-    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch, answered: int, ending: str
-) -> None:
-    """A read of three requests, of which some were answered: their pages count, and once.
-
-    The channel was idle before, so a server that closes it at once would be asked again.
-    """
-    monkeypatch.setattr(wire, "COUNT_MAX", 1)
-    word = (8).to_bytes(SEAL_BYTES, "little")
-    response = wire.encode_status("") + bytes(100) + word
-
-    def answer_some(connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        accept(connection)
-        connection.sendall(response)
-        for _ in range(answered):
-            request = wire.REQUEST_BYTES + wire.ENTRY_BYTES
-            assert len(connection.recv(request, socket.MSG_WAITALL)) == request
-            connection.sendall(response)
-        if ending == "resets":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
-
-    with peer_that(answer_some) as peer:
-        first = read(fabric, peer.member, Destination.of([[100]]))
-        got = read(fabric, peer.member, Destination.of([[100]] * 3))
-
-    assert first.failure == ""
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [8] * answered + [int(ODD)] * (3 - answered)
-    assert peer.accepted == 1
-
-
-def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
-    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server answered, and was gone before the request ahead reached it."""
-    monkeypatch.setattr(wire, "COUNT_MAX", 1)
-    answered = threading.Event()
-    send = TcpChannel._send
-    sent: list[bytes] = []
-
-    def send_when_the_server_is_gone(channel: TcpChannel, raw: bytes, until: float) -> str:
-        if len(sent) == 2:  # The greeting and the first request.
-            assert answered.wait(PATIENCE_S)
-        sent.append(raw)
-        return send(channel, raw, until)
-
-    monkeypatch.setattr(TcpChannel, "_send", send_when_the_server_is_gone)
-
-    def answer_and_reset(connection: socket.socket) -> None:
-        accept(connection)
-        connection.sendall(wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
-        connection.close()
-        answered.set()
-
-    with peer_that(answer_and_reset) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]] * 2))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [0, int(ODD)]
-
-
-def test_request_that_a_deadline_interrupts_is_no_sign_of_an_unreachable_peer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The watchdog ends a send that waits for room; the peer is only slow to take it."""
-    monkeypatch.setattr(TcpChannel, "_wait_at_most", lambda *_: None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        channel = TcpChannel(ours, stall_s=PATIENCE_S, clock=time.monotonic)
-        until = time.monotonic() + 0.1
-        watchdog = threading.Timer(0.1, channel.interrupt)
-        watchdog.start()
-
-        failure = channel._send(bytes(2**22), until)
-        watchdog.join()
-
-    assert failure == DEADLINE
 
 
 # --- our own side's troubles ----------------------------------------------------------------------

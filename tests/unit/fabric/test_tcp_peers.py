@@ -1,0 +1,188 @@
+"""The tcp fabric and peers that are broken, unknown, or other services."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from peercache.fabric.tcp import wire
+from peercache.fabric.tcp.client import TcpChannel, TcpFabric
+from peercache.model.seal import ODD, SEAL_BYTES
+from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
+from tests.pace import PATIENCE_S, PROMPT_S
+from tests.unit.fabric.scripted_peer import accept, at, peer_that, read
+from tests.unit.fabric.serving import PageServer, fabric_for
+
+
+def test_address_without_a_server_is_unreachable_at_once(fabric: TcpFabric) -> None:
+    """A refused connection is known in no time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    begun = time.monotonic()
+
+    got = read(fabric, member_of(INCARNATION, data=f"127.0.0.1:{port}"), Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert time.monotonic() - begun < PROMPT_S
+
+
+@pytest.mark.parametrize(
+    "data", ["", "nonsense", "host:", ":::1:2", "127.0.0.1:0", "1.2.3.4:99999"]
+)
+def test_address_that_is_none_is_unreachable(fabric: TcpFabric, data: str) -> None:
+    """What a member says of itself may be anything; a read of it ends as a miss."""
+    got = read(fabric, member_of(INCARNATION, data=data), Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+
+
+def test_peer_named_by_a_host_name_is_read(server: PageServer, fabric: TcpFabric) -> None:
+    """`advertise` may be a name; localhost may be ::1 first, without a listener."""
+    member = member_of(INCARNATION, data=f"localhost:{server.port}")
+
+    got = read(fabric, member, Destination.of([[1]]))
+
+    assert got.failure == ""
+
+
+@pytest.mark.parametrize("other", ["cluster", "granule"])
+def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
+    """Another cluster or granule is a refusal, not an outage."""
+    strange = {"cluster": "another", "granule": 2 * GRANULE}
+    fabric = fabric_for(strange["granule"] if other == "granule" else GRANULE)  # type: ignore[arg-type]
+    if other != "granule":
+        fabric = fabric_for(GRANULE, **{other: strange[other]})
+
+    got = read(fabric, at(server), Destination.of([[1]]))
+    fabric.close()
+
+    assert got.failure == REFUSED
+    assert server.refusals(other) == 1
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"PCt"])
+def test_another_service_is_unreachable(fabric: TcpFabric, answer: bytes) -> None:
+    """A port that was reused by another program is no peer."""
+    with peer_that(lambda connection: connection.sendall(answer)) as peer:
+        got = read(fabric, peer.member, Destination.of([[1]]))
+
+    assert got.failure == PEER_UNREACHABLE
+
+
+def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None:
+    """What does not begin as a response is not believed, however long it is."""
+
+    def babble(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(bytes(4096))
+
+    with peer_that(babble) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.seals["word"].tolist() == [int(ODD)]
+
+
+@pytest.mark.parametrize("missing", [1, 7, 31, 32])
+def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
+    """A connection that ends within a seal leaves no even value in its place."""
+
+    def stop_short(connection: socket.socket) -> None:
+        accept(connection)
+        whole = wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES)
+        connection.sendall(whole[:-missing])
+
+    with peer_that(stop_short) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.seals["word"].tolist() == [int(ODD)]
+
+
+@pytest.mark.parametrize("ending", ["closes", "resets"])
+@pytest.mark.parametrize("answered", [1, 2])
+def test_pages_of_answered_requests_stay_when_the_server_closes(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch, answered: int, ending: str
+) -> None:
+    """A read of three requests, of which some were answered: their pages count, and once.
+
+    The channel was idle before, so a server that closes it at once would be asked again.
+    """
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    word = (8).to_bytes(SEAL_BYTES, "little")
+    response = wire.encode_status("") + bytes(100) + word
+
+    def answer_some(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accept(connection)
+        connection.sendall(response)
+        for _ in range(answered):
+            request = wire.REQUEST_BYTES + wire.ENTRY_BYTES
+            assert len(connection.recv(request, socket.MSG_WAITALL)) == request
+            connection.sendall(response)
+        if ending == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+
+    with peer_that(answer_some) as peer:
+        first = read(fabric, peer.member, Destination.of([[100]]))
+        got = read(fabric, peer.member, Destination.of([[100]] * 3))
+
+    assert first.failure == ""
+    assert got.failure == PEER_UNREACHABLE
+    assert got.seals["word"].tolist() == [8] * answered + [int(ODD)] * (3 - answered)
+    assert peer.accepted == 1
+
+
+def test_answer_on_its_way_counts_when_the_next_request_cannot_be_sent(
+    fabric: TcpFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answered, and was gone before the request ahead reached it."""
+    monkeypatch.setattr(wire, "COUNT_MAX", 1)
+    answered = threading.Event()
+    send = TcpChannel._send
+    sent: list[bytes] = []
+
+    def send_when_the_server_is_gone(channel: TcpChannel, raw: bytes, until: float) -> str:
+        if len(sent) == 2:  # The greeting and the first request.
+            assert answered.wait(PATIENCE_S)
+        sent.append(raw)
+        return send(channel, raw, until)
+
+    monkeypatch.setattr(TcpChannel, "_send", send_when_the_server_is_gone)
+
+    def answer_and_reset(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+        connection.close()
+        answered.set()
+
+    with peer_that(answer_and_reset) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]] * 2))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.seals["word"].tolist() == [0, int(ODD)]
+
+
+def test_request_that_a_deadline_interrupts_is_no_sign_of_an_unreachable_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watchdog ends a send that waits for room; the peer is only slow to take it."""
+    monkeypatch.setattr(TcpChannel, "_wait_at_most", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        channel = TcpChannel(ours, stall_s=PATIENCE_S, clock=time.monotonic)
+        until = time.monotonic() + 0.1
+        watchdog = threading.Timer(0.1, channel.interrupt)
+        watchdog.start()
+
+        failure = channel._send(bytes(2**22), until)
+        watchdog.join()
+
+    assert failure == DEADLINE
