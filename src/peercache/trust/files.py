@@ -6,7 +6,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -101,7 +101,11 @@ class LiveTls:
     """
 
     def __init__(self, config: Config, files: TlsFiles, *, is_node: bool, log: Any) -> None:
-        """Begin with `files`; raise ConfigError where the list of revoked certificates is wrong."""
+        """Begin with `files`; raise ConfigError where the list of revoked certificates is damaged.
+
+        A list of an authority that is not trusted is logged, and revokes nothing: its
+        certificates are refused without it. It stays behind when the authority is replaced.
+        """
         from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
 
         self._config = config
@@ -232,12 +236,9 @@ class LiveTls:
         from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
 
         if files.ca_pem != self.files.ca_pem:
-            revocations = Revocations(files.ca_pem)
-            for known in self.revocations.texts:
-                # The list of an authority that is not trusted any more says nothing.
-                with suppress(Rejected):
-                    revocations.take(known)
-            self.revocations = revocations
+            self.revocations = Revocations(files.ca_pem, self.revocations)
+            # A list that came before its authority counts from now on.
+            self._seen_list = None
         self.files = files
         self._expiry_told_at = 0.0
         self._log.info("tls.files_changed", identity=files.identity.uri(), days=self.days_left)
@@ -250,6 +251,8 @@ class LiveTls:
         return self._read_list(is_start=False)
 
     def _read_list(self, *, is_start: bool) -> bool:
+        from peercache.trust.revocation import UNKNOWN_AUTHORITY  # noqa: PLC0415 - as above
+
         if mark_of(self.list_path) is None:
             if is_start and self._config.tls_crl:
                 raise ConfigError("tls_crl", f"there is no {self.list_path}")
@@ -259,7 +262,8 @@ class LiveTls:
             is_newer = self.revocations.take(text)
         except (ConfigError, Rejected) as error:
             problem = error.problem if isinstance(error, ConfigError) else error.detail
-            if is_start:
+            is_foreign = isinstance(error, Rejected) and error.reason == UNKNOWN_AUTHORITY
+            if is_start and not is_foreign:
                 raise ConfigError("tls_crl", f"{self.list_path}: {problem}") from error
             if problem != self._list_problem:
                 self._list_problem = problem

@@ -7,6 +7,7 @@ to each other; each one checks the signature itself, so nothing but the authorit
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import final
 
 import attrs
@@ -15,6 +16,9 @@ from cryptography.exceptions import InvalidSignature
 
 from peercache.errors import Rejected
 from peercache.trust.certificates import certificates_in, digest_of
+
+UNKNOWN_AUTHORITY = "revocation_authority"
+"""Reason of a Rejected whose lists are whole, and of authorities that are not trusted."""
 
 LISTS_BYTES_MAX = 128 * 1024
 """Longest text of all lists: some 2,000 certificates. `peercache certs` drops expired ones."""
@@ -38,11 +42,25 @@ class RevocationList:
 class Revocations:
     """The newest list of each authority that a process trusts."""
 
-    def __init__(self, ca_pem: str) -> None:
-        """Trust the authorities of a PEM text, and know no list."""
+    def __init__(self, ca_pem: str, before: Revocations | None = None) -> None:
+        """Trust the authorities of a PEM text, and know no list.
+
+        before: what the process knew with other authorities. Their lists go on as far as they are
+        of an authority that is trusted still. What was revoked stays so: the connection on which a
+        certificate of an old authority was verified may be open still.
+        """
         self._authorities = {digest_of(each): each for each in certificates_in(ca_pem)}
         self._lists: dict[str, RevocationList] = {}
-        self._serials: frozenset[int] = frozenset()
+        self._serials: frozenset[int] = frozenset() if before is None else before.serials
+        if before is not None and before.pem:
+            # The list of an authority that is not trusted any more says nothing.
+            with suppress(Rejected):
+                self.take(before.pem)
+
+    @property
+    def serials(self) -> frozenset[int]:
+        """The numbers of all revoked certificates."""
+        return self._serials
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -70,24 +88,33 @@ class Revocations:
     def take(self, pem: str) -> bool:
         """Take lists that are newer; return whether there was one.
 
-        Raises Rejected where the text is no list, or no trusted authority has signed it.
+        While one authority replaces another, a text may hold lists of both, and this process may
+        trust one of them only: the other list is passed over.
+        Raises Rejected where the text is no list, or no trusted authority has signed any of it.
         """
         if len(pem) > LISTS_BYTES_MAX:
             raise _refusal(f"{len(pem)} bytes; at most {LISTS_BYTES_MAX} are read")
-        is_newer = [self._take(each) for each in lists_in(pem)]
-        self._serials = frozenset().union(*(each.serials for each in self._lists.values()))
+        signed = [(self._signer_of(each), each) for each in lists_in(pem)]
+        trusted = [(signer, each) for signer, each in signed if signer]
+        if not trusted:
+            raise _refusal("no authority of tls_ca has signed it", UNKNOWN_AUTHORITY)
+        is_newer = [self._take(signer, each) for signer, each in trusted]
+        # A newer list omits certificates only that have expired.
+        self._serials = self._serials.union(*(each.serials for each in self._lists.values()))
         return any(is_newer)
 
-    def _take(self, told: RevocationList) -> bool:
-        signers = [
+    def _signer_of(self, told: RevocationList) -> str:
+        """Return the digest of the trusted authority that signed a list, "" for none."""
+        signers = (
             name for name, each in self._authorities.items() if _is_signed_by(told.signed, each)
-        ]
-        if not signers:
-            raise _refusal("no authority of tls_ca has signed it")
-        held = self._lists.get(signers[0])
+        )
+        return next(signers, "")
+
+    def _take(self, signer: str, told: RevocationList) -> bool:
+        held = self._lists.get(signer)
         if held is not None and held.number >= told.number:
             return False
-        self._lists[signers[0]] = told
+        self._lists[signer] = told
         return True
 
 
@@ -125,5 +152,5 @@ def _is_signed_by(signed: x509.CertificateRevocationList, authority: x509.Certif
         return False
 
 
-def _refusal(problem: str) -> Rejected:
-    return Rejected("revocation_list", f"the list of revoked certificates: {problem}")
+def _refusal(problem: str, reason: str = "revocation_list") -> Rejected:
+    return Rejected(reason, f"the list of revoked certificates: {problem}")

@@ -425,13 +425,93 @@ def test_list_that_no_authority_signed_is_refused(
 
     with pytest.raises(Rejected) as caught:
         live.take_list(text)
-    assert caught.value.reason == "revocation_list"
+    assert caught.value.reason == (
+        "revocation_authority" if kind == "foreign" else "revocation_list"
+    )
     assert len(live.revocations) == 0
     (certificates.folder / "revoked.crl").write_text(text)
     assert not live.look()
     assert log.events() == ["tls.list_rejected"]
+    if kind == "foreign":
+        return
     with pytest.raises(ConfigError, match=r"revoked\.crl"):
         _live(certificates.node("b"), Log())
+
+
+def test_list_of_the_replaced_authority_stops_no_start(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """It stays behind when its authority goes, whose certificates are refused without it."""
+    other = Certificates(tmp_path / "other")
+    other.client("x")
+    other.authority.revoke("client-x")
+    (certificates.folder / "revoked.crl").write_text((other.folder / "revoked.crl").read_text())
+    log = Log()
+
+    live = _live(certificates.node("a"), log)
+
+    assert log.events() == ["tls.list_rejected"]
+    assert len(live.revocations) == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_list_is_taken_beside_one_of_an_unknown_authority(
+    certificates: Certificates, tmp_path: Path, *, is_first: bool
+) -> None:
+    """A node that trusts two authorities tells both lists to one that trusts one of them."""
+    other = Certificates(tmp_path / "other")
+    other.client("x")
+    other.authority.revoke("client-x")
+    live = _live(certificates.node("a"), Log())
+    bad = _names(certificates.client("bad"))
+    certificates.authority.revoke("client-bad")
+    both = [other.folder / "revoked.crl", certificates.folder / "revoked.crl"]
+
+    assert live.take_list("".join(file.read_text() for file in both[:: 1 if is_first else -1]))
+    with pytest.raises(Rejected, match="revoked"):
+        live.admit(*bad)
+
+
+def test_revoked_stays_revoked_when_its_authority_goes(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """Its connection, on which the old authority vouched for it, may be open still."""
+    other = Certificates(tmp_path / "other")
+    bad = _names(other.client("bad"))
+    other.authority.revoke("client-bad")
+    settings = certificates.node("a")
+    authorities = Path(settings["tls_ca"])
+    newer = authorities.read_text()
+    authorities.write_text(newer + (other.folder / "ca.crt").read_text())
+    live = _live(settings, Log())
+    live.take_list((other.folder / "revoked.crl").read_text())
+
+    authorities.write_text(newer)
+
+    assert live.look()
+    assert live.revocations.numbers == ()
+    with pytest.raises(Rejected, match="revoked"):
+        live.admit(*bad)
+
+
+def test_list_that_came_before_its_authority_counts_with_it(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """Two files are copied to a host in either order."""
+    other = Certificates(tmp_path / "other")
+    bad = _names(other.client("bad"))
+    other.authority.revoke("client-bad")
+    settings = certificates.node("a")
+    live = _live(settings, Log())
+    (certificates.folder / "revoked.crl").write_text((other.folder / "revoked.crl").read_text())
+    assert not live.look()
+    authorities = Path(settings["tls_ca"])
+
+    authorities.write_text(authorities.read_text() + (other.folder / "ca.crt").read_text())
+
+    assert live.look()
+    with pytest.raises(Rejected, match="revoked"):
+        live.admit(*bad)
 
 
 def test_revoked_process_does_not_start(certificates: Certificates) -> None:
@@ -481,7 +561,7 @@ def test_rollover_keeps_the_lists_of_authorities_that_stay(
     both.write_text(Path(new_node["tls_ca"]).read_text())
     assert live.look()
 
-    assert len(live.revocations) == 1
+    assert live.revocations.numbers == (1,)
 
 
 def test_foreign_common_names_are_no_serial() -> None:
