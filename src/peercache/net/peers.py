@@ -131,8 +131,8 @@ def _address(pipe: Any, option: bytes) -> Address | None:
         )
         return host, socket.ntohs(found.s_in.sa_port)
     if found.s_family == lib.NNG_AF_INET6:
-        host = str(ipaddress.IPv6Address(bytes(ffi.buffer(found.s_in6.sa_addr, 16))))
-        return host, socket.ntohs(found.s_in6.sa_port)
+        address = ipaddress.IPv6Address(bytes(ffi.buffer(found.s_in6.sa_addr, 16)))
+        return str(address.ipv4_mapped or address), socket.ntohs(found.s_in6.sa_port)
     return None
 
 

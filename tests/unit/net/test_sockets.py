@@ -341,14 +341,22 @@ def test_a_pipe_tells_the_uid_or_the_addresses_of_its_other_end(tmp_path: Path) 
     listener, url, _ = listening(tmp_path)
     port = listener.listen_tcp("listen", "127.0.0.1", 0)
     port6 = listener.listen_tcp("listen", "::1", 0)
-    callers = [Dialer(url), Dialer(f"tcp://127.0.0.1:{port}"), Dialer(f"tcp://[::1]:{port6}")]
+    port_all = listener.listen_tcp("listen", "::", 0)
+    callers = [
+        Dialer(url),
+        Dialer(f"tcp://127.0.0.1:{port}"),
+        Dialer(f"tcp://[::1]:{port6}"),
+        # Over IPv4 to a socket of IPv6: an operator knows the address without the mapping.
+        Dialer(f"tcp://127.0.0.1:{port_all}"),
+    ]
     pipes = []
     for caller in callers:
         caller.send(b"x")
         pipes.append(taken(listener)[0])
 
     assert listener.peer(pipes[0]) == Peer(Transport.IPC, uid=os.geteuid())
-    for pipe, host, bound in ((pipes[1], "127.0.0.1", port), (pipes[2], "::1", port6)):
+    expected = (("127.0.0.1", port), ("::1", port6), ("127.0.0.1", port_all))
+    for pipe, (host, bound) in zip(pipes[1:], expected, strict=True):
         peer = listener.peer(pipe)
         assert peer is not None
         assert (peer.transport, peer.uid) == (Transport.TCP, None)
