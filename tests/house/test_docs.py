@@ -10,7 +10,10 @@ import pytest
 from tests.house.reference_pages import BEGIN, END, MADE, PAGES, ROOT, with_made_part
 from tests.house.test_tidy import HOMES
 
-TEXTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+DOCS = ROOT / "docs"
+BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+TEXTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in BESIDE)])
+README_LINES_MAX = 120
 
 
 def targets_of(path: Path) -> list[str]:
@@ -58,6 +61,7 @@ def missing_paths(text: str, page: Path) -> list[str]:
 
 
 ROOMS_OF_PAGES = {
+    "CONTRIBUTING.md": [ROOT / "tests" / "contracts"],
     "rdma.md": [ROOT / "src" / "peercache" / "rdma"],
     "add-an-actor.md": [ROOT / "src" / "peercache" / "actors" / "pool"],
 }
@@ -93,6 +97,22 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         open_ends += [(path.parent / target).resolve() for target in targets_of(path)]
 
     assert not set(TEXTS) - reached
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """And in the list of pages; decisions have a list of their own."""
+    named = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    listed = set(targets_of(DOCS / "README.md"))
+    decided = {f"adr/{name}" for name in targets_of(DOCS / "adr" / "README.md")}
+
+    assert sorted(named) == sorted(pages)
+    assert listed | decided == pages - {"README.md"}
+
+
+def test_readme_is_short() -> None:
+    """It is read before PeerCache is tried."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
 
 
 def test_dependencies_stand_where_the_page_says() -> None:
