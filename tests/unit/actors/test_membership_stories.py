@@ -5,11 +5,12 @@ Virtual time, real codec, seeded network. HEAL_S is the promise; most stories ne
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT
-from peercache.wire.messages.membership import ViewAsked
+from peercache.wire.messages.membership import ViewAsked, ViewShared
 from tests.unit.actors.membership_cluster import DEAD_S, HEAL_S, SUSPECT_S, Cluster, cluster_of
 
 HEAD = "n000:31998"
@@ -246,6 +247,31 @@ def test_goodbye_heard_by_one_master_reaches_all() -> None:
     cluster.run(2.5)
 
     assert {cluster.states(address, gone) for address in addresses(cluster)} == {LEFT}
+
+
+@pytest.mark.parametrize("state", [DEAD, LEFT])
+def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> None:
+    """A master that lies, or dies as it speaks, tells one node; no other node hears of it.
+
+    The masters do not believe that node about others, so they cannot tell the member either.
+    """
+    cluster = cluster_of(6)
+    master, misled, ended = (
+        cluster.processes[address] for address in (HEAD, "n004:31998", "n005:31998")
+    )
+    cluster.run(2 * SUSPECT_S)  # What was heard lately is not dead, whatever a master says.
+    entry = misled.actor.member(ended.incarnation)
+    assert entry is not None
+    slander = attrs.evolve(entry, state=state, counter=entry.counter + 1)
+
+    told_by = Origin(master.incarnation)
+    cluster._hand_over(misled, told_by, ViewShared(0, (master.actor.me, slander)))
+    told = cluster.states("n004:31998", ended)
+    healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert told == state
+    assert healed_s <= HEAL_S
+    assert {cluster.states(address, ended) for address in addresses(cluster)} == {ALIVE}
 
 
 @pytest.mark.parametrize("address", [HEAD, "n004:31998"])

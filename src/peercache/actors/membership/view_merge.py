@@ -87,7 +87,12 @@ def judge_view(
             if is_live(entry):
                 judged.to_meet.append(entry.control)
                 judged.unknown.append(entry)
-        elif not is_newer(entry, mine) or entry.counter > mine.counter + COUNTER_JUMP_MAX:
+        elif not is_newer(entry, mine):
+            if is_master and is_live(entry) and not is_live(mine):
+                # It may live, and not know what is said of it: its own answer lets it refute. The
+                # masters cannot tell it, for they do not believe this node about others.
+                judged.to_meet.append(entry.control)
+        elif entry.counter > mine.counter + COUNTER_JUMP_MAX:
             continue
         elif entry.state in (SUSPECT, DEAD) and (
             is_live(mine)
