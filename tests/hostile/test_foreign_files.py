@@ -20,7 +20,8 @@ STRANGER = 65_534
 LIAR = Incarnation(0xBAD)
 GRANULE = 16384
 PAGE_BYTES = 128 * 2**20
-CALLS = 200
+CALLS = 40
+"""Where a load meets the end of the file, a process dies within the first few."""
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="plays another user")
 
@@ -29,25 +30,35 @@ import sys, time
 import numpy as np
 from peercache.errors import Rejected
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.copying import copy_pages
 from peercache.model.ids import Incarnation
 from peercache.model.runs import PageRuns
+from peercache.trust.sharing import Sharing
 
-host = np.zeros(int(sys.argv[3]), np.uint8)
+path, incarnation, page_bytes, calls, what = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+host = np.zeros(page_bytes, np.uint8)
 runs = PageRuns.regular(np.array([[host.ctypes.data]]), np.array([host.size]), 1)
+sharing = Sharing.of(share_uids=sys.argv[6:])
+begin, slots = np.zeros(1, np.uint64), np.zeros(1000, np.uint64)
 print("ready", flush=True)
-for _ in range(int(sys.argv[4])):
+opened = 0
+for _ in range(calls):
     try:
         segment = AttachedSegment.open(
-            sys.argv[1], incarnation=Incarnation(int(sys.argv[2])), writable=False
+            path, incarnation=Incarnation(incarnation), writable=what == "write", sharing=sharing
         )
     except Rejected:
         time.sleep(0.001)
         continue
+    opened += 1
     with segment.in_use():
-        address = np.array([segment.pages_address], np.uint64)
-        copy_pages(runs, address, to_slots=False, deadline=time.monotonic() + 5)
+        if what == "seals":
+            for _ in range(200):
+                segment.words(slots)
+                segment.seals(slots)
+        else:
+            segment.copy(runs, begin, to_slots=what == "write", deadline=time.monotonic() + 5)
     segment.close(1.0)
+sys.exit(0 if opened or not sharing.allows_uid(65534) else 1)
 """
 
 
@@ -69,13 +80,31 @@ def member_at(path: Path | str) -> Member:
     )  # fmt: skip
 
 
-def test_a_segment_that_another_user_truncates_ends_no_engine() -> None:
-    """A member names a file of its own, and cuts it short while an engine copies from it."""
+@pytest.mark.parametrize(
+    ("what", "sharing", "cut_to"),
+    [
+        ("read", False, "half"),
+        ("read", True, "half"),
+        ("write", True, "half"),
+        ("seals", True, "nothing"),
+    ],
+)
+def test_a_segment_that_another_user_truncates_ends_no_engine(
+    what: str, sharing: bool, cut_to: str
+) -> None:
+    """A member names a file of its own, and cuts it short while an engine uses it.
+
+    The engine does not map the file of a stranger. That of a user who shares the host it does, and
+    then the kernel copies: a load beyond the end of the file would be a bus error.
+    """
+    numbers = [str(number) for number in (int(LIAR), PAGE_BYTES, CALLS)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Path(name).chmod(0o755)
         path, file, layout = foreign_segment(Path(name))
+        short = layout.pages_offset + PAGE_BYTES // 2 if cut_to == "half" else 0
+        header = os.pread(file, layout.pages_offset, 0)
         engine = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, str(path), str(int(LIAR)), str(PAGE_BYTES), str(CALLS)],
+            [sys.executable, "-c", ENGINE, str(path), *numbers, what, *[str(STRANGER)] * sharing],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -83,12 +112,13 @@ def test_a_segment_that_another_user_truncates_ends_no_engine() -> None:
             assert engine.stdout is not None
             assert engine.stdout.readline() == "ready\n"
             while engine.poll() is None:
-                os.ftruncate(file, layout.pages_offset + PAGE_BYTES // 2)
+                os.ftruncate(file, short)
                 time.sleep(0.0005)
                 os.ftruncate(file, layout.total_bytes)
+                os.pwrite(file, header, 0)
                 time.sleep(0.004)
 
-            # A bus error would be -7.
+            # A bus error would be -7; 1 if the engine never came to use the segment.
             assert engine.returncode == 0
         finally:
             engine.kill()

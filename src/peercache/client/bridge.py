@@ -22,7 +22,6 @@ import xxhash
 from peercache.errors import PeerUnreachable
 from peercache.fabric.port import Fabric
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.copying import copy_pages
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
@@ -206,8 +205,7 @@ def _place(step: Place, segment: AttachedSegment | None) -> int:
         return 0
     try:
         with segment.in_use():
-            addresses = step.offsets + np.uint64(segment.pages_address)
-            return copy_pages(step.runs, addresses, to_slots=True, deadline=step.until)
+            return segment.copy(step.runs, step.offsets, to_slots=True, deadline=step.until)
     except PeerUnreachable:
         # The home node has restarted since, and its old segment is being unmapped.
         return 0

@@ -19,17 +19,17 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.copying import copy_pages
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
-from peercache.model.seal import Seals, still_committed, unread_seals
+from peercache.model.seal import still_committed, unread_seals
 from peercache.observability.log import get_logger
 from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
 from peercache.trust.sharing import Sharing
@@ -94,15 +94,11 @@ class ShmFabric:
         Pages outside the peer's page memory are refused; those not copied by `deadline` are ODD,
         and come after all that were.
         """
-        seals = unread_seals(len(read.offsets))
         segment = self._segment(read.member)
-        if segment is None:
-            return Fetched(seals, PEER_UNREACHABLE)
-        try:
-            with segment.in_use():
-                return self._read(segment, read, deadline, seals)
-        except PeerUnreachable:
-            return Fetched(seals, PEER_UNREACHABLE)
+        if segment is not None:
+            with suppress(PeerUnreachable), segment.in_use():
+                return self._read(segment, read, deadline)
+        return Fetched(unread_seals(len(read.offsets)), PEER_UNREACHABLE)
 
     def forget(self, incarnation: int) -> None:
         """Unmap the segment of a dead member, after the last read that uses it."""
@@ -122,9 +118,8 @@ class ShmFabric:
         for segment in segments:
             segment.close(max(0.0, until - self._clock()))
 
-    def _read(
-        self, segment: AttachedSegment, read: PeerRead, deadline: float, seals: Seals
-    ) -> Fetched:
+    def _read(self, segment: AttachedSegment, read: PeerRead, deadline: float) -> Fetched:
+        seals = unread_seals(len(read.offsets))
         inside = _inside(segment, read)
         index = inside.nonzero()[0]
         runs, offsets = read.runs, read.offsets
@@ -140,12 +135,14 @@ class ShmFabric:
             runs = runs.take(index)
         if self._before is not None:
             self._before()
-        addresses = offsets + np.uint64(segment.pages_address)
-        count = copy_pages(runs, addresses, to_slots=False, deadline=deadline, clock=self._clock)
+        count = segment.copy(runs, offsets, to_slots=False, deadline=deadline, clock=self._clock)
         if self._between is not None:
             self._between()
         # After the bytes of all these pages, never before.
-        seals[index[:count]] = segment.seals(offsets[:count])
+        loaded = segment.seals(offsets[:count])
+        if count == len(seals):
+            return Fetched(loaded, "")
+        seals[index[:count]] = loaded
         if count < len(index):
             if self._clock() >= deadline:
                 return Fetched(seals, DEADLINE)

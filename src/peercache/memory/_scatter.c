@@ -17,6 +17,9 @@ struct piece {
 /* Pieces whose first and last byte are probed: one call of the kernel takes them all. */
 #define PROBED_MAX 512
 
+/* Pieces of one call of the kernel: IOV_MAX of Linux. */
+#define LISTED_MAX 1024
+
 /* Return how many leading bytes of the pieces are there, so that an address that is wrong, or a file
  * that was cut short, is a miss and not a crash. Of more than PROBED_MAX pieces a part is probed.
  *
@@ -144,6 +147,61 @@ uint64_t peercache_scatter(const struct piece *to, uint64_t to_count, const stru
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return copied;
+}
+
+/* Fill a list for the kernel from byte `at` of the first piece on; return its bytes. */
+static uint64_t listed(struct iovec *list, unsigned long *used, const struct piece *pieces,
+                       uint64_t count, uint64_t at)
+{
+    uint64_t bytes = 0;
+
+    for (*used = 0; *used < count && *used < LISTED_MAX; (*used)++, at = 0) {
+        list[*used].iov_base = (void *)(uintptr_t)(pieces[*used].address + at);
+        list[*used].iov_len = pieces[*used].size - at;
+        bytes += list[*used].iov_len;
+    }
+    return bytes;
+}
+
+/* Go `moved` bytes on in a list of pieces. */
+static void advance(const struct piece **pieces, uint64_t *count, uint64_t *at, uint64_t moved)
+{
+    for (*at += moved; *count && *at >= (*pieces)->size; (*pieces)++, (*count)--)
+        *at -= (*pieces)->size;
+}
+
+/* Copy as `peercache_scatter` does, with the kernel's own copy, half as fast: whatever is not there,
+ * or goes away meanwhile, ends the copy and raises no signal. For a segment whose file another user
+ * may cut short under us. Returns the leading bytes copied.
+ */
+uint64_t peercache_scatter_by_kernel(const struct piece *ours, uint64_t ours_count,
+                                     const struct piece *segment, uint64_t segment_count,
+                                     int to_segment)
+{
+    uint64_t ours_at = 0, segment_at = 0, copied = 0;
+
+    while (ours_count && segment_count) {
+        struct iovec local[LISTED_MAX], remote[LISTED_MAX];
+        unsigned long locals, remotes;
+        uint64_t bytes = listed(local, &locals, ours, ours_count, ours_at);
+        uint64_t room = listed(remote, &remotes, segment, segment_count, segment_at);
+        ssize_t moved;
+
+        /* The segment is the side that the kernel pins: see `reachable`. */
+        if (to_segment)
+            moved = process_vm_writev(getpid(), local, locals, remote, remotes, 0);
+        else
+            moved = process_vm_readv(getpid(), local, locals, remote, remotes, 0);
+        if (moved <= 0)
+            break;
+        copied += (uint64_t)moved;
+        if ((uint64_t)moved < (bytes < room ? bytes : room))
+            break;
+        advance(&ours, &ours_count, &ours_at, (uint64_t)moved);
+        advance(&segment, &segment_count, &segment_at, (uint64_t)moved);
+    }
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return copied;
 }

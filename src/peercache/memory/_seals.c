@@ -4,8 +4,11 @@
  *         word that vouches for them, and loaded before the word that is compared last. Nothing that
  *         the caller does after `store` comes before it, nothing that it did before `load` after it.
  */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 struct seal {
     uint64_t word;
@@ -35,25 +38,84 @@ void peercache_seals_store(struct seal *table, const int64_t *indices, const uin
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-/* Load the words of some seals: the look before the first byte. */
-void peercache_seals_words(const struct seal *table, const int64_t *indices, uint64_t *words,
-                           uint64_t count)
+/* Seals of one call of the kernel: IOV_MAX of Linux. */
+#define LISTED_MAX 1024
+
+/* Return whether every slot has a seal in the table. */
+static int are_inside(uint64_t table_count, uint64_t granule, const uint64_t *offsets,
+                      uint64_t count)
 {
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     for (uint64_t at = 0; at < count; at++)
-        words[at] = __atomic_load_n(&table[indices[at]].word, __ATOMIC_ACQUIRE);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (offsets[at] / granule >= table_count)
+            return 0;
+    return 1;
 }
 
-/* Load some seals: the look after the last byte. */
-void peercache_seals_load(const struct seal *table, const int64_t *indices, struct seal *seals,
-                          uint64_t count)
+/* Copy the first `size` bytes of each slot's seal to `into`, `stride` bytes apart, by the kernel's own
+ * copy: a table that is not there any more is no bus error. The kernel copies upwards, so a word that
+ * it reads in parts is read from its lowest byte on, in which an even word and the odd one after it
+ * differ: an old word proves that it still stood there when the load began. Returns whether all came.
+ */
+static int copied_by_kernel(const struct seal *table, uint64_t granule, const uint64_t *offsets,
+                            char *into, uint64_t stride, uint64_t size, uint64_t count)
 {
+    struct iovec local[LISTED_MAX], remote[LISTED_MAX];
+
+    while (count) {
+        uint64_t part = count < LISTED_MAX ? count : LISTED_MAX;
+
+        for (uint64_t at = 0; at < part; at++) {
+            local[at].iov_base = into + at * stride;
+            remote[at].iov_base = (void *)(uintptr_t)&table[offsets[at] / granule];
+            local[at].iov_len = remote[at].iov_len = size;
+        }
+        if (process_vm_readv(getpid(), local, part, remote, part, 0) != (ssize_t)(part * size))
+            return 0;
+        offsets += part;
+        into += part * stride;
+        count -= part;
+    }
+    return 1;
+}
+
+/* Load the words of some slots' seals: the look before the first byte. Returns 1; 0 where the table
+ * is not there any more (`by_kernel` only); -1 for a slot beyond the table. */
+int peercache_seals_words(const struct seal *table, uint64_t table_count, uint64_t granule,
+                          const uint64_t *offsets, uint64_t *words, uint64_t count, int by_kernel)
+{
+    int loaded = 1;
+
+    if (!are_inside(table_count, granule, offsets, count))
+        return -1;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (by_kernel)
+        loaded = copied_by_kernel(table, granule, offsets, (char *)words, 8, 8, count);
+    else
+        for (uint64_t at = 0; at < count; at++)
+            words[at] = __atomic_load_n(&table[offsets[at] / granule].word, __ATOMIC_ACQUIRE);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return loaded;
+}
+
+/* Load the seals of some slots: the look after the last byte. Returns as `words`. */
+int peercache_seals_load(const struct seal *table, uint64_t table_count, uint64_t granule,
+                         const uint64_t *offsets, struct seal *seals, uint64_t count, int by_kernel)
+{
+    if (!are_inside(table_count, granule, offsets, count))
+        return -1;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (by_kernel) {
+        char *into = (char *)seals;
+
+        /* The word last: it vouches for what was loaded before it. */
+        return copied_by_kernel(table, granule, offsets, into, sizeof(*seals), sizeof(*seals),
+                                count) &&
+               copied_by_kernel(table, granule, offsets, into, sizeof(*seals), 8, count);
+    }
+    for (uint64_t at = 0; at < count; at++)
+        memcpy(&seals[at], &table[offsets[at] / granule], sizeof(struct seal));
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     for (uint64_t at = 0; at < count; at++)
-        memcpy(&seals[at], &table[indices[at]], sizeof(struct seal));
-    /* The word last: it vouches for what was loaded before it. */
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    for (uint64_t at = 0; at < count; at++)
-        seals[at].word = __atomic_load_n(&table[indices[at]].word, __ATOMIC_ACQUIRE);
+        seals[at].word = __atomic_load_n(&table[offsets[at] / granule].word, __ATOMIC_ACQUIRE);
+    return 1;
 }

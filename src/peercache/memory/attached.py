@@ -4,6 +4,8 @@ Owns    two mappings: header and seals, read-only always; page memory, writable 
 Keeps   nothing is unmapped under a copy: uses are counted, and the last one unmaps after `close`.
         The content of a file is used only after its size and its incarnation match.
         Memory that the owner has not populated is never touched: this process would pay for it.
+        A file that another user may cut short is read and written by the kernel's copy only: a load
+        beyond its end would be a bus error, which ends this process.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for a prefaulting thread.
 """
 
@@ -12,20 +14,27 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from peercache.errors import PeerUnreachable, Rejected
+from peercache.memory.copying import copy_pages, kernel_copies
 from peercache.memory.kernel import Bytes, address_of, prefault, unfault
 from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
-from peercache.memory.seals import load_seals, load_words
+from peercache.memory.seals import SealTable
 from peercache.model.ids import Incarnation, name_of
-from peercache.model.runs import I64, U64
+from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import ODD, SEAL, Seals, unread_seals
 from peercache.trust.sharing import Sharing
+
+FORBIDDEN = (
+    "may be cut short by another user, and this sandbox forbids the copy that survives it: allow "
+    "process_vm_readv and process_vm_writev, or run node and engine as one user without share_group"
+)
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
 """A few milliseconds of page tables."""
@@ -40,7 +49,9 @@ class AttachedSegment:
     pages_address: where the page memory begins in our address space; only within `in_use`.
     """
 
-    def __init__(self, file: int, layout: Layout, header: Header, *, writable: bool) -> None:
+    def __init__(
+        self, file: int, layout: Layout, header: Header, *, writable: bool, by_kernel: bool
+    ) -> None:
         """Map a file whose header was checked; use `open`."""
         self.incarnation = header.incarnation
         self.granule = layout.granule
@@ -48,6 +59,7 @@ class AttachedSegment:
         self._layout = layout
         self._file = file
         self._writable = writable
+        self._by_kernel = by_kernel
         # Huge pages are few, and a hugetlbfs does not tell which of them the owner has populated.
         self._populated_bytes = layout.page_bytes if layout.huge_page_bytes else 0
         self._uses = 0
@@ -66,6 +78,7 @@ class AttachedSegment:
         self._seals: Seals = np.frombuffer(
             self._head, SEAL, layout.seals_count, layout.seals_offset
         )
+        self._table = SealTable(self._seals, granule=layout.granule, by_kernel=by_kernel)
         self._pages: Bytes = np.frombuffer(self._body, np.uint8)
         self.pages_address = address_of(self._pages)
 
@@ -80,13 +93,13 @@ class AttachedSegment:
     ) -> AttachedSegment:
         """Map the segment of a node.
 
-        sharing: whose files are mapped; None is this process's user and root. The owner of a mapped
-                 file could truncate it during a copy, which would end this process.
+        sharing: whose files are mapped; None is this process's user and root.
         Raises PeerUnreachable if there is no such file here, Rejected if it is anything but the
         segment of this incarnation, whole, of a sharing uid, and open to us.
         """
         if Path(path).name != segment_name(incarnation):
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
+        sharing = sharing if sharing is not None else Sharing.of()
         try:
             file = _opened(Path(path), os.O_RDWR if writable else os.O_RDONLY, sharing)
         except FileNotFoundError as error:
@@ -95,7 +108,10 @@ class AttachedSegment:
             raise Rejected("segment", f"cannot open {path}: {error}") from error
         try:
             header, layout = _checked(file, incarnation)
-            return cls(file, layout, header, writable=writable)
+            by_kernel = sharing.may_change_under_us(os.fstat(file))
+            if by_kernel and not kernel_copies():
+                raise Rejected("segment", f"{path} {FORBIDDEN}")
+            return cls(file, layout, header, writable=writable, by_kernel=by_kernel)
         except (OSError, ValueError) as error:
             os.close(file)
             raise Rejected("segment", f"cannot map {path}: {error}") from error
@@ -127,7 +143,7 @@ class AttachedSegment:
         """
         if self._is_cut_short():
             return np.full(len(offsets), ODD)
-        return load_words(self._seals, self._seal_indices(offsets))
+        return self._table.words(offsets)
 
     def seals(self, offsets: U64) -> Seals:
         """Load the seal of each slot now, after the bytes of the slots; within `in_use`.
@@ -137,7 +153,30 @@ class AttachedSegment:
         """
         if self._is_cut_short():
             return unread_seals(len(offsets))
-        return load_seals(self._seals, self._seal_indices(offsets))
+        return self._table.load(offsets)
+
+    def copy(
+        self,
+        runs: PageRuns,
+        offsets: U64,
+        *,
+        to_slots: bool,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> int:
+        """Copy pages between the caller's runs and their slots; within `in_use`.
+
+        offsets: (n,) uint64, within the page memory. Returns how many leading pages were copied, as
+        `copy_pages` does, and never raises.
+        """
+        return copy_pages(
+            runs,
+            offsets + np.uint64(self.pages_address),
+            to_slots=to_slots,
+            deadline=deadline,
+            clock=clock,
+            by_kernel=self._by_kernel,
+        )
 
     def populate(self) -> int:
         """Fill our page tables for what the owner has populated; return how many bytes, in all.
@@ -167,11 +206,6 @@ class AttachedSegment:
     def _is_cut_short(self) -> bool:
         return os.fstat(self._file).st_size < self._layout.pages_offset
 
-    def _seal_indices(self, offsets: U64) -> I64:
-        # A name with its type: what numpy's stubs infer here depends on their version.
-        indices: I64 = (offsets // np.uint64(self.granule)).astype(np.int64)
-        return indices
-
     def _populate_chunk(self) -> bool:
         with self.in_use():
             begin = self._populated_bytes
@@ -179,7 +213,7 @@ class AttachedSegment:
             if begin >= end:
                 return False
             try:
-                prefault(self._pages[begin:end], write=self._writable)
+                prefault(self._pages[begin:end], write=self._writable, may_load=not self._by_kernel)
             except OSError:
                 return False  # Only speed is lost; the copies fault their pages in.
             self._populated_bytes = end
@@ -198,6 +232,7 @@ class AttachedSegment:
         unfault(self._pages)
         self.pages_address = 0
         self._seals = np.empty(0, SEAL)
+        self._table = SealTable(self._seals, granule=self.granule, by_kernel=False)
         self._pages = np.empty(0, np.uint8)
         # A caller that took a seal outside `in_use` may hold a view for an instant: then the
         # views' own references end the mapping, and this is no error.
@@ -210,11 +245,11 @@ class AttachedSegment:
             self._changed.notify_all()
 
 
-def _opened(path: Path, flags: int, sharing: Sharing | None) -> int:
+def _opened(path: Path, flags: int, sharing: Sharing) -> int:
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         what = f"the segment {path}"
-        return (sharing or Sharing.of()).open_file(path.name, flags, folder=folder, what=what)
+        return sharing.open_file(path.name, flags, folder=folder, what=what)
     finally:
         os.close(folder)
 

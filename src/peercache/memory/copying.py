@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -39,6 +40,13 @@ _scatter = function(
     ctypes.c_uint64,
     *(ctypes.c_void_p, ctypes.c_uint64) * 2,
     ctypes.c_uint64,
+    ctypes.c_int,
+)
+
+_scatter_by_kernel = function(
+    "peercache_scatter_by_kernel",
+    ctypes.c_uint64,
+    *(ctypes.c_void_p, ctypes.c_uint64) * 2,
     ctypes.c_int,
 )
 
@@ -90,6 +98,7 @@ def copy_pages(
     to_slots: bool,
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
+    by_kernel: bool = False,
 ) -> int:
     """Copy pages between the caller's runs and their slots; return how many leading pages.
 
@@ -98,6 +107,8 @@ def copy_pages(
                     is one contiguous range of `page_runs.lengths[i]` bytes.
     to_slots:       True copies from the caller into the slots.
     deadline:       in seconds of `clock`; overrun by one portion at most.
+    by_kernel:      use the kernel's own copy, at half the speed: slots that go away meanwhile end
+                    the copy, and not this process.
 
     Pages after the count that is returned may have been copied in part. Never raises.
     """
@@ -111,6 +122,7 @@ def copy_pages(
         to_segment=to_slots,
         deadline=deadline,
         clock=clock,
+        by_kernel=by_kernel,
     )
     return int(lengths.cumsum(dtype=np.int64).searchsorted(copied, side="right"))
 
@@ -123,6 +135,7 @@ def copy_runs(
     deadline: float,
     portion_bytes: int = PORTION_BYTES,
     clock: Callable[[], float] = time.monotonic,
+    by_kernel: bool = False,
 ) -> int:
     """Copy one side to the other; return the leading bytes that are in place.
 
@@ -139,7 +152,10 @@ def copy_runs(
         portion = min(portion_bytes, LATE_PORTION_BYTES) if left_s < NEAR_S else portion_bytes
         until = min(position + portion, total)
         copied = scatter(
-            ours.cut(position, until), segment.cut(position, until), to_segment=to_segment
+            ours.cut(position, until),
+            segment.cut(position, until),
+            to_segment=to_segment,
+            by_kernel=by_kernel,
         )
         position += copied
         if position < until:
@@ -147,15 +163,30 @@ def copy_runs(
     return position
 
 
-def scatter(ours: Pieces, segment: Pieces, *, to_segment: bool) -> int:
+def scatter(ours: Pieces, segment: Pieces, *, to_segment: bool, by_kernel: bool = False) -> int:
     """Copy between two lists of pieces with equal totals in one call; return the bytes copied.
 
     They are the leading ones, and fewer than all if a piece is not there at one of its ends. (Of
-    more than 512 pieces a side, a part is looked at.)
+    more than 512 pieces a side, a part is looked at.) by_kernel: or goes away during the copy.
     """
+    copied: int
+    if by_kernel:
+        copied = _scatter_by_kernel(
+            ours.ctypes.data, len(ours), segment.ctypes.data, len(segment), to_segment
+        )
+        return copied
     total = int(ours[:, 1].sum())
     to, origin = (segment, ours) if to_segment else (ours, segment)
-    copied: int = _scatter(
-        to.ctypes.data, len(to), origin.ctypes.data, len(origin), total, to_segment
-    )
+    copied = _scatter(to.ctypes.data, len(to), origin.ctypes.data, len(origin), total, to_segment)
     return copied
+
+
+@cache
+def kernel_copies() -> bool:
+    """Return whether this process may use the kernel's own copy: a sandbox may forbid it."""
+    source, target = np.ones(1, np.uint64), np.zeros(1, np.uint64)
+    pieces = [np.array([[a.ctypes.data, a.nbytes]], np.uint64) for a in (source, target)]
+    return all(
+        scatter(*pieces, to_segment=to_segment, by_kernel=True) == source.nbytes
+        for to_segment in (True, False)
+    )

@@ -30,16 +30,17 @@ def address_of(view: Bytes) -> int:
     return int(view.__array_interface__["data"][0])
 
 
-def prefault(view: Bytes, *, write: bool) -> None:
+def prefault(view: Bytes, *, write: bool, may_load: bool = True) -> None:
     """Fill the page tables of a mapping, so that copies do not stop at every 4 KiB.
 
+    may_load: whether a kernel that cannot (before 5.14) has a byte of each page loaded instead.
     Raises OSError (EFAULT, ENOMEM) where an access would have been a bus error.
     """
     advice = _POPULATE_WRITE if write else _POPULATE_READ
     if _libc.madvise(address_of(view), view.size, advice) == 0:
         return
     number = ctypes.get_errno()
-    if number != errno.EINVAL:
+    if number != errno.EINVAL or not may_load:
         raise OSError(number, os.strerror(number))
     # A kernel before 5.14: one strided copy reads a byte of every page, and releases the GIL too.
     touched = view[::_PAGE_BYTES]

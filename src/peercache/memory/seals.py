@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.installation.library import function
 from peercache.model.runs import I64, U64
-from peercache.model.seal import SEAL, Seals
+from peercache.model.seal import ODD, SEAL, Seals, unread_seals
 
 _store = function(
     "peercache_seals_store", None, *[ctypes.c_void_p] * 4, ctypes.c_uint64, keeps_gil=True
 )
-_words = function(
-    "peercache_seals_words", None, *[ctypes.c_void_p] * 3, ctypes.c_uint64, keeps_gil=True
-)
-_load = function(
-    "peercache_seals_load", None, *[ctypes.c_void_p] * 3, ctypes.c_uint64, keeps_gil=True
-)
+_LOAD = (ctypes.c_void_p, *(ctypes.c_uint64,) * 2, *(ctypes.c_void_p,) * 2, ctypes.c_uint64)
+_words = function("peercache_seals_words", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
+_load = function("peercache_seals_load", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
 
 
 def store(table: Seals, indices: I64, words: U64, named: Seals | None = None) -> None:
@@ -46,27 +45,51 @@ def store(table: Seals, indices: I64, words: U64, named: Seals | None = None) ->
     )
 
 
-def load_words(table: Seals, indices: I64) -> U64:
-    """Load words now, (n,) uint64: before a byte that the caller reads next."""
-    words = np.empty(len(indices), np.uint64)
-    if len(indices):
-        _check(table, indices)
-        indices = np.ascontiguousarray(indices)
-        _words(table.ctypes.data, indices.ctypes.data, words.ctypes.data, len(indices))
-    return words
+@final
+class SealTable:
+    """The seals of a mapped segment, to be loaded by the offsets of slots.
 
+    The memory must stay mapped for as long as this is used.
+    """
 
-def load_seals(table: Seals, indices: I64) -> Seals:
-    """Load seals now, (n,) SEAL: after every byte that the caller has read, the words last."""
-    seals: Seals = np.empty(len(indices), SEAL)
-    if len(indices):
-        _check(table, indices)
-        indices = np.ascontiguousarray(indices)
-        _load(table.ctypes.data, indices.ctypes.data, seals.ctypes.data, len(indices))
-    return seals
+    def __init__(self, seals: Seals, *, granule: int, by_kernel: bool) -> None:
+        """Load from (n,) SEAL, one a granule.
+
+        by_kernel: load with the kernel's own copy, which survives that the file is cut short.
+        """
+        self._address, self._count = seals.ctypes.data, len(seals)
+        self._granule = granule
+        self._by_kernel = by_kernel
+
+    def words(self, offsets: U64) -> U64:
+        """Load words now, (n,) uint64: before a byte that the caller reads next.
+
+        ODD for all if the table is not there any more, which only `by_kernel` finds out.
+        """
+        words = np.empty(len(offsets), np.uint64)
+        return words if self._loaded(_words, offsets, words) else np.full(len(offsets), ODD)
+
+    def load(self, offsets: U64) -> Seals:
+        """Load seals now, (n,) SEAL: after every byte that the caller has read, the words last.
+
+        Unread ones if the table is not there any more, which only `by_kernel` finds out.
+        """
+        seals: Seals = np.empty(len(offsets), SEAL)
+        return seals if self._loaded(_load, offsets, seals) else unread_seals(len(offsets))
+
+    def _loaded(self, load: Any, offsets: U64, into: npt.NDArray[Any]) -> bool:
+        assert offsets.dtype == np.uint64, offsets.dtype
+        offsets = np.ascontiguousarray(offsets)
+        done = load(
+            self._address, self._count, self._granule, offsets.ctypes.data, into.ctypes.data,
+            len(offsets), self._by_kernel,
+        )  # fmt: skip
+        # A wrong offset would load what is no seal.
+        assert done >= 0, (offsets, self._count)
+        return bool(done)
 
 
 def _check(table: Seals, indices: I64) -> None:
-    # A wrong index would change, or read, what is no seal.
+    # A wrong index would change what is no seal.
     assert int(indices.min()) >= 0, indices
     assert int(indices.max()) < len(table), (indices, len(table))

@@ -252,7 +252,7 @@ class Reader:
         Returns the positions of the records that proved wrong.
         """
         hits = verified(records, self._space, fetched.seals)
-        lacking = np.flatnonzero(hits & lack_checksums(records, self._verify))
+        lacking = lack_checksums(records, hits, self._verify)
         hits[lacking] = False
         corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
         hits[corrupt] = False

@@ -76,10 +76,13 @@ def refuses_without_checksum(mode: str) -> bool:
     return mode == "full"
 
 
-def lack_checksums(records: Records, mode: str) -> npt.NDArray[np.bool_]:
-    """Return which records `mode` refuses because they name no checksum, (n,) bool."""
-    without: npt.NDArray[np.bool_] = (records["flags"] & HAS_CHECKSUM) == 0
-    return without if refuses_without_checksum(mode) else np.zeros(len(records), np.bool_)
+def lack_checksums(
+    records: Records, hits: npt.NDArray[np.bool_], mode: str
+) -> npt.NDArray[np.intp]:
+    """Return the positions of the hits that `mode` refuses: their records name no checksum."""
+    if not refuses_without_checksum(mode):
+        return np.empty(0, np.intp)
+    return np.flatnonzero(hits & ((records["flags"] & HAS_CHECKSUM) == 0))
 
 
 def checksums_agree(records: Records, digests: U64) -> npt.NDArray[np.bool_]:

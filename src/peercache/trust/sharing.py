@@ -109,6 +109,15 @@ class Sharing:
                 f"{what} may be written by group {found.st_gid}: chmod g-w, or set share_group",
             )
 
+    def may_change_under_us(self, found: os.stat_result) -> bool:
+        """Return whether a user other than this one and root may write a file: cut it short, too.
+
+        found: from fstat.
+        """
+        is_open_to_group = bool(stat.S_IMODE(found.st_mode) & stat.S_IWGRP)
+        is_foreign = found.st_uid not in (self.uid, ROOT_UID)
+        return is_foreign or (is_open_to_group and not _is_private(found))
+
     def check_folder(self, what: str, found: os.stat_result) -> None:
         """Raise Rejected unless other users can neither replace nor remove our files in a folder.
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from peercache.errors import PeerUnreachable, Rejected
+from peercache.memory import attached
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.copying import copy_pages
 from peercache.memory.layout import HEADER_BYTES, segment_name
@@ -321,6 +322,49 @@ def test_a_segment_of_another_uid_is_never_mapped(shm_dir: Path) -> None:
     shared = Sharing.of(share_uids=("65534",))
     segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=False, sharing=shared)
     segment.close(1.0)
+    owner.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+def test_bytes_and_seals_of_a_sharing_user_come_by_the_kernels_copy(shm_dir: Path) -> None:
+    """They are the same as by a load, for more slots than one call of the kernel takes."""
+    owner = publish(shm_dir, granules=1500)
+    owner.store_words(np.arange(1500), np.arange(1500, dtype=np.uint64) * np.uint64(2))
+    owner.pages[:] = 7
+    offsets = np.arange(1500, dtype=np.uint64)[::-1] * np.uint64(GRANULE)
+    ours = attach(owner.path)
+    expected = ours.words(offsets).tolist(), ours.seals(offsets).tolist()
+    ours.close(1.0)
+    os.chown(owner.path, 65_534, -1)
+    shared = Sharing.of(share_uids=("65534",))
+    segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=True, sharing=shared)
+    host = np.zeros(2 * GRANULE, np.uint8)
+
+    runs = PageRuns.of([[(host.ctypes.data, host.nbytes)]])
+    copied = segment.copy(runs, FIRST, to_slots=False, deadline=time.monotonic() + 60)
+
+    assert (segment.words(offsets).tolist(), segment.seals(offsets).tolist()) == expected
+    assert expected[0] == list(range(2998, -2, -2))
+    assert (copied, set(host.tolist())) == (1, {7})
+    with pytest.raises(AssertionError):
+        segment.words(np.array([1500 * GRANULE], np.uint64))
+    segment.close(1.0)
+    owner.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+def test_where_the_kernels_copy_is_forbidden_a_sharing_users_segment_is_not_mapped(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = publish(shm_dir)
+    os.chown(owner.path, 65_534, -1)
+    monkeypatch.setattr(attached, "kernel_copies", lambda: False)
+
+    with pytest.raises(Rejected, match="allow process_vm_readv"):
+        AttachedSegment.open(
+            owner.path, incarnation=NODE, writable=False,
+            sharing=Sharing.of(share_uids=("65534",)),
+        )  # fmt: skip
     owner.close()
 
 

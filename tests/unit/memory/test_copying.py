@@ -50,9 +50,9 @@ PAGES = st.lists(st.lists(RUN_BYTES, min_size=1, max_size=6), max_size=12)
 
 
 @given(PAGES, st.integers(0, 2**32 - 1), st.booleans(),
-       st.integers(1, 200) | st.integers(4000, 20_000))  # fmt: skip
+       st.integers(1, 200) | st.integers(4000, 20_000), st.booleans())  # fmt: skip
 def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
-    pages: list[list[int]], seed: int, to_slots: bool, portion_bytes: int
+    pages: list[list[int]], seed: int, to_slots: bool, portion_bytes: int, by_kernel: bool
 ) -> None:
     """Gather and scatter equal the oracle, one memoryview slice a run, whatever the cuts."""
     rng = np.random.default_rng(seed)
@@ -81,6 +81,7 @@ def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
         # Hundreds of cuts find what hundreds of thousands would, in milliseconds.
         portion_bytes=max(portion_bytes, sum(map(sum, pages)) // 500),
         clock=never,
+        by_kernel=by_kernel,
     )
 
     assert copied == sum(map(sum, pages))
@@ -88,9 +89,13 @@ def test_any_batch_is_copied_byte_for_byte_and_nothing_else_is(
     assert np.array_equal(slots, expected_slots)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("to_slots", [False, True])
-def test_batch_of_thousands_of_runs_is_copied_whole(to_slots: bool) -> None:
-    """40 pages of 64 runs are 2,560 pieces: of more than 512 a side, the copy probes a part."""
+def test_batch_of_thousands_of_runs_is_copied_whole(to_slots: bool, by_kernel: bool) -> None:
+    """40 pages of 64 runs are 2,560 pieces: of more than 512 a side, the copy probes a part.
+
+    The kernel takes 1,024 a call, and the pieces of the two sides end at different places.
+    """
     pages, layers, piece = 40, 64, 48
     rng = np.random.default_rng(1)
     host = rng.integers(0, 256, (layers, pages, piece), np.uint8)
@@ -103,7 +108,9 @@ def test_batch_of_thousands_of_runs_is_copied_whole(to_slots: bool) -> None:
     runs = PageRuns.regular(addresses, np.full(pages * layers, piece), pages)
     slot_addresses = (slots.ctypes.data + np.arange(pages) * layers * piece).astype(np.uint64)
 
-    copied = copy_pages(runs, slot_addresses, to_slots=to_slots, deadline=FOREVER, clock=never)
+    copied = copy_pages(
+        runs, slot_addresses, to_slots=to_slots, deadline=FOREVER, clock=never, by_kernel=by_kernel
+    )
 
     assert copied == pages
     assert np.array_equal(slots.reshape(pages, layers, piece), host.transpose(1, 0, 2))
@@ -113,9 +120,9 @@ def test_batch_costs_one_call_whatever_its_pages(monkeypatch: pytest.MonkeyPatch
     """128 pages are one call of the copy: one hand-off of the GIL, not 128."""
     calls = []
 
-    def counting(ours: Pieces, segment: Pieces, *, to_segment: bool) -> int:
+    def counting(ours: Pieces, segment: Pieces, *, to_segment: bool, by_kernel: bool) -> int:
         calls.append(len(ours))
-        return scatter(ours, segment, to_segment=to_segment)
+        return scatter(ours, segment, to_segment=to_segment, by_kernel=by_kernel)
 
     monkeypatch.setattr(copying, "scatter", counting)
 
@@ -245,3 +252,28 @@ def copy_one(host: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], *, deadlin
         deadline=deadline,
         clock=never,
     )
+
+
+@pytest.mark.parametrize("to_slots", [False, True])
+def test_the_kernels_copy_ends_where_memory_does(to_slots: bool) -> None:
+    """Of five pages the fourth has no memory in its middle, where no probe looks."""
+    size = 4 * mmap.PAGESIZE
+    slots = mmap.mmap(-1, 5 * size)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(slots))
+    hole = base + 3 * size + mmap.PAGESIZE
+    assert ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), mmap.PAGESIZE) == 0
+    host = np.ones((5, size), np.uint8)
+
+    copied = copy_pages(
+        PageRuns.of([[(row.ctypes.data, size)] for row in host]),
+        (base + np.arange(5) * size).astype(np.uint64),
+        to_slots=to_slots,
+        deadline=FOREVER,
+        clock=never,
+        by_kernel=True,
+    )
+
+    assert copied == 3
+    if not to_slots:
+        assert (host[:3] == 0).all()
+        assert (host[4] == 1).all()

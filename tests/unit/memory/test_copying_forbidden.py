@@ -12,7 +12,7 @@ SCRIPT = """
 import ctypes, errno, os, struct
 import numpy as np
 from peercache.model.runs import PageRuns
-from peercache.memory.copying import copy_pages
+from peercache.memory.copying import copy_pages, kernel_copies
 
 # Load the call's number; 310 and 311 are process_vm_readv and process_vm_writev; else allow.
 program = b"".join(struct.pack("<HBBI", *line) for line in [
@@ -36,6 +36,7 @@ assert host.all()
 slots[:] = 0
 assert copy_pages(runs, addresses, to_slots=True, deadline=1e18) == 4
 assert slots.all()
+assert not kernel_copies()
 """
 
 

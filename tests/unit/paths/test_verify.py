@@ -110,8 +110,10 @@ def test_a_record_without_a_checksum_agrees_where_not_every_page_must_have_one()
     wrong, right = np.array([6, 6, 6], np.uint64), np.array([5, 5, 0], np.uint64)
     assert checksums_agree(records, wrong).tolist() == [True, False, False]
     assert checksums_agree(records, right).all()
-    assert lack_checksums(records, "full").tolist() == [True, False, False]
-    assert not lack_checksums(records, "sampled").any()
+    hits, misses = np.ones(3, np.bool_), np.zeros(3, np.bool_)
+    assert lack_checksums(records, hits, "full").tolist() == [0]
+    assert not len(lack_checksums(records, misses, "full"))
+    assert not len(lack_checksums(records, hits, "sampled"))
 
 
 @given(st.lists(st.integers(1, 3 * CHECKSUM_PORTION_BYTES), max_size=12))

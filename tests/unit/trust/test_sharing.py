@@ -72,6 +72,28 @@ def test_the_uid_of_users_outside_a_user_namespace_is_never_shared(
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "expected"),
+    [
+        (OURS, OURS, 0o600, False),
+        (OURS, 54_321, 0o640, False),
+        (OURS, 54_321, 0o660, True),
+        (STRANGER, STRANGER, 0o600, True),
+    ],
+)
+def test_a_file_that_another_user_may_write_may_change_under_us(
+    tmp_path: Path, uid: int, gid: int, mode: int, *, expected: bool
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    os.chown(path, uid, gid)
+    path.chmod(mode)
+
+    assert Sharing.of().may_change_under_us(path.stat()) is expected
+    assert not Sharing(STRANGER, frozenset()).may_change_under_us(path.stat()) or mode == 0o660
+
+
+@needs_root
 def test_a_file_of_another_uid_is_refused_with_the_setting_to_change(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(0o600)
