@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -39,14 +40,32 @@ pytestmark = [
 
 def block(name: str) -> str:
     """Return the block of the page after its mark."""
-    found = re.search(rf"<!-- acceptance: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+    mark = rf"^( *)<!-- acceptance: {re.escape(name)} -->\n *```\w+\n(.*?)```"
+    found = re.search(mark, PAGE, re.DOTALL | re.MULTILINE)
     assert found, f"the page has no block {name}"
-    return found[1]
+    return re.sub(rf"^{found[1]}", "", found[2], flags=re.MULTILINE)
 
 
 def lines(name: str) -> list[str]:
     """Return the commands of a block."""
-    return [line for line in block(name).replace("\\\n", " ").splitlines() if line]
+    return [line for line in block(name).replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def type_in(name: str, folder: Path, *hosts: Host) -> None:
+    """Type a block on the machine with the authority: what is copied, to each of these hosts."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for line in lines(name):
+        program, source, target = shlex.split(line)[:3]
+        if program == "ssh":
+            continue
+        if program != "scp":
+            subprocess.run(line, shell=True, cwd=folder, check=True, capture_output=True,
+                           env={**os.environ, "PATH": path})  # fmt: skip
+            continue
+        for host in hosts:
+            place = host.path(target.partition(":")[2])
+            subprocess.run(["cp", "-p", folder / source.replace("host-a", host.name), place],
+                           check=True)  # fmt: skip
 
 
 @attrs.define(eq=False)
@@ -152,17 +171,10 @@ def test_a_trial_on_two_hosts_wants_one_flag(tmp_path: Path) -> None:
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[list[Host], str, Path]]:
     """Three hosts, secured and started by the commands of the page; the folder has `pki`."""
-    command = Path(sys.executable).with_name("peercache")
     with separate_hosts("host-a", "host-b", "host-c") as (hosts, switch):
-        for line in lines("authority"):
-            words = [str(command) if word == "peercache" else word for word in shlex.split(line)]
-            subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+        type_in("authority", tmp_path)
+        type_in("copy", tmp_path, *hosts)
         for host in hosts:
-            for line in lines("copy"):
-                program, source, target = shlex.split(line.replace("host-a", host.name))[:3]
-                if program == "scp":
-                    place = host.path(target.partition(":")[2])
-                    subprocess.run(["cp", "-p", tmp_path / source, place], check=True)
             host.path("/etc/peercache/node.toml").write_text(block("node.toml"))
             start_node(host, lines("start")[0])
         yield hosts, switch, tmp_path
@@ -221,12 +233,10 @@ def test_strangers_are_refused_on_control_and_data(
     }
     assert len(ports) >= 2, "control and data"
     (command,) = lines("closed")
-    # A moment for the answer, which comes after the client's side of the handshake.
-    asking = "sleep 1 | " + command.replace("</dev/null", "")
     shown = "-cert /etc/peercache/engine.crt -key /etc/peercache/engine.key"
     for port in sorted(ports):
-        stranger = c.run(asking.replace("31998", port))
-        admitted = c.run(f"{asking.replace('31998', port)} {shown}")
+        stranger = c.run(command.replace("31998", port))
+        admitted = c.run(f"{command.replace('31998', port)} {shown}")
         assert "SSL routines" in stranger.stderr, (port, stranger)
         assert "SSL routines" not in admitted.stderr, (port, admitted)
 
@@ -235,3 +245,53 @@ def test_strangers_are_refused_on_control_and_data(
     assert plain.first == {"ready": True}, "a node that finds no peer starts alone"
     assert plain.ask("stats").get("home_members_alive") == 1
     assert ready.ask("stats").get("home_members_alive") == 3
+
+
+def took(host: Host, event: str, before: int) -> bool:
+    """Return whether a host's node has logged an event once more."""
+    return host.said().count(event) > before
+
+
+def test_certificates_are_renewed_revoked_and_replaced_by_the_commands_of_the_page(
+    secured: tuple[list[Host], str, Path],
+) -> None:
+    """Nothing restarts, no page is lost, and what is refused stays refused."""
+    (a, b, c), _, folder = secured
+    near, far = (open_client(host, **engine()) for host in (a, b))
+    for client in (near, far):
+        members_at(client, 3)
+    assert far.ask("set", "kept", PAGES) == PAGES
+    old_ca = (folder / "pki/ca.crt").read_text()
+
+    type_in("renew", folder)
+    before = a.said().count("tls.files_changed")
+    subprocess.run(["cp", folder / "pki/node-host-a.crt", a.path("/etc/peercache/node.crt")],
+                   check=True)  # fmt: skip
+    wait_until(lambda: took(a, "tls.files_changed", before))
+
+    type_in("revoke", folder, a)
+    for client in (near, far):
+        members_at(client, 2)
+
+    type_in("another authority", folder)
+    for step in ("both", "new certificates", "new authority only"):
+        counts = {host.name: host.said().count("tls.files_changed") for host in (a, b)}
+        type_in(step, folder, a, b)
+        for host in (a, b):
+            wait_until(lambda host=host, counts=counts: (  # type: ignore[misc]
+                took(host, "tls.files_changed", counts[host.name])
+            ))  # fmt: skip
+        wait_until(lambda: near.ask("get", "kept", PAGES) == PAGES)
+    # The list of the old authority lies there still, and stops no new process.
+    assert a.path("/etc/peercache/revoked.crl").exists()
+    fresh = open_client(a, **engine())
+    assert fresh.first == {"ready": True}
+    wait_until(lambda: fresh.ask("get", "kept", PAGES) == PAGES)
+    for client in (near, far, fresh):
+        assert client.ask("stats")["home_members_alive"] == 2
+    # Host c has the files of the old authority, which none of the others has.
+    assert c.path("/etc/peercache/ca.crt").read_text() == old_ca
+    (command,) = lines("closed")
+    shown = "-cert /etc/peercache/engine.crt -key /etc/peercache/engine.key"
+    assert "SSL routines" in c.run(f"{command} {shown}").stderr
+    assert "SSL routines" not in b.run(f"{command} {shown}").stderr
