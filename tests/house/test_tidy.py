@@ -55,7 +55,7 @@ LAYERS: dict[str, str] = {
     # One foreign library or kernel facility each.
     "memory": "trust model observability installation",
     "storage": "trust model observability actors actors.disk",
-    "net": "trust model config wire wire.messages paths",
+    "net": "trust model config observability installation wire wire.messages paths",
     "fabric": "trust model observability actors.channels memory",
     "fabric.tcp": "trust model config observability installation actors.channels fabric",
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "

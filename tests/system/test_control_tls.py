@@ -7,7 +7,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from peercache.model.records import RECORD
 from peercache.net.sockets import Dialer, reached
 from peercache.net.tls import ControlTls
 from peercache.node.node import Node
-from peercache.trust import authority as authority_module
 from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
@@ -42,7 +40,6 @@ from tests.pace import PATIENCE_S
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 
 OURS = Namespace("ours")
-STRANGERS = ("clear text", "no certificate", "other CA", "expired", "of tomorrow", "TLS 1.2")
 
 
 class Secured(LocalCluster):
@@ -133,54 +130,6 @@ def test_a_secured_cluster_finds_each_other_and_its_pages(cluster: Secured) -> N
     assert "refused" not in one.said() + two.said()
     first = member_of(cluster, one, "one")
     assert first.incarnation == incarnation_of(cluster.name, "one", first.nonce)
-
-
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_is_refused_in_the_handshake_and_counted(
-    cluster: Secured, tmp_path: Path, stranger: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It hears nothing of PeerCache, and the others notice nothing."""
-    node = cluster.start_secured("one")
-    ours = cluster.certificates.client("fine")
-    before = metric(node, "peercache_messages_dropped").get("handshake", 0)
-    host, _, port = node.ready["control"].rpartition(":")
-
-    if stranger in ("no certificate", "TLS 1.2"):
-        context = ssl.create_default_context(cafile=ours["tls_ca"])
-        context.check_hostname = False
-        if stranger == "TLS 1.2":
-            context.load_cert_chain(ours["tls_cert"], ours["tls_key"])
-            context.maximum_version = ssl.TLSVersion.TLSv1_2
-        with pytest.raises(OSError), socket.create_connection((host, int(port))) as plain:  # noqa: PT011, PT012 - an alert or a reset, now or at the first read
-            plain.settimeout(PATIENCE_S)
-            with context.wrap_socket(plain) as encrypted:
-                if encrypted.recv(1) == b"":
-                    raise ConnectionResetError
-    else:
-        settings = {
-            "clear text": lambda: None,
-            "other CA": lambda: Certificates(tmp_path / "b", cluster.name).client("fine"),
-            "expired": lambda: expired(cluster),
-            "of tomorrow": lambda: of_tomorrow(cluster, monkeypatch),
-        }[stranger]()
-        with Speaker(node, cluster.name, settings) as speaker:
-            assert speaker.ask(hello(cluster.name), within_s=1.0) is None
-
-    wait_until(lambda: metric(node, "peercache_messages_dropped").get("handshake", 0) > before)
-    assert "node.handshakes_refused" in node.said()
-    with Speaker(node, cluster.name, ours) as speaker:
-        assert isinstance(speaker.ask(hello(cluster.name)), Welcome)
-
-
-def expired(cluster: Secured) -> dict[str, str]:
-    settings = cluster.certificates.client("late", lifetime=timedelta(seconds=1))
-    time.sleep(2.2)  # The end is the whole of its second.
-    return settings
-
-
-def of_tomorrow(cluster: Secured, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.setattr(authority_module, "CLOCK_DIFFERENCE", timedelta(days=-1))
-    return cluster.certificates.client("early", lifetime=timedelta(days=3))
 
 
 def test_half_handshakes_hold_no_peer_back(cluster: Secured) -> None:

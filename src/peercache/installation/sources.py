@@ -12,6 +12,7 @@ SOURCES = (
     "installation/_identity.c",
     "memory/_scatter.c",
     "memory/_seals.c",
+    "net/_handshakes.c",
     "fabric/tcp/_receiving.c",
     "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",

@@ -23,7 +23,7 @@ import trio
 from peercache.config.quantities import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError, Rejected
 from peercache.net.nonblocking import CLOSED, NonblockingSocket
-from peercache.net.peers import Peer, peer_of
+from peercache.net.peers import Address, Peer, peer_of
 from peercache.net.tls import ControlTls, control_url
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
@@ -175,6 +175,15 @@ class Listener:
         for listener, host, port in self._tcp_listeners:
             listener.tls_config = self._tls.server
             touch(_OWN_HOST.get(host, host), port)
+
+    def tcp_ports(self) -> list[int]:
+        """Return the ports of the tcp addresses that it listens on."""
+        return [port for _, _, port in self._tcp_listeners]
+
+    def remotes(self) -> list[Address]:
+        """Return the other ends of the open connections over tcp."""
+        # A copy: connections come and go on threads of nng.
+        return [peer.remote for peer in list(self._open_pipes.values()) if peer.remote[0]]
 
     def peer(self, pipe: int) -> Peer | None:
         """Return the other end of a connection; None once it has ended."""

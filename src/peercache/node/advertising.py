@@ -37,7 +37,7 @@ class Advertising:
     is_fixed: whether the configuration says the address, so that only the head rank may change.
     tell:     gives the new entry of this node to what has a copy of it.
     greet:    says Hello to discovery addresses once more.
-    tls:      the certificates; nng gives no reason where a handshake fails.
+    tls:      the certificates; nng does not tell a dialer why its handshake fails.
     """
 
     config: Config

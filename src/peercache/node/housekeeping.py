@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -20,12 +21,13 @@ from peercache.config.settings import Config
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.view import STATE_NAMES
+from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
 from peercache.net.sockets import Listener
-from peercache.net.statistics import refused_handshakes
 from peercache.node.admission import Admission
 from peercache.node.switchboard import WARN_AGAIN_S, Switchboard
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import SILENT
 
 HOUSEKEEPING_S = 1.0
 """How soon the slots of a client that died come back; a probe is one system call a client."""
@@ -33,6 +35,10 @@ HOUSEKEEPING_S = 1.0
 CONTROL_SHARE = 0.25
 """Part of this process's descriptors for connections of the control plane: half are for the data
 port, and links and files need some. Beyond it, connections without a Hello are closed."""
+
+HALVES_MAX = 1024
+"""Connections of the control plane that are in their handshake: 36 KB each. More than a thousand
+nodes that start at once never are, as they dial with jitter."""
 
 
 @final
@@ -62,7 +68,8 @@ class Housekeeping:
         self._dialled = dialled
         self._metrics = metrics
         self._log = log
-        self._handshakes_refused = refused_handshakes() if config.has_tls else 0
+        self._failed = FailedHandshakes() if config.has_tls else None
+        self._halves = HalfHandshakes(listener.tcp_ports) if config.has_tls else None
         self._warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
         self._known: dict[int, int] = {}
         """The state of each member at the last look."""
@@ -75,7 +82,7 @@ class Housekeeping:
             self._end_exited_clients()
             self._follow_members(self._members())
             self._close_unauthenticated()
-            self._count_handshakes()
+            await self._follow_handshakes()
             self.last_at = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)
 
@@ -107,21 +114,37 @@ class Housekeeping:
     def _close_unauthenticated(self) -> None:
         """Close connections that never said Hello, after a while or when there are too many."""
         pipes = self._listener.pipes()
-        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = int(files_max * CONTROL_SHARE) if files_max != resource.RLIM_INFINITY else len(pipes)
-        closing = self._admission.overstaying(pipes, time.monotonic(), connections_max=room)
+        closing = self._admission.overstaying(
+            pipes, time.monotonic(), connections_max=_room(len(pipes))
+        )
         for pipe in closing:
             self._listener.disconnect(pipe)
         self._metrics.connections.labels("control").set(len(pipes) - len(closing))
         if closing:
             self._metrics.messages_dropped.labels("no_hello").inc(len(closing))
 
-    def _count_handshakes(self) -> None:
-        """Count the connections that TLS has refused since the last look."""
-        if not self._config.has_tls:
+    async def _follow_handshakes(self) -> None:
+        """Count the handshakes that failed since the last look, and end those that never will."""
+        if self._failed is None or self._halves is None:
             return
-        refused = refused_handshakes()
-        new, self._handshakes_refused = refused - self._handshakes_refused, refused
-        if new > 0:
-            self._metrics.messages_dropped.labels("handshake").inc(new)
-            self._warn_once("node.handshakes_refused", "", count=new)
+        for reason, count in self._failed.news().items():
+            self._refused(reason, "", count)
+        settled, most = self._listener.remotes(), _room(HALVES_MAX)
+        # Not on the loop: each costs some system calls.
+        silent = await trio.to_thread.run_sync(
+            lambda halves: halves.end_silent(settled, most=min(most, HALVES_MAX)), self._halves
+        )
+        for host, count in Counter(silent).items():
+            self._refused(SILENT, host, count)
+
+    def _refused(self, reason: str, host: str, count: int) -> None:
+        self._metrics.messages_dropped.labels(reason).inc(count)
+        self._warn_once(
+            "node.handshakes_refused", (reason, host), reason=reason, at=host, count=count
+        )
+
+
+def _room(unlimited: int) -> int:
+    """Return how many connections may wait to be admitted; `unlimited` where files may be."""
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return unlimited if files_max == resource.RLIM_INFINITY else int(files_max * CONTROL_SHARE)

@@ -1,4 +1,4 @@
-"""Reasons: why a page was a miss, and why a read left rdma (the label `reason`)."""
+"""Reasons: why a page was a miss, a read left rdma, or TLS failed (the label `reason`)."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ NO_MEMORY = "no_memory"  # no block of the client is registered in time
 RDMA_FAILURES = (
     PEER_UNREACHABLE, REFUSED, DEADLINE, INTERNAL, LINK_DOWN, UNREGISTERED, NO_MEMORY,
 )  # fmt: skip
+
+# Why TLS failed: the values of the label `reason` of refusals, on the data port all of them.
+HANDSHAKE_LOST = "handshake_lost"  # the peer hung up
+NO_CERTIFICATE = "no_certificate"
+UNKNOWN_CA = "unknown_ca"  # of an authority that tls_ca does not name
+EXPIRED = "expired"
+NOT_YET_VALID = "not_yet_valid"
+BAD_CERTIFICATE = "bad_certificate"  # another fault; on the control port any of the last three
+NO_TLS = "no_tls"  # clear text, or noise
+OLD_TLS = "old_tls"  # TLS 1.2, or no cipher in common
+REFUSED_BY_PEER = "refused_by_peer"  # the peer does not accept our certificate
+BROKEN_TLS = "broken_tls"
+SILENT = "silent"  # not a byte for too long
+HANDSHAKE = "handshake"  # control: nng does not tell which

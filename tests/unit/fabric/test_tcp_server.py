@@ -22,6 +22,7 @@ from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.model.reads import PeerRead
 from peercache.model.seal import SEAL_BYTES
+from peercache.observability import reasons
 from peercache.trust.sharing import Sharing
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from tests.contracts.fakes import PlainMemory
@@ -421,7 +422,7 @@ def test_silent_connections_keep_no_client_out(memory: PlainMemory) -> None:
 
     assert served == [True] * 8
     assert most <= tcp_server.NEWCOMERS_MAX
-    assert server.refusals(tcp_server.SILENT) > 0
+    assert server.refusals(reasons.SILENT) > 0
 
 
 def test_newcomer_that_is_silent_for_longest_makes_room(
@@ -442,7 +443,7 @@ def test_newcomer_that_is_silent_for_longest_makes_room(
 
     assert gone == b""
     assert wire.decode_answer(answer) == ""
-    assert server.refusals(tcp_server.SILENT) == 1
+    assert server.refusals(reasons.SILENT) == 1
 
 
 def test_idle_client_makes_room_for_a_new_one(memory: PlainMemory) -> None:
@@ -472,7 +473,7 @@ def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.Mon
         receive(client, 1)
 
     assert time.monotonic() - begun < PROMPT_S
-    assert server.refusals(tcp_server.SILENT) == 1
+    assert server.refusals(reasons.SILENT) == 1
 
 
 # --- the memory that is told ----------------------------------------------------------------------

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from peercache.fabric.tcp import server as tcp_server
-from peercache.fabric.tcp import tls as tcp_tls
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpFabric
 from peercache.model.keys import Namespace
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, SEAL_BYTES
+from peercache.observability import reasons
 from peercache.observability.reasons import (
     DEADLINE,
     INTERNAL,
@@ -126,7 +126,7 @@ def test_certificate_of_another_authority_is_refused(
     got, _ = read(server, others.client())
 
     assert got.failure == REFUSED
-    wait_until(lambda: server.refusals(tcp_tls.REFUSED_BY_PEER) == 1)
+    wait_until(lambda: server.refusals(reasons.REFUSED_BY_PEER) == 1)
     assert serves(server, cluster)
 
 
@@ -160,7 +160,7 @@ def test_server_itself_refuses_a_foreign_certificate(
     answer = told(server, openssl_client(others.client_files()))
 
     assert answer == b""
-    wait_until(lambda: server.refusals(tcp_tls.UNKNOWN_CA) == 1)
+    wait_until(lambda: server.refusals(reasons.UNKNOWN_CA) == 1)
     assert serves(server, cluster)
 
 
@@ -169,7 +169,7 @@ def test_client_without_a_certificate_is_refused(server: PageServer, cluster: Cl
     answer = told(server, openssl_client(None))
 
     assert answer == b""
-    wait_until(lambda: server.refusals(tcp_tls.NO_CERTIFICATE) == 1)
+    wait_until(lambda: server.refusals(reasons.NO_CERTIFICATE) == 1)
     assert serves(server, cluster)
 
 
@@ -190,7 +190,7 @@ def test_tls_1_2_is_refused(server: PageServer, cluster: Cluster) -> None:
     answer = told(server, context)
 
     assert answer == b""
-    wait_until(lambda: server.refusals(tcp_tls.OLD_TLS) == 1)
+    wait_until(lambda: server.refusals(reasons.OLD_TLS) == 1)
 
 
 def test_session_is_never_resumed(server: PageServer, cluster: Cluster) -> None:
@@ -217,7 +217,7 @@ def test_certificate_that_has_expired_is_refused(server: PageServer, cluster: Cl
 
     assert wire.decode_answer(before) == ""
     assert after == b""
-    wait_until(lambda: server.refusals(tcp_tls.EXPIRED) == 1)
+    wait_until(lambda: server.refusals(reasons.EXPIRED) == 1)
 
 
 def test_certificate_of_tomorrow_is_refused(
@@ -228,7 +228,7 @@ def test_certificate_of_tomorrow_is_refused(
     early = cluster.client_files("early", lifetime=dt.timedelta(days=3))
 
     assert told(server, openssl_client(early)) == b""
-    wait_until(lambda: server.refusals(tcp_tls.NOT_YET_VALID) == 1)
+    wait_until(lambda: server.refusals(reasons.NOT_YET_VALID) == 1)
 
 
 def test_server_whose_certificate_has_expired_is_not_read(
@@ -301,7 +301,7 @@ def test_plain_client_reads_nothing_from_a_tls_server(server: PageServer, cluste
 
     assert got.failure == PEER_UNREACHABLE
     assert page != b"page"
-    wait_until(lambda: server.refusals(tcp_tls.NO_TLS) == 1)
+    wait_until(lambda: server.refusals(reasons.NO_TLS) == 1)
     assert serves(server, cluster)
 
 

@@ -39,7 +39,7 @@ from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.fabric.channels import ChannelDriver
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.names import Names, dial
-from peercache.fabric.tcp.tls import LOST, Contexts, TlsSession
+from peercache.fabric.tcp.tls import Contexts, TlsSession
 from peercache.installation.library import function
 from peercache.model.ids import incarnation_of, name_of
 from peercache.model.member import Member
@@ -48,7 +48,13 @@ from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import U64
 from peercache.model.seal import SEAL, SEAL_BYTES, Seals, unread_seals
 from peercache.observability.log import WarnOnce, get_logger
-from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.observability.reasons import (
+    DEADLINE,
+    HANDSHAKE_LOST,
+    INTERNAL,
+    PEER_UNREACHABLE,
+    REFUSED,
+)
 from peercache.trust.files import LiveTls
 from peercache.trust.identity import CertificateRole
 
@@ -294,7 +300,7 @@ class TcpChannel:
 
     def _why(self, reason: str) -> str:
         """Return the failure of a session that failed for this reason."""
-        return GONE if reason == LOST else REFUSED_BECAUSE + reason
+        return GONE if reason == HANDSHAKE_LOST else REFUSED_BECAUSE + reason
 
     def greet(self, greeting: wire.Greeting, until: float) -> str:
         """Introduce ourselves, once; return "" or the failure."""
@@ -410,7 +416,7 @@ class TcpChannel:
             if not taken:
                 if self._clock() >= until:
                     return DEADLINE  # The watchdog has interrupted the read.
-                if self._session is not None and self._session.failure not in {"", LOST}:
+                if self._session is not None and self._session.failure not in {"", HANDSHAKE_LOST}:
                     return REFUSED_BECAUSE + self._session.failure
                 return PEER_UNREACHABLE if plan.received else GONE
         return ""

@@ -34,6 +34,7 @@ from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import SILENT
 from peercache.trust.files import LiveTls
 
 CONNECTIONS_MAX = 4096
@@ -51,8 +52,6 @@ ADMISSION_S = 20.0
 """From connect to a whole greeting, however the bytes trickle."""
 PLACE_S = 0.25
 """For an idle connection to close, so that a new client has its place."""
-SILENT = "silent"
-"""Reason: not admitted within SILENCE_S, or the longest silent one when another one came."""
 TELL_EVERY_S = 60.0
 """Between two log lines about one host and reason."""
 TOLD_MAX = 1024

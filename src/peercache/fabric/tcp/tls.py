@@ -17,23 +17,24 @@ import attrs
 
 from peercache.errors import ConfigError, Rejected
 from peercache.installation.library import tls_function
+from peercache.observability.reasons import (
+    BAD_CERTIFICATE,
+    BROKEN_TLS,
+    EXPIRED,
+    HANDSHAKE_LOST,
+    NO_CERTIFICATE,
+    NO_TLS,
+    NOT_YET_VALID,
+    OLD_TLS,
+    REFUSED_BY_PEER,
+    UNKNOWN_CA,
+)
 from peercache.trust.files import LiveTls, TlsFiles
 from peercache.trust.identity import Identity
 
-LOST = "handshake_lost"
-NO_CERTIFICATE = "no_certificate"
-UNKNOWN_CA = "unknown_ca"
-EXPIRED = "expired"
-NOT_YET_VALID = "not_yet_valid"
-BAD_CERTIFICATE = "bad_certificate"
-NO_TLS = "no_tls"
-OLD_TLS = "old_tls"
-REFUSED_BY_PEER = "refused_by_peer"
-BROKEN = "broken_tls"
-
 _FAILURES = (
     "",
-    LOST,
+    HANDSHAKE_LOST,
     NO_CERTIFICATE,
     UNKNOWN_CA,
     EXPIRED,
@@ -42,7 +43,7 @@ _FAILURES = (
     NO_TLS,
     OLD_TLS,
     REFUSED_BY_PEER,
-    BROKEN,
+    BROKEN_TLS,
 )
 """Why a session failed, by the numbers of `enum failure`."""
 
@@ -94,7 +95,7 @@ class TlsPeer(NamedTuple):
 
 @attrs.define(eq=False)
 class TlsFailed(Rejected):
-    """A session that cannot go on. reason: one of the names above."""
+    """A session that cannot go on. reason: one of `_FAILURES`."""
 
 
 @final

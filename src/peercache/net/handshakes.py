@@ -1,0 +1,197 @@
+"""Handshakes of the control plane: why they fail, and which never end.
+
+nng tells little of either. Of a handshake that failed it logs the reason, and neither the peer nor
+which end it was; `_handshakes.c` counts those. Of one that never ends it says nothing, and waits
+for ever: the descriptors of this process show them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import pynng
+from pynng import _nng
+from pynng._nng import ffi, lib
+
+from peercache.installation.library import function
+from peercache.net.peers import Address
+from peercache.observability.reasons import (
+    BAD_CERTIFICATE,
+    HANDSHAKE,
+    NO_CERTIFICATE,
+    NO_TLS,
+    OLD_TLS,
+    REFUSED_BY_PEER,
+)
+
+SILENCE_S = 10.0
+"""Without a byte of a peer in its handshake. nng means to wait as long, and has no effect: the time
+counts silence, and a node that starts among a thousand others may be slow to answer all of them."""
+
+_REASONS = (HANDSHAKE, NO_CERTIFICATE, BAD_CERTIFICATE, NO_TLS, OLD_TLS, REFUSED_BY_PEER)
+"""Why a handshake failed, by the numbers of `enum reason` in `_handshakes.c`."""
+
+_LOG_WARNINGS = 4
+"""nng's NNG_LOG_WARN."""
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_TCP_INFO_BYTES = 104
+_LAST_RECEIVED = struct.Struct("=52xI")
+"""Where tcp_info has `tcpi_last_data_recv`, in milliseconds."""
+
+_failed = function("peercache_handshakes_failed", ctypes.c_uint64, ctypes.c_uint32, keeps_gil=True)
+
+
+@final
+class FailedHandshakes:
+    """Counts the TLS handshakes of this process's control plane that fail."""
+
+    def __init__(self) -> None:
+        """Count from now on, of the listeners and of the dialers."""
+        self._totals = _totals()
+
+    def news(self) -> dict[str, int]:
+        """Return how many have failed since the last call, by reason."""
+        before, self._totals = self._totals, _totals()
+        new = {reason: total - before.get(reason, 0) for reason, total in self._totals.items()}
+        return {reason: count for reason, count in new.items() if count > 0}
+
+
+def _totals() -> dict[str, int]:
+    if not _has_nng_tell():
+        return {HANDSHAKE: _refused_by_listeners()}
+    return {reason: _failed(number) for number, reason in enumerate(_REASONS)}
+
+
+@cache
+def _has_nng_tell() -> bool:
+    """Have nng tell why handshakes fail; return whether it can: pynng does not offer it."""
+    library = ctypes.CDLL(_nng.__file__)
+    try:
+        set_logger, set_level = library.nng_log_set_logger, library.nng_log_set_level
+    except AttributeError:
+        return False
+    # A pointer to the function itself: nng's threads call it, and it never enters Python.
+    log = function("peercache_handshakes_log", None)
+    set_logger(ctypes.cast(log, ctypes.c_void_p))
+    set_level(_LOG_WARNINGS)
+    return True
+
+
+def _refused_by_listeners() -> int:
+    """Return how many handshakes nng's listeners count as refused, whatever the reason."""
+    found = ffi.new("nng_stat **")
+    pynng.check_err(lib.nng_stats_get(found))
+    try:
+        return _sum(found[0], in_listener=False)
+    finally:
+        lib.nng_stats_free(found[0])
+
+
+def _sum(first: Any, *, in_listener: bool) -> int:
+    total, node = 0, first
+    while node != ffi.NULL:
+        name = ffi.string(lib.nng_stat_name(node))
+        if in_listener and name == b"auth":
+            total += int(lib.nng_stat_value(node))
+        child = lib.nng_stat_child(node)
+        if child != ffi.NULL:
+            total += _sum(child, in_listener=name == b"listener")
+        node = lib.nng_stat_next(node)
+    return total
+
+
+@attrs.frozen
+class _Half:
+    """A connection that nng has accepted and says nothing of. silent_s: without a byte of it."""
+
+    file: int
+    remote: Address
+    silent_s: float
+
+
+@final
+class HalfHandshakes:
+    """Ends the connections to our ports whose handshake does not go on."""
+
+    def __init__(self, ports: Callable[[], Iterable[int]]) -> None:
+        """Look after the connections to these tcp ports of ours."""
+        self._ports = ports
+        # By inode: sockets that are none of those, or are established by now.
+        self._others: set[int] = set()
+
+    def end_silent(self, settled: Iterable[Address], *, most: int) -> list[str]:
+        """End those that have been silent for SILENCE_S, and the most silent above `most`.
+
+        settled: the remote ends of connections that nng has handed on. Returns the hosts of those
+        that were ended.
+        """
+        halves = self._halves({_plain(each) for each in settled})
+        halves.sort(key=lambda half: -half.silent_s)
+        excess = len(halves) - most
+        ended = []
+        for place, half in enumerate(halves):
+            if place < excess or half.silent_s >= SILENCE_S:
+                _shut_down(half)
+                ended.append(half.remote[0])
+        return ended
+
+    def _halves(self, settled: set[Address]) -> list[_Half]:
+        ports, others, found = frozenset(self._ports()), set[int](), []
+        for file in _open_files():
+            with suppress(OSError):
+                status = os.fstat(file)
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                half = None if status.st_ino in self._others else _half(file, ports)
+                if half is None or half.remote in settled:
+                    others.add(status.st_ino)
+                else:
+                    found.append(half)
+        self._others = others
+        return found
+
+
+def _open_files() -> list[int]:
+    try:
+        return [int(each) for each in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - numbers only
+    except OSError:
+        return []  # Not a descriptor is left for this: the next round may have one.
+
+
+def _half(file: int, ports: frozenset[int]) -> _Half | None:
+    """Return what a descriptor is, None where it is no connection to one of the ports."""
+    with socket.socket(fileno=os.dup(file)) as ours:
+        is_tcp = ours.family in {socket.AF_INET, socket.AF_INET6}
+        if not is_tcp or ours.type != socket.SOCK_STREAM or ours.getsockname()[1] not in ports:
+            return None
+        try:
+            remote = ours.getpeername()
+        except OSError:
+            return None  # It listens.
+        told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        silent_s = _LAST_RECEIVED.unpack_from(told)[0] / 1000
+        return _Half(file, _plain(remote), silent_s)
+
+
+def _shut_down(half: _Half) -> None:
+    """End a connection, if the descriptor is still its own: nng closes it then."""
+    with suppress(OSError), socket.socket(fileno=os.dup(half.file)) as ours:
+        if _plain(ours.getpeername()) == half.remote:
+            ours.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(address: Any) -> Address:
+    """Return an address in one spelling, without a zone."""
+    return str(ip_address(address[0].partition("%")[0])), address[1]

@@ -1,0 +1,219 @@
+"""Handshakes of the control plane: why they fail, and which never end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.net import handshakes as module
+from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
+from peercache.net.sockets import Dialer, Listener
+from peercache.net.tls import ControlTls
+from peercache.observability import reasons
+from tests.certificates import Certificates
+from tests.pace import PATIENCE_S
+from tests.unit.fabric.serving import wait_until
+
+HALF = b"\x16\x03\x01\x02\x00\x01"
+"""The head of a record that is never whole."""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """The authority of the listener."""
+    certificates = Certificates(tmp_path_factory.mktemp("ours") / "ca")
+    certificates.node("one")
+    certificates.client("fine")
+    return certificates
+
+
+@pytest.fixture
+def listener(certificates: Certificates) -> Iterator[Listener]:
+    """A listener with the certificate of node "one"."""
+    tls = control_tls(certificates, "node-one")
+    listener = Listener(on_removed=lambda _: None, tls=tls)
+    listener.listen_tcp("listen", "127.0.0.1", 0)
+    yield listener
+    listener.close()
+
+
+def control_tls(certificates: Certificates, name: str) -> ControlTls:
+    """Return nng's settings for an issued certificate."""
+    names = {"ca_pem": "ca.crt", "cert_pem": f"{name}.crt", "key_pem": f"{name}.key"}
+    texts = {kind: (certificates.folder / file).read_text() for kind, file in names.items()}
+    return ControlTls(SimpleNamespace(**texts))
+
+
+def context_of(certificates: Certificates, name: str = "") -> ssl.SSLContext:
+    """Return what a client that knows the authority shows: a certificate, or none."""
+    context = ssl.create_default_context(cafile=certificates.folder / "ca.crt")
+    context.check_hostname = False
+    if name:
+        context.load_cert_chain(
+            certificates.folder / f"{name}.crt", certificates.folder / f"{name}.key"
+        )
+    return context
+
+
+def connect(listener: Listener) -> socket.socket:
+    """Connect as a stranger."""
+    return socket.create_connection(("127.0.0.1", *listener.tcp_ports()), PATIENCE_S)
+
+
+def shake_hands(listener: Listener, context: ssl.SSLContext) -> bytes:
+    """Return what a client hears after its handshake; b"" where it is refused."""
+    with (
+        contextlib.suppress(OSError),
+        connect(listener) as plain,
+        context.wrap_socket(plain) as encrypted,
+    ):
+        return encrypted.recv(1)
+    return b""
+
+
+def test_each_failed_handshake_is_counted_once_with_its_reason(
+    listener: Listener, certificates: Certificates, tmp_path: Path
+) -> None:
+    """As far as Mbed TLS tells them apart; the peer that comes in is none of them."""
+    others = Certificates(tmp_path / "other")
+    others.client("fine")
+    stranger = context_of(others, "client-fine")
+    stranger.verify_mode = ssl.CERT_NONE
+    old = context_of(certificates, "client-fine")
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    cases = {
+        reasons.NO_CERTIFICATE: lambda: shake_hands(listener, context_of(certificates)),
+        reasons.BAD_CERTIFICATE: lambda: shake_hands(listener, stranger),
+        reasons.OLD_TLS: lambda: shake_hands(listener, old),
+        reasons.NO_TLS: lambda: said(listener, b"GET / HTTP/1.1\r\n\r\n"),
+    }
+    failed = FailedHandshakes()
+
+    for reason, attempt in cases.items():
+        assert attempt() == b""
+        told: dict[str, int] = {}
+        wait_until(lambda told=told: bool(told.update(failed.news()) or told))  # type: ignore[misc]
+        assert told == {reason: 1}
+    assert shake_hands(listener, context_of(certificates, "client-fine")) != b""
+    assert failed.news() == {}
+
+
+def said(listener: Listener, what: bytes) -> bytes:
+    """Return what a listener answers to bytes that are no TLS."""
+    with connect(listener) as stranger:
+        stranger.sendall(what)
+        with contextlib.suppress(ConnectionResetError):
+            return stranger.recv(64)
+    return b""
+
+
+def test_refused_handshakes_are_counted_where_nng_tells_no_reason(
+    listener: Listener, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pynng that does not show nng's log."""
+    monkeypatch.setattr(module, "_has_nng_tell", lambda: False)
+    failed = FailedHandshakes()
+
+    assert shake_hands(listener, context_of(certificates)) == b""
+
+    told: dict[str, int] = {}
+    wait_until(lambda: bool(told.update(failed.news()) or told))
+    assert told == {reasons.HANDSHAKE: 1}
+
+
+def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
+    listener: Listener, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nng waits for ever for a peer that has begun a handshake, or has said nothing at all."""
+    halves = HalfHandshakes(listener.tcp_ports)
+    with connected(listener, certificates) as heard:
+        silent = [connect(listener) for _ in range(6)]
+        for each in silent[::2]:
+            each.sendall(HALF)
+        elsewhere = socket.socketpair()
+        before = open_files()
+        assert halves.end_silent(listener.remotes(), most=100) == []
+        monkeypatch.setattr(module, "SILENCE_S", 0.0)
+
+        ended = halves.end_silent(listener.remotes(), most=100)
+
+        assert ended == ["127.0.0.1"] * 6
+        for each in silent:
+            assert closed(each)
+        # nng has let go of them, too.
+        wait_until(lambda: open_files() == before - 6)
+        assert halves.end_silent(listener.remotes(), most=100) == []
+        assert listener.pipe_count() == 1
+        heard.send(b"still here")
+        wait_until(lambda: listener.receive_now() is not None)
+        elsewhere[0].send(b"x")
+        assert elsewhere[1].recv(1) == b"x"
+    for each in (*silent, *elsewhere):
+        each.close()
+
+
+def test_of_too_many_half_handshakes_the_longest_silent_end(
+    listener: Listener, certificates: Certificates
+) -> None:
+    """A flood costs so many descriptors, and a peer that comes then is let in."""
+    halves = HalfHandshakes(listener.tcp_ports)
+    early = [connect(listener) for _ in range(3)]
+    wait_until(lambda: len(halves._halves(set())) == 3)
+    wait_until(lambda: min(half.silent_s for half in halves._halves(set())) >= 0.05)
+    late = [connect(listener) for _ in range(2)]
+    wait_until(lambda: len(halves._halves(set())) == 5)
+
+    assert halves.end_silent([], most=2) == ["127.0.0.1"] * 3
+
+    assert all(closed(each) for each in early)
+    for each in late:
+        each.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            each.recv(1)
+    with connected(listener, certificates):
+        assert listener.pipe_count() == 1
+    for each in (*early, *late):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "plain"),
+    [("fe80::1%eth0", "fe80::1"), ("::FFFF:10.0.0.1", "::ffff:10.0.0.1"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_an_address_has_one_spelling(told: str, plain: str) -> None:
+    """Else an admitted peer would be taken for one that never ended its handshake."""
+    assert module._plain((told, 7, 0, 2)) == module._plain((plain, 7))
+
+
+@contextlib.contextmanager
+def connected(listener: Listener, certificates: Certificates) -> Iterator[Dialer]:
+    """Have a peer with a good certificate connected."""
+    is_in = threading.Event()
+    dialer = Dialer(
+        f"tls+tcp://127.0.0.1:{listener.tcp_ports()[0]}",
+        on_connected=is_in.set,
+        tls=control_tls(certificates, "client-fine"),
+    )
+    assert is_in.wait(PATIENCE_S)
+    wait_until(lambda: listener.pipe_count() == 1)
+    yield dialer
+    dialer.close()
+
+
+def closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
