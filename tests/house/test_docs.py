@@ -56,7 +56,7 @@ def missing_paths(text: str, page: Path) -> list[str]:
     named = re.findall(
         r"`((?:[\w.-]+/)*[\w-]+\.(?:py|c|pml|toml|txt|sh)|[a-z]+/(?:[\w.-]+/?)*)`", prose
     )
-    kept = [path for path in named if not path.endswith(".so")]  # A build makes these.
+    kept = [path for path in named if not path.endswith(".so") and path != "site/"]  # Built.
     return [path for path in kept if not any((root / path).exists() for root in roots)]
 
 
