@@ -193,5 +193,6 @@ def _shut_down(half: _Half) -> None:
 
 
 def _plain(address: Any) -> Address:
-    """Return an address in one spelling, without a zone."""
-    return str(ip_address(address[0].partition("%")[0])), address[1]
+    """Return an address in one spelling: without a zone, and IPv4 as such."""
+    host = ip_address(address[0].partition("%")[0])
+    return str(getattr(host, "ipv4_mapped", None) or host), address[1]
