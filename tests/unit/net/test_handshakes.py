@@ -196,7 +196,10 @@ def test_an_address_has_one_spelling(told: str, plain: str) -> None:
     [("::", ("127.0.0.1", "[::1]")), ("::1", ("[::1]",)), ("0.0.0.0", ("127.0.0.1",))],
 )
 def test_a_peer_that_came_in_is_none_of_them_at_any_address(
-    certificates: Certificates, listens_at: str, monkeypatch: pytest.MonkeyPatch
+    certificates: Certificates,
+    listens_at: str,
+    hosts: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nng and the kernel spell addresses differently, most of all IPv4 over an IPv6 socket."""
     monkeypatch.setattr(module, "SILENCE_S", 0.0)
@@ -204,9 +207,7 @@ def test_a_peer_that_came_in_is_none_of_them_at_any_address(
     listener.listen_tcp("listen", listens_at, 0)
     halves = HalfHandshakes(listener.tcp_ports)
     try:
-        for host in {"::": ("127.0.0.1", "[::1]"), "::1": ("[::1]",)}.get(
-            listens_at, ("127.0.0.1",)
-        ):
+        for host in hosts:
             with connected(listener, certificates, host):
                 assert halves.end_silent([], most=100) != []
                 wait_until(lambda: listener.pipe_count() == 0)
