@@ -1,6 +1,6 @@
 """One SGLang engine on a CPU, as a process that answers prompts: JSON lines in, JSON lines out.
 
-    engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON
+    engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON [STORAGE_BACKEND]
 
 In:  {"input_ids": […], "flush": bool}     flush empties the engine's own caches first
 Out: {"ready": true}, then one {"tokens": […], "logprobs": […], "cached": {…}} a prompt
@@ -34,7 +34,7 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(model: str, extra_config: str, replies: Any) -> None:
+def main(model: str, extra_config: str, replies: Any, backend: str = "dynamic") -> None:
     """Start the engine, then answer until stdin ends."""
     import sglang
 
@@ -54,7 +54,7 @@ def main(model: str, extra_config: str, replies: Any) -> None:
         hicache_ratio=2.0,
         hicache_write_policy="write_through",
         hicache_storage_prefetch_policy="wait_complete",
-        hicache_storage_backend="dynamic",
+        hicache_storage_backend=backend,
         hicache_storage_backend_extra_config=extra_config,
         log_level="warning",
     )
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     # SGLang and its libraries write to stdout: the replies get a descriptor of their own.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    main(sys.argv[1], sys.argv[2], channel)
+    main(sys.argv[1], sys.argv[2], channel, *sys.argv[3:])

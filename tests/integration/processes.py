@@ -23,9 +23,12 @@ ANSWER_S = 300.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a child: it finds our sources and the stand-ins for a CPU."""
+    """Return the environment of a child: it finds our sources and the stand-ins for a CPU.
+
+    PYTHONPATH_FIRST names a folder that comes before all others.
+    """
     ours = (HERE / "cpu_engine", ROOT, ROOT / "src")
-    paths = [*map(str, ours), os.environ.get("PYTHONPATH", "")]
+    paths = [more.pop("PYTHONPATH_FIRST", ""), *map(str, ours), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.engine_process import PAGE_TOKENS
+from tests.integration.patched import patched_sglang
 from tests.integration.processes import HERE, Child, StandaloneNode
 from tests.integration.sglang_rig import wait_until
 from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
@@ -25,13 +26,18 @@ Engines = tuple[Child, Child]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Return two engines on two nodes of one cluster; they start at the same time."""
+    """Return two engines on two nodes of one cluster; they start at the same time.
+
+    The writer's SGLang has the backend built in, and uses host buffers in place; the reader's loads
+    it dynamically, with the older interface.
+    """
     folder = tmp_path_factory.mktemp("engines")
     model = write_tiny_llama(folder / "tiny-llama")
+    patched = patched_sglang(folder)
     with (
         StandaloneNode(tmp_path_factory.mktemp("a")) as first,
         StandaloneNode(tmp_path_factory.mktemp("b"), discovery=first.control) as second,
-        start(model, first, interface=1) as writer,
+        start(model, first, patched=patched) as writer,
         start(model, second, interface=0) as reader,
     ):
         for engine in (writer, reader):
@@ -39,19 +45,27 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield writer, reader
 
 
-def start(model: Path, node: StandaloneNode, *, interface: int) -> Child:
-    """Start an engine that is at home with a node."""
-    extra = {
-        "backend_name": "peercache",
-        "module_path": "peercache.sglang",
-        "class_name": "PeerCacheStore",
-        "interface_v1": interface,
-        "home": node.home,
-    }
+def start(
+    model: Path, node: StandaloneNode, *, interface: int = 1, patched: Path | None = None
+) -> Child:
+    """Start an engine that is at home with a node.
+
+    patched: where an SGLang lies that knows the backend by its name; None loads it dynamically.
+    """
+    extra: dict[str, Any] = {"home": node.home}
+    if patched is None:
+        extra |= {
+            "backend_name": "peercache",
+            "module_path": "peercache.sglang",
+            "class_name": "PeerCacheStore",
+            "interface_v1": interface,
+        }
     return Child(
         str(HERE / "engine_process.py"),
         str(model),
         json.dumps(extra),
+        "dynamic" if patched is None else "peercache",
+        PYTHONPATH_FIRST="" if patched is None else str(patched),
         PEERCACHE_TEST_CPU_ENGINE="1",
         SGLANG_USE_CPU_ENGINE="1",
         HF_HUB_OFFLINE="1",
