@@ -30,9 +30,10 @@ for found in pkgutil.walk_packages(peercache.__path__, "peercache."):
     if not found.name.endswith("__main__"):
         with suppress(ImportError):
             importlib.import_module(found.name)
-os.setgroups([])
-os.setgid(int(sys.argv[1]))
-os.setuid(int(sys.argv[1]))
+uid, *groups = map(int, sys.argv[1].split("+"))
+os.setgroups(groups)
+os.setgid(uid)
+os.setuid(uid)
 """
 
 NODE = (
@@ -60,8 +61,8 @@ with Client.open(cluster="users", home=sys.argv[2], op_timeout_s=20.0, **setting
 
 
 @contextmanager
-def node_of(uid: int, *flags: str) -> Iterator[str]:
-    """Run a node as a user; yield its home address."""
+def node_of(uid: int, *flags: str, group: int = 0) -> Iterator[str]:
+    """Run a node as a user, with one more group if given; yield its home address."""
     with tempfile.TemporaryDirectory(prefix="pc-") as name:
         os.chown(name, uid, uid)
         Path(name).chmod(0o755)
@@ -69,7 +70,7 @@ def node_of(uid: int, *flags: str) -> Iterator[str]:
         node = NodeProcess(
             ["--cluster", CLUSTER, "--home", home, "--listen", "127.0.0.1:0", "--pool-size",
              "16MiB", "--metrics-port", "0", "--log-format", "json", *flags],
-            before=(sys.executable, "-c", NODE, str(uid)),
+            before=(sys.executable, "-c", NODE, user(uid, group)),
         )  # fmt: skip
         try:
             yield home
@@ -78,9 +79,16 @@ def node_of(uid: int, *flags: str) -> Iterator[str]:
             node.end()
 
 
-def engine_of(uid: int, home: str, *settings: str) -> subprocess.CompletedProcess[str]:
+def user(uid: int, group: int) -> str:
+    """Return what the processes take as their user."""
+    return f"{uid}+{group}" if group else str(uid)
+
+
+def engine_of(
+    uid: int, home: str, *settings: str, group: int = 0
+) -> subprocess.CompletedProcess[str]:
     """Run an engine as a user: it stores a page and reads it."""
-    command: Sequence[str] = [sys.executable, "-c", ENGINE, str(uid), home, *settings]
+    command: Sequence[str] = [sys.executable, "-c", ENGINE, user(uid, group), home, *settings]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
@@ -104,6 +112,19 @@ def test_an_engine_of_another_user_uses_a_root_node() -> None:
     assert done.stdout == "[True] [True] True 1\n", done.stderr
     assert "is not open to uid 65533" in stranger.stderr
     assert "share_uids = 65533" in stranger.stderr
+
+
+def test_two_users_of_one_group_share_a_node() -> None:
+    """Each names the group and the other's uid; without the group nothing is open."""
+    node_uid, engine_uid, group = 61_002, 61_001, 62_000
+    both = ("--share-group", str(group), "--share-uids", str(engine_uid))
+    ours = (f"share_group={group}", f"share_uids={node_uid}")
+    with node_of(node_uid, *both, group=group) as home:
+        done = engine_of(engine_uid, home, *ours, group=group)
+        outside = engine_of(engine_uid, home, f"share_uids={node_uid}")
+
+    assert done.stdout == "[True] [True] True 1\n", done.stderr
+    assert "is not open to uid 61001" in outside.stderr
 
 
 def test_an_engine_that_does_not_share_the_host_hears_what_to_set() -> None:

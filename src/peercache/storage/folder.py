@@ -29,7 +29,7 @@ from peercache.storage.layout import (
     parse_slab,
     slab_number,
 )
-from peercache.storage.ownership import ForeignFolderError, check_owner, take_for
+from peercache.storage.ownership import ForeignFolderError, check_owner, problem_above, take_for
 
 FOLDERS_MAX: Final = 64
 """More nodes than this do not share one disk."""
@@ -95,10 +95,13 @@ class Folder:
 def claim(disk_path: str | os.PathLike[str], size_bytes: int, *, cluster: str, log: Any) -> Folder:
     """Lock the first folder that can be ours; raise ConfigError, or OSError of the file system.
 
-    A folder of another cluster or uid is passed over with a sentence.
+    A folder of another cluster or uid is passed over with a sentence. So is a path that another
+    user may change told, and used: a volume of Kubernetes often is open to every user of a pod.
     """
     root = Path(disk_path)
     root.mkdir(parents=True, exist_ok=True)
+    if problem := problem_above(root):
+        log.warning("disk.path_open_to_others", path=str(root), problem=problem)
     for number in range(FOLDERS_MAX):
         path = root / str(number)
         try:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from pathlib import Path
 from typing import Final
 
 from peercache.errors import ConfigError
+
+ROOT_UID: Final = 0
 
 NAME_BYTES_MAX: Final = 4096
 """Longest lock file that is read: the longest name of a cluster, escaped, takes 1,600 bytes."""
@@ -33,6 +36,21 @@ def check_owner(folder: int, shown: str) -> None:
     if found.st_mode & stat.S_IWOTH:
         problem = f"{shown} may be written by every user: chmod o-w, if what it holds is yours"
         raise ForeignFolderError("disk_path", problem)
+
+
+def problem_above(root: Path) -> str:
+    """Return why another user could take the folders of nodes out of `root`, or "".
+
+    They hold no wrong page for it: each node's own folder is checked. But they are gone.
+    """
+    ours = os.geteuid()
+    for folder in (root, *root.resolve().parents):
+        found = folder.stat()
+        if found.st_uid not in (ours, ROOT_UID):
+            return f"{folder} belongs to uid {found.st_uid}, which may remove what lies in it"
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            return f"every user may remove what lies in {folder}: chmod o-w, or chmod +t"
+    return ""
 
 
 def take_for(cluster: str, lock: int, shown: str, *, is_fresh: bool) -> bool:

@@ -164,3 +164,36 @@ def test_when_every_folder_is_foreign_the_reason_names_the_setting(
         ended = blue.await_fact(DiskEnded)
     assert "disk_path" in ended.reason
     assert "another cluster" in ended.reason
+
+
+@needs_root
+@pytest.mark.parametrize("which", ["the path", "a parent"])
+@pytest.mark.parametrize(
+    ("uid", "mode", "problem"),
+    [
+        (0, 0o755, ""),
+        (0, 0o1777, ""),
+        (0, 0o777, "chmod"),
+        (STRANGER, 0o755, f"belongs to uid {STRANGER}"),
+    ],
+)
+def test_a_path_that_another_user_may_change_is_told_and_used(
+    tmp_path: Path, which: str, uid: int, mode: int, problem: str
+) -> None:
+    """That user can take a node's folder away, and put none of its own there."""
+    path = tmp_path / "parent" / "disk"
+    path.mkdir(parents=True)
+    judged = path if which == "the path" else path.parent
+    os.chown(judged, uid, -1)
+    judged.chmod(mode)
+
+    with Rig(path) as rig:
+        told = [
+            facts["problem"] for _, event, facts in rig.log.lines
+            if event == "disk.path_open_to_others"
+        ]  # fmt: skip
+        rig.spill([1])
+        assert folder_name(rig) == "0"
+
+    assert len(told) == bool(problem)
+    assert all(problem in each and str(judged) in each for each in told)
