@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.frozen.public import COMMANDS, flags_of
 from tests.house.reference_pages import BEGIN, END, MADE, PAGES, ROOT, with_made_part
 from tests.house.test_tidy import HOMES
 
@@ -113,6 +114,15 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 def test_readme_is_short() -> None:
     """It is read before PeerCache is tried."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"node", "doctor"}))
+def test_every_flag_of_a_command_is_on_the_page(name: str) -> None:
+    """`node` and `doctor` take every setting, which configuration.md lists."""
+    text = (PAGES / "cli.md").read_text()
+
+    missing = [flag for flag in flags_of(name) if not re.search(rf"{flag}\b", text)]
+    assert missing in ([], ["--help"])
 
 
 def test_dependencies_stand_where_the_page_says() -> None:
