@@ -72,7 +72,8 @@ class Access:
         watchers, problem = self._watchers(client, authorization)
         if may_read(path, watchers, is_open=self._is_open):
             return ""
-        self.count("unauthorized" if not problem else problem.reason, client)
+        reason, detail = (problem.reason, problem.detail) if problem else ("unauthorized", "")
+        self.count(reason, client, detail)
         told = (
             "this page wants the certificate of an operator or a node, or the bearer token of "
             "http_token_file"

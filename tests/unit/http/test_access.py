@@ -6,6 +6,7 @@ import datetime as dt
 import ssl
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -121,6 +122,22 @@ def test_far_client_reads_what_it_has_proved(
     counted = {reason: n for reason, n in totals_of(metrics.http_refused).items() if n}
     shown = 2 if http_open else 4
     assert counted == ({} if expected == "all" else {expected or "unauthorized": shown})
+
+
+def test_refusal_is_logged_with_what_is_wrong(certificates: Certificates) -> None:
+    """The reason `role` alone does not say which certificate a person has to use."""
+    settings = certificates.node("a")
+    log = Mock()
+    access = Access(
+        Config.load(settings), sharing=Sharing.of(), tls=_live(settings), metrics=Metrics(), log=log
+    )
+    certificate = _told(certificates, CertificateRole.CLIENT)
+
+    access.refusal(HttpClient(LOCAL, FAR, is_encrypted=True, certificate=certificate), "/", "")
+
+    (call,) = log.warning.call_args_list
+    assert call.kwargs["reason"] == "role"
+    assert call.kwargs["detail"] == "a client's certificate opens no page"
 
 
 def test_process_of_another_uid_on_this_host_is_a_stranger(
