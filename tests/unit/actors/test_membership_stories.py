@@ -274,6 +274,26 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
     assert {cluster.states(address, ended) for address in addresses(cluster)} == {ALIVE}
 
 
+def test_member_that_one_node_alone_holds_alive_ends_there_too() -> None:
+    """It refuted to that node, no master heard of it, and then it was gone."""
+    cluster = cluster_of(6)
+    misled = cluster.processes["n004:31998"]
+    ended = cluster.kill("n005:31998")
+    cluster.run(DEAD_S + 2.0)
+    assert cluster.agrees()
+    entry = misled.actor.member(ended.incarnation)
+    assert entry is not None
+    refuted = attrs.evolve(entry, state=ALIVE, counter=entry.counter + 1)
+
+    cluster._hand_over(misled, Origin(ended.incarnation), ViewShared(0, (refuted,)))
+    held = cluster.states("n004:31998", ended)
+    healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
+
+    assert held == ALIVE
+    assert healed_s <= HEAL_S
+    assert {cluster.states(address, ended) for address in addresses(cluster)} == {DEAD}
+
+
 @pytest.mark.parametrize("address", [HEAD, "n004:31998"])
 def test_paused_node_wakes_accuses_no_member_and_is_alive_again(address: str) -> None:
     """1. SIGSTOP for a minute: the others end it. 2. It goes on, with all that was queued."""

@@ -114,7 +114,7 @@ class Membership:
         self._candidates = Candidates(rng=rng)
         self._heads = frozenset(discovery_addr)
         self._wants_view: dict[int, None] = {}
-        # Nodes that members hold alive and this one does not know: since when, and until when.
+        # Nodes that members hold alive and this one does not: since when, and until when.
         self._claimed: dict[int, tuple[float, float]] = {}
         self._view = View.of([me])
         self._masters: tuple[Member, ...] = (me,)
@@ -219,7 +219,7 @@ class Membership:
             self._claimed = {
                 incarnation: (since, last)
                 for incarnation, (since, last) in self._claimed.items()
-                if now - last < self._dead_s and incarnation not in self._view
+                if now - last < self._dead_s and not self._holds_alive(incarnation)
             }
             self._shares.clear()
             self._shares_until = now + self._heartbeat_s
@@ -355,24 +355,33 @@ class Membership:
         # no answer here: they learn the rest from the masters.
         if before.state in (DEAD, LEFT) and self._view.adds_to(theirs):
             effects += self._share(sender)
-        effects += self._contradict(sender, judged.unknown, now)
+        effects += self._contradict(sender, judged.unmet, now)
         return [*effects, *self._look_for(judged.to_meet, sender.identity, now)]
 
-    def _contradict(self, sender: Origin, unknown: list[Member], now: float) -> list[Effect]:
+    def _contradict(self, sender: Origin, unmet: list[Member], now: float) -> list[Effect]:
         """As a master, tell a member which of those that it holds alive have not answered for long.
 
-        It judges only the masters itself, and no master judges what it does not know.
+        It judges only the masters itself, and no master judges what it does not hold alive: a
+        member that refutes to one node, and then is gone, would stay in that node's view.
         """
         if not any(master is self._me for master in self._masters):
             return []
         silent: list[Member] = []
-        for entry in unknown:
+        for entry in unmet:
             since, _ = self._claimed.get(entry.incarnation, (now, now))
             if entry.incarnation in self._claimed or len(self._claimed) < CLAIMED_MAX:
                 self._claimed[entry.incarnation] = (since, now)
             if now - since >= self._dead_s:
                 silent.append(attrs.evolve(entry, state=DEAD))
-        return self._share(sender, (self._me, *silent)) if silent else []
+        if not silent:
+            return []
+        # What this node holds ended too is ended under that counter: else their views differ.
+        effects = self._merge([entry for entry in silent if entry.incarnation in self._view], now)
+        return [*effects, *self._share(sender, (self._me, *silent))]
+
+    def _holds_alive(self, incarnation: int) -> bool:
+        entry = self._view.get(incarnation)
+        return entry is not None and is_live(entry)
 
     def _refute(self, entry: Member | None) -> bool:
         """Raise this node's counter above an entry about it that would win against its own."""

@@ -29,13 +29,13 @@ class JudgedView:
 
     merged:  entries to merge. doubted: DEAD or SUSPECT entries of members heard lately.
     to_meet: addresses at which members may be that this node does not know, or holds dead.
-    unknown: the entries among them that this node does not know at all.
+    unmet:   the entries among them that are live, and newer than what this node knows.
     """
 
     merged: list[Member]
     doubted: list[Member]
     to_meet: list[str]
-    unknown: list[Member]
+    unmet: list[Member]
 
 
 def speaks_for_itself(sender: int, member: Member) -> bool:
@@ -86,7 +86,7 @@ def judge_view(
         elif mine is None:
             if is_live(entry):
                 judged.to_meet.append(entry.control)
-                judged.unknown.append(entry)
+                judged.unmet.append(entry)
         elif not is_newer(entry, mine):
             if is_master and is_live(entry) and not is_live(mine):
                 # It may live, and not know what is said of it: its own answer lets it refute. The
@@ -104,4 +104,5 @@ def judge_view(
             judged.merged.append(entry)
         elif is_live(entry) and not is_live(mine):
             judged.to_meet.append(entry.control)
+            judged.unmet.append(entry)
     return judged
