@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -45,6 +45,8 @@ HOME_PATIENCE_PART = 0.8
 """Part of the time left that the home node may wait for other members."""
 
 Result = TypeVar("Result")
+
+Keys: TypeAlias = Sequence[Key] | PageKeys
 
 _open_clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
 
@@ -125,22 +127,26 @@ class Client:
         return self._with_buffers(keys, buffers, self.batch_get_into, writable=True)
 
     def batch_set_from(
-        self, keys: Sequence[Key], segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
+        self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Store one page a key, gathered from (address, bytes) segments, in their order."""
+        """Store one page a key, gathered from (address, bytes) segments, in their order.
+
+        keys: names of this namespace, or page keys, (n,) V16: those of several namespaces of this
+        one's name are one batch, and `clear` removes them together. So it is in all calls below.
+        """
         return self._call(
             "set", len(keys), [False] * len(keys), lambda until: self._set(keys, segments, until)
         )
 
     def batch_get_into(
-        self, keys: Sequence[Key], segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
+        self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
         """Scatter one page a key into (address, bytes) segments, in their order."""
         return self._call(
             "get", len(keys), [False] * len(keys), lambda until: self._get(keys, segments, until)
         )
 
-    def batch_exists(self, keys: Sequence[Key]) -> int:
+    def batch_exists(self, keys: Keys) -> int:
         """Return the length of the leading run of keys that have a holder: a hint.
 
         Has the short deadline `exists_timeout_s`.
@@ -148,17 +154,19 @@ class Client:
         found = self.contains(keys)
         return found.index(False) if False in found else len(found)
 
-    def contains(self, keys: Sequence[Key]) -> list[bool]:
+    def contains(self, keys: Keys) -> list[bool]:
         """Return for each key whether it has a holder: a hint, as `batch_exists`."""
-        return self._call(
-            "exists",
-            len(keys),
-            [False] * len(keys),
-            lambda until: self._contains(keys, until),
-            timeout_s=self.config.exists_timeout_s,
-        )
+        return self._exists(keys, touch=False)
 
-    def remove(self, keys: Sequence[Key]) -> int:
+    def touch(self, keys: Keys) -> list[bool]:
+        """Return what `contains` does, and have the holders evict what is found last.
+
+        For a caller that will read what it is told of. It pins nothing: each holder gets one
+        message a call, which may be lost, and treats these pages as just read.
+        """
+        return self._exists(keys, touch=True)
+
+    def remove(self, keys: Keys) -> int:
         """Drop these pages at every live holder; return how many pages went.
 
         No get finds them afterwards; but a node that is killed while a slow disk still forgets
@@ -166,7 +174,7 @@ class Client:
         """
 
         def ask(until: float) -> int:
-            names = page_keys(keys, self._digest)
+            names = self._names(keys)
             self._wiring.cache.forget(names.tolist())
             tag, patience_s = self.namespace.tag(), self._patience_s(until)
             return self._tell_home(
@@ -234,7 +242,7 @@ class Client:
 
     # --- the calls, between the guard and the paths -----------------------------------------------
 
-    def _set(self, keys: Sequence[Key], segments: Any, until: float) -> list[bool]:
+    def _set(self, keys: Keys, segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
         attached = self._tie.attached
         if attached is None:
@@ -261,7 +269,7 @@ class Client:
         stored: list[bool] = outcome.stored.tolist()
         return stored
 
-    def _get(self, keys: Sequence[Key], segments: Any, until: float) -> list[bool]:
+    def _get(self, keys: Keys, segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
         outcome = self._bridge.run(self._wiring.reader.get(names, runs, self._tie.cluster, until))
         for fabric, pages in outcome.pages_by_fabric.items():
@@ -277,20 +285,32 @@ class Client:
         hits: list[bool] = outcome.hits.tolist()
         return hits
 
-    def _contains(self, keys: Sequence[Key], until: float) -> list[bool]:
-        names = page_keys(keys, self._digest)
-        known, _ = self._bridge.run(self._wiring.reader.exists(names, self._tie.cluster, until))
+    def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
+        return self._call(
+            "exists",
+            len(keys),
+            [False] * len(keys),
+            lambda until: self._contains(keys, until, touch=touch),
+            timeout_s=self.config.exists_timeout_s,
+        )
+
+    def _contains(self, keys: Keys, until: float, *, touch: bool) -> list[bool]:
+        path = self._wiring.reader.exists(self._names(keys), self._tie.cluster, until, touch=touch)
+        known, _ = self._bridge.run(path)
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(int(np.argmin(known)) if not known.all() else len(known))
         found: list[bool] = known.tolist()
         return found
 
-    def _batch(self, keys: Sequence[Key], segments: Any) -> tuple[PageKeys, PageRuns]:
+    def _names(self, keys: Keys) -> PageKeys:
+        return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)
+
+    def _batch(self, keys: Keys, segments: Any) -> tuple[PageKeys, PageRuns]:
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
         pages = len(runs.lengths)
         if pages != len(keys):
             raise UnusableBuffers(f"{len(keys)} keys, but segments for {pages} pages")
-        return page_keys(keys, self._digest), runs
+        return self._names(keys), runs
 
     def _with_buffers(
         self,

@@ -98,11 +98,17 @@ def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
     A key of exactly 64 of [0-9a-f] is a digest already; any other is hashed whole. `str` and its
     UTF-8 bytes are the same key.
     """
-    if not keys:
-        return np.empty(0, KEY)
-    raw = _digests(keys)
-    mask = np.frombuffer(namespace_digest, np.uint64)
-    return (raw.reshape(-1, 2) ^ mask).reshape(-1).view(KEY)
+    named: PageKeys = page_keys_of(keys, [namespace_digest])[0]
+    return named
+
+
+def page_keys_of(keys: Sequence[Key], namespace_digests: Sequence[bytes]) -> PageKeys:
+    """Return the page keys of a batch in several namespaces, (namespaces, n) V16."""
+    if not keys or not namespace_digests:
+        return np.empty((len(namespace_digests), len(keys)), KEY)
+    masks = np.frombuffer(b"".join(namespace_digests), np.uint64).reshape(-1, 1, 2)
+    named = _digests(keys).reshape(1, -1, 2) ^ masks
+    return named.view(KEY).reshape(len(namespace_digests), len(keys))
 
 
 def _digests(keys: Sequence[Key]) -> npt.NDArray[np.uint64]:

@@ -58,6 +58,19 @@ class PageRuns:
         lengths = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
         return cls(flat, lengths, np.arange(pages + 1, dtype=np.int64) * per_page)
 
+    @classmethod
+    def joined(cls, parts: Sequence[PageRuns]) -> PageRuns:
+        """Return the pages of several batches as one; their sizes may differ."""
+        if len(parts) == 1:
+            return parts[0]
+        begins = np.cumsum([0, *(len(part.sizes) for part in parts)])
+        starts = [part.starts[:-1] + begin for part, begin in zip(parts, begins, strict=False)]
+        return cls(
+            np.concatenate([np.empty(0, np.uint64), *(part.addresses for part in parts)]),
+            np.concatenate([np.empty(0, np.uint64), *(part.sizes for part in parts)]),
+            np.concatenate([*starts, begins[-1:]]).astype(np.int64),
+        )
+
     def take(self, pages: npt.NDArray[np.intp]) -> PageRuns:
         """Return the runs of the chosen pages, in the order given."""
         if len(pages) == len(self) and (pages == np.arange(len(self))).all():

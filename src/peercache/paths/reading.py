@@ -41,6 +41,7 @@ from peercache.paths.verify import (
 )
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed
+from peercache.wire.messages.pool import Touched
 
 ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
@@ -53,8 +54,8 @@ PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
 """Silence after which the holder is asked again; only a second silence opens its breaker."""
 
 TOUCHES_MAX = 8192
-"""Most touches kept for one holder between two reports: 192 KiB; further ones are lost, which only
-the order of eviction notices."""
+"""Most touches of one message to a holder: 192 KiB; further ones are lost, which only the order of
+eviction notices."""
 
 Places = npt.NDArray[np.intp]
 
@@ -84,8 +85,7 @@ class Touches:
 
     def add(self, holder: int, records: Records) -> None:
         """Remember that these records of a holder were read."""
-        drops: Records = np.empty(len(records), DROP)
-        drops["key"], drops["generation"] = records["key"], records["generation"]
+        drops = _drops(records)
         with self._lock:
             count = self._count.get(holder, 0)
             drops = drops[: TOUCHES_MAX - count]
@@ -123,13 +123,22 @@ class Reader:
         self.touches = Touches()
 
     def exists(
-        self, keys: PageKeys, cluster: Cluster, until: float
+        self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
     ) -> Generator[Step, Any, tuple[Mask, list[str]]]:
-        """Find which pages have a holder, (n,) bool; a hint, as everything before a read."""
+        """Find which pages have a holder, (n,) bool; a hint, as everything before a read.
+
+        touch: tell each holder at once, in one message, which of its pages are reported: they are
+        the last to be evicted from then on. It pins nothing, and the message may be lost.
+        """
         since = self._clock() - EXISTS_TRUSTS_S
-        if self._locator.all_cached(keys, cluster, since):
+        if not touch and self._locator.all_cached(keys, cluster, since):
             return np.ones(len(keys), np.bool_), [""] * len(keys)
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
+        if touch:
+            # Before the wishes: what is in memory shall not make room for what is loaded.
+            told = _touches(where.records[where.known])
+            if told:
+                yield Post(told)
         wished = wishes(keys, where)
         if wished:
             # The caller will read these pages soon: their holders load them meanwhile.
@@ -351,6 +360,23 @@ def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Plac
         return [(places, records, fresh)]
     groups = [np.flatnonzero(records["holder"] == holder) for holder in holders]
     return [(places[group], records[group], fresh[group]) for group in groups]
+
+
+def _touches(records: Records) -> tuple[tuple[int, Touched], ...]:
+    """Return one message to each holder: its pages that were found, in the order of the batch."""
+    in_memory = records[(records["flags"] & RESIDENT) != 0]
+    count = len(in_memory)
+    groups = _by_holder(np.arange(count), in_memory, np.ones(count, np.bool_)) if count else []
+    return tuple(
+        (int(theirs["holder"][0]), Touched(_drops(theirs[:TOUCHES_MAX]).tobytes()))
+        for _, theirs, _ in groups
+    )
+
+
+def _drops(records: Records) -> Records:
+    drops: Records = np.empty(len(records), DROP)
+    drops["key"], drops["generation"] = records["key"], records["generation"]
+    return drops
 
 
 def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peercache.model.keys import KEY, KEY_BYTES, Key, Namespace, from_bytes, page_keys
+from peercache.model.keys import (
+    KEY,
+    KEY_BYTES,
+    Key,
+    Namespace,
+    from_bytes,
+    page_keys,
+    page_keys_of,
+)
 
 NAMESPACE = Namespace("model", "dtype=bf16", "tp=0")
 HEX = hashlib.sha256(b"page").hexdigest()
@@ -140,3 +148,15 @@ def test_tags_of_one_name_share_their_low_half_and_no_other() -> None:
     assert one.tag() >> 32 != other.tag() >> 32
     assert Namespace("model2", "dtype=bf16", "tp=0").space_tag() != one.space_tag()
     assert 0 <= one.tag() < 1 << 64
+
+
+def test_one_batch_in_several_namespaces() -> None:
+    """Each row is what the namespace's own batch is."""
+    keys = ["0" * 64, "a", "ab" * 32]
+    digests = [Namespace("m", pool).digest() for pool in ("kv", "swa")]
+
+    rows = page_keys_of(keys, digests)
+
+    assert [row.tolist() for row in rows] == [page_keys(keys, d).tolist() for d in digests]
+    assert page_keys_of([], digests).shape == (2, 0)
+    assert page_keys_of(keys, []).shape == (0, 3)

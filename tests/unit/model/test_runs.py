@@ -65,3 +65,17 @@ def test_addresses_above_two_to_the_63_survive() -> None:
     runs = PageRuns.of([[(2**64 - 4096, 4096)]])
 
     assert listed(runs) == [[(2**64 - 4096, 4096)]]
+
+
+def test_batches_of_several_sizes_are_joined_page_by_page() -> None:
+    """Pages keep their runs, whatever stands before them."""
+    first = PageRuns.of([[(1, 10), (2, 20)], [(3, 30), (4, 40)]])
+    second = PageRuns.of([[(5, 1)], [], [(6, 2)]])
+
+    joined = PageRuns.joined([first, second])
+
+    assert joined.addresses.tolist() == [1, 2, 3, 4, 5, 6]
+    assert joined.lengths.tolist() == [30, 70, 1, 0, 2]
+    assert joined.take(np.array([3, 1, 4])).addresses.tolist() == [3, 4, 6]
+    assert PageRuns.joined([first]) is first
+    assert len(PageRuns.joined([])) == 0

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import attrs
 import numpy as np
 import pytest
 
 from peercache.client.bridge import checksums_of
+from peercache.model.keys import from_bytes
 from peercache.model.member import DEAD
-from peercache.model.records import HAS_CHECKSUM, RESIDENT, Records
+from peercache.model.records import HAS_CHECKSUM, ON_DISK, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
+from peercache.paths import reading
 from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed, Located, Lookup
+from peercache.wire.messages.pool import Touched
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 
@@ -494,6 +498,43 @@ def test_touches_are_bounded() -> None:
         touches.add(1, records)
 
     assert len(touches.take()[1]) == 24 * TOUCHES_MAX
+
+
+def test_exists_tells_each_holder_at_once_what_it_reports() -> None:
+    """One message a holder and call, in the order of the prefix; pages on disk are not in it."""
+    world = World()
+    records = {name: held(world, 2 + (name == "b"), name) for name in "abc"}
+    held(world, 2, "d", flags=ON_DISK)
+    keys = named("a", "b", "absent", "c", "d")
+
+    for _ in range(2):
+        world.posted.clear()
+        path = world.reader.exists(keys, world.cluster, world.now + 0.1, touch=True)
+        known, _ = world.run(path)
+
+        told = {peer: m.drops for peer, m in world.posted if isinstance(m, Touched)}
+        drops = {n: r["key"].tobytes() + r["generation"].tobytes() for n, r in records.items()}
+        assert known.tolist() == [True, True, False, True, True]
+        assert told == {2: drops["a"] + drops["c"], 3: drops["b"]}
+
+    world.posted.clear()
+    world.exists("a", "b", "c")
+    assert world.posted == []
+
+
+def test_what_exists_tells_a_holder_is_bounded() -> None:
+    """A prompt longer than a message: its head is told."""
+    world = World()
+    names = [f"p{i}" for i in range(20)]
+    for name in names:
+        held(world, 2, name)
+
+    with patch.object(reading, "TOUCHES_MAX", 5):
+        world.run(world.reader.exists(named(*names), world.cluster, world.now + 1, touch=True))
+
+    told = [m.drops for _, m in world.posted if isinstance(m, Touched)]
+    assert [from_bytes(d[:16])[0] for d in told] == [named("p0")[0]]
+    assert len(told[0]) == 5 * 24
 
 
 def test_a_page_without_residence_is_not_read() -> None:

@@ -1,0 +1,103 @@
+"""How far a prefix reaches: what each pool has of it, and how far all of them have it together.
+
+Pure. A prefix of n pages is usable if its KV pages are all there and every pool that gates has what
+its policy wants of a prefix that ends there. SGLang cuts at such ends only, so all of them are
+named: ranks that hold other ends agree on one that all have.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+
+ALL_PAGES = "all_pages"
+TRAILING_PAGES = "trailing_pages"
+BLOCK_GROUPS = "block_groups"
+
+
+@attrs.frozen(eq=False)
+class SidePages:
+    """What there is of one pool.
+
+    policy:      one of the three above; any other reaches nowhere.
+    present:     (n,) bool of the pages of the prefix; with BLOCK_GROUPS of the transfer's own keys.
+    trailing:    with TRAILING_PAGES: how many pages before the end must be there.
+    block_pages, group_pages: with BLOCK_GROUPS: pages that a group covers, and keys of a group.
+    """
+
+    policy: str
+    present: Mask
+    trailing: int = 1
+    block_pages: int = 0
+    group_pages: int = 0
+
+    @property
+    def gates(self) -> bool:
+        """Return whether the prefix is no longer than this pool has it."""
+        return self.policy != BLOCK_GROUPS
+
+    def ends(self, pages: int) -> Mask:
+        """Return at which lengths a prefix of at most `pages` may end, (pages + 1,) bool."""
+        ends = np.zeros(pages + 1, np.bool_)
+        if self.policy == ALL_PAGES:
+            ends[1 : leading(self.present[:pages]) + 1] = True
+        elif self.policy == TRAILING_PAGES:
+            # The sum over the window before each end; a prefix shorter than the window needs all.
+            counted = np.concatenate([[0], np.cumsum(self.present[:pages])])
+            begins = np.maximum(np.arange(pages + 1) - self.trailing, 0)
+            ends = counted - counted[begins] == np.arange(pages + 1) - begins
+            ends[0] = False
+        return ends
+
+    def covered(self, pages: int) -> int:
+        """Return how many pages the leading whole groups cover, at most `pages`."""
+        if self.group_pages < 1 or self.block_pages < 1:
+            return 0
+        groups = leading(self.present) // self.group_pages
+        return min(groups * self.block_pages, pages)
+
+
+@attrs.frozen
+class Prefix:
+    """How far a prefix reaches.
+
+    pages:   of the longest usable prefix. ends: the lengths of all usable ones, rising.
+    kv:      leading KV pages. sides: the longest prefix that each pool has, alone beside KV.
+    """
+
+    pages: int
+    ends: list[int]
+    kv: int
+    sides: list[int]
+
+
+def prefix_of(kv: Mask | None, asked: int, sides: list[SidePages]) -> Prefix:
+    """Return how far a prefix of `asked` pages reaches.
+
+    kv: (asked,) bool, which KV pages are there; None where the KV pages hold no bytes. Then the
+    pools hold everything, and without one of which every page must be there nothing is known.
+    """
+    if kv is not None:
+        pages = leading(kv)
+    else:
+        pages = asked if any(side.policy == ALL_PAGES for side in sides) else 0
+    usable = np.ones(pages + 1, np.bool_)
+    usable[0] = False
+    lengths: list[int] = []
+    for side in sides:
+        if not side.gates:
+            lengths.append(side.covered(asked))
+            continue
+        ends = side.ends(pages)
+        lengths.append(int(np.flatnonzero(ends)[-1]) if ends.any() else 0)
+        usable &= ends
+    ends_at: list[int] = np.flatnonzero(usable).tolist()
+    return Prefix(ends_at[-1] if ends_at else 0, ends_at, pages, lengths)
+
+
+def leading(present: Mask) -> int:
+    """Return the length of the leading run of pages that are there."""
+    return len(present) if present.all() else int(np.argmin(present))

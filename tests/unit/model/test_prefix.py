@@ -1,0 +1,96 @@
+"""How far a prefix reaches, compared with what the policies say in words."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.model.prefix import (
+    ALL_PAGES,
+    BLOCK_GROUPS,
+    TRAILING_PAGES,
+    Prefix,
+    SidePages,
+    leading,
+    prefix_of,
+)
+
+PAGES = 7
+MASKS = st.lists(st.booleans(), min_size=PAGES, max_size=PAGES).map(np.array)
+SIDES = st.lists(
+    st.builds(
+        SidePages,
+        st.sampled_from([ALL_PAGES, TRAILING_PAGES, BLOCK_GROUPS, "another"]),
+        MASKS,
+        st.integers(1, PAGES + 2),
+        st.integers(-1, 3),
+        st.integers(-1, 3),
+    ),
+    max_size=3,
+)
+
+
+def allows(side: SidePages, end: int) -> bool:
+    """Say in words whether a prefix of `end` pages has what a pool must have of it."""
+    if side.policy == ALL_PAGES:
+        return all(side.present[:end])
+    if side.policy == TRAILING_PAGES:
+        return all(side.present[max(0, end - side.trailing) : end])
+    return side.policy == BLOCK_GROUPS
+
+
+@given(kv=MASKS, sides=SIDES)
+def test_a_prefix_may_end_where_every_pool_allows_it(
+    kv: np.ndarray, sides: list[SidePages]
+) -> None:
+    """No usable end is left out, and none is invented."""
+    found = prefix_of(kv, PAGES, sides)
+
+    ends = [
+        end
+        for end in range(1, PAGES + 1)
+        if all(kv[:end]) and all(allows(side, end) for side in sides)
+    ]
+    assert found.ends == ends
+    assert found.pages == max(ends, default=0)
+    assert found.kv == leading(kv)
+
+
+@given(kv=MASKS, sides=SIDES)
+def test_each_pool_says_what_it_has_alone(kv: np.ndarray, sides: list[SidePages]) -> None:
+    """The longest prefix beside KV, whatever the other pools lack."""
+    found = prefix_of(kv, PAGES, sides)
+
+    for side, pages in zip(sides, found.sides, strict=True):
+        if side.policy != BLOCK_GROUPS:
+            ends = [end for end in range(1, found.kv + 1) if allows(side, end)]
+            assert pages == max(ends, default=0)
+
+
+def test_groups_cover_blocks_as_far_as_they_are_whole() -> None:
+    """Five keys in groups of two: two whole groups, of three pages each."""
+    keys = np.array([True] * 5 + [False])
+    groups = SidePages(BLOCK_GROUPS, keys, block_pages=3, group_pages=2)
+    kv = np.ones(PAGES, np.bool_)
+
+    assert prefix_of(kv, PAGES, [groups]) == Prefix(PAGES, list(range(1, PAGES + 1)), PAGES, [6])
+    assert groups.covered(4) == 4
+    assert SidePages(BLOCK_GROUPS, keys, block_pages=3).covered(PAGES) == 0
+
+
+def test_without_kv_bytes_a_pool_of_every_page_vouches() -> None:
+    """A pool of which only the end must be there says nothing about the pages before it."""
+    present = np.array([True] * 5 + [False] * 2)
+    every, last = SidePages(ALL_PAGES, present), SidePages(TRAILING_PAGES, present)
+
+    assert prefix_of(None, PAGES, [every, last]).pages == 5
+    assert prefix_of(None, PAGES, [last]) == Prefix(0, [], 0, [0])
+    assert prefix_of(None, PAGES, []) == Prefix(0, [], 0, [])
+
+
+def test_nothing_asked_is_nothing_found() -> None:
+    """A prompt shorter than a page."""
+    nothing = np.empty(0, np.bool_)
+
+    assert prefix_of(nothing, 0, [SidePages(TRAILING_PAGES, nothing)]) == Prefix(0, [], 0, [0])
