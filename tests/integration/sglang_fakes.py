@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.runs import PageRuns
@@ -44,6 +45,11 @@ class FakeClient:
     namespace: Namespace
     closed: bool = False
     registered: list[tuple[int, int]] = attrs.field(factory=list)
+    touched: list[int] = attrs.field(factory=list)
+    """Keys of each exists."""
+    moved: list[int] = attrs.field(factory=list)
+    """Pages of each get and set: how many batches there were."""
+    metrics: Any = None
 
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
         """Take note of memory that reads will fill."""
@@ -53,6 +59,7 @@ class FakeClient:
     def batch_set_from(self, keys: Sequence[str], segments: Any) -> list[bool]:
         """Keep a copy of each page; the first size under a key stays."""
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
+        self.moved.append(len(keys))
         return [
             self._set(name, self._gather(runs, index))
             for index, name in enumerate(self._names(keys))
@@ -61,15 +68,12 @@ class FakeClient:
     def batch_get_into(self, keys: Sequence[str], segments: Any) -> list[bool]:
         """Scatter each page that is there and has the destination's size."""
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
+        self.moved.append(len(keys))
         return [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
 
-    def batch_exists(self, keys: Sequence[str]) -> int:
-        """Return the length of the leading run that is there."""
-        found = self.contains(keys)
-        return found.index(False) if False in found else len(found)
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
+    def touch(self, keys: Any) -> list[bool]:
         """Return one bool a key."""
+        self.touched.append(len(keys))
         with self.cluster.lock:
             return [name in self.cluster.pages for name in self._names(keys)]
 
@@ -93,8 +97,10 @@ class FakeClient:
         """Close; closing twice is fine."""
         self.closed = True
 
-    def _names(self, keys: Sequence[str]) -> list[bytes]:
-        return [key.tobytes() for key in page_keys(keys, self.namespace.digest())]
+    def _names(self, keys: Any) -> list[bytes]:
+        is_named = isinstance(keys, np.ndarray)
+        names = keys if is_named else page_keys(keys, self.namespace.digest())
+        return [name.tobytes() for name in names]
 
     def _set(self, name: bytes, page: bytes) -> bool:
         with self.cluster.lock:

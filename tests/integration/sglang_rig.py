@@ -83,14 +83,14 @@ def device_pool(kind: str) -> Any:
     return MHATokenToKVPool(head_num=4, head_dim=8, v_head_dim=v_head_dim, **common)
 
 
-def host_pool(kind: str, layout: str, device: Any = None) -> Any:
+def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAGE_TOKENS) -> Any:
     """Return SGLang's host pool in one of its layouts."""
     device = device or device_pool(kind)
     info = device.get_device_pool_infos()[0].buffer_info
     common = {
         "host_to_device_ratio": 1.5,
         "host_size": 0,
-        "page_size": PAGE_TOKENS,
+        "page_size": page_tokens,
         "layout": layout,
         "device_capacity_tokens": device.size,
         "start_layer": device.start_layer,

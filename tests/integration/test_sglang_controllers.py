@@ -17,9 +17,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from tests.integration.sglang_fakes import FakeCluster
-from tests.integration.sglang_rig import EVERY_POOL, PAGE_TOKENS, Rig, host_pool, page_hash, prompt
+from tests.integration.sglang_rig import (
+    EVERY_POOL,
+    PAGE_TOKENS,
+    Rig,
+    host_pool,
+    page_hash,
+    prompt,
+)
+from tests.integration.sglang_side_pools import filled, flat_page
 
 PAGES = 9
 
@@ -148,28 +157,38 @@ def test_injected_failures_shorten_hits_and_never_corrupt_them(
     assert {loaded for _, loaded, _ in seen} == {0, PAGES}
 
 
-def test_a_hybrid_model_recomputes(open_rig: OpenRig) -> None:
-    """With a sliding-window pool beside KV nothing hits, although the KV pages are there."""
-    rig = open_rig()
-    tokens = prompt(PAGES, seed=12)
-    side = host_pool("mha", "page_first")
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
+def test_a_hybrid_model_hits_where_its_window_is(open_rig: OpenRig, layout: str) -> None:
+    """SGLang's controller stores KV with a window of its last two pages, and finds both."""
+    rig = open_rig(layout=layout)
+    side = filled(host_pool("mha", layout))
     rig.store.register_mem_host_pool_v2(side, PoolName.SWA)
+    tokens, longer = prompt(PAGES, seed=12), prompt(PAGES + 3, seed=12)
+    keys = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
+    assert longer[: len(tokens)] == tokens
 
-    def window() -> PoolTransfer:
+    def window(keys: list[str]) -> PoolTransfer:
         return PoolTransfer(
             name=PoolName.SWA,
-            keys=[page_hash(0)],
-            host_indices=torch.arange(PAGE_TOKENS),
+            keys=keys[-2:],
+            host_indices=torch.arange(2 * PAGE_TOKENS),
             hit_policy=PoolHitPolicy.TRAILING_PAGES,
         )
 
-    stored = rig.back_up(tokens, seed=13, extra_pools=[window()])
-    rig.controller.prefetch(CacheRequestHandle("rid", 0), tokens, extra_pools=[window()])
+    before = [flat_page(side, page) for page in (0, 1)]
+    stored = rig.back_up(tokens, seed=13, extra_pools=[window(keys)])
+    filled(side, seed=1)
+    rig.controller.prefetch(CacheRequestHandle("rid", 0), longer, extra_pools=[window(keys)])
     operation = rig.controller.prefetch_hit_queue.get(timeout=120)
+    operation.host_indices = rig.pools.alloc(operation.storage_hit_count)
+    rig.controller.prefetch_buffer.put(operation)
+    loaded: dict[str, int] = {}
+    while not (ack := rig.controller.ack_prefetch_queue.get(timeout=120)).completed_req:
+        loaded |= ack.pool_hits or {}
 
     assert stored == PAGES
-    assert operation.storage_hit_count == 0
-    assert rig.store.stats()["refused"] == {
-        "exists_v2": {"unsupported": PAGES},
-        "set_v2": {"unsupported": 1},
-    }
+    assert operation.storage_hit_count == PAGES * PAGE_TOKENS
+    assert operation.pool_storage_result.restorable_prefix_pages == [PAGES]
+    assert {name: pages for name, pages in loaded.items() if pages} == {PoolName.SWA: 2}
+    assert [flat_page(side, page) for page in (0, 1)] == before
+    assert rig.store.stats()["refused"] == {}

@@ -442,7 +442,7 @@ def test_an_empty_batch_is_an_empty_answer(cluster: FakeCluster) -> None:
     assert store.batch_exists([]) == 0
 
 
-def test_v2_methods_answer_misses_and_store_nothing(cluster: FakeCluster) -> None:
+def test_pools_that_were_never_named_are_misses_and_store_nothing(cluster: FakeCluster) -> None:
     """One False a key of each pool, a hit of zero pages, and each page counted."""
     store = open_store(cluster)
     transfers = [
@@ -454,11 +454,11 @@ def test_v2_methods_answer_misses_and_store_nothing(cluster: FakeCluster) -> Non
     read = store.batch_get_v2(transfers)
     written = store.batch_set_v2(transfers)
 
-    assert found == PoolTransferResult.empty()
+    assert found == PoolTransferResult(0, {}, [])
     assert read == written == {PoolName.SWA: [False, False], PoolName.MAMBA: []}
     assert not cluster.pages
     assert store.stats()["refused"] == {
-        "exists_v2": {"unsupported": 3},
+        "exists_v2": {"unsupported": 6},
         "get_v2": {"unsupported": 2},
         "set_v2": {"unsupported": 2},
     }

@@ -35,6 +35,9 @@ class Metrics:
         )
         self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
         self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")
+        self.pages_short = counter(
+            "pages_short", "Pages that SGLang asked for after exists had reported them.", "pool"
+        )
         self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
         self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
         self.latency_s = Histogram(

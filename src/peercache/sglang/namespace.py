@@ -13,6 +13,9 @@ from typing import Any
 
 from peercache.model.keys import Namespace
 
+MAMBA = "mamba"
+"""The pool of recurrent states."""
+
 _POOL_FACTS = (
     "dtype",
     "layout",
@@ -27,6 +30,22 @@ _POOL_FACTS = (
     "storage_format_tag",
 )
 """What the bytes of a page mean. One model name with two of these is refused by the nodes."""
+
+_SIDE_FACTS = (
+    "pool_name",
+    "conv_dtype",
+    "conv_state_shapes",
+    "temporal_dtype",
+    "temporal_state_shape",
+    "num_mamba_layers",
+    "indexer_dtype",
+    "indexer_page_stride_size",
+    "item_bytes",
+    "state_page_bytes",
+    "ring_size",
+    "size_per_token",
+)
+"""The same of side pools: states of Mamba, an indexer's keys, rows of DeepSeek V4."""
 
 _STAGE_FACTS = ("start_layer", "end_layer", "layer_num", "target_layer_num")
 """Which layers a page holds. Pipeline stages of one model differ in them."""
@@ -61,13 +80,44 @@ def namespace_of(
     weights:        facts of the weights, {} where the name stands for them.
     """
     geometry = _facts(pool, _POOL_FACTS)
+    return _namespace(storage_config, pool, page_bytes, name, weights, geometry, is_own=False)
+
+
+def side_namespace_of(
+    storage_config: Any,
+    pool: Any,
+    pool_name: str,
+    page_bytes: int,
+    name: str,
+    weights: Mapping[str, object],
+) -> Namespace:
+    """Return the namespace of the pages of a side pool; `name` is that of the model's KV pages."""
+    geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS))
+    geometry |= {"pool": pool_name, "pool_class": type(pool).__name__}
+    # A replicated model's KV is the same on every rank. Its Mamba state is not, and neither is a
+    # pool that holds attention heads, such as a draft model's: each rank has its own part.
+    is_own = pool_name == MAMBA or getattr(pool, "head_num", None) is not None
+    return _namespace(storage_config, pool, page_bytes, name, weights, geometry, is_own=is_own)
+
+
+def _namespace(
+    storage_config: Any,
+    pool: Any,
+    page_bytes: int,
+    name: str,
+    weights: Mapping[str, object],
+    geometry: dict[str, object],
+    *,
+    is_own: bool,
+) -> Namespace:
+    """is_own: whether the pages are this rank's own even where the model's KV is replicated."""
     coordinates: dict[str, object] = {}
 
     def field(name: str, default: object) -> object:
         value = getattr(storage_config, name, default)
         return default if value is None else value
 
-    if not field("is_mla_model", default=False):
+    if is_own or not field("is_mla_model", default=False):
         # Every rank of a replicated model holds the same bytes, and one of them writes them.
         coordinates["tp"] = f"{field('tp_rank', 0)}/{field('tp_size', 1)}"
     coordinates["pp"] = f"{field('pp_rank', 0)}/{field('pp_size', 1)}"

@@ -8,6 +8,8 @@ runs are ordered as the flat page is: by address within the pool's buffer. (For 
 In every layout that we serve, run r of page p is at base[r] + p * stride[r]. Both are taken from
 `get_page_buffer_meta` itself and compared with it on sample pages at registration; after that a
 batch is one numpy expression, where the function would make Python objects for every run.
+
+A side pool that names no buffers is served through its flat pages, at the cost of one more copy.
 """
 
 from __future__ import annotations
@@ -74,17 +76,18 @@ class HostPages:
     batch_sizes: U64
 
     @classmethod
-    def of(cls, pool: Any) -> HostPages:
+    def of(cls, pool: Any, *, is_side: bool = False) -> HostPages:
         """Read a pool's geometry; raise UnservedPool if its pages cannot be served whole."""
         _require_servable(pool)
         tokens, count = int(pool.page_size), int(pool.size) // int(pool.page_size)
         first, sizes = _buffers(pool, np.zeros(1, np.int64))
-        # One tensor holds the pool: C order is address order. Two tensors (K and V of different
-        # width) are separate allocations, whose addresses say nothing: K comes first there.
-        single = isinstance(pool.kv_buffer, torch.Tensor)
+        # One tensor holds the pool: C order is address order. Several tensors (K and V of different
+        # width, the states of Mamba) are separate allocations, whose addresses say nothing: the
+        # pool's own order counts there.
+        single = len(_tensors(pool)) == 1
         order = np.argsort(first[0], kind="stable") if single else np.arange(first.shape[1])
         page_bytes = int(sizes.sum())
-        _require_complete(pool, first[0][order], sizes[order], page_bytes)
+        _require_complete(pool, first[0][order], sizes[order], page_bytes, is_side=is_side)
         second = _buffers(pool, np.ones(1, np.int64))[0] if count > 1 else first
         strides = second[0] - first[0]
         samples = np.unique(np.array([0, count // 3, count // 2, count - 1], np.int64))
@@ -105,9 +108,7 @@ class HostPages:
 
     def memory(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory that all pages lie in, one for each tensor."""
-        whole = self.pool.kv_buffer
-        tensors = [whole] if isinstance(whole, torch.Tensor) else list(whole)
-        return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        return [(tensor.data_ptr(), tensor.nbytes) for tensor in _tensors(self.pool)]
 
     def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
         """Return where the pages of a batch lie.
@@ -115,23 +116,7 @@ class HostPages:
         host_indices: (page_count * page_tokens,) int64, on the CPU; page i starts at entry
         i * page_tokens, aligned, and is contiguous. Raises UnusableBatch otherwise.
         """
-        slots = host_indices.numpy()
-        if slots.shape != (page_count * self.page_tokens,):
-            raise UnusableBatch(
-                reasons.WRONG_SIZE,
-                f"{page_count} keys want {page_count * self.page_tokens} host indices, "
-                f"there are {slots.shape}",
-            )
-        starts, lasts = slots[:: self.page_tokens], slots[self.page_tokens - 1 :: self.page_tokens]
-        pages = starts // self.page_tokens
-        if (
-            (starts % self.page_tokens).any()
-            or (lasts - starts != self.page_tokens - 1).any()
-            or (page_count and (pages.min() < 0 or pages.max() >= self.page_count))
-        ):
-            raise UnusableBatch(
-                reasons.REFUSED, "host indices that are not whole pages of the pool"
-            )
+        pages = _page_numbers(host_indices, page_count, self.page_tokens, self.page_count)
         if self.affine:
             addresses = self.bases + pages.astype(np.uint64)[:, None] * self.strides
         else:
@@ -142,6 +127,86 @@ class HostPages:
         if sizes is None:
             sizes = np.tile(self.sizes, page_count)
         return PageRuns.regular(addresses, sizes, page_count)
+
+
+@attrs.frozen(eq=False)
+class FlatPages:
+    """The pages of a side pool that names no buffers, through copies that the pool makes.
+
+    So are stored an indexer's keys in layer_first, and Mamba states with further states beside
+    them. dtype: of a flat page.
+    """
+
+    pool: Any
+    page_tokens: int
+    page_count: int
+    page_bytes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, pool: Any) -> FlatPages:
+        """Read a pool's geometry; raise UnservedPool if its flat page is not its page."""
+        _require_in_place(pool)
+        try:
+            page = pool.get_dummy_flat_data_page()
+            held = pool.get_data_page(0, flat=True)
+        except (NotImplementedError, ValueError, AttributeError, RuntimeError) as error:
+            raise UnservedPool(str(error)) from error
+        if not _in_place(page) or page.nbytes == 0 or page.nbytes != held.nbytes:
+            raise UnservedPool("it gives no flat pages")
+        tokens = int(getattr(pool, "page_size", 1) or 1)
+        return cls(pool, tokens, int(pool.size) // tokens, page.nbytes, page.dtype)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Return nothing: reads fill a copy."""
+        return []
+
+    def slots(self, host_indices: torch.Tensor, page_count: int) -> list[int]:
+        """Return the first slot of each page of a batch; raise UnusableBatch."""
+        pages = _page_numbers(host_indices, page_count, self.page_tokens, self.page_count)
+        slots: list[int] = (pages * self.page_tokens).tolist()
+        return slots
+
+    def staged(self, slots: list[int]) -> StagedPages:
+        """Return room for copies of these pages, one contiguous tensor."""
+        content = torch.empty((len(slots), self.page_bytes), dtype=torch.uint8)
+        return StagedPages(self, slots, content)
+
+
+@attrs.frozen(eq=False)
+class StagedPages:
+    """A batch of flat pages. slots: the first of each page. content: (pages, page_bytes) uint8."""
+
+    pages: FlatPages
+    slots: list[int]
+    content: torch.Tensor
+
+    def runs(self) -> PageRuns:
+        """Return where the copies lie."""
+        return flat_runs(list(self.content), len(self.slots), self.pages.page_bytes)
+
+    def gather(self) -> None:
+        """Copy the pages out of the pool."""
+        for slot, copy in zip(self.slots, self.content, strict=True):
+            page = self.pages.pool.get_data_page(slot, flat=True)
+            copy.copy_(page.contiguous().view(torch.uint8))
+
+    def scatter(self, hits: list[bool]) -> None:
+        """Copy the pages that were read into the pool, and no others."""
+        for slot, copy, hit in zip(self.slots, self.content, hits, strict=True):
+            if hit:
+                self.pages.pool.set_from_flat_data_page(slot, copy.view(self.pages.dtype))
+
+
+def side_pages_of(pool: Any) -> HostPages | FlatPages:
+    """Return the pages of a side pool, in place where it names their buffers.
+
+    Raises UnservedPool for one whose pages cannot be told apart or copied.
+    """
+    try:
+        return HostPages.of(pool, is_side=True)
+    except UnservedPool:
+        return FlatPages.of(pool)
 
 
 def flat_runs(tensors: list[torch.Tensor], page_count: int, page_bytes: int) -> PageRuns:
@@ -164,30 +229,82 @@ def _in_place(page: Any) -> bool:
     return isinstance(page, torch.Tensor) and page.is_contiguous() and page.device.type == "cpu"
 
 
+def _page_numbers(indices: Any, page_count: int, page_tokens: int, pages_max: int) -> I64:
+    """Return which pages of a pool a batch names, (page_count,); raise UnusableBatch."""
+    shape = None if indices is None else tuple(indices.shape)
+    if shape != (page_count * page_tokens,):
+        raise UnusableBatch(
+            reasons.WRONG_SIZE,
+            f"{page_count} keys want {page_count * page_tokens} host indices, there are {shape}",
+        )
+    slots = indices.numpy()
+    starts, lasts = slots[::page_tokens], slots[page_tokens - 1 :: page_tokens]
+    pages: I64 = starts // page_tokens
+    if (
+        (starts % page_tokens).any()
+        or (lasts - starts != page_tokens - 1).any()
+        or (page_count and (pages.min() < 0 or pages.max() >= pages_max))
+    ):
+        raise UnusableBatch(reasons.REFUSED, "host indices that are not whole pages of the pool")
+    return pages
+
+
+def is_logical(pool: Any) -> bool:
+    """Return whether a pool numbers pages and holds no bytes: the anchor of DeepSeek V4."""
+    return getattr(pool, "kv_buffer", None) is None and getattr(pool, "size_per_token", None) == 0
+
+
+def _tensors(pool: Any) -> list[torch.Tensor]:
+    """Return the tensors that hold a pool's pages."""
+    whole = getattr(pool, "kv_buffer", None)
+    if whole is None and hasattr(pool, "get_hybrid_pool_buffer"):
+        whole = pool.get_hybrid_pool_buffer()
+    if whole is None:
+        return []
+    listed = [whole] if isinstance(whole, torch.Tensor) else list(whole)
+    return [tensor for tensor in listed if tensor is not None and tensor.nbytes]
+
+
 def _require_servable(pool: Any) -> None:
-    if getattr(pool, "kv_buffer", None) is None:
+    if not _tensors(pool):
         raise UnservedPool("its pages are not in this pool (kv_buffer is None)")
     if pool.layout not in LAYOUTS:
         raise UnservedPool(f"its layout is {pool.layout}; served are {', '.join(LAYOUTS)}")
+    _require_in_place(pool)
+
+
+def _require_in_place(pool: Any) -> None:
     if getattr(pool, "logical_size", pool.size) != pool.size:
         raise UnservedPool("its pages are spread over several ranks")
     if getattr(pool, "shared_allocation_domain", None) is not None:
         raise UnservedPool("its pages move while it is in use (shared compacting memory)")
 
 
-def _require_complete(pool: Any, addresses: U64, sizes: U64, page_bytes: int) -> None:
+def _require_complete(
+    pool: Any, addresses: U64, sizes: U64, page_bytes: int, *, is_side: bool
+) -> None:
     """Refuse a pool whose runs are not all of a page, or not in the flat page's order."""
-    per_token = getattr(pool, "size_per_token", None) or pool.get_size_per_token()
-    if page_bytes != per_token * pool.page_size:
-        raise UnservedPool(
-            f"its buffers name {page_bytes} bytes a page, of {per_token * pool.page_size}"
-        )
-    if isinstance(pool.kv_buffer, torch.Tensor):
-        begin = pool.kv_buffer.data_ptr()
-        ends = addresses + sizes
-        inside = addresses[0] >= begin and ends[-1] <= begin + pool.kv_buffer.nbytes
-        if not (pool.kv_buffer.is_contiguous() and inside and (ends[:-1] <= addresses[1:]).all()):
-            raise UnservedPool("its buffers overlap, or lie outside kv_buffer")
+    wanted = (getattr(pool, "size_per_token", None) or pool.get_size_per_token()) * pool.page_size
+    # The pools of DeepSeek V4 state the bytes of a whole row there; their flat page is right.
+    if page_bytes != wanted and not (is_side and page_bytes == _flat_bytes(pool)):
+        raise UnservedPool(f"its buffers name {page_bytes} bytes a page, of {wanted}")
+    tensors = _tensors(pool)
+    begins = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    limits = begins + np.array([tensor.nbytes for tensor in tensors], np.uint64)
+    ends = addresses + sizes
+    inside = ((addresses[:, None] >= begins) & (ends[:, None] <= limits)).any(axis=1)
+    by_address = np.argsort(addresses, kind="stable")
+    apart = ends[by_address][:-1] <= addresses[by_address][1:]
+    if not (all(t.is_contiguous() for t in tensors) and inside.all() and apart.all()):
+        raise UnservedPool("its buffers overlap, or lie outside its memory")
+
+
+def _flat_bytes(pool: Any) -> int:
+    """Return the bytes of a flat page, 0 where the pool makes none."""
+    try:
+        return int(pool.get_dummy_flat_data_page().nbytes)
+    except (NotImplementedError, ValueError, AttributeError, RuntimeError):
+        return 0
 
 
 def _buffers(pool: Any, pages: I64) -> tuple[U64, U64]:
@@ -198,6 +315,8 @@ def _buffers(pool: Any, pages: I64) -> tuple[U64, U64]:
         addresses, sizes = pool.get_page_buffer_meta(torch.from_numpy(slots))
     except (NotImplementedError, ValueError) as error:
         raise UnservedPool(str(error)) from error
+    if addresses is None:
+        raise UnservedPool("it names no buffers of its pages")
     flat = np.array(addresses, np.uint64).reshape(len(pages), -1)
     if flat.size == 0:
         raise UnservedPool("it names no buffers of its pages")

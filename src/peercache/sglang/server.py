@@ -71,6 +71,19 @@ class Server:
         written = {name: str(value) for name, value in facts.items() if value is not None}
         return {name: value for name, value in written.items() if value not in {"", "{}"}}
 
+    @cached_property
+    def draft_weights(self) -> dict[str, str]:
+        """Facts of the draft model that fills the draft pools, {} where it is the model itself."""
+        path = self._value("speculative_draft_model_path")
+        if not path:
+            return {}
+        revision = self._value("speculative_draft_model_revision")
+        identity = weights_identity(str(path), revision, self._value("download_dir"))
+        facts = {"draft": identity}
+        if quantized := self._value("speculative_draft_model_quantization"):
+            facts["draft_quantization"] = str(quantized)
+        return facts
+
     def _value(self, name: str) -> Any:
         for source in self._sources:
             value = getattr(source, name, None)

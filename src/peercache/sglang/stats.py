@@ -40,7 +40,7 @@ class BatchTally:
         with self._lock:
             self._refused[operation, reason] += pages
 
-    def moved(self, kind: str, pages: int, page_bytes: int, elapsed_s: float) -> None:
+    def moved(self, kind: str, pages: int, bytes_moved: int, elapsed_s: float) -> None:
         """Note one batch that read ("prefetch") or wrote ("backup") pages."""
         if self._pending is None or pages == 0:
             return
@@ -48,7 +48,7 @@ class BatchTally:
             counts = getattr(self._pending, f"{kind}_pgs")
             if len(counts) < PENDING_MAX:
                 counts.append(pages)
-                gigabytes = pages * page_bytes / 1e9
+                gigabytes = bytes_moved / 1e9
                 getattr(self._pending, f"{kind}_bandwidth").append(gigabytes / max(elapsed_s, 1e-9))
 
     def drain(self) -> Any | None:

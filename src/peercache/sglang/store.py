@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -24,31 +25,32 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from peercache.client.client import Client
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace
+from peercache.model.prefix import Prefix
 from peercache.model.runs import PageRuns
 from peercache.observability import log, reasons
 from peercache.observability.metrics import Metrics
-from peercache.sglang.namespace import model_name, namespace_of
-from peercache.sglang.pages import HostPages, UnservedPool, UnusableBatch, flat_runs
+from peercache.sglang import hybrid
+from peercache.sglang.attached import KV_POOL, Attachment, SidePool, pool_name
+from peercache.sglang.namespace import model_name, namespace_of, side_namespace_of
+from peercache.sglang.pages import (
+    FlatPages,
+    HostPages,
+    UnservedPool,
+    UnusableBatch,
+    flat_runs,
+    is_logical,
+    side_pages_of,
+)
 from peercache.sglang.server import Server, separates_requests, version_facts
 from peercache.sglang.stats import BatchTally, storage_metrics_class
 
 Answer = TypeVar("Answer")
 
-KV_POOL = "kv"
+DRAFT_PREFIX = "draft"
+"""Pools that a draft model fills: draft, draft_indexer, draft_swa."""
 
 REOPEN_RETRY_S = 5.0
 """Until the next try to open a client after a weight update, where the home node refuses."""
-
-
-@attrs.frozen(eq=False)
-class _Attached:
-    """What batch methods need, swapped as one: no method may see half of a re-registration."""
-
-    client: Any
-    pages: HostPages
-    namespace: Namespace
-    version: str
-    end_registration: Callable[[], None]
 
 
 class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type information
@@ -80,7 +82,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._registering = threading.Lock()
         self._closing = threading.Event()
         self._change = threading.Lock()
-        self._attached: _Attached | None = None
+        self._attached: Attachment | None = None
+        self.registered_pools: dict[Any, Any] = {}
         self._idle_reason = reasons.NO_HOME
         self._warn_once = log.WarnOnce(self._log)
         if isinstance(extra.get("interface_v1"), str):
@@ -95,8 +98,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the client for this pool's pages; raise PeerCacheError if that fails.
 
-        A pool that cannot be served (the anchor of a hybrid model, pages spread over ranks) is
-        logged once, and every call answers a miss: the engine recomputes.
+        A pool that cannot be served (pages spread over ranks) is logged once, and every call
+        answers a miss: the engine recomputes.
         """
         self.mem_pool_host = mem_pool_host
         self._closing.clear()
@@ -107,47 +110,104 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Open a client for a pool. idle_reason: why calls are misses until it is open."""
         try:
             self._require_separate_requests()
-            pages = HostPages.of(mem_pool_host)
+            pages = None if is_logical(mem_pool_host) else HostPages.of(mem_pool_host)
         except UnservedPool as unserved:
             self._detach(reasons.UNSUPPORTED)
-            self._log.warning(
-                "sglang.pool_refused", pool=type(mem_pool_host).__name__, why=str(unserved)
-            )
+            self._tell_refused(KV_POOL, mem_pool_host, unserved)
             return
         version = self._server.weight_version()
-        namespace = self._namespace(mem_pool_host, pages.page_bytes, version)
+        page_bytes = 0 if pages is None else pages.page_bytes
+        namespace = self._namespace(mem_pool_host, page_bytes, version)
         with self._change:
             before = self._attached
         if before is not None and before.namespace == namespace:
             registered = _registered(before.client, pages)
             with self._change:
-                self._attached = attrs.evolve(before, pages=pages, end_registration=registered)
+                self._attached = attrs.evolve(
+                    before,
+                    anchor=mem_pool_host,
+                    pages=pages,
+                    end_registration=registered,
+                )
             # The new memory first: a pool that is named again stays registered all the time.
             before.end_registration()
             return
         self._detach(idle_reason)
         client = self._client_factory(self._config, namespace=namespace)
         registered = _registered(client, pages)
+        at = Attachment(client, mem_pool_host, pages, namespace, version, registered, {})
+        for name, pool in list(self.registered_pools.items()):
+            at = self._with_side(at, pool_name(name), pool)
         with self._change:
-            self._attached = _Attached(client, pages, namespace, version, registered)
+            self._attached = at
         self._log.info(
             "sglang.store_attached",
             namespace=namespace.name,
             geometry=namespace.geometry,
             coordinates=namespace.coordinates,
             weights=namespace.weights,
-            page_bytes=pages.page_bytes,
+            page_bytes=page_bytes,
         )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Serve the pages of a side pool too; never raises, for SGLang's threads run already.
+
+        A pool that cannot be served is logged once, and its pages are misses: as far as it gates
+        the prefix, the engine recomputes. "kv" is the pool that was registered first.
+        """
+        self.registered_pools[host_pool_name] = host_pool
+        with self._registering:
+            before = self._attached
+            if before is None:
+                return
+            attached = self._with_side(before, pool_name(host_pool_name), host_pool)
+            with self._change:
+                # Closed, or left for new weights: then the pool is served when a client is opened.
+                if self._attached is before:
+                    self._attached = attached
+
+    def on_host_pools_registered(self) -> None:
+        """Nothing is left to do: each pool is served from its own registration on."""
+
+    def _with_side(self, at: Attachment, name: str, pool: Any) -> Attachment:
+        """Return what is attached, with a side pool; without it where it cannot be served."""
+        if name == KV_POOL:
+            return at
+        sides, before = dict(at.sides), at.sides.get(name)
+        sides.pop(name, None)
+        try:
+            pages = side_pages_of(pool)
+            namespace = side_namespace_of(
+                self._storage_config,
+                pool,
+                name,
+                pages.page_bytes,
+                at.namespace.name,
+                self._weights(at.version) | self._draft_weights(name),
+            )
+            sides[name] = SidePool(pages, namespace, _registered(at.client, pages))
+        except UnservedPool as unserved:
+            self._tell_refused(name, pool, unserved)
+        except Exception:
+            self._log.exception("sglang.call_failed", operation=f"register {name}", pages=0)
+        else:
+            self._log.info(
+                "sglang.pool_attached",
+                pool=name,
+                geometry=namespace.geometry,
+                coordinates=namespace.coordinates,
+                page_bytes=pages.page_bytes,
+                copied=not isinstance(pages, HostPages),
+            )
+        if before is not None:
+            before.end_registration()
+        return attrs.evolve(at, sides=sides)
 
     def _namespace(self, pool: Any, page_bytes: int, version: str) -> Namespace:
         """Return the namespace of a pool: as the setting says, else as the server's model says."""
         name = self._config.namespace
-        if name:
-            return namespace_of(
-                self._storage_config, pool, page_bytes, name, version_facts(version)
-            )
-        weights = self._server.weights(version)
-        name = model_name(self._storage_config, pool) or self._server.model_path
+        if not name:
+            name = model_name(self._storage_config, pool) or self._server.model_path
         if not name:
             name = self._own_name
             self._warn_once(
@@ -157,7 +217,19 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 why="SGLang names neither a model nor its weights, so this process shares no page "
                 "with any other: name the model with the setting `namespace`",
             )
+        weights = self._weights(version)
         return namespace_of(self._storage_config, pool, page_bytes, name, weights)
+
+    def _weights(self, version: str) -> dict[str, str]:
+        """Return the facts of the weights; a name that was set stands for all but their version."""
+        if self._config.namespace:
+            return version_facts(version)
+        return self._server.weights(version)
+
+    def _draft_weights(self, name: str) -> dict[str, str]:
+        """Return the facts of the draft model's weights for a pool that it fills."""
+        is_draft = name.startswith(DRAFT_PREFIX) and not self._config.namespace
+        return self._server.draft_weights if is_draft else {}
 
     def _require_separate_requests(self) -> None:
         """Refuse to serve where one page hash stands for a prompt under several LoRA adapters."""
@@ -175,17 +247,6 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             "share pages; 0.5.20 and later tell them apart",
         )
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take note of a pool of the v2 interface: only "kv" is served, and that through v1."""
-        if not hasattr(self, "registered_pools"):
-            self.registered_pools: dict[Any, Any] = {}
-        self.registered_pools[host_pool_name] = host_pool
-        if str(getattr(host_pool_name, "value", host_pool_name)) != KV_POOL:
-            self._tell_hybrid()
-
-    def on_host_pools_registered(self) -> None:
-        """Nothing is left to do once SGLang has named all its pools."""
-
     # --- v1: host buffers in place ---------------------------------------------------------
 
     def batch_get_v1(
@@ -196,7 +257,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             "get",
             keys,
             [False] * len(keys),
-            lambda at: self._read(at, keys, at.pages.runs(host_indices, len(keys))),
+            lambda at: self._read(at, keys, lambda pages: pages.runs(host_indices, len(keys))),
         )
 
     def batch_set_v1(
@@ -207,7 +268,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             "set",
             keys,
             [False] * len(keys),
-            lambda at: self._write(at, keys, at.pages.runs(host_indices, len(keys))),
+            lambda at: self._write(at, keys, lambda pages: pages.runs(host_indices, len(keys))),
         )
 
     # --- v0: flat page tensors -------------------------------------------------------------
@@ -218,7 +279,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Fill and return the target, or a new flat page where none is given; None is a miss."""
         if target_location is None:
             target_location = self._answer(
-                "get", [key], None, lambda at: at.pages.pool.get_dummy_flat_data_page()
+                "get", [key], None, lambda at: at.anchor.get_dummy_flat_data_page()
             )
         if target_location is None:
             return None
@@ -230,8 +291,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Fill the targets in place; the target itself a page that is a hit, else None."""
         targets = [] if target_locations is None else list(target_locations)
 
-        def read(at: _Attached) -> list[bool]:
-            return self._read(at, keys, flat_runs(targets, len(keys), at.pages.page_bytes))
+        def read(at: Attachment) -> list[bool]:
+            return self._read(
+                at, keys, lambda pages: flat_runs(targets, len(keys), pages.page_bytes)
+            )
 
         hits = self._answer("get", keys, [False] * len(keys), read)
         return [targets[index] if hit else None for index, hit in enumerate(hits)]
@@ -254,10 +317,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         they are views of live host memory.
         """
         given = values if values is not None else target_locations
-        pages = [] if given is None else list(given)
+        sources = [] if given is None else list(given)
 
-        def write(at: _Attached) -> list[bool]:
-            return self._write(at, keys, flat_runs(pages, len(keys), at.pages.page_bytes))
+        def write(at: Attachment) -> list[bool]:
+            return self._write(
+                at, keys, lambda pages: flat_runs(sources, len(keys), pages.page_bytes)
+            )
 
         return all(self._answer("set", keys, [False] * len(keys), write))
 
@@ -268,33 +333,96 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return the length of the leading run of keys that are present, 0 to len(keys)."""
+        """Return the length of the leading run of keys that are present, 0 to len(keys).
 
-        def ask(at: _Attached) -> int:
-            found = int(at.client.batch_exists(keys))
-            if not 0 <= found <= len(keys):
-                raise ValueError(f"exists of {len(keys)} keys answered {found}")
-            return found
+        What is reported is evicted last from now on.
+        """
+
+        def ask(at: Attachment) -> int:
+            if at.pages is None:
+                # Such pages have no bytes here: only the side pools can say what there is.
+                raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
+            found = at.client.touch(keys)
+            if not isinstance(found, list) or len(found) != len(keys):
+                raise ValueError(f"exists of {len(keys)} keys answered {found!r:.80}")
+            return found.index(False) if False in found else len(found)
 
         return self._answer("exists", keys, 0, ask)
 
-    # --- v2: side pools of hybrid models, not served yet ------------------------------------
+    # --- v2: the pools of hybrid models ------------------------------------------------------
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        """Answer that nothing is there, so that a hybrid model recomputes all of its state."""
-        self._refuse_v2("exists", len(keys))
-        # Later fields of the result have defaults; these two have been there since it exists.
-        return hicache_storage.PoolTransferResult(kv_hit_pages=0, extra_pool_hit_pages={})
+        """Return how far a prefix reaches in its KV pages and in every pool that it needs.
+
+        One batch asks for the pages of all pools. `kv_hit_pages` is the longest usable prefix,
+        `restorable_prefix_pages` are all of them, `extra_pool_hit_pages` what each pool has alone.
+        """
+        transfers = list(pool_transfers or ())
+        nothing = Prefix(0, [], 0, [0] * len(transfers))
+        found = self._answer(
+            "exists_v2",
+            keys,
+            nothing,
+            lambda at: hybrid.exists(at, keys, transfers, self._refuser("exists_v2")),
+        )
+        by_pool = {KV_POOL: found.kv} if found.kv else {}
+        for each, pages in zip(transfers, found.sides, strict=True):
+            if pages:
+                by_pool[each.name] = pages
+        return _result(found.pages, by_pool, found.ends)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Answer misses, one a key of each pool."""
-        return self._misses_v2("get", transfers)
+        """Read the pages of side pools into the host, all pools in one batch; one bool a key."""
+
+        def read(at: Attachment, keys: Any, runs: PageRuns, parts: list[hybrid.Part]) -> list[bool]:
+            flags = self._timed("prefetch", runs, lambda: at.client.batch_get_into(keys, runs))
+            left = list(flags)
+            for part in parts:
+                if part.staged is not None:
+                    part.staged.scatter(left[: len(part.keys)])
+                left = left[len(part.keys) :]
+            return flags
+
+        answer = self._move("get_v2", transfers, read)
+        for name, flags in answer.items():
+            self._count_short(pool_name(name), flags)
+        return answer
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Refuse to store, one False a key of each pool."""
-        return self._misses_v2("set", transfers)
+        """Store the pages of side pools, all pools in one batch; one bool a key."""
+
+        def write(
+            at: Attachment, keys: Any, runs: PageRuns, parts: list[hybrid.Part]
+        ) -> list[bool]:
+            for part in parts:
+                if part.staged is not None:
+                    part.staged.gather()
+            return self._timed("backup", runs, lambda: at.client.batch_set_from(keys, runs))
+
+        return self._move("set_v2", transfers, write)
+
+    def _move(
+        self,
+        operation: str,
+        transfers: Any,
+        batch: Callable[[Attachment, Any, PageRuns, list[hybrid.Part]], list[bool]],
+    ) -> dict[Any, list[bool]]:
+        listed = list(transfers or ())
+        misses = [[False] * len(each.keys or ()) for each in listed]
+        answers = self._answer(
+            operation,
+            [key for each in listed for key in each.keys or ()],
+            misses,
+            lambda at: hybrid.move(
+                at,
+                listed,
+                self._refuser(operation),
+                lambda keys, runs, parts: batch(at, keys, runs, parts),
+            ),
+        )
+        return {each.name: flags for each, flags in zip(listed, answers, strict=True)}
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -324,7 +452,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         operation: str,
         keys: Sequence[str],
         miss: Answer,
-        ask: Callable[[_Attached], Answer],
+        ask: Callable[[Attachment], Answer],
     ) -> Answer:
         """Return what `ask` says, or the miss: an engine's thread never sees an exception."""
         attached = self._attached
@@ -345,7 +473,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._log.exception("sglang.call_failed", operation=operation, pages=len(keys))
         return miss
 
-    def _leave(self, attached: _Attached) -> None:
+    def _leave(self, attached: Attachment) -> None:
         """Stop serving pages of weights that the engine no longer has.
 
         No caller waits for the client of the new weights: a thread opens it, and calls are misses
@@ -360,12 +488,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             target=self._reopen, args=(attached,), name="peercache-reopen", daemon=True
         ).start()
 
-    def _reopen(self, left: _Attached) -> None:
+    def _reopen(self, left: Attachment) -> None:
         left.client.close()
         while not self._closing.is_set():
             try:
                 with self._registering:
-                    self._register(left.pages.pool, reasons.WEIGHTS_CHANGED)
+                    self._register(left.anchor, reasons.WEIGHTS_CHANGED)
                 break
             except Exception as error:
                 self._warn_once("sglang.reopen_failed", str(error), why=str(error))
@@ -373,29 +501,51 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         if self._closing.is_set():
             self._detach(reasons.CLOSED)
 
-    def _read(self, at: _Attached, keys: Sequence[str], runs: PageRuns) -> list[bool]:
-        return self._timed("prefetch", at, len(keys), lambda: at.client.batch_get_into(keys, runs))
+    def _read(
+        self, at: Attachment, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
+    ) -> list[bool]:
+        if at.pages is None:
+            return [True] * len(keys)
+        runs = runs_in(at.pages)
+        flags = self._timed("prefetch", runs, lambda: at.client.batch_get_into(keys, runs))
+        self._count_short(KV_POOL, flags)
+        return flags
 
-    def _write(self, at: _Attached, keys: Sequence[str], runs: PageRuns) -> list[bool]:
-        return self._timed("backup", at, len(keys), lambda: at.client.batch_set_from(keys, runs))
+    def _write(
+        self, at: Attachment, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
+    ) -> list[bool]:
+        if at.pages is None:
+            return [True] * len(keys)
+        runs = runs_in(at.pages)
+        return self._timed("backup", runs, lambda: at.client.batch_set_from(keys, runs))
 
-    def _timed(self, kind: str, at: _Attached, pages: int, move: Callable[[], Any]) -> list[bool]:
+    def _timed(self, kind: str, runs: PageRuns, move: Callable[[], Any]) -> list[bool]:
         begun_s = time.perf_counter()
         flags = move()
         elapsed_s = time.perf_counter() - begun_s
-        if not isinstance(flags, list) or len(flags) != pages:
-            raise ValueError(f"{kind} of {pages} pages answered {flags!r:.80}")
-        self._tally.moved(kind, sum(flags), at.pages.page_bytes, elapsed_s)
+        if not isinstance(flags, list) or len(flags) != len(runs):
+            raise ValueError(f"{kind} of {len(runs)} pages answered {flags!r:.80}")
+        moved = runs.lengths if all(flags) else runs.lengths[np.array(flags, np.bool_)]
+        self._tally.moved(kind, len(moved), int(moved.sum()), elapsed_s)
         return flags
 
-    def _misses_v2(self, operation: str, transfers: Any) -> dict[Any, list[bool]]:
-        answer = {each.name: [False] * len(each.keys or ()) for each in transfers or ()}
-        self._refuse_v2(operation, sum(map(len, answer.values())))
-        return answer
+    def _count_short(self, pool: str, flags: list[bool]) -> None:
+        """Count pages that a get lacks: SGLang asks for nothing that was not reported before."""
+        short = flags.count(False)
+        attached = self._attached
+        metrics = getattr(attached.client, "metrics", None) if attached is not None else None
+        if short and isinstance(metrics, Metrics):
+            metrics.pages_short.labels(pool).inc(short)
 
-    def _refuse_v2(self, operation: str, pages: int) -> None:
-        self._refuse(f"{operation}_v2", reasons.UNSUPPORTED, pages)
-        self._tell_hybrid()
+    def _refuser(self, operation: str) -> hybrid.Refuse:
+        """Return what counts the pages of one transfer that are not served, and says so once."""
+
+        def refuse(reason: str, pages: int, why: str) -> None:
+            self._refuse(operation, reason, pages)
+            key = (operation, reason, why.partition(":")[0])
+            self._warn_once("sglang.batch_refused", key, operation=operation, why=why)
+
+        return refuse
 
     def _refuse(self, operation: str, reason: str, pages: int) -> None:
         """Count pages that never reach the client, in its metrics too where it has any."""
@@ -408,12 +558,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             elif operation.startswith("set"):
                 metrics.sets_refused.labels(reason).inc(pages)
 
-    def _tell_hybrid(self) -> None:
-        self._warn_once(
-            "sglang.hybrid_pool_refused",
-            "",
-            why="this model keeps state in side pools (Mamba, sliding window, indexer, "
-            "draft), which PeerCache does not store yet: it recomputes",
+    def _tell_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:
+        self._log.warning(
+            "sglang.pool_refused", pool=name, kind=type(pool).__name__, why=str(unserved)
         )
 
     def _detach(self, idle_reason: str) -> None:
@@ -424,8 +571,18 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             attached.client.close()
 
 
-def _registered(client: Any, pages: HostPages) -> Callable[[], None]:
+def _result(pages: int, by_pool: dict[Any, int], ends: list[int]) -> Any:
+    """Return SGLang's answer to an exists of several pools, in the fields that its version has."""
+    known = hicache_storage.PoolTransferResult
+    # Since 0.5.19.
+    more = {"restorable_prefix_pages": ends} if hasattr(known, "restorable_prefix_pages") else {}
+    return known(kv_hit_pages=pages, extra_pool_hit_pages=by_pool, **more)
+
+
+def _registered(client: Any, pages: HostPages | FlatPages | None) -> Callable[[], None]:
     """Have the client make a pool's memory ready for reads into it; return what ends that."""
+    if pages is None:
+        return lambda: None
     ends = [
         client.register_memory(address, length, pages.pool) for address, length in pages.memory()
     ]
