@@ -3,7 +3,7 @@
 Blocking, in the caller's thread: a question to several peers waits for all of them in one poll, and
 no loop takes part, so an engine's thread never waits for another thread to be scheduled.
 
-A connection carries one pending question at a time; a few idle connections a peer are kept. A kept
+A connection carries one pending question at a time; idle ones are kept (`net.idle`). A kept
 connection may be stale: a question that it swallowed is sent once more, over a new one. A new one
 that breaks is the peer's failure. A silence counts for the breakers only as far as it lasted.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import select
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar, final
@@ -23,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
+from peercache.net.idle import KEPT_MAX, IdleConnections, most_kept
 from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Dialer, UnusableAddress, reached
 from peercache.net.tls import ControlTls
@@ -34,8 +36,9 @@ from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 CONNECT_TIMEOUT_S = 0.25
 """How long a greeting waits for a connection."""
 
-IDLE_CONNECTIONS_MAX = 8
-"""Connections kept to one peer: an engine has four storage threads."""
+AT_ONCE_PART = 2
+"""Questions of one `ask` that are under way at once: half as many as connections are kept, so that
+the four threads of an engine use half of its open files. The others follow as answers come."""
 
 SLICE_S = 0.02
 """Longest wait between two looks at the connections: nng reports a broken one on a thread of its
@@ -96,11 +99,13 @@ class Connections(Generic[Kind]):
         clock: Callable[[], float],
         on_refused: Callable[[int, Refused], None],
         on_unasked: Callable[[int, Message], None],
+        kept_max: int = KEPT_MAX,
     ) -> None:
         """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
 
         connect:    dials an address to reach a peer, without waiting; None where that cannot be.
         on_unasked: takes each message that answers no pending question.
+        kept_max:   idle connections that are kept.
         """
         self.breakers = breakers
         self.clock = clock
@@ -111,7 +116,8 @@ class Connections(Generic[Kind]):
         self._hello_for = hello_for
         self._url_of = url_of
         self._connect = connect
-        self._idle: dict[int, list[Kind]] = {}
+        self._idle: IdleConnections[Kind] = IdleConnections(most=kept_max, clock=clock)
+        self.at_once_max = max(1, kept_max // AT_ONCE_PART)
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._is_closed = False
@@ -129,8 +135,7 @@ class Connections(Generic[Kind]):
     def drain(self, peer: int) -> None:
         """Take the messages of a peer that answer no pending question."""
         with self._lock:
-            idle = self._idle.get(peer)
-            connection = idle.pop() if idle else None
+            connection = self._idle.take(peer)
         if connection is None:
             return
         for _ in range(BURST_MESSAGES):
@@ -147,8 +152,8 @@ class Connections(Generic[Kind]):
     def forget(self, alive: set[int]) -> None:
         """Close the connections to peers that are not alive any more."""
         with self._lock:
-            gone = [peer for peer in self._idle if peer not in alive]
-            connections = [c for peer in gone for c in self._idle.pop(peer)]
+            gone = [peer for peer in self._idle.peers() if peer not in alive]
+            connections = self._idle.drop(gone)
         for connection in connections:
             connection.close()
 
@@ -163,9 +168,7 @@ class Connections(Generic[Kind]):
         Never waits: a new one is still connecting, and may never be connected.
         """
         with self._lock:
-            idle = self._idle.get(peer, [])
-            while idle and not fresh:
-                connection = idle.pop()
+            while not fresh and (connection := self._idle.take(peer)) is not None:
                 if not connection.is_broken:
                     connection.is_fresh = connection.is_probed = False
                     return connection
@@ -183,16 +186,12 @@ class Connections(Generic[Kind]):
 
     def give_back(self, peer: int, connection: Kind) -> None:
         """Keep a connection for the next question."""
+        gone = [connection]
         with self._lock:
-            idle = self._idle.setdefault(peer, [])
-            if (
-                not self._is_closed
-                and not connection.is_broken
-                and len(idle) < IDLE_CONNECTIONS_MAX
-            ):
-                idle.append(connection)
-                return
-        connection.close()
+            if not self._is_closed and not connection.is_broken:
+                gone = self._idle.keep(peer, connection)
+        for each in gone:
+            each.close()
 
     def number(self) -> int:
         """Return a new correlation number."""
@@ -249,12 +248,19 @@ class Exchange(Generic[Kind]):
         self._watch = watch
         self._unwatch = unwatch
         self._open: dict[int, Question[Kind]] = {}
+        self._waiting: deque[tuple[int, int, Message, bool]] = deque()
         self._is_done = False
         self._is_last = False
 
     def put(self, place: int, peer: int, message: Message, *, fresh: bool = False) -> None:
-        """Send one question; a peer without an address has failed at once."""
+        """Send one question, or keep it until others are answered.
+
+        A peer without an address has failed at once.
+        """
         connections = self._connections
+        if len(self._open) >= connections.at_once_max:
+            self._waiting.append((place, peer, message, fresh))
+            return
         now = connections.clock()
         if now >= self._until:
             return
@@ -288,6 +294,7 @@ class Exchange(Generic[Kind]):
     def end(self) -> None:
         """Give every connection back, and count the silence of the peers that did not answer."""
         now = self._connections.clock()
+        self._waiting.clear()
         for question in list(self._open.values()):
             # A peer that was cut short because another answer was enough has not failed.
             if not self._is_done:
@@ -349,6 +356,9 @@ class Exchange(Generic[Kind]):
         self._unwatch(question.connection)
         del self._open[question.connection.fd]
         self._connections.give_back(question.peer, question.connection)
+        while self._waiting and len(self._open) < self._connections.at_once_max:
+            place, peer, message, fresh = self._waiting.popleft()
+            self.put(place, peer, message, fresh=fresh)
 
 
 @final
@@ -409,6 +419,7 @@ class _Dialled:
             on_removed=self._removed,
             tls=tls,
             accepts=self._judged,
+            waits_to_send=False,
         )
         self.fd = self._dialer.receive_fd
         self.send = self._dialer.send
@@ -475,6 +486,7 @@ class Asker:
             clock=clock,
             on_refused=on_refused,
             on_unasked=on_unasked,
+            kept_max=most_kept(),
         )
         self.post = self._connections.post
         self.drain = self._connections.drain

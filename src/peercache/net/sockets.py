@@ -103,6 +103,9 @@ PROBE_S = 0.5
 """How long a node that starts waits for the answer of a listener at its home address."""
 
 
+NO_DESCRIPTOR = -1
+
+
 class UnusableAddress(DefiniteError):
     """nng cannot dial the address that a peer has announced."""
 
@@ -252,11 +255,13 @@ class Dialer:
         on_removed: Callable[[], None] | None = None,
         tls: ControlTls | None = None,
         accepts: Callable[[Peer], bool] | None = None,
+        waits_to_send: bool = True,
     ) -> None:
         """Start dialling; the callbacks come on threads of nng.
 
         tls:     for tls+tcp addresses.
         accepts: judges the process that has answered, before it is sent anything.
+        waits_to_send: whether there is a `send_fd`; it takes two open files.
         Raises UnusableAddress, and OutOfDescriptors where a later attempt may succeed.
         """
         self._socket = _open(
@@ -278,7 +283,7 @@ class Dialer:
         try:
             # nng opens each descriptor on its first use.
             self.receive_fd: int = self._socket.recv_fd
-            self.send_fd: int = self._socket.send_fd
+            self.send_fd: int = self._socket.send_fd if waits_to_send else NO_DESCRIPTOR
             nonblocking = NonblockingSocket(self._socket.socket.id)
             self.send, self.receive = nonblocking.send, nonblocking.receive
             self._dialer = self._socket.dial(url, block=False)

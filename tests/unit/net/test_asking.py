@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.net.asking import IDLE_CONNECTIONS_MAX
+from peercache.net.idle import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
 from peercache.paths.breaker import STALL_S
 from peercache.wire.codec import encode
@@ -287,7 +287,7 @@ def test_a_flood_does_not_outlast_the_deadline() -> None:
     """A peer that never stops talking is left at the deadline all the same."""
     babbler = Babbler(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}) as client:
-        client.asker._connections._idle[7] = [babbler]  # type: ignore[list-item]
+        client.asker._connections._idle.keep(7, babbler)  # type: ignore[arg-type]
         began = time.monotonic()
         assert client.ask(7, timeout_s=0.2) == [None]
         took_s = time.monotonic() - began
@@ -349,7 +349,7 @@ def test_many_threads_share_an_asker(tmp_path: Path) -> None:
             for done in [threads.submit(work, thread) for thread in range(12)]:
                 done.result()
 
-        wait_until(lambda: one.listener.pipe_count() <= IDLE_CONNECTIONS_MAX)
+        wait_until(lambda: one.listener.pipe_count() <= OF_ONE_MAX)
 
 
 def test_a_peer_without_an_address_has_failed_at_once() -> None:
@@ -425,12 +425,28 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local:
     with Asking({1: full_port, 7: local.url}) as client:
         began = time.monotonic()
         answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
-        kept = dict(client.asker._connections._idle)
+        kept = client.asker._connections._idle.peers()
 
     assert answers == [None, None]
     assert client.breakers.opened_count == 0
     # Not even a connection was begun.
-    assert kept == {}
+    assert kept == []
+
+
+def test_a_connection_takes_as_many_open_files_as_the_bound_counts(local: Peer) -> None:
+    """The end at the peer is in this process, too."""
+    with Asking({7: local.url}) as client:
+        first = client.asker._connections.lease(7, fresh=True)
+        client.ask(7)
+        before = files_open()
+        second = client.asker._connections.lease(7, fresh=True)
+        wait_until(lambda: local.listener.pipe_count() == 3)
+        taken = files_open() - before - 1
+        for each in (first, second):
+            assert each is not None
+            each.close()
+
+    assert taken == DESCRIPTORS
 
 
 def test_posts_pass_over_peers_whose_breaker_is_open(local: Peer) -> None:

@@ -12,12 +12,12 @@ import pytest
 from peercache.model.member import ALIVE, Member
 from peercache.net.asking import (
     BURST_MESSAGES,
-    IDLE_CONNECTIONS_MAX,
     SLICE_S,
     Connections,
     Exchange,
     HelloExchange,
 )
+from peercache.net.idle import OF_ONE_MAX
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope, Message
@@ -64,7 +64,7 @@ class Line:
 class Side:
     """One client's side: its connections, its clock, and what it waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_max: int = 1024) -> None:
         self.now = 100.0
         self.lines: list[Line] = []
         self.watched: list[Line] = []
@@ -87,6 +87,7 @@ class Side:
             clock=lambda: self.now,
             on_refused=lambda peer, refused: self.refusals.append((peer, refused)),
             on_unasked=lambda peer, message: self.unasked.append((peer, message)),
+            kept_max=kept_max,
         )
 
     def ask(
@@ -323,15 +324,47 @@ def test_missing_peer_is_noticed_after_a_slice() -> None:
 def test_few_connections_are_kept_and_none_to_the_dead() -> None:
     """As many as one peer may have; those of a peer that is gone are closed."""
     side = Side()
-    leased = [side.connections.lease(7, fresh=True) for _ in range(IDLE_CONNECTIONS_MAX + 2)]
+    leased = [side.connections.lease(7, fresh=True) for _ in range(OF_ONE_MAX + 2)]
     for line in leased:
         assert line is not None
         side.connections.give_back(7, line)
     kept = sum(not line.is_closed for line in side.lines)
     side.connections.forget({8})
 
-    assert kept == IDLE_CONNECTIONS_MAX
+    assert kept == OF_ONE_MAX
     assert all(line.is_closed for line in side.lines)
+
+
+def test_questions_beyond_the_bound_follow_as_answers_come() -> None:
+    """However many owners a batch has, the engine's open files are enough."""
+    side = Side(kept_max=4)
+    exchange = side.ask(7, 8, 9, 10)
+
+    assert [line.url for line in side.watched] == ["url-7", "url-8"]
+    side.answer(side.watched[0])
+    side.turn(exchange)
+    assert [line.url for line in side.watched] == ["url-8", "url-9"]
+    side.watched[0].is_broken = True
+    side.turn(exchange)
+    side.turn(exchange)
+    assert [line.url for line in side.watched] == ["url-9", "url-10"]
+    exchange.end()
+
+    assert [line.url for line in side.lines] == ["url-7", "url-8", "url-9", "url-10"]
+    assert [answer is not None for answer in exchange.answers] == [True, False, False, False]
+    assert side.breakers.is_open(8)
+    assert not side.watched
+
+
+def test_a_question_that_was_never_sent_is_no_failure_of_its_peer() -> None:
+    """The time was up, or another answer was enough."""
+    side = Side(kept_max=2)
+    exchange = side.ask(7, 8, until=101.0)
+    side.turn(exchange, 2.0)
+    exchange.end()
+
+    assert len(side.lines) == 1
+    assert not side.breakers.is_open(8)
 
 
 def test_nothing_begins_after_the_close_and_what_comes_back_ends() -> None:
