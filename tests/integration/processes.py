@@ -41,6 +41,17 @@ def free_port() -> int:
             return port
 
 
+def greets_in_clear_text(address: str) -> bool:
+    """Return whether the control port at an address answers without TLS."""
+    host, _, port = address.rpartition(":")
+    greeting = b"\0SP\0\0\x11\0\0"
+    with socket.create_connection((host, int(port)), ANSWER_S) as stranger:
+        stranger.sendall(greeting)
+        with contextlib.suppress(ConnectionResetError):
+            return stranger.recv(len(greeting)) == greeting
+    return False
+
+
 class Child:
     """A program that reads one JSON line and answers with one, until its stdin ends."""
 
@@ -127,6 +138,8 @@ class StandaloneNode(Child):
         self.ready = self.receive()
         self.home = str(self.ready["home"])
         self.control = str(self.ready["control"])
+        if os.environ.get("PEERCACHE_TEST_TLS") == "1":
+            assert not greets_in_clear_text(self.control)
 
     def close(self) -> int:
         """Ask it to leave; return its exit status."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache import Client
 from tests.certificates import Certificates
 from tests.system.nodes import LocalCluster, NodeProcess, wait_until
 
@@ -61,3 +62,32 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
         assert health(lost)["reason"] == "this node's certificate is revoked"
         kept = (tmp_path / "far" / "revoked.crl").read_text()
         assert kept == certificates.revoked()
+
+
+def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(tmp_path: Path) -> None:
+    """Its own folder never holds the list; one that comes later learns it with its welcome."""
+    with LocalCluster() as cluster:
+        certificates = Certificates(tmp_path / "pki", cluster.name)
+        node = cluster.start(flags=_files_of(certificates, "near", tmp_path / "near"))
+        settings = {}
+        (tmp_path / "engine").mkdir()
+        for setting, path in certificates.client("engine").items():
+            settings[setting] = str(shutil.copy(path, tmp_path / "engine"))
+            Path(settings[setting]).chmod(0o600)
+        certificates.node("lost")
+        early = cluster.client(node, **settings)
+
+        certificates.authority.revoke("node-lost")
+        shutil.copy(certificates.folder / "revoked.crl", tmp_path / "near" / "revoked.crl")
+
+        wait_until(lambda: _numbers(early) == (1,))
+        late = cluster.client(node, **settings)
+        wait_until(lambda: _numbers(late) == (1,))
+        assert not list((tmp_path / "engine").glob("*.crl"))
+
+
+def _numbers(client: Client) -> tuple[int, ...]:
+    """Return the numbers of the lists that a client knows."""
+    tls = client._wiring.tls
+    assert tls is not None
+    return tls.revocations.numbers

@@ -38,7 +38,7 @@ from peercache.trust.files import LiveTls, with_cluster
 from peercache.trust.rights import readable_spaces
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
-from peercache.wire.messages.session import Hello, Refused
+from peercache.wire.messages.session import Hello, Refused, RevocationsTold
 
 
 @final
@@ -59,6 +59,7 @@ class Wiring:
         self.log = get_logger(client=name_of(self.identity))
         self._warn_once = WarnOnce(self.log)
         self._alive: set[int] = set()
+        self._told_revoked: bytes = b""
         # First of all, because it may find that there can be no such client here.
         rails = self._open_rails()
         self._node: EmbeddedNode | None = None
@@ -233,12 +234,31 @@ class Wiring:
 
     def _on_beat(self) -> None:
         """Do what is due once a second, in the thread of the home node's tie."""
-        if self.tls is not None and self.tls.look():
+        if self.tls is not None and (self.tls.look() | self._take_revoked(self.tls)):
             assert self._control_tls is not None, "there are certificates"
             self._control_tls.renew(self.tls.files)
             # Connections made from now on show the new certificate, and are judged anew.
             self.asker.forget(set())
+            for peer in sorted(self._alive):
+                self._forget_channels(peer)
         self._list_channels()
+
+    def _take_revoked(self, tls: LiveTls) -> bool:
+        """Take the lists that a node has told, if they are newer; return whether they are."""
+        told, self._told_revoked = self._told_revoked, b""
+        if not told:
+            return False
+        try:
+            # The home node keeps it, and tells it again to a client that starts anew.
+            return tls.take_list(told.decode("ascii"), keeps=False)
+        except (Rejected, UnicodeDecodeError) as error:
+            self._warn_once("client.revocations_rejected", "", problem=str(error))
+            return False
+
+    def _forget_channels(self, peer: int) -> None:
+        self._tcp.forget(peer)
+        if self._rdma is not None:
+            self._rdma.forget(peer)
 
     def _list_channels(self) -> None:
         if self._rdma is not None:
@@ -283,6 +303,10 @@ class Wiring:
         )
 
     def _take_unasked(self, peer: int, message: Message) -> None:
+        if isinstance(message, RevocationsTold):
+            # Judged at the next beat: an engine's call must not wait for it.
+            self._told_revoked = message.lists
+            return
         self.home.tie.take_unasked(peer, message)
 
     def _refused(self, peer: int, refusal: Refused) -> None:
@@ -300,9 +324,7 @@ class Wiring:
         self.bridge.forget(alive)
         for gone in sorted(self._alive - alive):
             self._shm.forget(gone)
-            self._tcp.forget(gone)
-            if self._rdma is not None:
-                self._rdma.forget(gone)
+            self._forget_channels(gone)
         self._alive = alive
 
 

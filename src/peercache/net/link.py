@@ -77,6 +77,11 @@ class Link:
         if self._dialer is not None and self._tls is not None:
             self._dialer.renew_tls(self._tls)
 
+    def disconnect(self) -> None:
+        """End the connection, and make it anew: its other end is judged once more."""
+        if self._dialer is not None:
+            self._dialer.disconnect()
+
     def stop(self) -> None:
         """End `run`; queued messages are not sent."""
         self._scope.cancel()

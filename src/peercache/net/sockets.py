@@ -298,6 +298,11 @@ class Dialer:
         """Show new certificates from the second next connection on; the open one stays."""
         self._dialer.tls_config = tls.client
 
+    def disconnect(self) -> None:
+        """End the open connection; nng dials anew."""
+        for pipe in self._socket.pipes:
+            pipe.close()
+
     def close(self) -> None:
         """Stop dialling and close."""
         self._socket.close()

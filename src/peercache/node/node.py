@@ -46,7 +46,7 @@ from peercache.node.disk import NodeDisk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.memory import Source, populate, publish
 from peercache.node.reach import RESOLVE_S, Reach, resolved
-from peercache.node.revocations import RevocationSpread
+from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
@@ -114,6 +114,7 @@ class Node:
         self._disk: NodeDisk | None = None
         self._queue_pairs: DeviceQueuePairs | None = None
         self._revocations: RevocationSpread | None = None
+        self._authorities_dropped = 0
 
     def stop(self) -> None:
         """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
@@ -192,6 +193,7 @@ class Node:
             gate=gate,
             reach=reach,
             tls=self._control_tls,
+            revocations=lambda: None if self.tls is None else message_of(self.tls),
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
         )
@@ -260,6 +262,9 @@ class Node:
         assert self._control_tls is not None, "there are certificates"
         self._control_tls.renew(tls.files)
         self._switchboard.renew_tls()
+        if tls.authorities_dropped != self._authorities_dropped:
+            self._authorities_dropped = tls.authorities_dropped
+            self._switchboard.connect_anew()
 
     def _open_disk(self, segment: PublishedSegment) -> Callable[[DiskEffect], None] | None:
         """Begin to open the disk tier, if configured; return the performer of its effects."""
@@ -347,6 +352,7 @@ class Node:
             own=self.incarnation,
             members=self._members,
             perform=self._switchboard.perform,
+            tell_clients=self._switchboard.tell_clients,
             rng=self._rng,
             metrics=self.metrics,
         )

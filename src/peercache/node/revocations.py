@@ -39,6 +39,7 @@ class RevocationSpread:
         own: int,
         members: Callable[[], Sequence[Member]],
         perform: Callable[[Send], None],
+        tell_clients: Callable[[RevocationsTold], None],
         rng: random.Random,
         metrics: Metrics,
         clock: Callable[[], float] = trio.current_time,
@@ -48,6 +49,7 @@ class RevocationSpread:
         self._own = own
         self._members = members
         self._perform = perform
+        self._tell_clients = tell_clients
         self._rng = rng
         self._dropped = metrics.messages_dropped
         self._clock = clock
@@ -81,10 +83,13 @@ class RevocationSpread:
             self._is_taking = False
 
     def _changed(self, tls: LiveTls) -> None:
-        """Tell every member what this node has read from its file."""
+        """Tell this node's clients, and every member what it has read from its file."""
         if tls.revocations.numbers == self._numbers:
             return
         self._numbers = tls.revocations.numbers
+        told = message_of(tls)
+        if told is not None:
+            self._tell_clients(told)
         if not self._is_taking:
             for member in self._others():
                 self._tell(member)
@@ -97,6 +102,12 @@ class RevocationSpread:
         ]
 
     def _tell(self, member: Member) -> None:
-        text = self._tls.revocations.pem
-        if text:
-            self._perform(Send(member.incarnation, RevocationsTold(text.encode())))
+        told = message_of(self._tls)
+        if told is not None:
+            self._perform(Send(member.incarnation, told))
+
+
+def message_of(tls: LiveTls) -> RevocationsTold | None:
+    """Return the lists that a process knows, as a message; None where it knows none."""
+    text = tls.revocations.pem
+    return RevocationsTold(text.encode()) if text else None

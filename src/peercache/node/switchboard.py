@@ -88,6 +88,7 @@ class Switchboard:
         gate: Gate,
         tls: ControlTls | None = None,
         reach: Reach | None = None,
+        revocations: Callable[[], RevocationsTold | None] = lambda: None,
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
@@ -112,8 +113,9 @@ class Switchboard:
         self._gate = gate
         self._tls = tls
         self._reach = reach if reach is not None else Reach((), clock=trio.current_time)
-        # By address: our end of the connection to it.
-        self._own_hosts: dict[str, str] = {}
+        self._revocations = revocations
+        # By address: the process that has answered there.
+        self._answering: dict[str, Peer] = {}
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
@@ -256,6 +258,9 @@ class Switchboard:
             self._reach.connected(peer.local[0])
         me = self._member_of(self._me.incarnation) or self._me
         self._reply(pipe, sender, Welcome(hello.request, WIRE_VERSION, me, self._segment_bytes))
+        revoked = None if hello.is_node else self._revocations()
+        if revoked is not None:
+            self._reply(pipe, sender, revoked)
 
     def _refuse(self, pipe: int, rejected: Rejected, request: int, sender: int = 0) -> None:
         self._metrics.messages_dropped.labels(rejected.reason).inc()
@@ -354,24 +359,45 @@ class Switchboard:
             )  # fmt: skip
             self._reach.refused(address, f"{rejected.reason}: {rejected.detail}")
             return False
-        self._own_hosts[address] = peer.local[0]
+        self._answering[address] = peer
         return True
 
     def renew_tls(self) -> None:
-        """Follow new certificates, and end the sessions whose certificates are not valid now."""
+        """Follow new certificates, and end what is connected with those that are not valid now."""
         self._listener.renew_tls()
         for link in self._links.values():
             link.renew_tls()
+        self.judge_again()
+
+    def judge_again(self) -> None:
+        """End the sessions and links whose other ends are not admitted any more."""
         for pipe in self._admission.revoked():
             self._drop("revoked", detail=name_of(self._admission.sessions[pipe].identity))
             self._listener.disconnect(pipe)
+        for address, peer in list(self._answering.items()):
+            if address in self._links and not self._gate.admits(peer):
+                self._drop("revoked", detail=address)
+                self._links[address].disconnect()
+
+    def connect_anew(self) -> None:
+        """End every connection, so that each other end shows its certificate again."""
+        for pipe in self._listener.pipes():
+            self._listener.disconnect(pipe)
+        for link in self._links.values():
+            link.disconnect()
+
+    def tell_clients(self, message: Message) -> None:
+        """Say something to every connected client."""
+        for pipe, session in self._admission.sessions.items():
+            if session.role is not Role.NODE:
+                self._reply(pipe, session.identity, message)
 
     def keep_links(self, addresses: set[str]) -> None:
         """End the links to addresses that no member has any more."""
         for address in [address for address in self._links if address not in addresses]:
             self._links.pop(address).stop()
             self._expected.pop(address, None)
-            self._own_hosts.pop(address, None)
+            self._answering.pop(address, None)
 
     def greet_again(self, addresses: Iterable[str]) -> None:
         """Say Hello once more to these addresses, as far as there are links: do they answer?"""
@@ -413,7 +439,8 @@ class Switchboard:
             self._reach.answered_itself(address)
         elif isinstance(message, Welcome):
             self._reach.welcomed(address)
-            self._reach.connected(self._own_hosts.get(address, ""))
+            if address in self._answering:
+                self._reach.connected(self._answering[address].local[0])
             self._welcomed(address, message.member)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")

@@ -110,6 +110,13 @@ def digest_of(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
+def is_any_dropped(before: str, after: str) -> bool:
+    """Return whether a certificate of one PEM text is missing in another."""
+    return not set(map(digest_of, certificates_in(before))) <= set(
+        map(digest_of, certificates_in(after))
+    )
+
+
 def _public(key: object) -> bytes:
     encoding, layout = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     encoded: bytes = key.public_bytes(encoding, layout)  # type: ignore[attr-defined]

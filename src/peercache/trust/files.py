@@ -114,6 +114,9 @@ class LiveTls:
         self._callbacks: list[Callable[[LiveTls], None]] = []
         self.files = files
         self.revocations: Revocations = Revocations(files.ca_pem)
+        self.authorities_dropped = 0
+        """How often an authority has ceased to be trusted: a connection that was made before may be
+        of it, and no library tells."""
         self._problem = ""
         self._list_problem = ""
         self._expiry_told_at = 0.0
@@ -179,14 +182,16 @@ class LiveTls:
             self._tell()
         return is_changed
 
-    def take_list(self, pem: str) -> bool:
+    def take_list(self, pem: str, *, keeps: bool = True) -> bool:
         """Take a list of revoked certificates that a peer told; return whether it is newer.
 
-        Raises Rejected for one that no own authority signed.
+        keeps: whether to write it to the file. Raises Rejected for one that no own authority
+        signed.
         """
         if not self.revocations.take(pem):
             return False
-        self._keep_list()
+        if keeps:
+            self._keep_list()
         self._log_revocations()
         self._tell()
         return True
@@ -233,9 +238,11 @@ class LiveTls:
         return is_changed
 
     def _use(self, files: TlsFiles) -> None:
+        from peercache.trust.certificates import is_any_dropped  # noqa: PLC0415 - as above
         from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
 
         if files.ca_pem != self.files.ca_pem:
+            self.authorities_dropped += is_any_dropped(self.files.ca_pem, files.ca_pem)
             self.revocations = Revocations(files.ca_pem, self.revocations)
             # A list that came before its authority counts from now on.
             self._seen_list = None

@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -293,6 +294,36 @@ def test_revoked_certificate_is_refused(memory: PlainMemory, cluster: Cluster) -
     assert over_it.failure == after.failure == REFUSED
     assert still
     wait_until(lambda: server.refusals(wire.REVOKED) == 2)
+
+
+def test_open_channel_of_a_dropped_authority_is_closed(
+    memory: PlainMemory, cluster: Cluster, others: Cluster, tmp_path: Path
+) -> None:
+    """It was good while both were trusted; a good client opens a new one, and notices nothing."""
+    bundle = tmp_path / "ca.crt"
+    texts = [(each.certificates.folder / "ca.crt").read_text() for each in (cluster, others)]
+    bundle.write_text("".join(texts))
+    ours = cluster.live(
+        {**cluster.certificates.node("bundled"), "tls_ca": str(bundle)}, is_node=True
+    )
+    server = serve(memory, ours, "bundled")
+    theirs = cluster.live({**others.client_files("old"), "tls_ca": str(bundle)})
+    into = Destination.of([[4]])
+    asked = np.array([[0], [2]], np.uint64)
+    page = PeerRead(member_at(server, "bundled"), asked[0], into.lengths, into.runs, asked[1])
+    with (
+        contextlib.closing(fabric_with(cluster.client())) as good,
+        contextlib.closing(fabric_with(theirs)) as old,
+    ):
+        assert good.read(page, time.monotonic() + PATIENCE_S).failure == ""
+        assert old.read(page, time.monotonic() + PATIENCE_S).failure == ""
+        bundle.write_text(texts[0])
+        assert ours.look()
+        wait_until(lambda: server.connections() == 0)
+
+        assert old.read(page, time.monotonic() + PATIENCE_S).failure != ""
+        assert good.read(page, time.monotonic() + PATIENCE_S).failure == ""
+    server.close()
 
 
 def test_plain_client_reads_nothing_from_a_tls_server(server: PageServer, cluster: Cluster) -> None:

@@ -36,6 +36,7 @@ class Node:
         self.list = Path(settings["tls_crl"])
         self.live = live
         self.said: list[Send] = []
+        self.said_to_clients: list[RevocationsTold] = []
         self.now = 100.0
         self.metrics = Metrics()
         member = sample(Member, 0)
@@ -49,6 +50,7 @@ class Node:
             own=1,
             members=lambda: self.members,
             perform=self.said.append,
+            tell_clients=self.said_to_clients.append,
             rng=random.Random(1),
             metrics=self.metrics,
             clock=lambda: self.now,
@@ -82,6 +84,7 @@ def test_new_list_of_a_file_is_told_to_every_live_member(
         far.live.admit(common_name_of(serial), ["peercache://tests/client/bad"])
     assert far.list.read_text() == certificates.revoked()
     assert far.said == []  # The first one has told all.
+    assert near.said_to_clients == far.said_to_clients == [message]
 
 
 def test_list_that_no_authority_signed_is_dropped_and_counted(

@@ -568,3 +568,23 @@ def test_foreign_common_names_are_no_serial() -> None:
     """A certificate of another tool is refused by no number."""
     assert serial_of(common_name_of(2**159 - 1)) == 2**159 - 1
     assert serial_of("node a") == serial_of("") == 0
+
+
+def test_an_authority_that_is_not_trusted_any_more_is_counted(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """A second one beside it is none, and neither is a new certificate."""
+    settings = certificates.node("a")
+    other, ours = Certificates(tmp_path / "other"), Path(settings["tls_ca"]).read_text()
+    theirs = (other.folder / "ca.crt").read_text()
+    bundle = tmp_path / "bundle"
+    bundle.write_text(ours)
+    live = _live({**settings, "tls_ca": str(bundle)}, Log())
+
+    seen = []
+    for text in (ours + theirs, theirs + ours, ours):
+        bundle.write_text(text)
+        assert live.look()
+        seen.append(live.authorities_dropped)
+
+    assert seen == [0, 0, 1]

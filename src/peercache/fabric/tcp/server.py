@@ -182,7 +182,8 @@ class _Service:
 
     async def close_revoked(self) -> None:
         """Close the connections of certificates that are revoked, or of CAs that are not known."""
-        if self.admission.tls is None:
+        tls = self.admission.tls
+        if tls is None:
             return
         changed = trio.Event()
         token = trio.lowlevel.current_trio_token()
@@ -192,12 +193,16 @@ class _Service:
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(changed.set)
 
-        self.admission.tls.on_change(tell)
+        tls.on_change(tell)
+        dropped = tls.authorities_dropped
         while True:
             await changed.wait()
             changed = trio.Event()
+            is_known = tls.authorities_dropped == dropped
+            dropped = tls.authorities_dropped
             for each in self.pages:
-                each.close_unless(self.admission.stays)
+                # Which authority has signed a certificate is not known any more.
+                each.close_unless(self.admission.stays if is_known else lambda _: False)
 
     def _make_room(self, host: str) -> bool:
         """Return whether there is room for a newcomer, after the one silent for longest has gone.

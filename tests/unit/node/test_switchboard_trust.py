@@ -1,0 +1,96 @@
+"""What a switchboard does with open connections when certificates cease to be good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from peercache.actors.effects import SendTo
+from peercache.errors import Rejected
+from peercache.net.peers import Peer
+from peercache.wire.messages.membership import Heartbeat
+from peercache.wire.messages.session import Refused, RevocationsTold, StatsAsked, Welcome
+from tests.unit.node.test_switchboard import ME, Calling, calling, member, running, until
+
+__all__ = ["calling"]
+
+OTHER = 0x22
+
+
+@attrs.define
+class FickleGate:
+    """A gate that admits every process until it does not."""
+
+    is_open: bool = True
+
+    def identity(self, _: Peer) -> None:
+        """Admit a process of no name, or refuse."""
+        if not self.is_open:
+            raise Rejected("revoked", "not any more")
+
+    def admits(self, _: Peer) -> bool:
+        """Return whether it is still open."""
+        return self.is_open
+
+    def check_node(self, peer: Peer, _: str | None) -> None:
+        """Refuse as `identity` does."""
+        self.identity(peer)
+
+
+async def test_a_link_to_a_revoked_peer_ends_and_is_not_made_again(tmp_path: Path) -> None:
+    """The end that has dialled hangs up, too: the other one may be the thief."""
+    async with running(tmp_path) as one, running(tmp_path, OTHER) as two:
+        gate: Any = FickleGate()
+        one.board._gate = gate
+        one.board.perform(SendTo(two.address, Heartbeat(member(ME, one.address), b"digest")))
+        await until(lambda: len(two.admission.sessions) == 1)
+
+        one.board.judge_again()
+        await trio.sleep(0.1)
+        assert len(two.admission.sessions) == 1
+        gate.is_open = False
+        one.board.judge_again()
+
+        await until(lambda: not two.admission.sessions)
+        # Counted once as it ends, and again when nng dials anew.
+        await until(lambda: one.dropped("revoked") >= 2)
+        assert not two.admission.sessions
+        gate.is_open = True
+        await until(lambda: len(two.admission.sessions) == 1)
+
+
+async def test_every_connection_is_made_anew_where_an_authority_is_dropped(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """Both those that this node has dialled and those that it has taken."""
+    async with running(tmp_path) as one, running(tmp_path, OTHER) as two:
+        one.board.perform(SendTo(two.address, Heartbeat(member(ME, one.address), b"digest")))
+        await calling(one).greet()
+        await until(lambda: len(two.admission.sessions) == 1)
+        (taken,), (dialled,) = one.admission.sessions, two.admission.sessions
+
+        one.board.connect_anew()
+
+        await until(lambda: taken not in one.admission.sessions)
+        await until(lambda: len({*two.admission.sessions} - {dialled}) == 1)
+
+
+async def test_clients_are_told_the_revoked_certificates_and_nodes_are_not(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """A client with its welcome, and again when the list changes."""
+    async with running(tmp_path) as one:
+        one.board._revocations = lambda: RevocationsTold(b"first")
+        client, node = calling(one), calling(one, OTHER)
+        assert isinstance(await client.greet(), Welcome)
+        assert await client.hear() == RevocationsTold(b"first")
+        assert isinstance(await node.greet(is_node=True), Welcome)
+
+        one.board.tell_clients(RevocationsTold(b"second"))
+
+        assert await client.hear() == RevocationsTold(b"second")
+        # The next thing that a node hears is the answer.
+        assert isinstance(await node.ask(StatsAsked(3)), Refused)
