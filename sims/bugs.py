@@ -17,8 +17,10 @@ from peercache.actors.directory.holdings import Holdings
 from peercache.actors.effects import Send, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
+from peercache.actors.membership import view_merge
 from peercache.actors.pool import actor as pool
 from peercache.actors.pool import on_disk, reservations
+from peercache.actors.pool.granting import Shares
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.promote.promotions import Promotions
 from peercache.actors.publisher import actor as publisher
@@ -381,3 +383,90 @@ DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_told),
 
 
 SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)
+
+
+def _any_member_believed(right: Any) -> Any:
+    def judge_view(theirs: Any, **facts: Any) -> Any:
+        return right(theirs, **{**facts, "is_master": True})
+
+    return judge_view
+
+
+HEARSAY_BELIEVED: Patches = ((membership, "judge_view", _any_member_believed),)
+
+
+def _in_at_once(right: Any) -> Any:
+    def judge_view(theirs: Any, **facts: Any) -> Any:
+        judged = right(theirs, **facts)
+        judged.merged.extend(judged.unmet)
+        return judged
+
+    return judge_view
+
+
+ADMITTED_BY_GOSSIP: Patches = ((membership, "judge_view", _in_at_once),)
+
+
+def _knows_all(_: Any) -> Any:
+    def is_new(self: Any, member: Any) -> bool:
+        del self, member
+        return False
+
+    return is_new
+
+
+ADMITTED_WITHOUT_ANSWER: Patches = ((membership.Membership, "_is_new", _knows_all),)
+
+
+def _without_end(_: int) -> int:
+    return 2**64
+
+
+COUNTER_JUMP_BELIEVED: Patches = (
+    (membership, "COUNTER_JUMP_MAX", _without_end),
+    (view_merge, "COUNTER_JUMP_MAX", _without_end),
+)
+
+
+def _never_false(_: Any) -> Any:
+    def is_false_number(held: Any, number: int, now: float) -> bool:
+        del held, number, now
+        return False
+
+    return is_false_number
+
+
+FORGED_NUMBER_STANDS: Patches = ((directory, "_is_false_number", _never_false),)
+
+
+def _last_word(right: Any) -> Any:
+    def note_answer(self: Any, peer: Any, positions: Any, *, is_behind: bool) -> None:
+        del is_behind
+        right(self, peer, positions, is_behind=False)
+
+    return note_answer
+
+
+BEHIND_IGNORED: Patches = ((locating._Search, "note_answer", _last_word),)
+
+
+def _all_allowed(_: Any) -> Any:
+    def allow(self: Any, size: int, *, own: int, together: int) -> bool:
+        del self, size, own, together
+        return True
+
+    return allow
+
+
+POOL_SHARES_TAKEN_OUT: Patches = ((Shares, "allow", _all_allowed),)
+
+
+def _by_all_alone(right: Any) -> Any:
+    def allow(self: Shares, size: int, *, own: int, together: int) -> bool:
+        free = attrs.evolve(self, each_max=self.together_max)
+        return bool(right(free, size, own=own, together=together))
+
+    return allow
+
+
+WRITER_BOUND_IGNORED: Patches = ((Shares, "allow", _by_all_alone),)

@@ -7,9 +7,11 @@ step of the same paths, with time between them.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+import attrs
 import numpy as np
 import trio
 import xxhash
@@ -18,7 +20,7 @@ from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from peercache.memory.client_lock import lock_name
 from peercache.model.ids import new_client_id
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, split_keys
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
@@ -31,7 +33,8 @@ from peercache.paths.reading import Reader
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Greet, Post, Step
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
+from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Hello, Refused
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
@@ -46,6 +49,37 @@ COPY_STOPPED_MAX_S = 6.0
 """Longest that a process stops between two steps of a copy: far beyond every deadline."""
 
 Result = TypeVar("Result")
+
+
+@attrs.define(eq=False)
+class Heard:
+    """What one call heard of directory owners.
+
+    asked:  the peers that were asked for each key.
+    final:  those of them that have answered, and did not say that they are behind.
+    behind: those that have answered while they were behind.
+    closed: members that the call may have passed over, because their breakers were open.
+    """
+
+    members: tuple[int, ...]
+    asked: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
+    final: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
+    behind: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
+    closed: set[int] = attrs.field(factory=set)
+
+    def look(self, breakers: Breakers) -> None:
+        """Note which breakers are open, just after the path has chosen whom to ask."""
+        self.closed.update(member for member in self.members if breakers.is_open(member))
+
+    def take(self, step: Ask, answers: list[Message | None]) -> None:
+        """Note the answers to one step's questions."""
+        for (peer, message), answer in zip(step.questions, answers, strict=True):
+            if not isinstance(message, Lookup):
+                continue
+            for key in split_keys(message.keys):
+                self.asked[key].add(peer)
+                if isinstance(answer, Located):
+                    (self.behind if answer.behind else self.final)[key].add(peer)
 
 
 class SimClient:
@@ -152,8 +186,16 @@ class SimClient:
 
     # --- the driver -------------------------------------------------------------------------------
 
-    async def drive(self, path: Generator[Step, Any, Result], home: NodeMemory | None) -> Result:
-        """Run a path to its end; `home` is where its pages are placed."""
+    async def drive(
+        self,
+        path: Generator[Step, Any, Result],
+        home: NodeMemory | None,
+        heard: Heard | None = None,
+    ) -> Result:
+        """Run a path to its end; `home` is where its pages are placed.
+
+        heard: takes the Lookups of the path, and their answers.
+        """
         answer: Any = None
         try:
             while True:
@@ -161,9 +203,15 @@ class SimClient:
                 try:
                     step = path.send(answer)
                 except StopIteration as end:
+                    if heard is not None:
+                        heard.look(self.breakers)
                     result: Result = end.value
                     return result
+                if heard is not None:
+                    heard.look(self.breakers)
                 answer = await self._do(step, home)
+                if heard is not None and isinstance(step, Ask):
+                    heard.take(step, answer)
         finally:
             path.close()
 

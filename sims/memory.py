@@ -91,6 +91,8 @@ class Truth:
         self.generations: dict[int, int] = {}
         self.arrived: dict[tuple[int, int, bytes], int] = {}
         """By owner, holder and key: under which generation a record has come to an owner."""
+        self.nodes: set[int] = set()
+        """Every incarnation that ever was."""
         self.hits = 0
 
     def committed_at(self, key: bytes, incarnation: int) -> bool:

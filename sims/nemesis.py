@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from sims.forging import Liar
+from sims.impostor import Impostor
 from sims.world import World
 
 DOWN_MAX_S = 9.0
@@ -39,6 +40,7 @@ class Nemesis:
             (options.disconnect_rate, self._disconnect),
             (options.disk_rot, self._rot),
             (options.forge_rate, Liar(self._world, self._rng).forge),
+            (options.impostor_rate, Impostor(self._world, self._world.stream("impostor")).lie),
         ]
         async with trio.open_nursery() as nursery:
             for rate, harm in kinds:

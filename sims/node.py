@@ -39,6 +39,8 @@ from sims.swarm import GRANULE, Options
 from sims.trace import SimLog, Trace, Violation
 from sims.watch import BusyMailbox, WatchedActor
 
+CLUSTER = "sims"
+
 HOUSEKEEPING_S = 1.0
 """As `node.node`'s."""
 
@@ -311,7 +313,7 @@ class SimNode:
 def config_of(options: Options, heads: tuple[str, ...]) -> Config:
     """Return the configuration that all nodes and clients of a run share."""
     return Config(
-        cluster="sims",
+        cluster=CLUSTER,
         discovery_addr=heads,
         granule=GRANULE,
         pool_size=options.pool_granules * GRANULE,
@@ -324,6 +326,7 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         directory_replicas=options.replicas,
         virtual_nodes=options.virtual_nodes,
         summary_s=options.summary_s,
+        handover_s=options.handover_s,
         republish_rate=options.republish_rate,
         verify=options.verify,
         location_cache_entries=options.cache_entries,

@@ -86,6 +86,8 @@ class Options:
     forge_rate: float
     ring_s: float
     """How long a thread takes to make a ring; 0: the loop makes it at once."""
+    impostor_rate: float
+    handover_s: float
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -176,4 +178,6 @@ def draw(rng: random.Random, seed: int) -> Options:
         busy=sometimes(0.5, 0.02, 0.2),
         forge_rate=sometimes(0.6, 1.0, 20.0),
         ring_s=rng.choice([0.0, 0.03, 0.5]),
+        impostor_rate=sometimes(0.5, 0.2, 3.0),
+        handover_s=rng.choice([0.5, 10.0]),
     )

@@ -15,12 +15,16 @@ import trio
 
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, Send, StateActor
+from peercache.actors.mailboxes import PeerAnswered
+from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
+from peercache.actors.pool.actor import Pool
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, Mailbox
 from peercache.model import records
-from peercache.model.member import ALIVE, SUSPECT
+from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP
+from peercache.model.view import View, is_live
 from peercache.wire.messages.directory import Delete, Disputed, Located, Put, Repair
 from sims.memory import Truth
 from sims.network import Network
@@ -78,7 +82,16 @@ class WatchedActor:
         self.steps += 1
         check_bounds(self.mailbox, self.name)
         actor = self.actor
-        if not isinstance(actor, DirectoryShard):
+        if isinstance(actor, Membership):
+            view, masters = actor.view, actor.masters()
+            effects = actor.on_message(sender, message, self.place.local(now))
+            speaker = message.member if isinstance(message, PeerAnswered) else None
+            identity = sender.identity if speaker is None else speaker.incarnation
+            _check_view(actor, identity, view, masters, self.truth)
+        elif isinstance(actor, Pool):
+            effects = actor.on_message(sender, message, self.place.local(now))
+            check_shares(actor)
+        elif not isinstance(actor, DirectoryShard):
             effects = actor.on_message(sender, message, self.place.local(now))
         else:
             before = _named_newer(actor, sender, message)
@@ -95,6 +108,8 @@ class WatchedActor:
         # Two conversions may lose the last bit, and then nothing would be due.
         local = max(self.place.local(now), self.actor.deadline())
         effects = self.actor.on_tick(local)
+        if isinstance(self.actor, Pool):
+            check_shares(self.actor)
         self._note("tick", effects)
         return effects
 
@@ -122,6 +137,49 @@ def check_bounds(mailbox: Mailbox[Any], name: str) -> None:
         if offered > mailbox.messages_max or len(mailbox) > FACTS_WAITING_MAX:
             detail = f"{len(mailbox)} wait for {name}, {offered} of them from the network"
             raise Violation("mailbox-bound", detail)
+
+
+def _check_view(
+    actor: Membership, speaker: int, before: View, masters: tuple[Member, ...], truth: Truth
+) -> None:
+    """A view names only nodes that were, and believes only masters about others."""
+    after = actor.view
+    if after is before:
+        return
+    own = after.get(speaker)
+    is_master = any(master.incarnation == speaker for master in masters)
+    for member in after.members():
+        if member.incarnation not in truth.nodes:
+            detail = f"a view names {member.incarnation:016x}, which never was"
+            raise Violation("invented-member", detail)
+        known = before.get(member.incarnation)
+        if is_master or known == member:
+            continue
+        if known is not None and not is_live(known) and not is_live(member):
+            continue  # A master ends a member under a counter that another node has heard of.
+        is_displaced = own is not None and member.control == own.control
+        if member.incarnation not in (speaker, actor.me.incarnation) and not is_displaced:
+            detail = f"{speaker:016x}, no master, is believed about {member.incarnation:016x}"
+            raise Violation("hearsay", detail)
+
+
+def check_shares(pool: Pool) -> None:
+    """Pages that writers have not committed leave the others their part of the pool."""
+    each_max, named, pages = pool._shares.each_max, 0, 0
+    together_max = max(pool._page_bytes // pool._granule // 2, each_max)
+    for client, known in pool._reservations._clients.items():
+        own = known.granules - known.ahead_granules
+        count = sum(
+            slot is not None for r in known.open.values() if not r.is_ahead for slot in r.slots
+        )
+        if each_max and own > each_max and count > 1:
+            detail = f"{client:016x} holds {own} granules of {each_max} uncommitted"
+            raise Violation("writer-share", detail)
+        named, pages = named + own, pages + count
+    # A page of more than half of the pool is stored alone, or never.
+    if named > together_max and pages > 1:
+        detail = f"writers hold {named} granules of {together_max} uncommitted"
+        raise Violation("pool-share", detail)
 
 
 def _kind(effect: Effect) -> str:

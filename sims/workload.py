@@ -12,11 +12,12 @@ import numpy.typing as npt
 import trio
 
 from peercache.client.client import RETURN_MARGIN_S
-from peercache.model.keys import KEY, PageKeys, page_keys
+from peercache.model.keys import KEY, PageKeys, from_bytes, page_keys
 from peercache.model.runs import PageRuns
-from peercache.observability.reasons import INTERNAL, MISS_REASONS, VERIFY_FAILED
+from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERIFY_FAILED
+from peercache.paths.cluster import Cluster
 from peercache.wire.messages.pool import Clear, Remove
-from sims.client import SimClient
+from sims.client import Heard, SimClient
 from sims.content import POISON, content_of
 from sims.memory import Buffers, Region, Truth
 from sims.swarm import Options
@@ -158,9 +159,12 @@ class Calls:
         timeout_s = timeout_s or rng.choice([0.05, 2.0, 2.0])
         started = trio.current_time()
         until = _until(client, timeout_s)
-        path = client.reader.get(keys, _runs(regions, rng), client.cluster, until)
-        outcome = await client.drive(path, None)
+        cluster = client.cluster
+        path = client.reader.get(keys, _runs(regions, rng), cluster, until)
+        heard = Heard(tuple(cluster.members))
+        outcome = await client.drive(path, None, heard)
         self._close(regions)
+        check_absent(cluster, keys, outcome.reasons, heard, has_time=client.place.now() < until)
         self._ended(client, "get", started, timeout_s, outcome.hits, outcome.reasons)
         ended = trio.current_time()
         for key, region, hit in zip(keys.tolist(), regions, outcome.hits.tolist(), strict=True):
@@ -173,8 +177,11 @@ class Calls:
         keys = self.library.keys[list(places)]
         timeout_s = client.config.exists_timeout_s
         started = trio.current_time()
-        path = client.reader.exists(keys, client.cluster, _until(client, timeout_s))
-        known, reasons = await client.drive(path, None)
+        cluster, until = client.cluster, _until(client, timeout_s)
+        path = client.reader.exists(keys, cluster, until)
+        heard = Heard(tuple(cluster.members))
+        known, reasons = await client.drive(path, None, heard)
+        check_absent(cluster, keys, reasons, heard, has_time=client.place.now() < until)
         self._ended(client, "exists", started, timeout_s, known, reasons)
 
     async def tell_all(self, client: SimClient, message: Remove | Clear) -> None:
@@ -225,6 +232,22 @@ class Calls:
     def _close(self, regions: Sequence[Region]) -> None:
         for region in regions:
             self.buffers.close(region)
+
+
+def check_absent(
+    cluster: Cluster, keys: PageKeys, reasons: Sequence[str], heard: Heard, *, has_time: bool
+) -> None:
+    """A page is absent if an owner that knows all says so, or if no other owner is left to ask."""
+    if not has_time:
+        return
+    for key, reason in zip(keys.tolist(), reasons, strict=True):
+        if reason != ABSENT:
+            continue
+        owners = set(cluster.ring.owners(from_bytes(key))[0][: cluster.replicas].tolist())
+        left = owners - heard.asked[key] - heard.closed
+        if left and not owners & heard.final[key]:
+            detail = f"{key.hex()}: only owners that are behind said so, {len(left)} not asked"
+            raise Violation("absent-on-trust", detail)
 
 
 def _until(client: SimClient, timeout_s: float) -> float:

@@ -103,6 +103,7 @@ class World:
         )
         self.trace.line("start", name, f"{node.incarnation:016x}")
         self.nodes[name] = node
+        self.truth.nodes.add(node.incarnation)
         self.memories[node.incarnation] = node.memory
         await node.run()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
 
+from peercache.actors.membership.actor import Membership
+from sims import canaries
 from sims.__main__ import main
-from sims.canaries import planted_canary
+from sims.canaries import Canary, planted_canary
 from sims.play import play
 from sims.swarm import Options, smaller
 from sims.sweep import kept_seeds, reproduce_line
@@ -51,6 +55,21 @@ def test_a_planted_bug_is_found(canary: str, checkers: set[str]) -> None:
         first = next(checker for checker in found if checker)
 
     assert first in checkers
+
+
+def test_a_canary_that_fails_by_itself_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted code that no longer fits ends every run, and shows nothing."""
+
+    def misfit(_: Any) -> Any:
+        def on_tick(self: Any, now: float) -> Any:
+            return self.renamed_meanwhile(now)
+
+        return on_tick
+
+    misfits = Canary("misfit", "", 3, patches=((Membership, "on_tick", misfit),))
+    monkeypatch.setattr(canaries, "CANARIES", (misfits,))
+
+    assert canaries.hunt("misfit").checker == ""
 
 
 def test_an_outbox_without_a_bound_is_found() -> None:
