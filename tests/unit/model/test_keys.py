@@ -109,6 +109,20 @@ def test_namespaces_share_no_key() -> None:
     assert len(keys) == len(tags) == len(spaces)
 
 
+PARTS = st.tuples(*(st.text("a,b", max_size=3) for _ in range(3)))
+
+
+@given(one=PARTS, other=PARTS)
+@example(one=("a,b", "c", ""), other=("a", "b,c", ""))
+def test_parts_of_a_namespace_end_where_they_end(
+    one: tuple[str, str, str], other: tuple[str, str, str]
+) -> None:
+    """No sign in a name, a comma for example, can move what stands after it."""
+    spaces = Namespace(*one), Namespace(*other)
+
+    assert (spaces[0].digest() == spaces[1].digest()) == (one == other)
+
+
 def test_namespace_does_not_depend_on_the_order_of_facts() -> None:
     """Two processes that list the same facts in another order mean the same namespace."""
     one = Namespace.of("m", {"a": 1, "b": 2}, {"tp": 0, "pp": 1})

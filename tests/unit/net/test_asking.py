@@ -296,6 +296,25 @@ def test_a_flood_does_not_outlast_the_deadline() -> None:
     assert took_s < PROMPT_S
 
 
+def test_the_clock_is_looked_at_before_each_message() -> None:
+    """Messages of 5 ms each: a whole burst of them would make 0.1 s into 0.4 s."""
+    now = 0.0
+
+    class Dear(Babbler):
+        def receive(self) -> bytes:
+            nonlocal now
+            now += 0.005
+            return super().receive()
+
+    dear = Dear(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
+    with Asking({7: "ipc:///nowhere"}, clock=lambda: now) as client:
+        client.asker._connections._idle[7] = [dear]  # type: ignore[list-item]
+        answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 0.1)
+
+    assert answers == [None]
+    assert 0.1 <= now < 0.15
+
+
 def test_a_thread_that_was_late_itself_looks_before_it_blames(tmp_path: Path) -> None:
     """The engine kept us from running: the answer lies there, and the peer is well."""
 
