@@ -1,0 +1,95 @@
+"""A stream that a stranger ends in its holder's name: the holder's pages are found again.
+
+Without certificates any process may speak in a member's name (`test_control_tls.py` shows that with
+them none can). It empties an owner's records by one Repair, under a number that its holder never
+reaches. That used to be for good: 300 hits became 0, and nothing that the holder published came in.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from peercache.client.client import Client
+from peercache.model.records import BUCKETS
+from peercache.wire.codec import decode
+from peercache.wire.messages.directory import Repair
+from peercache.wire.messages.session import Welcome
+from tests.hostile.garbage import enveloped, hello
+from tests.hostile.strangers import Caller, metric
+from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+
+COUNT = 300
+SIZE = 16 * 1024
+HEALED_S = 10.0
+"""Two summaries and a repair take 3 s (`STREAM_LATE_S`, `summary_s`); the rest is for a busy
+machine."""
+
+
+def pages(names: list[str]) -> list[bytes]:
+    """Return pages whose bytes name them."""
+    return [name.encode().ljust(16, b".") * (SIZE // 16) for name in names]
+
+
+def hits(client: Client, names: list[str]) -> int:
+    """Return how many pages a client reads, each of them right."""
+    buffers = [bytearray(SIZE) for _ in names]
+    found = client.batch_get(names, buffers)
+    for hit, buffer, page in zip(found, buffers, pages(names), strict=True):
+        assert not hit or buffer == page
+    return sum(found)
+
+
+def received(node: NodeProcess, kind: str) -> float:
+    """Return how many messages of a kind a node has received."""
+    return metric(node, "peercache_messages_received").get(kind, 0.0)
+
+
+def end_stream(cluster: LocalCluster, owner: NodeProcess, holder: NodeProcess, number: int) -> None:
+    """Say at an owner that a holder has nothing, in the holder's name and under this number."""
+    before = received(owner, "Repair")
+    sender = int(holder.ready["node"], 16)
+    with Caller.at(owner, "control") as stranger:
+        for said in (hello(cluster.name, is_node=True), Repair(number, bytes(range(BUCKETS)), b"")):
+            raw = enveloped(said, cluster=cluster.name, sender=sender)
+            stranger.connection.sendall(stranger.framed(raw))
+        assert isinstance(decode(stranger.hear(), cluster=cluster.name).message, Welcome)
+        wait_until(lambda: received(owner, "Repair") > before)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [2**64 - 1, pytest.param(10_000, marks=pytest.mark.slow)],
+    ids=["end of the range", "a little ahead"],
+)
+def test_a_stream_that_a_stranger_ends_goes_on(number: int) -> None:
+    """Three nodes: pages of one of them, read at another, before and after the lie at both."""
+    names = [f"page-{at}" for at in range(COUNT)]
+    with LocalCluster() as cluster:
+        holder, *owners = (cluster.start(flags=["--metrics-port=-1"]) for _ in range(3))
+        for node in cluster.nodes:
+            cluster.wait_for_members(node, 3)
+        writer = cluster.client(holder)
+        # After a view change a reader asks every owner, and one of three is the holder itself.
+        reader = cluster.client(owners[0], location_cache_entries=0, handover_s=0)
+        assert all(writer.batch_set(names, pages(names)))
+        wait_until(lambda: reader.batch_exists(names) == COUNT)
+        assert hits(reader, names) == COUNT
+
+        differed = received(holder, "SummaryDiffers")
+        began = time.monotonic()
+        for owner in owners:
+            end_stream(cluster, owner, holder, number)
+        at_worst = hits(reader, names)
+        # Each owner tells that it has lost the records; before that nothing is shown.
+        wait_until(lambda: received(holder, "SummaryDiffers") >= differed + len(owners))
+        wait_until(lambda: hits(reader, names) == COUNT)
+        healed_s = time.monotonic() - began
+        print(f"{at_worst} hits after the lie, all of them after {healed_s:.1f} s")
+
+        assert healed_s < HEALED_S
+        later = [f"later-{at}" for at in range(50)]
+        assert all(writer.batch_set(later, pages(later)))
+        wait_until(lambda: hits(reader, later) == len(later))
+        assert hits(reader, names) == COUNT
