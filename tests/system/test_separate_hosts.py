@@ -257,10 +257,16 @@ def test_certificates_are_renewed_revoked_and_replaced_by_the_commands_of_the_pa
 ) -> None:
     """Nothing restarts, no page is lost, and what is refused stays refused."""
     (a, b, c), _, folder = secured
-    near, far = (open_client(host, **engine()) for host in (a, b))
-    for client in (near, far):
+    near, far, lost = (open_client(host, **engine()) for host in (a, b, c))
+    for client in (near, far, lost):
         members_at(client, 3)
     assert far.ask("set", "kept", PAGES) == PAGES
+    assert lost.ask("set", "lost", PAGES) == PAGES
+    for client in (far, lost):
+        for name in ("kept", "lost"):
+            wait_until(lambda client=client, name=name: (  # type: ignore[misc]
+                client.ask("get", name, PAGES) == PAGES
+            ))  # fmt: skip
     old_ca = (folder / "pki/ca.crt").read_text()
 
     type_in("renew", folder)
@@ -272,6 +278,9 @@ def test_certificates_are_renewed_revoked_and_replaced_by_the_commands_of_the_pa
     type_in("revoke", folder, a)
     for client in (near, far):
         members_at(client, 2)
+    # Neither end of a revoked host's traffic is left: its node's pages, and its engines' reads.
+    wait_until(lambda: far.ask("get", "lost", PAGES) == 0)
+    wait_until(lambda: lost.ask("get", "kept", PAGES) == 0)
 
     type_in("another authority", folder)
     for step in ("both", "new certificates", "new authority only"):
