@@ -5,6 +5,7 @@
 #   make full      everything: long tests, SGLang, RDMA, simulations, demo, release and site
 #   make sims      whole clusters, simulated from fresh seeds, and planted bugs
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
+#   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
@@ -26,7 +27,7 @@ COVERAGE_MIN := 95
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fast test full test-rdma lint format types types-oldest unit coverage slow sims \
+.PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit coverage slow sims \
 	sglang docs docs-site release-check clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
@@ -97,6 +98,9 @@ sglang: $(STAMP)
 # is made of is kept in the user's cache folder; the first time takes some minutes.
 test-rdma: $(STAMP)
 	@$(BIN)/python -m tests.rdma.rig test $(PYTEST_FLAGS)
+
+sanitize: $(STAMP)
+	@bash tests/sanitize.sh $(PYTEST_FLAGS)
 
 # Pages of docs/reference that are made from the code.
 docs: $(STAMP)
