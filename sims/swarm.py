@@ -88,6 +88,8 @@ class Options:
     """How long a thread takes to make a ring; 0: the loop makes it at once."""
     impostor_rate: float
     handover_s: float
+    pools: int = 1
+    """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""

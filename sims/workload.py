@@ -13,6 +13,7 @@ import trio
 
 from peercache.client.client import RETURN_MARGIN_S
 from peercache.model.keys import KEY, PageKeys, from_bytes, page_keys
+from peercache.model.prefix import ALL_PAGES, SidePages, prefix_of
 from peercache.model.runs import PageRuns
 from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERIFY_FAILED
 from peercache.paths.cluster import Cluster
@@ -83,6 +84,8 @@ class Calls:
             await self.set(client, places, rng)
         elif drawn < 0.85:
             await self.get(client, places, rng)
+        elif drawn < 0.97 and self.options.pools == 2:
+            await self.prefix(client, places, rng)
         elif drawn < 0.97:
             await self.exists(client, places)
         elif drawn < 0.995:
@@ -183,6 +186,33 @@ class Calls:
         known, reasons = await client.drive(path, None, heard)
         check_absent(cluster, keys, reasons, heard, has_time=client.place.now() < until)
         self._ended(client, "exists", started, timeout_s, known, reasons)
+
+    async def prefix(self, client: SimClient, places: Sequence[int], rng: random.Random) -> None:
+        """Ask how far a prefix reaches in two pools, and read it: what is short is counted.
+
+        The second half of the library is the side pool, page for page.
+        """
+        side = len(self.library.keys) // 2
+        first = places[0] % side
+        chain = range(first, min(first + len(places), side))
+        both = [place for page in chain for place in (page, page + side)]
+        timeout_s = client.config.exists_timeout_s
+        started = trio.current_time()
+        path = client.reader.exists(
+            self.library.keys[both], client.cluster, _until(client, timeout_s), touch=True
+        )
+        known, reasons = await client.drive(path, None)
+        self._ended(client, "exists", started, timeout_s, known, reasons)
+        reported = prefix_of(known[::2], len(chain), [SidePages(ALL_PAGES, known[1::2])]).pages
+        lacking = [place for place, there in zip(both, known.tolist(), strict=True) if not there]
+        if set(both[: 2 * reported]) & set(lacking):
+            raise Violation(
+                "prefix-not-whole", f"{client.place.name}: {reported} without {lacking}"
+            )
+        if reported:
+            short = sum(map(bool, await self.get(client, both[: 2 * reported], rng, 2.0)))
+            for name, pages in (("prefix:reported", 2 * reported), ("prefix:short", short)):
+                self.counts[name] = self.counts.get(name, 0) + pages
 
     async def tell_all(self, client: SimClient, message: Remove | Clear) -> None:
         """Remove or clear at every live member, through the home node."""
