@@ -1,4 +1,4 @@
-"""`python -m sims`: run a seed, sweep many seeds, or hunt planted bugs."""
+"""`python -m sims`: run a seed, sweep many seeds, hunt planted bugs, or start a large cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.determinism import stream
 from sims.play import Outcome, play
+from sims.start import Start
 from sims.swarm import draw, smaller
 
 LINES_SHOWN = 40
@@ -40,10 +41,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     canaries = commands.add_parser("canaries", help="plant each bug, and see that it is found")
     canaries.add_argument("--only", default="", choices=names, metavar="NAME", help="this one")
     canaries.add_argument("--jobs", type=int, help="processes; all cores if not given")
+    starting = commands.add_parser(
+        "start", help="start a large cluster and all its engines at once"
+    )
+    starting.add_argument("--nodes", type=int, default=1000)
+    starting.add_argument("--ranks", type=int, default=8, help="clients a node")
+    starting.add_argument("--seed", type=int, default=1)
+    starting.add_argument("--within", type=float, default=30.0, help="virtual seconds it may take")
     args = parser.parse_args(arguments)
+    if args.command == "start":
+        return _start(args)
     if args.command == "run":
         return _run(args)
     return _sweep(args) if args.command == "sweep" else _canaries(args)
+
+
+def _start(args: argparse.Namespace) -> int:
+    start = Start(nodes=args.nodes, ranks=args.ranks, seed=args.seed)
+    try:
+        report = start.play(at_most_s=args.within)
+    except AssertionError as error:
+        _say(f"seed {args.seed}: {error}")
+        return 1
+    for line in report.lines():
+        _say(line)
+    return 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -191,6 +191,7 @@ class SimNode:
             open_link=self._open_link,
             perform_disk=self.disk.perform,
             in_thread=self._in_thread,
+            links_max=self._options.links_max,
         )
         await nursery.start(self.switchboard.run)
         for watched in self.watched.values():
@@ -261,7 +262,8 @@ class SimNode:
             members = self.crew.membership.view.members()
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
             dialled = self.crew.membership.dialled()
-            self.switchboard.keep_links(kept | set(self.config.discovery_addr) | dialled)
+            always = set(self.config.discovery_addr) | dialled
+            self.switchboard.keep_links(kept | always, always=always)
             await trio.sleep(HOUSEKEEPING_S)
 
     async def _in_thread(self, job: Callable[[], HashRing]) -> HashRing:

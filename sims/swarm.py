@@ -12,6 +12,7 @@ import attrs
 
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
+from peercache.node.link_use import LINKS_MAX
 
 GRANULE = 256
 """Bytes of a granule here: small, so that a run moves kilobytes and tears as many pages."""
@@ -88,6 +89,7 @@ class Options:
     """How long a thread takes to make a ring; 0: the loop makes it at once."""
     impostor_rate: float
     handover_s: float
+    links_max: int
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
 
@@ -182,4 +184,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         ring_s=rng.choice([0.0, 0.03, 0.5]),
         impostor_rate=sometimes(0.5, 0.2, 3.0),
         handover_s=rng.choice([0.5, 10.0]),
+        links_max=rng.choice([LINKS_MAX, LINKS_MAX, 8]),
     )

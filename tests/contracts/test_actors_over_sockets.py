@@ -60,6 +60,7 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewCompared,
     ViewShared,
 )
 from peercache.wire.messages.pool import Commit, Committed, Granted, Remove, Removed, Reserve
@@ -248,8 +249,10 @@ def play(world: World) -> None:
     assert [m.incarnation for m in world.takes(ViewShared).view] == [ME]
     boxes.membership.tell(SELF, PeerAnswered(member(PEER).control, member(PEER)))
     world.drain()
-    assert {m.incarnation for m in world.takes(ViewShared).view} == {ME, PEER}
     digest = world.crew.membership.view.digest()
+    assert world.takes(HeartbeatSeen).view == digest
+    world.hears(Origin(PEER), ViewCompared(bytes(8)))
+    assert {m.incarnation for m in world.takes(ViewShared).view} == {ME, PEER}
     world.hears(Origin(PEER), Heartbeat(member(PEER), digest))
     assert world.takes(HeartbeatSeen).view == digest
     world.hears(CLIENT, ViewAsked(4, digest))

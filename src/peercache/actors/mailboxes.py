@@ -31,7 +31,14 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -59,7 +66,7 @@ class PeerAnswered:
 
 
 MembershipHears: TypeAlias = (
-    Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked | PeerAnswered
+    Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked | ViewCompared | PeerAnswered
 )
 
 

@@ -10,10 +10,12 @@ and no other member can. (Das, Gupta, Motivala: SWIM, 2002, §4.2.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final, final
 
 import attrs
+import numpy as np
 
 from peercache.model.member import SUSPECT, Member
 
@@ -27,6 +29,14 @@ NOT_A_HEAD = 255
 """Head rank of a member that no `discovery_addr` names; also the lowest rank there is."""
 
 DIGEST_BYTES = 16
+
+BUCKETS_MAX = 4096
+"""Most buckets of a view's digests: 32 KiB, and four members each in the largest view."""
+
+PRINTS_KEPT = 2 * MEMBERS_MAX
+"""Fingerprints remembered: a client gets the whole view again for each change of it."""
+
+_LOW_64: Final = 2**64 - 1
 
 STATE_NAMES = ("alive", "suspect", "dead", "left")
 """Words for a member's state, by its number."""
@@ -54,12 +64,14 @@ class View:
     """What one node knows of the cluster. `merge` and `without` return another one."""
 
     _entries: Mapping[int, Member]
+    _prints: Mapping[int, int]
+    """By incarnation, of the living only."""
     _digest: int
 
     @classmethod
     def of(cls, members: Iterable[Member] = ()) -> View:
         """Build from entries; of several for one incarnation the newest stays."""
-        return cls({}, 0).merge(members)[0]
+        return cls({}, {}, 0).merge(members)[0]
 
     def __len__(self) -> int:
         """Return the number of entries, dead and left ones included."""
@@ -96,7 +108,7 @@ class View:
         A pure function of the view, so equal views name equal masters, a dead one is replaced by
         itself, and a head that comes back is first again.
         """
-        return tuple(sorted(self.live(), key=_master_order)[:max_masters])
+        return tuple(sorted(self.live(), key=master_order)[:max_masters])
 
     def merge(self, others: Iterable[Member]) -> tuple[View, bool]:
         """Return the view with the newer entry of each incarnation, and whether it changed.
@@ -104,43 +116,61 @@ class View:
         An entry that does not change stays the same object. A full view takes no new members.
         """
         entries: dict[int, Member] | None = None
+        prints: dict[int, int] = {}
         digest = self._digest
         for member in others:
-            mine = (self._entries if entries is None else entries).get(member.incarnation)
+            incarnation = member.incarnation
+            mine = (self._entries if entries is None else entries).get(incarnation)
             if member.counter >= COUNTER_MAX or (mine is not None and not is_newer(member, mine)):
                 continue
-            if entries is None:
-                entries = dict(self._entries)
-            if mine is None and len(entries) >= MEMBERS_MAX:
+            if mine is None and len(self if entries is None else entries) >= MEMBERS_MAX:
                 continue
-            digest ^= _fingerprint(member) ^ (0 if mine is None else _fingerprint(mine))
-            entries[member.incarnation] = member
-        if entries is None or entries == self._entries:
-            return self, False
-        return View(entries, digest), True
+            if entries is None:
+                entries, prints = dict(self._entries), dict(self._prints)
+            digest ^= prints.pop(incarnation, 0)
+            if is_live(member):
+                prints[incarnation] = print_of = _fingerprint(member)
+                digest ^= print_of
+            entries[incarnation] = member
+        return (self, False) if entries is None else (View(entries, prints, digest), True)
 
     def without(self, incarnations: Iterable[int]) -> View:
         """Return the view without these entries."""
-        entries = dict(self._entries)
+        entries, prints = dict(self._entries), dict(self._prints)
         digest = self._digest
         for incarnation in incarnations:
-            gone = entries.pop(incarnation, None)
-            digest ^= 0 if gone is None else _fingerprint(gone)
-        return View(entries, digest)
+            entries.pop(incarnation, None)
+            digest ^= prints.pop(incarnation, 0)
+        return View(entries, prints, digest)
 
-    def adds_to(self, theirs: Mapping[int, Member]) -> bool:
-        """Return whether this view has a live member that theirs lacks, or a newer entry."""
-        for incarnation, mine in self._entries.items():
-            named = theirs.get(incarnation)
-            if is_live(mine) if named is None else is_newer(mine, named):
-                return True
-        return False
+    def bucket_digests(self, count: int = 0) -> bytes:
+        """Return digests of the living by bucket, 8 bytes each: where two views differ.
+
+        count: a power of two; by default about one bucket a member.
+        """
+        count = count or min(BUCKETS_MAX, 1 << max(0, len(self._prints) - 1).bit_length())
+        buckets = np.fromiter(self._prints, np.uint64, len(self._prints)) & np.uint64(count - 1)
+        prints = [value & _LOW_64 for value in self._prints.values()]
+        digests = np.zeros(count, "<u8")
+        np.bitwise_xor.at(digests, buckets.astype(np.intp), np.array(prints, np.uint64))
+        return digests.tobytes()
+
+    def differing(self, theirs: bytes) -> list[Member]:
+        """Return the entries, ended ones included, in the buckets whose digests are others.
+
+        theirs: the `bucket_digests` of another view; [] for bytes that are none.
+        """
+        count = len(theirs) // 8
+        if not 0 < count <= BUCKETS_MAX or count & (count - 1) or len(theirs) % 8:
+            return []
+        mine = np.frombuffer(self.bucket_digests(count), "<u8")
+        differs = (mine != np.frombuffer(theirs, "<u8")).tolist()
+        return [member for key, member in self._entries.items() if differs[key & (count - 1)]]
 
 
+@lru_cache(maxsize=PRINTS_KEPT)
 def _fingerprint(member: Member) -> int:
-    """Return what a member adds (XOR) to a digest: nothing once it is dead or has left."""
-    if not is_live(member):
-        return 0
+    """Return what a live member adds (XOR) to a digest."""
     text = repr((member.incarnation, member.counter, member.state, _description(member)))
     return int.from_bytes(
         hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest(), "little"
@@ -160,11 +190,23 @@ def _description(member: Member) -> tuple[int, str, str, str, str, str, str, byt
     )
 
 
-def _master_order(member: Member) -> tuple[int, str, int, str, int]:
+def master_order(member: Member) -> tuple[int, str, int, str, int]:
+    """Return what live members are sorted by: the first ones are the masters."""
     # Ports as numbers: 9000 comes before 31998. The incarnation only parts two processes that
     # claim one address, which a correct cluster does not have for long.
     rank = min(member.head_rank, NOT_A_HEAD)
     return (rank, member.host_name, _port(member), member.control, member.incarnation)
+
+
+def may_replace(masters: Sequence[Member], changed: Iterable[Member | None]) -> bool:
+    """Return whether one of these entries is a master's, or comes before the last master."""
+    names = {master.incarnation for master in masters}
+    last = master_order(masters[-1])
+    return any(
+        entry.incarnation in names or (is_live(entry) and master_order(entry) < last)
+        for entry in changed
+        if entry is not None
+    )
 
 
 def _port(member: Member) -> int:

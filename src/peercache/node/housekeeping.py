@@ -107,7 +107,9 @@ class Housekeeping:
             self._log.info("node.started_alone", asked=list(heads))
         self._known = {member.incarnation: member.state for member in members}
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
-        self._switchboard.keep_links(kept | set(heads) | self._dialled())
+        # A link to a head shows whether it answers; one to a candidate waits for its Welcome.
+        always = set(heads) | self._dialled()
+        self._switchboard.keep_links(kept | always, always=always)
         for number, word in enumerate(STATE_NAMES):
             self._metrics.members.labels(word).set(sum(m.state == number for m in members))
 

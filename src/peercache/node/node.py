@@ -8,6 +8,7 @@ messages.
 from __future__ import annotations
 
 import random
+import resource
 import secrets
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
 from peercache.node.housekeeping import Housekeeping
+from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish
 from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.revocations import RevocationSpread, message_of
@@ -183,9 +185,7 @@ class Node:
             segment_bytes=segment.layout.total_bytes,
             listener=listener,
             mailboxes=crew.mailboxes,
-            store_words=lambda effect: segment.store_words(
-                effect.indices, effect.values, effect.seals
-            ),
+            store_words=lambda put: segment.store_words(put.indices, put.values, put.seals),
             member_of=crew.membership.member,
             answer=self._answer,
             metrics=self.metrics,
@@ -196,6 +196,7 @@ class Node:
             revocations=lambda: None if self.tls is None else message_of(self.tls),
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
+            links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
         housekeeping = Housekeeping(
             config,

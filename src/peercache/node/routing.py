@@ -50,7 +50,14 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -152,7 +159,10 @@ class NodeMailboxes:
                 return self.removal.offer(sender, message, size_bytes)
             case Promote():
                 return self.promote.offer(sender, message, size_bytes)
-            case Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked():
+            case (
+                Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked()
+                | ViewCompared()
+            ):  # fmt: skip
                 return self.membership.offer(sender, message, size_bytes)
             case OpenChannel() | ChannelsHeld():
                 return self.rdma.offer(sender, message, size_bytes)

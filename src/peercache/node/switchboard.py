@@ -6,7 +6,7 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -37,6 +37,7 @@ from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Listener
 from peercache.net.tls import ControlTls, control_url
 from peercache.node.admission import Admission
+from peercache.node.link_use import LINKS_MAX, LinkUse
 from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.observability.log import WarnOnce
@@ -93,6 +94,7 @@ class Switchboard:
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
         in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
+        links_max: int = LINKS_MAX,
     ) -> None:
         """Take everything from `node.Node`, which owns it.
 
@@ -121,6 +123,7 @@ class Switchboard:
         self._perform_rdma = perform_rdma
         self._in_thread = in_thread
         self._links: dict[str, Link] = {}
+        self._link_use = LinkUse(links_max=links_max)
         # By address: the name of the node that this node means to reach there; None: any node.
         self._expected: dict[str, str | None] = {}
         # A refused node says Hello again every second.
@@ -334,6 +337,13 @@ class Switchboard:
 
     def _say(self, address: str, target: int, message: Message) -> None:
         link = self._links.get(address)
+        if link is None and len(self._links) >= self._link_use.links_max:
+            self._end_links(self._link_use.surplus(trio.current_time(), kept=()))
+            if len(self._links) >= 2 * self._link_use.links_max:
+                # All are new, and none may have been answered yet.
+                self._drop("links_full", detail=type(message).__name__)
+                return
+        self._link_use.used(address, trio.current_time())
         if link is None:
             link = self._links[address] = self._open_link(
                 control_url(address, self._tls),
@@ -392,10 +402,18 @@ class Switchboard:
             if session.role is not Role.NODE:
                 self._reply(pipe, session.identity, message)
 
-    def keep_links(self, addresses: set[str]) -> None:
-        """End the links to addresses that no member has any more."""
-        for address in [address for address in self._links if address not in addresses]:
+    def keep_links(self, addresses: set[str], *, always: Collection[str] = ()) -> None:
+        """End the links to addresses that no member has any more, and those that are not used.
+
+        always: addresses whose links stay though they are not used.
+        """
+        self._end_links([address for address in self._links if address not in addresses])
+        self._end_links(self._link_use.surplus(trio.current_time(), kept=always))
+
+    def _end_links(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
             self._links.pop(address).stop()
+            self._link_use.ended(address)
             self._expected.pop(address, None)
             self._answering.pop(address, None)
 

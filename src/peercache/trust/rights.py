@@ -45,7 +45,14 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -140,6 +147,7 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     HeartbeatSeen: _NODES,
     ViewShared: _NODES,
     ViewAsked: _EVERY,
+    ViewCompared: _NODES,
     # Records: holders publish their own, owners acknowledge.
     Put: _NODES,
     Delete: _NODES,

@@ -31,7 +31,14 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -68,7 +75,7 @@ Message: TypeAlias = (
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
-    | Doubted | RevocationsTold
+    | Doubted | RevocationsTold | ViewCompared
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

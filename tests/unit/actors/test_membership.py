@@ -15,15 +15,17 @@ from peercache.actors.effects import (
 )
 from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.membership import actor as membership_module
-from peercache.actors.membership.actor import SHARES_PER_BEAT
+from peercache.actors.membership.exchange import SHARES_PER_BEAT
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
+from peercache.model.view import View
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewCompared,
     ViewShared,
 )  # fmt: skip
 from tests.unit.actors.membership_cluster import DEAD_S, HEARTBEAT_S, SUSPECT_S, member
@@ -82,8 +84,8 @@ def test_node_that_has_left_moves_no_more() -> None:
     assert node.actor.move(node.now, control="b:2", data="b:9", head_rank=255) == []
 
 
-def test_any_node_answers_a_join_with_its_view() -> None:
-    """Also one that is no master; the newcomer is in the view that it gets."""
+def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
+    """Also one that is no master; the newcomer is in the view, and asks for what it lacks."""
     node = Node().knows(ONE, TWO)
 
     asked = node.hears(NINE, Join(member(NINE)), pipe=77)
@@ -92,8 +94,13 @@ def test_any_node_answers_a_join_with_its_view() -> None:
 
     assert asked == [SendTo(member(NINE).control, ViewShared(0, (member(ME),)))]
     assert before is None
-    answer = sends(effects, ViewShared)
-    assert answer == [Send(NINE, ViewShared(0, node.actor.view.members()))]
+    answer = sends(effects, HeartbeatSeen)
+    assert answer == [Send(NINE, HeartbeatSeen(node.actor.view.digest()))]
+    (told,) = sends(
+        node.hears(NINE, ViewCompared(View.of([member(NINE)]).bucket_digests())), ViewShared
+    )
+    assert told.to == NINE
+    assert {m.incarnation for m in told.message.view} >= {ME, ONE, TWO}
     assert node.state(NINE) == ALIVE
     assert [e.fact for e in effects if isinstance(e, (TellRing, TellDirectory, TellPublisher))] == [
         ViewChanged(node.actor.view.members())
@@ -209,40 +216,78 @@ def test_heartbeat_with_an_equal_digest_is_answered_without_a_view() -> None:
     assert effects == [Send(Origin(NINE, 3), HeartbeatSeen(node.actor.view.digest()))]
 
 
-def test_heartbeat_with_another_digest_is_answered_with_the_view_first() -> None:
-    """The digest that follows then tells the sender whether we lack something of it."""
-    node = Node(ONE).knows(NINE)
+def test_peer_whose_view_differs_is_asked_for_what_differs() -> None:
+    """A master that hears a heartbeat, and a member that hears its answer, ask each other."""
+    master, plain = Node(ONE).knows(NINE), Node(NINE).knows(ONE)
 
-    effects = node.hears(NINE, Heartbeat(member(NINE), b"other"))
+    heard = master.hears(NINE, Heartbeat(member(NINE), b"other"))
+    answered = plain.hears(ONE, HeartbeatSeen(b"other"))
 
-    view = node.actor.view
-    assert effects == [
-        Send(NINE, ViewShared(0, view.members())),
-        Send(NINE, HeartbeatSeen(view.digest())),
+    asked = ViewCompared(master.actor.view.bucket_digests())
+    assert heard == [Send(NINE, HeartbeatSeen(master.actor.view.digest())), Send(NINE, asked)]
+    assert answered == [Send(ONE, ViewCompared(plain.actor.view.bucket_digests()))]
+    assert plain.hears(ONE, HeartbeatSeen(plain.actor.view.digest())) == []
+    assert plain.hears(77, HeartbeatSeen(b"other")) == []
+
+
+def test_one_peer_a_turn_is_asked_and_each_in_its_turn() -> None:
+    """Else three masters would all answer with the same; and none is forgotten for another."""
+    node = Node().knows(ONE, TWO, NINE)
+
+    asked = [e.to for peer in (ONE, TWO, NINE) for e in node.hears(peer, HeartbeatSeen(b"x"))]
+    asked += [e.to for e in sends(node.passes(HEARTBEAT_S), ViewCompared)]
+
+    assert asked == [ONE, TWO, NINE]
+
+
+def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
+    """Its view was another one, and is no longer."""
+    node = Node().knows(ONE, TWO, NINE)
+    after = View.of([*node.actor.view.members(), member(TEN)])
+    for peer in (ONE, TWO):
+        node.hears(peer, HeartbeatSeen(after.digest()))
+
+    node.meets(member(TEN))
+
+    assert sends(node.passes(HEARTBEAT_S), ViewCompared) == []
+
+
+def test_node_that_has_addresses_to_try_asks_rarely() -> None:
+    """What it was told is in its view when it answers: until then every master's view differs."""
+    node = Node().knows(ONE)
+    node.told_by(ONE, member(ONE), *[member(n, f"127.9.0.{n}:1") for n in range(100, 200)])
+
+    asked = [node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(10)]
+    asked += [
+        node.passes(1.0, speaking=()) + node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(7)
     ]
 
-
-def test_master_that_lacks_something_gets_our_view() -> None:
-    """Its answer to our heartbeat names another digest than ours: it is told."""
-    node = Node().knows(ONE, TWO)
-
-    effects = node.hears(ONE, HeartbeatSeen(b"other"))
-
-    assert effects == [Send(ONE, ViewShared(0, node.actor.view.members()))]
-    assert node.hears(ONE, HeartbeatSeen(node.actor.view.digest())) == []
-    assert node.hears(77, HeartbeatSeen(b"other")) == []
+    assert sum(len(sends(effects, ViewCompared)) for effects in asked) == 3
 
 
 def test_views_to_one_peer_are_bounded_in_each_heartbeat() -> None:
-    """Views that stay different, for whatever reason, do not make a storm."""
-    node = Node(ONE).knows(NINE)
+    """A peer that asks again and again makes no storm, and one that is no member gets nothing."""
+    node = Node(ONE).knows(NINE, TEN)
     node.passes(HEARTBEAT_S)
 
     for _ in range(2):
-        effects = [e for _ in range(50) for e in node.hears(NINE, Heartbeat(member(NINE), b"x"))]
-        assert len(sends(effects, ViewShared)) == SHARES_PER_BEAT
-        assert len(sends(effects, HeartbeatSeen)) == 50
+        effects = [e for _ in range(50) for e in node.hears(NINE, ViewCompared(bytes(8)))]
+        assert len(effects) == SHARES_PER_BEAT
+        assert {m.incarnation for m in effects[0].message.view} == {ONE, NINE, TEN}
         node.passes(HEARTBEAT_S)
+    assert node.hears(77, ViewCompared(bytes(8))) == []
+    assert [e.message.view for e in node.hears(NINE, ViewCompared(bytes(7)))] == [(member(ONE),)]
+
+
+def test_news_of_a_doubted_member_reach_the_masters_at_once() -> None:
+    """It has time to refute, and its refutation comes to the other masters in time."""
+    node = Node(ONE).knows(TWO, NINE)
+
+    doubted = sends(node.passes(SUSPECT_S + 0.1, speaking=(TWO,)), ViewShared)
+    refuted = sends(node.hears(NINE, Heartbeat(member(NINE, counter=1), b"")), ViewShared)
+
+    assert doubted == [Send(TWO, ViewShared(0, (member(ONE), member(NINE, state=SUSPECT))))]
+    assert refuted == [Send(TWO, ViewShared(0, (member(ONE), member(NINE, counter=1))))]
 
 
 def test_view_that_brings_nothing_new_is_not_announced() -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from peercache.actors.effects import Effect, Send, SendTo
-from peercache.actors.membership.actor import SHARES_PER_BEAT, Membership
+from peercache.actors.membership.actor import Membership
+from peercache.actors.membership.exchange import SHARES_PER_BEAT
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import is_newer
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 from tests.examples import examples
 from tests.unit.actors.membership_cluster import (
     DEAD_S,
@@ -100,6 +109,10 @@ class MembershipMachine(RuleBasedStateMachine):
     def question(self, sender: int) -> None:
         self.hears(sender, ViewAsked(1, b""))
 
+    @rule(sender=senders, buckets=st.sampled_from([b"", b"odd", bytes(8), bytes(32)]))
+    def comparison(self, sender: int, buckets: bytes) -> None:
+        self.hears(sender, ViewCompared(buckets))
+
     @rule(late_s=st.sampled_from([0.0, 0.0, 0.0, 0.1, 4.0, 400.0]))
     def tick(self, late_s: float) -> None:
         if self.has_left:
@@ -136,8 +149,24 @@ class MembershipMachine(RuleBasedStateMachine):
             if before is not None and before != entry:
                 assert is_newer(entry, before) or entry.state in (DEAD, LEFT)
             self.known[entry.incarnation] = entry
+        self.places_are_those_of_the_view()
         # The window of the actor may lie across two of ours.
         assert all(count <= 2 * SHARES_PER_BEAT for count in self.shares.values())
+
+    def places_are_those_of_the_view(self) -> None:
+        """The oracle: count them anew."""
+        others = [entry for entry in self.actor.view.live() if entry.incarnation != ME]
+        alive = [entry for entry in others if entry.state == ALIVE]
+        places = self.actor._places
+        live_at: dict[str, set[int]] = {}
+        for entry in others:
+            live_at.setdefault(entry.control, set()).add(entry.incarnation)
+        assert places.live_at == live_at
+        assert places.reached == Counter(entry.control for entry in alive)
+        assert places.ranks == Counter(entry.head_rank for entry in alive)
+        followed = others if self.actor.me in self.actor.masters() else self.actor.masters()
+        judged = {entry.incarnation for entry in followed if entry.incarnation != ME}
+        assert self.has_left or set(self.actor._detector._silent_since) == judged
 
 
 TestMembershipMachine = MembershipMachine.TestCase

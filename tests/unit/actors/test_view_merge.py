@@ -13,7 +13,13 @@ from peercache.actors.membership.tombstones import FORGET_S
 from peercache.actors.membership.view_merge import COUNTER_JUMP_MAX
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import COUNTER_MAX
-from peercache.wire.messages.membership import Heartbeat, Join, ViewShared  # fmt: skip
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewCompared,
+    ViewShared,
+)
 from tests.unit.actors.membership_cluster import DEAD_S, SUSPECT_S, member
 from tests.unit.actors.membership_node import (
     ME,
@@ -241,21 +247,25 @@ def test_two_that_advertise_one_address_do_not_end_each_other_for_ever() -> None
     assert calls(own) == []
 
 
-def test_two_sides_that_meet_tell_each_other_what_they_know() -> None:
-    """Who was a stranger, or dead, gets our view if it lacks something; a member asks masters."""
-    node = Node(ONE).knows(TEN)
+def test_two_sides_that_meet_compare_their_views() -> None:
+    """A newcomer hears the digest; one that is dead is asked before it refutes, not after."""
+    node = Node(ONE).knows(TWO, TEN)
 
     stranger = node.told_by(NINE, member(NINE))
     asked = node.hears(NINE, Join(member(NINE)))
     met = node.meets(member(NINE))
     known = node.told_by(NINE, member(NINE))
+    node.told_by(TWO, member(TEN, state=LEFT, counter=1))
+    dead = node.hears(TEN, Heartbeat(member(TEN), b""))
+    returned = node.told_by(TEN, member(TEN, counter=2))
 
     assert stranger == [SendTo(member(NINE).control, ViewShared(0, (member(ONE),)))]
     assert asked == []
-    assert sends(met, ViewShared) == [
-        Send(NINE, ViewShared(0, (member(ONE), member(NINE), member(TEN))))
-    ]
+    assert [send.to for send in sends(met, HeartbeatSeen)] == [NINE]
     assert sends(known, ViewShared) == []
+    assert [type(e.message) for e in dead if isinstance(e, Send)][:2] == [ViewCompared, ViewShared]
+    assert [send.to for send in sends(returned, HeartbeatSeen)] == [TEN]
+    assert sends(returned, ViewCompared) == [], "what it says of this side would be believed"
 
 
 def test_what_others_say_of_a_node_is_an_address_to_try() -> None:

@@ -11,7 +11,7 @@ from peercache.actors.origin import Origin
 from peercache.model.view import View
 from peercache.wire.codec import MESSAGE_BYTES_MAX, decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.membership import HeartbeatSeen, ViewAsked, ViewShared
+from peercache.wire.messages.membership import ViewAsked, ViewCompared, ViewShared
 from tests.unit.actors.membership_cluster import member
 from tests.unit.actors.membership_node import ME, ONE, TWO, Node, sends
 
@@ -56,7 +56,9 @@ def test_a_large_view_is_shared_in_parts_that_each_say_whose_they_are() -> None:
     node = Node(ONE).knows(TWO)
     node.actor._merge([member(number) for number in range(100, 3000)], node.now)
 
-    shares = sends(node.hears(TWO, HeartbeatSeen(b"other")), ViewShared)
+    shares = sends(
+        node.hears(TWO, ViewCompared(View.of([member(TWO)]).bucket_digests())), ViewShared
+    )
 
     assert len(shares) > 1
     assert all(node.actor.me in share.message.view for share in shares)

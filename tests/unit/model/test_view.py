@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import attrs
@@ -37,6 +38,13 @@ members = st.builds(
     control=st.sampled_from(["a:1", "b:2"]),
 )
 views = st.lists(members, max_size=8).map(View.of)
+
+
+def hash_of(number: int) -> int:
+    """Return a number like an incarnation."""
+    return int.from_bytes(
+        hashlib.blake2b(bytes([number & 255, number >> 8])).digest()[:8], "little"
+    )
 
 
 def merged(one: View, other: View) -> View:
@@ -104,18 +112,43 @@ def test_digest_follows_a_forgotten_entry(view: View, gone: set[int]) -> None:
     assert view.without(sorted(gone)) == rest
 
 
-@given(views, views)
-def test_adds_to_tells_whether_the_other_would_learn_of_the_living(one: View, other: View) -> None:
-    """The oracle: merge ours into theirs; strangers that have ended do not count."""
-    theirs = {entry.incarnation: entry for entry in other.members()}
+@given(views, views, st.sampled_from([0, 1, 4, 8]))
+def test_the_differing_buckets_have_all_in_which_the_living_differ(
+    one: View, other: View, count: int
+) -> None:
+    """Nothing that the other lacks is left out, and equal views have nothing to tell."""
+    found = set(one.differing(other.bucket_digests(count)))
 
-    learns = any(
-        merged(other, View.of([entry])) != other
-        and (entry.state <= SUSPECT or entry.incarnation in theirs)
-        for entry in one.members()
-    )
+    differ = {
+        number
+        for number in range(1, 5)
+        if View.of(e for e in one.members() if e.incarnation == number).digest()
+        != View.of(e for e in other.members() if e.incarnation == number).digest()
+    }
+    assert {e for e in one.members() if e.incarnation in differ} <= found
+    if count == 8:  # Each member has a bucket of its own.
+        assert {e.incarnation for e in found} <= differ
 
-    assert one.adds_to(theirs) == learns
+
+def test_a_thousand_members_and_one_tell_about_one() -> None:
+    """What is told is in proportion to what differs, and so is its cost to both."""
+    members = [member(hash_of(number)) for number in range(1001)]
+    view, more = View.of(members[:-1]), View.of(members)
+
+    found = more.differing(view.bucket_digests())
+
+    assert members[-1] in found
+    assert len(found) < 10
+    assert len(view.bucket_digests()) == 8 * 1024
+
+
+def test_bytes_that_are_no_digests_differ_in_nothing() -> None:
+    """A peer may send any bytes."""
+    view = View.of([member(1)])
+
+    for size in (0, 1, 7, 9, 24, 8 * 8192):
+        assert view.differing(b"x" * size) == []
+    assert view.differing(b"x" * 8) == [member(1)]
 
 
 def test_old_suspicion_is_ignored() -> None:

@@ -27,7 +27,7 @@ async def test_rdma_actor_hears_each_second_which_clients_are_connected(
         sessions=sessions, exited=list, overstaying=lambda *_, **__: []
     )
     listener: Any = SimpleNamespace(pipes=dict)
-    switchboard: Any = SimpleNamespace(tell=told.append, keep_links=lambda _: None)
+    switchboard: Any = SimpleNamespace(tell=told.append, keep_links=lambda _, **__: None)
     housekeeping = Housekeeping(
         Config(), own_address="", admission=admission, listener=listener, switchboard=switchboard,
         members=list, metrics=Metrics(), log=get_logger(),

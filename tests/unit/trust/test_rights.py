@@ -48,6 +48,7 @@ TABLE = {
     "HeartbeatSeen":    (True,  False, False, False),
     "ViewShared":       (True,  False, False, False),
     "ViewAsked":        (True,  True,  True,  True),
+    "ViewCompared":     (True,  False, False, False),
     "Lookup":           (False, True,  True,  False),
     "Located":          (False, False, False, False),
     "Disputed":         (False, True,  True,  False),

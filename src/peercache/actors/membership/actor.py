@@ -1,25 +1,27 @@
 """Membership: which nodes are in the cluster, by their own messages and by their silence.
 
 Owns    this node's view, its own entry in it, and the failure detector's clocks.
-Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked; PeerAnswered from the node; a tick
-        four times a heartbeat.
+Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked, ViewCompared; PeerAnswered from the
+        node; a tick four times a heartbeat.
 Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
-        ViewShared in answer, ViewShared to candidates; ViewChanged to ring and directory, Republish
-        to the publisher.
+        ViewShared in answer, ViewCompared to peers whose view is another one, ViewShared to
+        candidates; ViewChanged to ring and directory, Republish to the publisher.
 Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that says
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
         each by its own clock. A member heard lately is not dead, whatever other nodes say: they
         tell it, so that it can refute. A dead incarnation comes back only by its own counter.
         A node becomes a member when it has answered at its own address; what others say of it
-        before is an address to try. Only masters are believed about others.
-Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `tombstones` and `reconnect`;
-        SHARES_PER_BEAT views a peer and heartbeat, LEAVE_MAX goodbyes.
+        before is an address to try. Only masters are believed about others. Peers get the entries
+        in which their view differs, and no more; a message costs what it changes, not the view.
+Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `tombstones`, `reconnect`,
+        `claims` and `exchange`; LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import final
 
 import attrs
@@ -36,7 +38,10 @@ from peercache.actors.effects import (
 )
 from peercache.actors.mailboxes import MembershipHears, PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership.candidates import Candidates
+from peercache.actors.membership.claims import Claims
+from peercache.actors.membership.exchange import ViewExchange
 from peercache.actors.membership.failure_detector import FailureDetector
+from peercache.actors.membership.places import Places
 from peercache.actors.membership.reconnect import Reconnect
 from peercache.actors.membership.tombstones import Tombstones
 from peercache.actors.membership.view_merge import (
@@ -45,31 +50,46 @@ from peercache.actors.membership.view_merge import (
     judge_view,
     speaks_for_itself,
 )
-from peercache.actors.membership.view_parts import parts_of
+from peercache.actors.membership.view_parts import part_asked, parts_of_sender
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
-from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
+from peercache.model.view import (
+    MEMBERS_MAX,
+    STATE_NAMES,
+    View,
+    is_live,
+    is_newer,
+    may_replace,
+)
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.membership import Heartbeat, HeartbeatSeen, Join, ViewAsked, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    HeartbeatSeen,
+    Join,
+    ViewAsked,
+    ViewCompared,
+    ViewShared,
+)
 
 TICKS_PER_BEAT = 4
-"""Turns in one heartbeat: how finely silence is judged, and how soon a new master hears of this
-node."""
+"""Turns in a heartbeat: how finely silence is judged, how soon a new master hears of this node."""
 
 DIAL_MAX_S = 5.0
 """Longest back-off, or three heartbeats if that is less: partitions heal in ten seconds."""
 
-SHARES_PER_BEAT = 4
-"""Views sent to one peer in one heartbeat: an exchange takes two, a heal three."""
+ANNOUNCED_AT_ONCE_MAX = 64
+"""Members of a view each change of which is told at once: that takes less than a tenth of a
+millisecond."""
+
+ANNOUNCE_GAP_S = 0.1
+"""Least time between two announcements of a larger view: a thousand members that come within some
+seconds are not a thousand rings."""
 
 LEAVE_MAX = 256
 """Goodbyes said when leaving, masters first; the other nodes hear it from a master."""
 
 WANTING_MAX = 1024
 """Newcomers remembered that asked for the view: they get it when they have answered."""
-
-CLAIMED_MAX = 1024
-"""Nodes remembered that others hold alive and that have not answered this one."""
 
 REPUBLISH_GAP_S = 30.0
 """Least time between two Republish: a peer that loses this node again and again floods no node."""
@@ -114,20 +134,21 @@ class Membership:
         self._candidates = Candidates(rng=rng)
         self._heads = frozenset(discovery_addr)
         self._wants_view: dict[int, None] = {}
-        # Nodes that members hold alive and this one does not: since when, and until when.
-        self._claimed: dict[int, tuple[float, float]] = {}
+        self._claims = Claims(dead_s=dead_s)
         self._view = View.of([me])
         self._masters: tuple[Member, ...] = (me,)
         self._detector = FailureDetector()
         self._tombstones = Tombstones()
-        self._shares: dict[int, int] = {}
-        # Control addresses and head ranks of the others that are alive.
-        self._reached: frozenset[str] = frozenset()
-        self._ranks: frozenset[int] = frozenset()
+        self._exchange = ViewExchange(turn_s=self._turn_s, heartbeat_s=heartbeat_s)
+        self._places = Places()
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
         # When another node last showed that this one is a member for it.
         self._held_at = -math.inf
+        self._announced_at = -math.inf
+        self._announce_at = math.inf
         self._republish_owed = False
+        # The highest counter with which this node was dead for another.
+        self._dead_at = -1
         self._republish_from = -math.inf
 
     @property
@@ -165,7 +186,7 @@ class Membership:
         self._ran_at = now
         self._turn_at = now + self._turn_s
         self._beat_at = self._shares_until = now + self._heartbeat_s
-        return [*self._announce(), *self._dial(now)]
+        return [*self._announce(now), *self._dial(now)]
 
     def leave(self, now: float) -> list[Effect]:
         """Say goodbye. Final for this incarnation: afterwards it hears and says nothing."""
@@ -203,7 +224,9 @@ class Membership:
             case ViewShared(_, members):
                 return self._on_view(sender, members, now)
             case ViewAsked():
-                return [Send(_way_back(sender), self._part(message))]
+                return [Send(_way_back(sender), part_asked(self._view, message))]
+            case ViewCompared(buckets):
+                return self._on_compared(sender, buckets)
             case PeerAnswered(address, member):
                 return self._on_answered(address, member, now)
         assert_never(message)
@@ -213,25 +236,25 @@ class Membership:
         if self._me.state == LEFT:
             return []
         self._notice_pause(now)
+        told = self._announce(now) if now >= self._announce_at else []
+        if now < min(self._turn_at, self._beat_at):
+            return told
         self._turn_at = now + self._turn_s
-        effects = [*self._judge(now), *self._forget(now)]
+        effects = [*told, *self._judge(now), *self._forget(now)]
         if now >= self._shares_until:
-            self._claimed = {
-                incarnation: (since, last)
-                for incarnation, (since, last) in self._claimed.items()
-                if now - last < self._dead_s and not self._holds_alive(incarnation)
-            }
-            self._shares.clear()
+            self._claims.forget(now, view=self._view)
+            self._exchange.next_beat()
             self._shares_until = now + self._heartbeat_s
         if now >= self._beat_at:
             effects += self._beat(now)
-        return [*effects, *self._dial(now), *self._try_candidates(now), *self._republish(now)]
+        effects += [*self._ask_next(now), *self._dial(now), *self._try_candidates(now)]
+        return [*effects, *self._republish(now)]
 
     def deadline(self) -> float:
         """Return when the next turn is due."""
         if self._me.state == LEFT:
             return math.inf
-        return min(self._turn_at, self._beat_at)
+        return min(self._turn_at, self._beat_at, self._announce_at)
 
     def check(self) -> None:
         """Assert what must hold after every step."""
@@ -239,7 +262,7 @@ class Membership:
         assert self._masters or self._me.state == LEFT, "a living node knows at least itself"
         assert len(self._view) <= MEMBERS_MAX, f"a view of {len(self._view)}"
         assert len(self._detector) < len(self._view), "clocks of members that are gone"
-        assert len(self._shares) <= MEMBERS_MAX, f"{len(self._shares)} peers in one heartbeat"
+        assert len(self._exchange) <= MEMBERS_MAX, f"{len(self._exchange)} peers in one heartbeat"
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -249,9 +272,8 @@ class Membership:
         if self._is_new(member):
             if len(self._wants_view) < WANTING_MAX:
                 self._wants_view[member.incarnation] = None
-            return self._look_for([member.control], sender.identity, now)
-        effects = self._meet(member, now)
-        return [*effects, *self._share(sender)]
+            return self._look_for([member.control], sender.identity, now, is_own=True)
+        return [*self._meet(member, now), *self._greet(sender)]
 
     def _on_heartbeat(
         self, sender: Origin, member: Member, digest: bytes, now: float
@@ -259,14 +281,23 @@ class Membership:
         if not speaks_for_itself(sender.identity, member):
             return []
         if self._is_new(member):
-            return self._look_for([member.control], sender.identity, now)
+            return self._look_for([member.control], sender.identity, now, is_own=True)
+        known = self._view.get(member.incarnation)
         effects = self._meet(member, now)
+        if known is not None and member.counter > known.counter:
+            effects += self._tell_masters([member])
+        if known is not None and not is_live(known):
+            effects += self._tell_end(sender, known)
         self._held_at = now
-        own = self._view.digest()
-        if digest != own:
-            # Before the answer: by that digest the sender judges what this node still misses.
-            effects += self._share(sender)
-        return [*effects, Send(_way_back(sender), HeartbeatSeen(own))]
+        return [*effects, *self._greet(sender), *self._compare(sender.identity, digest, now)]
+
+    def _on_compared(self, sender: Origin, buckets: bytes) -> list[Effect]:
+        """Tell a member in what this view differs from its own."""
+        if sender.identity not in self._view:
+            return []
+        differing = [member for member in self._view.differing(buckets) if member is not self._me]
+        # The own entry says whose the others are, and may be what differs.
+        return self._share(sender, (self._me, *differing))
 
     def _on_answered(self, address: str, member: Member, now: float) -> list[Effect]:
         """Take a member that has answered at an address that this node dialled."""
@@ -284,18 +315,20 @@ class Membership:
         effects = self._meet(member, now)
         known = self._view.get(incarnation)
         if known is not None and (wants_view or not is_live(known)):
-            effects += self._share(Origin(incarnation))
+            effects += self._greet(Origin(incarnation))
         return [*effects, *self._try_candidates(now)]
 
     def _is_new(self, member: Member) -> bool:
         """Return whether this node knows nothing of a member yet, not even its end."""
         return member.incarnation not in self._view and not self._tombstones.holds(member)
 
-    def _look_for(self, addresses: list[str], source: int, now: float) -> list[Effect]:
+    def _look_for(
+        self, addresses: list[str], source: int, now: float, *, is_own: bool = False
+    ) -> list[Effect]:
         """Try addresses that a peer has named, a few at a time."""
         for address in addresses:
             if address != self._me.control:
-                self._candidates.name(address, source, now)
+                self._candidates.name(address, source, now, is_own=is_own)
         return self._try_candidates(now)
 
     def _try_candidates(self, now: float) -> list[Effect]:
@@ -303,8 +336,10 @@ class Membership:
         return [SendTo(address, me) for address in self._candidates.due(now)]
 
     def _meet(self, member: Member, now: float) -> list[Effect]:
-        own = self._me.incarnation
-        known = introduced(member, me=own, view=self._view, tombstones=self._tombstones)
+        known = introduced(
+            member, me=self._me.incarnation, view=self._view, tombstones=self._tombstones,
+            live_at=self._places.live_at,
+        )  # fmt: skip
         effects = self._merge(known, now)
         self._hear(member.incarnation, now)
         return effects
@@ -314,8 +349,42 @@ class Membership:
             return []
         self._hear(sender.identity, now)
         self._held_at = now
-        # The sender's view came before this message, so a difference is what the sender lacks.
-        return [] if digest == self._view.digest() else self._share(sender)
+        return self._compare(sender.identity, digest, now)
+
+    def _greet(self, sender: Origin) -> list[Effect]:
+        """Tell a member the digest of this view, or that it is held dead, so that it refutes."""
+        known = self._view.get(sender.identity)
+        if known is None or is_live(known):
+            return [Send(_way_back(sender), HeartbeatSeen(self._view.digest()))]
+        # Its answer comes before its refutation: what a master of another side says of this one's
+        # members is not believed until then, and it must have heard of them by then.
+        told = self._share(sender, (self._me, known))
+        return [*self._ask(sender), *told]
+
+    def _tell_end(self, sender: Origin, before: Member) -> list[Effect]:
+        """Tell a member that lives again that it was dead here: its records have been dropped."""
+        lives = self._view.get(sender.identity)
+        is_back = lives is not None and is_live(lives)
+        return self._share(sender, (self._me, before)) if is_back else []
+
+    def _compare(self, peer: int, digest: bytes, now: float) -> list[Effect]:
+        """Ask a member whose view is another one in what it differs, when its turn comes."""
+        known = self._view.get(peer)
+        if digest == self._view.digest() or known is None or not is_live(known):
+            return []
+        self._exchange.differs(peer, digest)
+        return self._ask_next(now)
+
+    def _ask_next(self, now: float) -> list[Effect]:
+        peer = self._exchange.next_peer(
+            now, own=self._view.digest(), members=self._view, is_busy=len(self._candidates) > 0
+        )
+        return [] if peer is None else self._ask(Origin(peer))
+
+    def _ask(self, to: Origin) -> list[Effect]:
+        if not self._exchange.may_share(to.identity):
+            return []
+        return [Send(_way_back(to), ViewCompared(self._view.bucket_digests()))]
 
     def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
         theirs = {member.incarnation: member for member in members}
@@ -325,9 +394,9 @@ class Membership:
             if own is None or not speaks_for_itself(sender.identity, own):
                 return []
             if self._is_new(own):
-                return self._look_for([own.control], sender.identity, now)
+                return self._look_for([own.control], sender.identity, now, is_own=True)
             # It was dead, and this node has forgotten it: it can refute now.
-            return [*self._meet(own, now), *self._share(sender)]
+            return [*self._meet(own, now), *self._greet(sender)]
         masters = {master.incarnation for master in self._masters}
         judged = judge_view(
             theirs,
@@ -335,6 +404,7 @@ class Membership:
             me=self._me.incarnation,
             view=self._view,
             tombstones=self._tombstones,
+            live_at=self._places.live_at,
             heard_lately=lambda one: self._detector.heard_within(one, now, self._suspect_s),
             is_master=sender.identity in masters,
         )
@@ -342,46 +412,32 @@ class Membership:
         if of_me is not None and is_live(of_me):
             self._held_at = now
         refuted = self._refute(of_me)
+        self._note_end(of_me)
         effects = self._merge([*judged.merged, self._me], now)
         self._hear(sender.identity, now)
         for entry in judged.doubted:
             # The member refutes, and its sender takes the entry back. This node cannot refute it.
             effects += self._share(Origin(entry.incarnation), (self._me, entry))
         if refuted:
-            effects += [*self._beat(now), *self._republish(now)]
+            effects += self._beat(now)
             if sender.identity not in masters:
                 effects += self._share(sender, (self._me,))
-        # After a partition each side has what the other lacks. Members that know each other need
-        # no answer here: they learn the rest from the masters.
-        if before.state in (DEAD, LEFT) and self._view.adds_to(theirs):
-            effects += self._share(sender)
+        effects += self._republish(now)
+        # After a partition each side has what the other lacks.
+        if before.state in (DEAD, LEFT):
+            effects += [*self._tell_end(sender, before), *self._greet(sender)]
         effects += self._contradict(sender, judged.unmet, now)
         return [*effects, *self._look_for(judged.to_meet, sender.identity, now)]
 
     def _contradict(self, sender: Origin, unmet: list[Member], now: float) -> list[Effect]:
-        """As a master, tell a member which of those that it holds alive have not answered for long.
-
-        It judges only the masters itself, and no master judges what it does not hold alive: a
-        member that refutes to one node, and then is gone, would stay in that node's view.
-        """
+        """As a master, tell a member which of those that it holds alive have not answered."""
         if not any(master is self._me for master in self._masters):
             return []
-        silent: list[Member] = []
-        for entry in unmet:
-            since, _ = self._claimed.get(entry.incarnation, (now, now))
-            if entry.incarnation in self._claimed or len(self._claimed) < CLAIMED_MAX:
-                self._claimed[entry.incarnation] = (since, now)
-            if now - since >= self._dead_s:
-                silent.append(attrs.evolve(entry, state=DEAD))
-        if not silent:
-            return []
+        silent = self._claims.silent(unmet, now)
         # What this node holds ended too is ended under that counter: else their views differ.
-        effects = self._merge([entry for entry in silent if entry.incarnation in self._view], now)
-        return [*effects, *self._share(sender, (self._me, *silent))]
-
-    def _holds_alive(self, incarnation: int) -> bool:
-        entry = self._view.get(incarnation)
-        return entry is not None and is_live(entry)
+        ended = [entry for entry in silent if entry.incarnation in self._view]
+        told = self._share(sender, (self._me, *silent)) if silent else []
+        return [*self._merge(ended, now), *told]
 
     def _refute(self, entry: Member | None) -> bool:
         """Raise this node's counter above an entry about it that would win against its own."""
@@ -390,9 +446,17 @@ class Membership:
         if entry.counter > self._me.counter + COUNTER_JUMP_MAX:
             return False  # No node believes it.
         self._me = attrs.evolve(self._me, counter=entry.counter + 1)
-        # Nodes that held this node dead have dropped its records.
-        self._republish_owed = self._republish_owed or not is_live(entry)
         return True
+
+    def _note_end(self, entry: Member | None) -> None:
+        """Publish all anew: nodes that held this node dead have dropped its records.
+
+        They may tell so after it has refuted, as it had to refute a suspicion meanwhile.
+        """
+        if entry is None or is_live(entry) or not self._dead_at < entry.counter < self._me.counter:
+            return
+        self._dead_at = entry.counter
+        self._republish_owed = True
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -414,7 +478,15 @@ class Membership:
                 found.append(attrs.evolve(member, state=SUSPECT))
                 # Perhaps a successor answers there.
                 self._reconnect.lost(member.control, now)
-        return self._merge(found, now)
+        return [*self._merge(found, now), *self._tell_masters(found)]
+
+    def _tell_masters(self, news: list[Member]) -> list[Effect]:
+        """Tell the masters at once what they may doubt or have doubted: a member refutes in time.
+
+        Everything else they find when they compare views.
+        """
+        masters = [master for master in self._masters if news and master is not self._me]
+        return [e for m in masters for e in self._share(Origin(m.incarnation), (self._me, *news))]
 
     def _forget(self, now: float) -> list[Effect]:
         gone = self._tombstones.due(now)
@@ -422,7 +494,7 @@ class Membership:
             entry = self._view.get(incarnation)
             assert entry is not None, "an ended member is in the view until it has a tombstone"
             self._tombstones.set(entry)
-        return self._adopt(self._view.without(gone), now) if gone else []
+        return self._adopt(self._view.without(gone), gone, now) if gone else []
 
     def _beat(self, now: float) -> list[Effect]:
         self._beat_at = now + self._heartbeat_s
@@ -431,7 +503,7 @@ class Membership:
         return [Send(m.incarnation, beat) for m in self._masters if m.incarnation != own]
 
     def _dial(self, now: float) -> list[Effect]:
-        due = self._reconnect.due(now, reached=self._reached, ranks=self._ranks)
+        due = self._reconnect.due(now, reached=self._places.reached, ranks=self._places.ranks)
         return [SendTo(address, Join(self._me)) for address in due]
 
     def _join_heads(self) -> list[Effect]:
@@ -448,30 +520,41 @@ class Membership:
 
     def _merge(self, entries: list[Member], now: float) -> list[Effect]:
         view, changed = self._view.merge(entries)
-        return self._adopt(view, now) if changed else []
+        touched = dict.fromkeys(member.incarnation for member in entries)
+        return self._adopt(view, touched, now) if changed else []
 
-    def _adopt(self, view: View, now: float) -> list[Effect]:
-        """Replace the view, and bring everything that follows it up to date."""
+    def _adopt(self, view: View, touched: Iterable[int], now: float) -> list[Effect]:
+        """Replace the view, and bring up to date what follows from the entries that differ."""
         old, self._view = self._view, view
-        members = view.members()
-        others = [member for member in members if member is not self._me]
-        alive = [member for member in others if member.state == ALIVE]
-        self._reached = frozenset(member.control for member in alive)
-        self._ranks = frozenset(member.head_rank for member in alive)
-        for member in others:
-            before = old.get(member.incarnation)
-            if before is not member:
-                self._follow(member, before, now)
-        masters = view.masters(self._max_masters)
+        pairs = [(old.get(one), view.get(one), one == self._me.incarnation) for one in touched]
+        changed = [(before, after) for before, after, _ in pairs if before is not after]
+        for before, after, is_me in pairs:
+            if not is_me:
+                self._places.change(before, after)
+        for before, after in changed:
+            if after is not None and after is not self._me:
+                self._follow(after, before, now)
+        if len(self._masters) < self._max_masters or may_replace(
+            self._masters, [after or before for before, after in changed]
+        ):
+            self._find_masters(now)
+        elif any(master is self._me for master in self._masters):
+            for _, after in changed:
+                if after is not None and is_live(after) and after is not self._me:
+                    self._detector.watch(after.incarnation, now)
+        if len(view) > ANNOUNCED_AT_ONCE_MAX and now - self._announced_at < ANNOUNCE_GAP_S:
+            self._announce_at = self._announced_at + ANNOUNCE_GAP_S
+            return []
+        return self._announce(now)
+
+    def _find_masters(self, now: float) -> None:
+        masters = self._view.masters(self._max_masters)
         if [m.incarnation for m in masters] != [m.incarnation for m in self._masters]:
             # A new master must hear of this node before it begins to count its silence.
             self._beat_at = min(self._beat_at, self._turn_at)
         self._masters = masters
-        followed = others if any(m is self._me for m in masters) else masters
-        self._detector.judge(
-            [m.incarnation for m in followed if is_live(m) and m is not self._me], now
-        )
-        return self._announce()
+        followed = self._view.live() if any(m is self._me for m in masters) else masters
+        self._detector.judge([m.incarnation for m in followed if m is not self._me], now)
 
     def _follow(self, member: Member, before: Member | None, now: float) -> None:
         """Note what the change of one entry means for clocks, tombstones and redialling."""
@@ -488,7 +571,7 @@ class Membership:
         self._tombstones.ended(incarnation, now)
         if member.state == LEFT:
             self._reconnect.found(member.control)
-        elif member.control not in self._reached and member.control != self._me.control:
+        elif member.control not in self._places.reached and member.control != self._me.control:
             self._reconnect.lost(member.control, now)
 
     def _hear(self, incarnation: int, now: float) -> None:
@@ -496,39 +579,20 @@ class Membership:
         if member is not None and is_live(member):
             self._detector.heard(incarnation, now)
 
-    def _part(self, asked: ViewAsked) -> ViewShared:
-        """Return the part of the view that a client asks for."""
-        if not asked.after and asked.digest == self._view.digest():
-            return ViewShared(asked.request, ())
-        left = [member for member in self._view.live() if member.incarnation > asked.after]
-        parts = parts_of(left)
-        return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
-
-    def _share(self, to: Origin, members: tuple[Member, ...] = ()) -> list[Effect]:
-        """Send these entries, or all, unless this peer has got SHARES_PER_BEAT already."""
-        sent = self._shares.get(to.identity, 0)
-        if sent >= SHARES_PER_BEAT or len(self._shares) >= MEMBERS_MAX:
+    def _share(self, to: Origin, members: tuple[Member, ...]) -> list[Effect]:
+        """Send these entries, the own one first, unless this peer has got SHARES_PER_BEAT."""
+        if not self._exchange.may_share(to.identity):
             return []
-        self._shares[to.identity] = sent + 1
-        told = members or self._view.members()
-        parts = parts_of(told)
-        if len(parts) > 1:
-            # Entries of one address stand together, so that a successor is seen with its
-            # predecessor. And each part has this node's own: it says whose the others are.
-            others = sorted(
-                (member for member in told if member is not self._me),
-                key=lambda member: (member.control, member.incarnation),
-            )
-            parts = [(self._me, *part) for part in parts_of(others)]
+        parts = parts_of_sender(self._me, members[1:])
         return [Send(_way_back(to), ViewShared(0, part)) for part in parts]
 
-    def _announce(self) -> list[Effect]:
-        members = self._view.members()
+    def _announce(self, now: float) -> list[Effect]:
+        self._announced_at, self._announce_at = now, math.inf
+        changed = ViewChanged(self._view.members())
         if self._metrics is not None:
             for state, name in enumerate(STATE_NAMES):
-                count = sum(member.state == state for member in members)
+                count = sum([member.state == state for member in changed.members])
                 self._metrics.members.labels(state=name).set(count)
-        changed = ViewChanged(members)
         return [TellRing(changed), TellDirectory(changed), TellRemoval(changed)]
 
 

@@ -19,8 +19,9 @@ ANSWER_S = 1.0
 """How long a candidate may take to answer."""
 
 AGAIN_MIN_S = 1.0
-AGAIN_MAX_S = 30.0
-"""Back-off of an address that did not answer, should it be named again."""
+AGAIN_MAX_S = 4.0
+"""Back-off of an address that did not answer, should it be named again. No more: a member that was
+cut off from this node alone is back within ten seconds, and AT_ONCE_MAX bounds what dials cost."""
 
 OF_ONE_MAX = 16_384
 """Candidates that one peer names: the members of the largest cluster."""
@@ -34,8 +35,25 @@ FAILED_MAX = 16_384
 
 @attrs.define
 class _Failed:
+    at: float
     until: float
     delay_s: float
+
+
+@attrs.define
+class _Named:
+    """The addresses that one peer has named."""
+
+    order: list[str] = attrs.field(factory=list)
+    known: set[str] = attrs.field(factory=set)
+
+    def draw(self, rng: random.Random) -> str:
+        """Take any of them: a thousand nodes that hear one list dial none of it in step."""
+        at = rng.randrange(len(self.order))
+        self.order[at], self.order[-1] = self.order[-1], self.order[at]
+        address = self.order.pop()
+        self.known.remove(address)
+        return address
 
 
 class Candidates:
@@ -44,7 +62,7 @@ class Candidates:
     def __init__(self, *, rng: random.Random) -> None:
         """Start with none."""
         self._rng = rng
-        self._waiting: dict[int, dict[str, None]] = {}  # the next peer's turn first
+        self._waiting: dict[int, _Named] = {}  # the next peer's turn first
         self._count = 0
         self._dialled: dict[str, float] = {}
         self._failed: dict[str, _Failed] = {}  # oldest first
@@ -58,17 +76,27 @@ class Candidates:
         """The addresses that are being dialled."""
         return frozenset(self._dialled)
 
-    def name(self, address: str, source: int, now: float) -> None:
-        """Try this address, which a peer has named; not again while it is known not to answer."""
+    def name(self, address: str, source: int, now: float, *, is_own: bool = False) -> None:
+        """Try this address, which a peer has named; not again while it is known not to answer.
+
+        is_own: the peer says that it is there itself. Another may have been there, and failed.
+        """
         failed = self._failed.get(address)
-        if address in self._dialled or (failed is not None and now < failed.until):
+        if address in self._dialled:
             return
-        named = self._waiting.setdefault(source, {})
-        if address not in named and len(named) < OF_ONE_MAX and self._count < WAITING_MAX:
-            named[address] = None
+        if failed is not None:
+            until = failed.at + AGAIN_MIN_S if is_own else failed.until
+            if now < until:
+                return
+        named = self._waiting.get(source)
+        if self._count >= WAITING_MAX or (named is not None and len(named.order) >= OF_ONE_MAX):
+            return
+        if named is None:
+            named = self._waiting[source] = _Named()
+        if address not in named.known:
+            named.known.add(address)
+            named.order.append(address)
             self._count += 1
-        if not named:
-            del self._waiting[source]
 
     def answered(self, address: str) -> None:
         """Note that a process has answered there."""
@@ -83,11 +111,11 @@ class Candidates:
         found: list[str] = []
         while self._waiting and len(self._dialled) < AT_ONCE_MAX:
             source, named = next(iter(self._waiting.items()))
-            address = next(iter(named))
+            address = named.draw(self._rng)
             # The next peer's turn.
-            del self._waiting[source], named[address]
+            del self._waiting[source]
             self._count -= 1
-            if named:
+            if named.order:
                 self._waiting[source] = named
             if address not in self._dialled:
                 self._dialled[address] = now + ANSWER_S
@@ -98,6 +126,6 @@ class Candidates:
         before = self._failed.pop(address, None)
         delay_s = AGAIN_MIN_S if before is None else min(2 * before.delay_s, AGAIN_MAX_S)
         # Nodes that heard the same gossip do not dial in step.
-        self._failed[address] = _Failed(now + delay_s * self._rng.uniform(0.5, 1.0), delay_s)
+        self._failed[address] = _Failed(now, now + delay_s * self._rng.uniform(0.5, 1.0), delay_s)
         if len(self._failed) > FAILED_MAX:
             del self._failed[next(iter(self._failed))]

@@ -31,6 +31,10 @@ class FailureDetector:
         known = self._silent_since
         self._silent_since = {member: known.get(member, now) for member in incarnations}
 
+    def watch(self, incarnation: int, now: float) -> None:
+        """Judge this one too; its clock goes on if it is judged already."""
+        self._silent_since.setdefault(incarnation, now)
+
     def heard(self, incarnation: int, now: float) -> None:
         """Note a message of a live member."""
         self._heard_at[incarnation] = now
@@ -50,8 +54,9 @@ class FailureDetector:
         self._silent_since = dict.fromkeys(self._silent_since, now)
 
     def ended(self, incarnation: int) -> None:
-        """Drop what was heard of a member that is dead or has left."""
+        """Judge a member no longer that is dead or has left, and drop what was heard of it."""
         self._heard_at.pop(incarnation, None)
+        self._silent_since.pop(incarnation, None)
 
     def silent_for(self, span_s: float, now: float) -> list[tuple[int, float]]:
         """Return members silent for `span_s` or longer, with how long, in the order of `judge`."""

@@ -8,7 +8,7 @@ would empty every view until the last of them has refuted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import final
 
 import attrs
@@ -43,8 +43,18 @@ def speaks_for_itself(sender: int, member: Member) -> bool:
     return member.incarnation == sender and member.state in (ALIVE, LEFT)
 
 
-def introduced(member: Member, *, me: int, view: View, tombstones: Tombstones) -> list[Member]:
-    """Return the entries that follow from a node's own message that it lives at its address."""
+def introduced(
+    member: Member,
+    *,
+    me: int,
+    view: View,
+    tombstones: Tombstones,
+    live_at: Mapping[str, Collection[int]],
+) -> list[Member]:
+    """Return the entries that follow from a node's own message that it lives at its address.
+
+    live_at: the incarnations of the other live members at each control address.
+    """
     known = view.get(member.incarnation)
     if known is None and tombstones.holds(member):
         return [tombstones.as_dead(member)]
@@ -52,10 +62,11 @@ def introduced(member: Member, *, me: int, view: View, tombstones: Tombstones) -
         return [member]
     # One process binds an address, so the member that had it before is gone. Judged at first sight
     # only: two nodes that advertise one address by mistake would end each other for ever.
+    before = [view.get(other) for other in sorted(live_at.get(member.control, ()))]
     return [member] + [
         attrs.evolve(other, state=DEAD)
-        for other in view.live()
-        if other.control == member.control and other.incarnation != me
+        for other in before
+        if other is not None and other.incarnation != me
     ]
 
 
@@ -66,6 +77,7 @@ def judge_view(
     me: int,
     view: View,
     tombstones: Tombstones,
+    live_at: Mapping[str, Collection[int]],
     heard_lately: Callable[[int], bool],
     is_master: bool,
 ) -> JudgedView:
@@ -82,7 +94,9 @@ def judge_view(
             continue
         if incarnation == sender:
             if speaks_for_itself(sender, entry):
-                judged.merged.extend(introduced(entry, me=me, view=view, tombstones=tombstones))
+                judged.merged.extend(
+                    introduced(entry, me=me, view=view, tombstones=tombstones, live_at=live_at)
+                )
         elif mine is None:
             if is_live(entry):
                 judged.to_meet.append(entry.control)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peercache.model.member import Member
+from peercache.model.view import View
+from peercache.wire.messages.membership import ViewAsked, ViewShared
 
 PART_BYTES_MAX = 192 * 1024
 """Bytes of the entries in one message, three quarters of what a message may have: about 1,200."""
@@ -28,6 +30,24 @@ def parts_of(members: Iterable[Member]) -> list[tuple[Member, ...]]:
         parts[-1].append(member)
         room -= size
     return [tuple(part) for part in parts]
+
+
+def parts_of_sender(me: Member, others: Iterable[Member]) -> list[tuple[Member, ...]]:
+    """Cut entries into parts that each begin with the sender's own: it says whose the others are.
+
+    Entries of one address stand together, so that a successor is seen with its predecessor.
+    """
+    ordered = sorted(others, key=lambda member: (member.control, member.incarnation))
+    return [(me, *part) for part in parts_of(ordered)] or [(me,)]
+
+
+def part_asked(view: View, asked: ViewAsked) -> ViewShared:
+    """Return the part of the view that a client asks for."""
+    if not asked.after and asked.digest == view.digest():
+        return ViewShared(asked.request, ())
+    left = [member for member in view.live() if member.incarnation > asked.after]
+    parts = parts_of(left)
+    return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
 
 
 def bytes_of(member: Member) -> int:

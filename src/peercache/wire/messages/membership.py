@@ -24,7 +24,7 @@ class Heartbeat:
 
 @attrs.frozen
 class HeartbeatSeen:
-    """Answer a heartbeat. view: the digest of the answerer's view."""
+    """Answer a heartbeat, or a Join. view: the digest of the answerer's view."""
 
     view: bytes
 
@@ -51,3 +51,13 @@ class ViewAsked:
     request: int
     digest: bytes
     after: int = 0
+
+
+@attrs.frozen
+class ViewCompared:
+    """Ask a member for the entries in which its view differs from the sender's.
+
+    buckets: digests of the sender's view, 8 bytes each (`model.view.View.bucket_digests`).
+    """
+
+    buckets: bytes
