@@ -2,7 +2,7 @@
 #   make demo      three nodes on this machine, every byte checked
 #   make fast      lint, types and the pure tests: within a minute after set-up
 #   make test      all tests that a change needs; SGLang's too where its environment exists
-#   make full      everything: long tests, SGLang, RDMA, simulations, demo, release and site
+#   make full      everything: long tests, engines, RDMA, simulations, demo, release and site
 #   make sims      whole clusters, simulated from fresh seeds, and planted bugs
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
@@ -15,20 +15,22 @@ VENV := .venv
 SIMS_MINUTES ?= 5
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-# One more than cores: many tests wait for a process or a deadline.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Two more than cores: many tests wait for a process or a deadline.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 # The switch of the SGLang tests is for their own target.
 PYTEST := env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest
 PARALLEL := -q --dist loadgroup -n
-PURE := $(addprefix tests/unit/,actors config model paths wire)
+# Of the pure layers, by the tests that tests/conftest.py names. Flags may leave tests out: with any,
+# nothing is measured.
 COVERAGE_MIN := 95
+COVERAGE = $(if $(PYTEST_FLAGS),,--cov --cov-report=term --cov-fail-under=$(COVERAGE_MIN))
 
 # Tests start hundreds of Python processes; each would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit coverage slow sims \
-	sglang docs docs-site release-check clean
+.PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit properties slow \
+	sims sglang sglang-engines docs docs-site release-check clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -47,7 +49,11 @@ fast: lint
 		tests/unit tests/house $(PYTEST_FLAGS) || tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint types unit coverage sglang
+# mypy beside the tests here, too.
+test: lint
+	@$(BIN)/mypy & types=$$!; tests=0; \
+	$(MAKE) --no-print-directory unit sglang || tests=$$?; \
+	wait $$types && exit $$tests
 
 # What .ci/run runs in parts, with a table of their times.
 full:
@@ -70,12 +76,13 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not slow and not soak and not rdma" $(PYTEST_FLAGS)
+	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not slow and not soak and not rdma" \
+		$(COVERAGE) $(PYTEST_FLAGS)
 
-# Of the pure layers, with few examples: counting lines makes Python three times slower.
-coverage: $(STAMP)
-	$(PYTEST) $(PARALLEL) $(WORKERS) --hypothesis-profile=fast -m "not slow" $(PURE) \
-		--cov --cov-report=term --cov-fail-under=$(COVERAGE_MIN)
+# Every property with five times as many examples as in `make test`.
+properties: $(STAMP)
+	$(PYTEST) $(PARALLEL) $(WORKERS) --hypothesis-profile=thorough \
+		-m "hypothesis and not sglang and not slow and not rdma" tests/unit tests/rdma $(PYTEST_FLAGS)
 
 # What takes too long for each change: endurance, floods, live demos, benchmarks, the model of the
 # read protocol. One after the other: floods take all descriptors, benchmarks all cores.
@@ -90,9 +97,14 @@ sims: $(STAMP)
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
 # exists, and where PEERCACHE_TEST_SGLANG=1 asks for it. Whole files go to two workers: the engines of
 # one file start while the others' tests run.
-sglang: export PYTHON := $(PYTHON)
+SGLANG := bash tests/integration/run_sglang_tests.sh -q
+sglang sglang-engines: export PYTHON := $(PYTHON)
 sglang: $(STAMP)
-	@bash tests/integration/run_sglang_tests.sh -q -n 2 --dist loadfile $(PYTEST_FLAGS)
+	@$(SGLANG) -n 2 --dist loadfile -m "sglang and not slow" $(PYTEST_FLAGS)
+
+# Two whole engines: importing SGLang in their processes takes 90 seconds of one core.
+sglang-engines: $(STAMP)
+	@$(SGLANG) -m "sglang and slow" $(PYTEST_FLAGS)
 
 # Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it
 # is made of is kept in the user's cache folder; the first time takes some minutes.

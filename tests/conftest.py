@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis on a busy machine, Ctrl-C, and an end that comes."""
+"""What all tests share: their order, what is measured, Ctrl-C, and an end that comes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,44 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # a binding that cannot be imported is a failure.
 IN_RDMA_GUEST = "PEERCACHE_RDMA_GUEST" in os.environ
 
+# Example tests of the pure layers: the layers whose coverage pyproject.toml has measured.
+MEASURED = tuple(f"tests/unit/{layer}/" for layer in ("actors", "config", "model", "paths", "wire"))
+
 _ENDED = pytest.StashKey[int]()
 _LEFT_IN_WORKERS = pytest.StashKey[list[str]]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, say what coverage is measured of, and put long tests first."""
+    if not IN_RDMA_GUEST:
+        skip_what_needs_devices(items)
+    if config.getoption("cov_source", None):
+        for item in items:
+            if not counts_for_coverage(item):
+                item.add_marker("no_cover")
+    # A long test that begins last is one that the other workers wait for.
+    items.sort(key=lambda item: not is_long(item))
+
+
+def counts_for_coverage(item: pytest.Item) -> bool:
+    """Tell whether a test's lines are counted.
+
+    Counting makes Python three times slower. Properties do the same again and again, and what only
+    they or whole nodes come to has no test that states what it shall do.
+    """
+    return item.nodeid.startswith(MEASURED) and item.get_closest_marker("hypothesis") is None
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Tell whether a test may take seconds of one core: simulations and properties."""
+    return (
+        item.nodeid.startswith("tests/sims/") or item.get_closest_marker("hypothesis") is not None
+    )
+
+
+def skip_what_needs_devices(items: list[pytest.Item]) -> None:
     """Skip the tests that need RDMA devices, outside the guest of the rig."""
-    if IN_RDMA_GUEST:
-        return
     skip = pytest.mark.skip(reason="needs RDMA devices: make test-rdma runs it in a guest")
     for item in items:
         if item.get_closest_marker("rdma") is not None:

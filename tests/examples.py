@@ -1,5 +1,5 @@
-"""How many examples a property gets: few in `make fast`, the usual number in `make test`, more in
-`make full`.
+"""How many examples a property gets: few in `make fast`, the usual number in `make test`, five
+times as many in `make properties`.
 
 A property without a number of its own gets a profile's `max_examples`; one with a number says
 `examples(60)`, which the profile scales. `pytest --hypothesis-profile=NAME` chooses a profile.

@@ -17,6 +17,9 @@ from tests.integration.sglang_rig import wait_until
 from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
 from tests.pace import paced
 
+# Each engine is three processes that import SGLang: as long as all other SGLang tests together.
+pytestmark = pytest.mark.slow
+
 START_S = 900.0
 PROMPT_TOKENS = 1000
 STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS

@@ -32,9 +32,10 @@ def test_a_cluster_under_faults_keeps_its_promises_and_heals(seed: int) -> None:
     assert outcome.messages > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", kept_seeds())
 def test_what_failed_once_fails_no_more(seed: int) -> None:
-    """Seeds that found something."""
+    """Seeds that found something; `make sims` plays them first, at their full size."""
     outcome = play(seed, change=smaller)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}; {reproduce_line(seed)}"
@@ -72,6 +73,7 @@ def test_a_canary_that_fails_by_itself_is_not_found(monkeypatch: pytest.MonkeyPa
     assert canaries.hunt("misfit").checker == ""
 
 
+@pytest.mark.slow
 def test_an_outbox_without_a_bound_is_found() -> None:
     """Few messages wait for a peer in a short run, so bounds and partitions are those that show."""
 

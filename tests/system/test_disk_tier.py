@@ -224,7 +224,12 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
     spilled(client, 16)
     store_all(client, others)
 
-    shutil.rmtree(tmp_path / "a")
+    def has_vanished() -> bool:
+        # The node may begin a file in it meanwhile.
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        return not (tmp_path / "a").exists()
+
+    wait_until(has_vanished)
     wait_until(lambda: client.stats()["home_disk_open"] == 0)
 
     assert "disk.ended" in node.said()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.examples import examples
 SLAB = 64 * BLOCK_BYTES
 
 
+@cache
 def key_of(number: int) -> bytes:
     return random.Random(number).randbytes(16)
 
