@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starting.add_argument("--nodes", type=int, default=1000)
     starting.add_argument("--ranks", type=int, default=8, help="clients a node")
     starting.add_argument("--seed", type=int, default=1)
-    starting.add_argument("--within", type=float, default=30.0, help="virtual seconds it may take")
+    starting.add_argument("--within", type=float, default=10.0, help="virtual seconds it may take")
     args = parser.parse_args(arguments)
     if args.command == "start":
         return _start(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 
 import attrs
 import pynng
@@ -18,7 +19,7 @@ from peercache.wire.messages.membership import Join, ViewShared
 from peercache.wire.messages.session import Hello, Welcome
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import Caller, Vitals, one_node
-from tests.system.nodes import wait_until
+from tests.system.nodes import NodeProcess, wait_until
 
 INVENTED = 4000
 PART = 500
@@ -36,6 +37,12 @@ def invented(number: int, cluster: str) -> Member:
     return Member(
         incarnation, 1, ALIVE, 255, f"h{number}", address, "", "", "", name="", nonce=nonce
     )
+
+
+def loop_s(node: NodeProcess) -> float:
+    """Return how long the thread of a node's loop has worked, in seconds of its own."""
+    ran_ns, *_ = Path(f"/proc/{node.process.pid}/schedstat").read_text(encoding="ascii").split()
+    return int(ran_ns) / 1e9
 
 
 class Answering:
@@ -74,7 +81,7 @@ class Answering:
     "answers", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stranger", "member"]
 )
 def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
-    """The worst answer comes within 0.1 s, and no more than a few addresses are tried at a time."""
+    """The worst answer costs the loop less than 0.1 s, and a few addresses are tried at a time."""
     with (
         one_node() as (cluster, node),
         Caller.at(node, "control") as liar,
@@ -101,17 +108,19 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
             for begin in range(0, len(told), PART):
                 say(ViewShared(0, (own, *told[begin : begin + PART])))
             waits: list[float] = []
+            worked: list[float] = []
             descriptors = 0
             ends = time.monotonic() + WATCHED_S
             while time.monotonic() < ends:
-                began = time.monotonic()
+                began, busy_s = time.monotonic(), loop_s(node)
                 stats = client.stats()
                 waits.append(time.monotonic() - began)
+                worked.append(loop_s(node) - busy_s)
                 descriptors = max(descriptors, Vitals.of(node).descriptors)
                 time.sleep(0.02)
 
             assert int(stats["home_members_alive"]) <= 1 + answers
-        # A busy machine makes single answers late; the old build made all of them wait for seconds.
-        assert sorted(waits)[len(waits) * 95 // 100] < WORST_S
+        # By the loop's own time: on a busy machine answers are late whatever the node does.
+        assert max(worked) < WORST_S
         assert max(waits) < 10 * WORST_S
         assert descriptors < DESCRIPTORS_MAX
