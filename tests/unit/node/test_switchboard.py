@@ -519,3 +519,15 @@ async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
     assert isinstance(fact, RingBuilt)
     assert fact.ring.members == (1, 2, 3)
     assert threads != [threading.get_ident()]
+
+
+async def test_links_are_bounded(tmp_path: Path) -> None:
+    """New ones are left alone for a moment; beyond twice the bound a message is dropped."""
+    async with running(tmp_path) as board:
+        board.board._link_use.links_max = 2
+        for number in range(5):
+            board.members[number + 50] = member(number + 50, f"127.0.0.1:{number + 1}")
+            board.board.perform(Send(number + 50, Put(1, b"")))
+
+        assert len(board.board._links) == 4
+        assert board.dropped("links_full") == 1
