@@ -308,7 +308,7 @@ def test_the_clock_is_looked_at_before_each_message() -> None:
 
     dear = Dear(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}, clock=lambda: now) as client:
-        client.asker._connections._idle[7] = [dear]  # type: ignore[list-item]
+        client.asker._connections._idle.keep(7, dear)  # type: ignore[arg-type]
         answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 0.1)
 
     assert answers == [None]

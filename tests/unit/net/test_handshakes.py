@@ -139,6 +139,7 @@ def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
         for each in silent[::2]:
             each.sendall(HALF)
         elsewhere = socket.socketpair()
+        wait_until(lambda: len(halves._halves(set(listener.remotes()))) == len(silent))
         assert halves.end_silent(listener.remotes(), most=100) == []
         monkeypatch.setattr(module, "SILENCE_S", 0.0)
 
