@@ -55,7 +55,10 @@ REDIAL_S = 0.1
 
 @attrs.frozen
 class Costs:
-    """What things take, in seconds, as measured on one core of the machine that this was made on.
+    """What things take, in seconds.
+
+    `entry`, `told` and `ring` are those of one core of the machine that this was made on; the
+    others are round figures of the same size as what was seen there.
 
     message:   receive, decode, route and handle a small message, or make and send one.
     entry:     the same for each entry of a view; told: to encode one.
