@@ -6,12 +6,15 @@
  * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way.
  *
  * TLS records of 16 KiB are what encryption costs beside the cipher itself: so many records are
- * encrypted before one send, and one receive brings many.
+ * encrypted before one send, and one receive brings many. Where the kernel encrypts (kTLS), a server
+ * gives it the bytes as they are.
  */
 #define _GNU_SOURCE
 #include "_tls.h"
 
 #include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <openssl/bio.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
@@ -31,6 +34,8 @@
 #define PROBED_MAX 512
 /* The alternative name that every certificate of PeerCache has. */
 #define SHARED_NAME "peercache"
+/* Linux's name of its own TLS. */
+#define KERNEL_TLS "tls"
 
 /* Why a handshake failed; tls.py knows them by these numbers. */
 enum failure {
@@ -56,8 +61,8 @@ struct place {
 struct session {
     struct peercache_tls head;
     SSL *ssl;
-    /* wait: flags of each send. error: errno of the last receive. */
-    int file, wait, error;
+    /* wait: flags of each send. error: errno of the last receive. by_kernel: it encrypts. */
+    int file, wait, error, by_kernel;
     enum failure failure;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
@@ -133,6 +138,27 @@ static long control(BIO *bio, int command, long number, void *pointer)
 {
     (void)bio, (void)number, (void)pointer;
     return command == BIO_CTRL_FLUSH;
+}
+
+/* Return a BIO over which OpenSSL may leave encryption to the kernel, or null where that has no TLS.
+ * OpenSSL writes to it without MSG_NOSIGNAL, while it shakes hands: Python ignores SIGPIPE. */
+static BIO *kernel_bio(int file)
+{
+    if (setsockopt(file, IPPROTO_TCP, TCP_ULP, KERNEL_TLS, sizeof(KERNEL_TLS)) < 0)
+        return NULL;
+    return BIO_new_socket(file, BIO_NOCLOSE);
+}
+
+/* Find out, after the handshake, whether the kernel encrypts; if not, records go out by us again. */
+static void settle_encryption(struct session *session)
+{
+    BIO *ours = SSL_get_rbio(session->ssl), *used = SSL_get_wbio(session->ssl);
+
+    if (used == ours)
+        return;
+    session->by_kernel = BIO_get_ktls_send(used) != 0;
+    if (!session->by_kernel && BIO_up_ref(ours))
+        SSL_set0_wbio(session->ssl, ours);
 }
 
 static enum failure why_unverified(long result)
@@ -231,12 +257,25 @@ static int send_stage(struct session *session, size_t *staged)
     return 0;
 }
 
+/* As `send_pieces`, where the kernel makes the records: it has read all it took when this returns. */
+static int64_t send_by_kernel(const struct session *session, const struct iovec *pieces, size_t count)
+{
+    struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)pieces, .msg_iovlen = count};
+
+    /* No bytes would be an empty record. */
+    if (!count || (count == 1 && !pieces->iov_len))
+        return 0;
+    return sendmsg(session->file, &message, MSG_NOSIGNAL | session->wait);
+}
+
 static int64_t send_pieces(struct peercache_tls *tls, const struct iovec *pieces, size_t count)
 {
     struct session *session = (struct session *)tls;
     uint64_t taken = 0;
     size_t staged = 0, done = 0;
 
+    if (session->by_kernel)
+        return send_by_kernel(session, pieces, count);
     if (!session->stage && !(session->stage = malloc(RECORD_BYTES)))
         return -1;
     if (flush(session) < 0)
@@ -336,7 +375,7 @@ struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, in
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     struct session *session = calloc(1, sizeof(*session));
-    BIO *bio = NULL;
+    BIO *bio = NULL, *kernels;
 
     pthread_once(&once, make_method);
     if (session && method && (session->ssl = SSL_new(context)) && (bio = BIO_new(method))) {
@@ -345,7 +384,10 @@ struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, in
         session->wait = wait;
         BIO_set_data(bio, session);
         BIO_set_init(bio, 1);
-        SSL_set_bio(session->ssl, bio, bio);
+        kernels = is_server ? kernel_bio(file) : NULL;
+        SSL_set_bio(session->ssl, bio, kernels ? kernels : bio);
+        if (kernels)
+            SSL_set_options(session->ssl, SSL_OP_ENABLE_KTLS);
         if (is_server)
             SSL_set_accept_state(session->ssl);
         else
@@ -384,6 +426,8 @@ int peercache_tls_handshake(struct session *session)
         return -(int)session->failure;
     if (session->begin < session->end)
         return 2;
+    if (result == 1)
+        settle_encryption(session);
     return result == 1 ? 0 : error == SSL_ERROR_WANT_READ ? 1 : 2;
 }
 
@@ -426,8 +470,11 @@ int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t s
 int peercache_tls_say(struct session *session, const void *bytes, uint64_t size)
 {
     struct iovec piece = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = size};
+    int64_t taken = send_pieces(&session->head, &piece, 1);
 
-    return send_pieces(&session->head, &piece, 1) == (int64_t)size ? 0 : -1;
+    if (taken >= 0 && taken < (int64_t)size)
+        errno = EAGAIN;
+    return taken == (int64_t)size ? 0 : -1;
 }
 
 /* Send what waits, for as long as the socket's time-out; return 0 when nothing is left. */
