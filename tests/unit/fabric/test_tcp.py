@@ -334,8 +334,10 @@ def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> No
     def interrupt() -> None:
         for _ in range(5):
             before = len(caught)
-            signal.pthread_kill(main_thread, signal.SIGUSR1)
-            wait_until(lambda before=before: len(caught) > before)  # type: ignore[misc]
+            # One that comes just before a system call is caught only after it: so again.
+            while len(caught) == before:
+                signal.pthread_kill(main_thread, signal.SIGUSR1)
+                time.sleep(0.001)
 
     def serve(connection: socket.socket) -> None:
         accept(connection)
@@ -350,7 +352,7 @@ def test_signal_in_the_middle_of_a_read_does_not_end_it(fabric: TcpFabric) -> No
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
-    assert len(caught) == 10
+    assert len(caught) >= 10
     assert got.failure == ""
     assert got.seals["word"].tolist() == [0]
 
