@@ -51,9 +51,9 @@ def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
 
 WALK_MAX = {
     "get, warm, tcp": (12, 40),
-    "get, cold, tcp": (17, 70),
+    "get, cold, tcp": (16, 70),
     "get, warm, shm": (13, 50),
-    "set": (15, 70),
+    "set": (14, 70),
 }
 """Files that a call enters, and its moves between them: what a reader has to follow."""
 

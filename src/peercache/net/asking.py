@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import select
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar, final
@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
-from peercache.net.idle import KEPT_MAX, IdleConnections, most_kept
+from peercache.net.idle import IDLE_S, KEPT_MAX, OF_ONE_MAX, most_kept
 from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Dialer, UnusableAddress, reached
 from peercache.net.tls import ControlTls
@@ -116,7 +116,10 @@ class Connections(Generic[Kind]):
         self._hello_for = hello_for
         self._url_of = url_of
         self._connect = connect
-        self._idle: IdleConnections[Kind] = IdleConnections(most=kept_max, clock=clock)
+        self._kept_max = kept_max
+        # Each with when it was given back. The peer that was used last stands last.
+        self._idle: OrderedDict[int, deque[tuple[Kind, float]]] = OrderedDict()
+        self._idle_count = 0
         self.at_once_max = max(1, kept_max // AT_ONCE_PART)
         self._lock = Lock()
         self._numbers = itertools.count(1)
@@ -135,7 +138,7 @@ class Connections(Generic[Kind]):
     def drain(self, peer: int) -> None:
         """Take the messages of a peer that answer no pending question."""
         with self._lock:
-            connection = self._idle.take(peer)
+            connection = self._take(peer)
         if connection is None:
             return
         for _ in range(BURST_MESSAGES):
@@ -152,8 +155,9 @@ class Connections(Generic[Kind]):
     def forget(self, alive: set[int]) -> None:
         """Close the connections to peers that are not alive any more."""
         with self._lock:
-            gone = [peer for peer in self._idle.peers() if peer not in alive]
-            connections = self._idle.drop(gone)
+            gone = [peer for peer in self._idle if peer not in alive]
+            connections = [each for peer in gone for each, _ in self._idle.pop(peer)]
+            self._idle_count -= len(connections)
         for connection in connections:
             connection.close()
 
@@ -168,7 +172,7 @@ class Connections(Generic[Kind]):
         Never waits: a new one is still connecting, and may never be connected.
         """
         with self._lock:
-            while not fresh and (connection := self._idle.take(peer)) is not None:
+            while not fresh and (connection := self._take(peer)) is not None:
                 if not connection.is_broken:
                     connection.is_fresh = connection.is_probed = False
                     return connection
@@ -189,7 +193,7 @@ class Connections(Generic[Kind]):
         gone = [connection]
         with self._lock:
             if not self._is_closed and not connection.is_broken:
-                gone = self._idle.keep(peer, connection)
+                gone = self._keep(peer, connection)
         for each in gone:
             each.close()
 
@@ -212,6 +216,32 @@ class Connections(Generic[Kind]):
         except RemoteProtocolError as error:
             self.refused(0, Refused(0, "protocol", str(error)))
             return None
+
+    def _take(self, peer: int) -> Kind | None:
+        """Take out the connection to a peer that was used last, broken or not."""
+        kept = self._idle.get(peer)
+        return None if kept is None else self._out(peer, kept.pop())
+
+    def _keep(self, peer: int, connection: Kind) -> list[Kind]:
+        """Keep a connection; return those that go: too many to a peer or in all, or too old."""
+        now, gone = self.clock(), []
+        own = self._idle.setdefault(peer, deque())
+        self._idle.move_to_end(peer)
+        own.append((connection, now))
+        self._idle_count += 1
+        while len(own) > OF_ONE_MAX or now - own[0][1] >= IDLE_S:
+            gone.append(self._out(peer, own.popleft()))
+        while True:
+            eldest, kept = next(iter(self._idle.items()))
+            if self._idle_count <= self._kept_max and now - kept[0][1] < IDLE_S:
+                return gone
+            gone.append(self._out(eldest, kept.popleft()))
+
+    def _out(self, peer: int, taken: tuple[Kind, float]) -> Kind:
+        self._idle_count -= 1
+        if not self._idle[peer]:
+            del self._idle[peer]
+        return taken[0]
 
 
 @attrs.define(eq=False)

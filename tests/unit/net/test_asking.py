@@ -287,7 +287,7 @@ def test_a_flood_does_not_outlast_the_deadline() -> None:
     """A peer that never stops talking is left at the deadline all the same."""
     babbler = Babbler(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}) as client:
-        client.asker._connections._idle.keep(7, babbler)  # type: ignore[arg-type]
+        client.asker._connections.give_back(7, babbler)  # type: ignore[arg-type]
         began = time.monotonic()
         assert client.ask(7, timeout_s=0.2) == [None]
         took_s = time.monotonic() - began
@@ -308,7 +308,7 @@ def test_the_clock_is_looked_at_before_each_message() -> None:
 
     dear = Dear(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}, clock=lambda: now) as client:
-        client.asker._connections._idle.keep(7, dear)  # type: ignore[arg-type]
+        client.asker._connections.give_back(7, dear)  # type: ignore[arg-type]
         answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 0.1)
 
     assert answers == [None]
@@ -444,7 +444,7 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local:
     with Asking({1: full_port, 7: local.url}) as client:
         began = time.monotonic()
         answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
-        kept = client.asker._connections._idle.peers()
+        kept = list(client.asker._connections._idle)
 
     assert answers == [None, None]
     assert client.breakers.opened_count == 0

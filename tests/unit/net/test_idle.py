@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import attrs
 import pytest
 
 from peercache.net import idle
-from peercache.net.idle import IDLE_S, KEPT_MAX, KEPT_MIN, OF_ONE_MAX, IdleConnections, most_kept
+from peercache.net.asking import Connections
+from peercache.net.idle import IDLE_S, KEPT_MAX, KEPT_MIN, OF_ONE_MAX, most_kept
+from peercache.paths.breaker import Breakers
 
 
 @attrs.define(eq=False)
 class Line:
-    """A connection with a name."""
+    """A connection with a name, which is told when it is closed."""
 
     name: str
+    closed: list[str]
     is_broken: bool = False
+    is_fresh: bool = True
+    is_probed: bool = False
 
     def close(self) -> None:
-        """Only `Connections` closes."""
-        raise AssertionError(self.name)
+        """Hang up."""
+        self.closed.append(self.name)
+
+
+def unused(*_: Any) -> Any:
+    """No test here makes a connection or a message."""
+    raise AssertionError
 
 
 class Kept:
-    """The idle connections of a client, and its clock."""
+    """The connections of a client that makes none anew, and its clock."""
 
     def __init__(self, most: int = 100) -> None:
         self.now = 100.0
-        self.idle: IdleConnections[Line] = IdleConnections(most=most, clock=lambda: self.now)
+        self.closed: list[str] = []
+        self.connections: Connections[Any] = Connections(
+            identity=1, cluster="test", breakers=Breakers(), clock=lambda: self.now,
+            hello_for=unused, url_of=lambda _: None, connect=unused, on_refused=unused,
+            on_unasked=unused, kept_max=most,
+        )  # fmt: skip
 
     def keep(self, peer: int, name: str, passed_s: float = 0.0) -> list[str]:
-        """Keep a connection after some time; return those that go for it."""
+        """Give a connection back after some time; return those that are closed for it."""
         self.now += passed_s
-        return [line.name for line in self.idle.keep(peer, Line(name))]
+        self.closed.clear()
+        self.connections.give_back(peer, Line(name, self.closed))
+        return list(self.closed)
+
+    def take(self, peer: int) -> str:
+        """Lease a connection, and return its name; "" without one."""
+        line = self.connections.lease(peer, fresh=False)
+        return "" if line is None else str(line.name)
+
+    def forget(self, alive: set[int]) -> list[str]:
+        """Forget peers; return the connections that are closed."""
+        self.closed.clear()
+        self.connections.forget(alive)
+        return list(self.closed)
 
 
 def test_the_connection_used_last_is_taken_first() -> None:
@@ -41,10 +70,20 @@ def test_the_connection_used_last_is_taken_first() -> None:
     for name in "abc":
         kept.keep(7, name)
 
-    taken = [kept.idle.take(7) for _ in range(4)]
+    taken = [kept.take(7) for _ in range(4)]
 
-    assert [line and line.name for line in taken] == ["c", "b", "a", None]
-    assert (len(kept.idle), kept.idle.peers()) == (0, [])
+    assert taken == ["c", "b", "a", ""]
+    assert kept.forget(set()) == []
+
+
+def test_a_broken_one_is_closed_and_the_next_one_taken() -> None:
+    kept = Kept()
+    kept.keep(7, "works")
+    kept.keep(7, "breaks")
+    kept.connections._idle[7][-1][0].is_broken = True
+
+    assert kept.take(7) == "works"
+    assert kept.closed == ["breaks"]
 
 
 def test_one_peer_keeps_a_few() -> None:
@@ -59,14 +98,21 @@ def test_of_too_many_the_peer_used_least_lately_loses_its_own() -> None:
     kept = Kept(most=3)
     for peer in (1, 2, 3):
         kept.keep(peer, f"to {peer}")
-    again = kept.idle.take(1)
-    assert again is not None
+    again = kept.take(1)
 
-    gone = [kept.keep(1, again.name), kept.keep(4, "to 4"), kept.keep(5, "to 5")]
+    gone = [kept.keep(1, again), kept.keep(4, "to 4"), kept.keep(5, "to 5")]
 
     assert gone == [[], ["to 2"], ["to 3"]]
-    assert kept.idle.peers() == [1, 4, 5]
-    assert len(kept.idle) == 3
+    assert kept.forget(set()) == ["to 1", "to 4", "to 5"]
+
+
+def test_a_peer_with_several_connections_counts_as_used_with_any_of_them() -> None:
+    kept = Kept(most=4)
+    for peer, name in ((1, "a"), (1, "b"), (2, "c"), (3, "d")):
+        kept.keep(peer, name)
+    kept.keep(1, kept.take(1))
+
+    assert kept.keep(4, "e") == ["c"]
 
 
 def test_what_was_not_used_for_long_goes_while_the_home_node_is_asked_each_second() -> None:
@@ -78,13 +124,11 @@ def test_what_was_not_used_for_long_goes_while_the_home_node_is_asked_each_secon
 
     went: dict[str, float] = {}
     for second in range(1, 100):
-        line = kept.idle.take(7)
-        assert line is not None
-        for name in kept.keep(7, line.name, passed_s=1.0):
+        for name in kept.keep(7, kept.take(7), passed_s=1.0):
             went[name] = second
 
     assert went == {"early": IDLE_S - 10.0, "late": IDLE_S}
-    assert kept.idle.peers() == [7]
+    assert kept.forget(set()) == ["home"]
 
 
 def test_further_connections_of_a_burst_go_too() -> None:
@@ -92,10 +136,8 @@ def test_further_connections_of_a_burst_go_too() -> None:
     kept = Kept()
     for name in "abcd":
         kept.keep(7, name)
-    line = kept.idle.take(7)
-    assert line is not None
 
-    assert kept.keep(7, line.name, passed_s=IDLE_S) == ["a", "b", "c"]
+    assert kept.keep(7, kept.take(7), passed_s=IDLE_S) == ["a", "b", "c"]
 
 
 def test_peers_that_are_gone_give_theirs_back() -> None:
@@ -103,8 +145,21 @@ def test_peers_that_are_gone_give_theirs_back() -> None:
     for peer in (7, 7, 8):
         kept.keep(peer, f"to {peer}")
 
-    assert [line.name for line in kept.idle.drop([7, 9])] == ["to 7", "to 7"]
-    assert (len(kept.idle), kept.idle.peers()) == (1, [8])
+    assert kept.forget({8, 9}) == ["to 7", "to 7"]
+    assert kept.take(7) == ""
+    assert kept.forget(set()) == ["to 8"]
+
+
+def test_what_is_taken_and_forgotten_leaves_its_place() -> None:
+    """Else fewer and fewer would be kept."""
+    kept = Kept(most=2)
+    for round_ in range(5):
+        kept.keep(1, "one")
+        kept.keep(2, "two")
+        assert kept.take(1) == "one", round_
+        assert kept.forget(set()) == ["two"]
+
+    assert [kept.keep(1, "a"), kept.keep(2, "b"), kept.keep(3, "c")] == [[], [], ["a"]]
 
 
 @pytest.mark.parametrize(
