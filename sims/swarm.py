@@ -184,5 +184,6 @@ def draw(rng: random.Random, seed: int) -> Options:
         ring_s=rng.choice([0.0, 0.03, 0.5]),
         impostor_rate=sometimes(0.5, 0.2, 3.0),
         handover_s=rng.choice([0.5, 10.0]),
-        links_max=rng.choice([LINKS_MAX, LINKS_MAX, 8]),
+        # Twice the bound reaches every member: with fewer links a large cluster may never settle.
+        links_max=rng.choice([LINKS_MAX, LINKS_MAX, max(8, nodes // 2)]),
     )
