@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,22 @@ def test_copied_pages_are_moved_in_portions(cluster: FakeCluster) -> None:
     assert isinstance(side_pages_of(pool), FlatPages)
     assert stored == read == {PoolName.MAMBA: [True] * len(keys)}
     assert cluster.opened[0].moved == [BATCH_PAGES, 3] * 2
+
+
+def test_a_slow_batch_leaves_no_time_for_the_next_one(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long prefix would take the deadline of a call once for each of its batches."""
+    pool = filled(mamba(extra=True))
+    store = store_of(cluster, (PoolName.MAMBA, pool))
+    keys = [page_hash(number) for number in range(BATCH_PAGES + 3)]
+    pages = [number % 20 for number in range(len(keys))]
+    move = PoolTransfer(name=PoolName.MAMBA, keys=keys, host_indices=moved_to(pool, pages))
+    hours = itertools.count(0.0, 0.6 * store._config.op_timeout_s)
+    monkeypatch.setattr("peercache.sglang.hybrid.monotonic", lambda: next(hours))
+
+    assert store.batch_set_v2([move]) == {PoolName.MAMBA: [True] * BATCH_PAGES + [False] * 3}
+    assert cluster.opened[0].moved == [BATCH_PAGES]
 
 
 # --- what cannot be served is a miss -----------------------------------------------------------

@@ -8,6 +8,7 @@ Keeps   one bool a key of each transfer, whatever is wrong with it; a pool that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import Any
 
 import attrs
@@ -50,15 +51,22 @@ def move(
     transfers: Sequence[Any],
     refuse: Refuse,
     batch: Callable[[PageKeys, PageRuns, list[Part]], list[bool]],
+    within_s: float,
 ) -> list[list[bool]]:
     """Move the pages of all transfers; return one bool a key of each.
 
+    within_s: no batch begins so long after the call, so it takes less than twice that.
     batch: moves one batch of parts, and returns one bool a page. The pages that lie where they are
     moved from or to are one batch. Pages that must be copied are batches of BATCH_PAGES, so that
     the copies stay small.
     """
     answer = [[False] * len(each.keys or ()) for each in transfers]
+    until = monotonic() + within_s
     for parts in _batches(at, transfers, refuse, answer):
+        if monotonic() >= until:
+            late = sum(len(part.keys) for part in parts)
+            refuse(reasons.DEADLINE, late, "earlier batches of the call took its time")
+            continue
         keys = np.concatenate([part.keys for part in parts])
         flags = batch(keys, PageRuns.joined([part.runs for part in parts]), parts)
         for part in parts:

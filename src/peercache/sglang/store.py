@@ -420,6 +420,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 listed,
                 self._refuser(operation),
                 lambda keys, runs, parts: batch(at, keys, runs, parts),
+                self._config.op_timeout_s,
             ),
         )
         return {each.name: flags for each, flags in zip(listed, answers, strict=True)}
