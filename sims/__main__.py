@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     many = commands.add_parser("sweep", help="run many seeds on all cores")
     many.add_argument("--seeds", type=int, help="how many")
     many.add_argument("--minutes", type=float, help="for how long")
-    many.add_argument("--first", type=int, help="the first seed; fresh ones if not given")
+    which = many.add_mutually_exclusive_group()
+    which.add_argument("--first", type=int, help="the first seed; fresh ones if not given")
+    which.add_argument(
+        "--derived", action="store_true", help="seeds that follow from the code, as CI runs them"
+    )
     many.add_argument("--kept", action="store_true", help="the seeds that once failed, first")
     many.add_argument("--json", action="store_true", help="print one JSON object at the end")
     many.add_argument("--jobs", type=int, help="processes; all cores if not given")
@@ -90,7 +94,9 @@ def _run(args: argparse.Namespace) -> int:
 def _sweep(args: argparse.Namespace) -> int:
     if args.seeds is None and args.minutes is None:
         args.seeds = 100
-    seeds = sweep.fresh_seeds() if args.first is None else itertools.count(args.first)
+    seeds = sweep.derived_seeds() if args.derived else sweep.fresh_seeds()
+    if args.first is not None:
+        seeds = itertools.count(args.first)
     if args.kept:
         seeds = itertools.chain(sweep.kept_seeds(), seeds)
     chosen = seeds if args.seeds is None else itertools.islice(seeds, args.seeds)

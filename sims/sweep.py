@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,7 +20,10 @@ from sims.play import Outcome, play
 KEPT_SEEDS = Path(__file__).parent / "seeds.txt"
 """Seeds that once failed, one a line, each with the reason why after it."""
 
-FRESH_BITS = 40
+SEED_BITS = 40
+
+SOURCES = (Path(__file__).parent, Path(__file__).parent.parent / "src/peercache")
+"""What a run depends on: the simulation, and the code that it simulates."""
 
 
 @attrs.define
@@ -97,10 +102,21 @@ def kept_seeds() -> list[int]:
 
 def fresh_seeds() -> Iterator[int]:
     """Yield fresh random seeds."""
-    first = int.from_bytes(os.urandom(FRESH_BITS // 8), "little")
-    while True:
-        yield first
-        first += 1
+    return itertools.count(int.from_bytes(os.urandom(SEED_BITS // 8), "little"))
+
+
+def derived_seeds(sources: Iterable[Path] = SOURCES) -> Iterator[int]:
+    """Yield seeds that follow from the code: the same for the same sources, else others.
+
+    A run of CI can so be repeated, and a red one does not turn green by itself, while each change
+    of the code is tried with seeds of its own.
+    """
+    digest = hashlib.sha256()
+    for folder in sources:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return itertools.count(int.from_bytes(digest.digest()[: SEED_BITS // 8], "little"))
 
 
 def sweep(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,11 +15,11 @@ from sims.__main__ import main
 from sims.canaries import Canary, planted_canary
 from sims.play import play
 from sims.swarm import Options, smaller
-from sims.sweep import kept_seeds, reproduce_line
+from sims.sweep import derived_seeds, kept_seeds, reproduce_line
 
 SEEDS = range(100, 108)
 OFTEN = 4
-"""Seeds that each change plays; `make slow` plays the others, `make sims` fresh ones."""
+"""Seeds that each change plays; `make slow` plays the others, `make sims` more."""
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,28 @@ def test_a_planted_bug_is_found(canary: str, checkers: set[str]) -> None:
         first = next(checker for checker in found if checker)
 
     assert first in checkers
+
+
+def test_derived_seeds_follow_from_the_code_and_nothing_else(tmp_path: Path) -> None:
+    """The same code runs the same seeds, wherever it lies; each change runs others."""
+    folders = []
+    for place in ("here", "there"):
+        folder = tmp_path / place / "code"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "inner" / "one.py").write_text("ONE = 1\n")
+        folders.append(folder)
+
+    def ten(folder: Path) -> list[int]:
+        return list(itertools.islice(derived_seeds([folder]), 10))
+
+    here, there = map(ten, folders)
+    (folders[1] / "inner" / "one.py").write_text("ONE = 2\n")
+    changed = ten(folders[1])
+    (folders[0] / "inner" / "one.py").rename(folders[0] / "inner" / "two.py")
+    renamed = ten(folders[0])
+
+    assert here == there
+    assert len({*here, *changed, *renamed}) == 30
 
 
 def test_a_canary_that_fails_by_itself_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
