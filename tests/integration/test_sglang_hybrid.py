@@ -223,8 +223,11 @@ def test_a_page_of_another_size_is_a_miss_that_writes_nothing(cluster: FakeClust
     before = bytes_of(large)
 
     apart = reader.batch_get_v2([transfer("p", large, KEYS[:1])])
-    side = reader._attached.sides["p"]
-    masks = [np.frombuffer(d, np.uint64) for d in (writer._attached.sides["p"].digest, side.digest)]
+    side = reader._registration.attached.sides["p"]
+    masks = [
+        np.frombuffer(d, np.uint64)
+        for d in (writer._registration.attached.sides["p"].digest, side.digest)
+    ]
     forged = (np.frombuffer(name, np.uint64) ^ masks[0] ^ masks[1]).tobytes()
     cluster.pages[forged] = cluster.pages[name]
     same_key = reader.batch_get_v2([transfer("p", large, KEYS[:1])])
@@ -445,7 +448,7 @@ def test_a_draft_of_other_weights_has_pages_of_its_own(
     for draft in ("a/draft", "b/draft"):
         store = PeerCacheStore(plain_config(), {}, client_factory=cluster.open)
         said = {"speculative_draft_model_path": draft}
-        monkeypatch.setattr(store._server, "_value", said.get)
+        monkeypatch.setattr(store._registration._server, "_value", said.get)
         store.register_mem_pool_host(filled(host_pool("mha", "page_first")))
         for name in (PoolName.SWA, PoolName.DRAFT):
             store.register_mem_host_pool_v2(pool, name)

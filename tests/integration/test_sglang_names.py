@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 
-import peercache.sglang.store as store_module
+import peercache.sglang.registration as registration_module
 from peercache.errors import Rejected
 from peercache.observability import reasons
 from peercache.sglang import PeerCacheStore
@@ -235,7 +235,7 @@ def test_a_refused_client_of_new_weights_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A home node that restarts during a weight update is no end of the cache."""
-    monkeypatch.setattr(store_module, "REOPEN_RETRY_S", 0.01)
+    monkeypatch.setattr(registration_module, "REOPEN_RETRY_S", 0.01)
     publish(model_path="org/model")
     store = open_store(cluster, extra_config={"namespace": "chat"})
     cluster.refuse_to_open = Rejected("cluster", "it is starting")
@@ -301,7 +301,7 @@ def test_adapters_are_not_served_where_hashes_ignore_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Before 0.5.20 a prompt has the same hashes under every adapter, and under every salt."""
-    monkeypatch.setattr(store_module, "separates_requests", lambda: False)
+    monkeypatch.setattr(registration_module, "separates_requests", lambda: False)
     publish(model_path="org/model", enable_lora=True)
     store = open_store(cluster)
 

@@ -1,6 +1,6 @@
 """Owns PeerCacheStore, the class that SGLang's `dynamic` storage backend builds.
 
-Owns    one client, opened when SGLang registers its host pool and closed with the store.
+Owns    the answers to SGLang's calls; `registration` owns the client and the pools.
 Hears   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at once.
 Keeps   every batch method answers, well-formed and as long as it was asked, whatever happens:
         an error is a miss with a counted reason. Only construction and registration raise.
@@ -10,13 +10,10 @@ Limits  the client's deadlines; nothing here waits.
 from __future__ import annotations
 
 import os
-import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import attrs
 import numpy as np
 import torch
 from sglang.srt.mem_cache import hicache_storage
@@ -24,33 +21,17 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
 from peercache.config.settings import Config
-from peercache.model.keys import Namespace
 from peercache.model.prefix import Prefix
 from peercache.model.runs import PageRuns
 from peercache.observability import log, reasons
 from peercache.observability.metrics import Metrics
 from peercache.sglang import hybrid
-from peercache.sglang.attached import KV_POOL, Attachment, SidePool, pool_name
-from peercache.sglang.namespace import model_name, namespace_of, side_namespace_of
-from peercache.sglang.pages import (
-    FlatPages,
-    HostPages,
-    UnservedPool,
-    UnusableBatch,
-    flat_runs,
-    is_logical,
-    side_pages_of,
-)
-from peercache.sglang.server import Server, separates_requests, version_facts
+from peercache.sglang.attached import KV_POOL, Attachment, pool_name
+from peercache.sglang.pages import HostPages, UnusableBatch, flat_runs
+from peercache.sglang.registration import Registration
 from peercache.sglang.stats import BatchTally, storage_metrics_class
 
 Answer = TypeVar("Answer")
-
-DRAFT_PREFIX = "draft"
-"""Pools that a draft model fills: draft, draft_indexer, draft_swa."""
-
-REOPEN_RETRY_S = 5.0
-"""Until the next try to open a client after a weight update, where the home node refuses."""
 
 
 class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type information
@@ -72,20 +53,19 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         extra = getattr(storage_config, "extra_config", None) or {}
         self._config = Config.from_sglang(extra, os.environ)
-        self._storage_config = storage_config
-        self._client_factory = client_factory
         self._log = log.get_logger(component="sglang")
         wants_metrics = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._tally = BatchTally(storage_metrics_class() if wants_metrics else None)
-        self._server = Server()
-        self._own_name = f"unnamed-{secrets.token_hex(8)}"
-        self._registering = threading.Lock()
-        self._closing = threading.Event()
-        self._change = threading.Lock()
-        self._attached: Attachment | None = None
-        self.registered_pools: dict[Any, Any] = {}
-        self._idle_reason = reasons.NO_HOME
         self._warn_once = log.WarnOnce(self._log)
+        self.registered_pools: dict[Any, Any] = {}
+        self._registration = Registration(
+            self._config,
+            storage_config,
+            client_factory,
+            self.registered_pools,
+            self._log,
+            self._warn_once,
+        )
         if isinstance(extra.get("interface_v1"), str):
             self._log.warning(
                 "sglang.interface_guessed",
@@ -102,52 +82,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         answers a miss: the engine recomputes.
         """
         self.mem_pool_host = mem_pool_host
-        self._closing.clear()
-        with self._registering:
-            self._register(mem_pool_host, reasons.NO_HOME)
-
-    def _register(self, mem_pool_host: Any, idle_reason: str) -> None:
-        """Open a client for a pool. idle_reason: why calls are misses until it is open."""
-        try:
-            self._require_separate_requests()
-            pages = None if is_logical(mem_pool_host) else HostPages.of(mem_pool_host)
-        except UnservedPool as unserved:
-            self._detach(reasons.UNSUPPORTED)
-            self._tell_refused(KV_POOL, mem_pool_host, unserved)
-            return
-        version = self._server.weight_version()
-        page_bytes = 0 if pages is None else pages.page_bytes
-        namespace = self._namespace(mem_pool_host, page_bytes, version)
-        with self._change:
-            before = self._attached
-        if before is not None and before.namespace == namespace:
-            registered = _registered(before.client, pages)
-            with self._change:
-                self._attached = attrs.evolve(
-                    before,
-                    anchor=mem_pool_host,
-                    pages=pages,
-                    end_registration=registered,
-                )
-            # The new memory first: a pool that is named again stays registered all the time.
-            before.end_registration()
-            return
-        self._detach(idle_reason)
-        client = self._client_factory(self._config, namespace=namespace)
-        registered = _registered(client, pages)
-        at = Attachment(client, mem_pool_host, pages, namespace, version, registered, {})
-        for name, pool in list(self.registered_pools.items()):
-            at = self._with_side(at, pool_name(name), pool)
-        with self._change:
-            self._attached = at
-        self._log.info(
-            "sglang.store_attached",
-            namespace=namespace.name,
-            geometry=namespace.geometry,
-            coordinates=namespace.coordinates,
-            weights=namespace.weights,
-            page_bytes=page_bytes,
-        )
+        self._registration.register(mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Serve the pages of a side pool too; never raises, for SGLang's threads run already.
@@ -156,96 +91,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         the prefix, the engine recomputes. "kv" is the pool that was registered first.
         """
         self.registered_pools[host_pool_name] = host_pool
-        with self._registering:
-            before = self._attached
-            if before is None:
-                return
-            attached = self._with_side(before, pool_name(host_pool_name), host_pool)
-            with self._change:
-                # Closed, or left for new weights: then the pool is served when a client is opened.
-                if self._attached is before:
-                    self._attached = attached
+        self._registration.register_side(host_pool, host_pool_name)
 
     def on_host_pools_registered(self) -> None:
         """Nothing is left to do: each pool is served from its own registration on."""
-
-    def _with_side(self, at: Attachment, name: str, pool: Any) -> Attachment:
-        """Return what is attached, with a side pool; without it where it cannot be served."""
-        if name == KV_POOL:
-            return at
-        sides, before = dict(at.sides), at.sides.get(name)
-        sides.pop(name, None)
-        try:
-            pages = side_pages_of(pool)
-            namespace = side_namespace_of(
-                self._storage_config,
-                pool,
-                name,
-                pages.page_bytes,
-                at.namespace.name,
-                self._weights(at.version) | self._draft_weights(name),
-            )
-            sides[name] = SidePool(pages, namespace, _registered(at.client, pages))
-        except UnservedPool as unserved:
-            self._tell_refused(name, pool, unserved)
-        except Exception:
-            self._log.exception("sglang.call_failed", operation=f"register {name}", pages=0)
-        else:
-            self._log.info(
-                "sglang.pool_attached",
-                pool=name,
-                geometry=namespace.geometry,
-                coordinates=namespace.coordinates,
-                page_bytes=pages.page_bytes,
-                copied=not isinstance(pages, HostPages),
-            )
-        if before is not None:
-            before.end_registration()
-        return attrs.evolve(at, sides=sides)
-
-    def _namespace(self, pool: Any, page_bytes: int, version: str) -> Namespace:
-        """Return the namespace of a pool: as the setting says, else as the server's model says."""
-        name = self._config.namespace
-        if not name:
-            name = model_name(self._storage_config, pool) or self._server.model_path
-        if not name:
-            name = self._own_name
-            self._warn_once(
-                "sglang.model_unnamed",
-                "",
-                namespace=name,
-                why="SGLang names neither a model nor its weights, so this process shares no page "
-                "with any other: name the model with the setting `namespace`",
-            )
-        weights = self._weights(version)
-        return namespace_of(self._storage_config, pool, page_bytes, name, weights)
-
-    def _weights(self, version: str) -> dict[str, str]:
-        """Return the facts of the weights; a name that was set stands for all but their version."""
-        if self._config.namespace:
-            return version_facts(version)
-        return self._server.weights(version)
-
-    def _draft_weights(self, name: str) -> dict[str, str]:
-        """Return the facts of the draft model's weights for a pool that it fills."""
-        is_draft = name.startswith(DRAFT_PREFIX) and not self._config.namespace
-        return self._server.draft_weights if is_draft else {}
-
-    def _require_separate_requests(self) -> None:
-        """Refuse to serve where one page hash stands for a prompt under several LoRA adapters."""
-        if separates_requests():
-            return
-        if self._server.has_adapters:
-            raise UnservedPool(
-                "this SGLang hashes a prompt to the same pages under every LoRA adapter; "
-                "0.5.20 and later tell them apart"
-            )
-        self._warn_once(
-            "sglang.salts_not_separated",
-            "",
-            why="this SGLang ignores cache salts in page hashes, so requests of several salts "
-            "share pages; 0.5.20 and later tell them apart",
-        )
 
     # --- v1: host buffers in place ---------------------------------------------------------
 
@@ -443,8 +292,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def close(self) -> None:
         """Close the client. Later calls are misses; closing twice is fine."""
-        self._closing.set()
-        self._detach(reasons.CLOSED)
+        self._registration.close()
 
     # --- one place where everything becomes an answer ----------------------------------------
 
@@ -456,12 +304,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         ask: Callable[[Attachment], Answer],
     ) -> Answer:
         """Return what `ask` says, or the miss: an engine's thread never sees an exception."""
-        attached = self._attached
-        if attached is not None and self._server.weight_version() != attached.version:
-            self._leave(attached)
-            attached = None
+        attached, idle_reason = self._registration.serving()
         if attached is None:
-            self._refuse(operation, self._idle_reason, len(keys))
+            self._refuse(operation, idle_reason, len(keys))
             return miss
         try:
             return ask(attached)
@@ -473,34 +318,6 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._refuse(operation, reasons.INTERNAL, len(keys))
             self._log.exception("sglang.call_failed", operation=operation, pages=len(keys))
         return miss
-
-    def _leave(self, attached: Attachment) -> None:
-        """Stop serving pages of weights that the engine no longer has.
-
-        No caller waits for the client of the new weights: a thread opens it, and calls are misses
-        until then.
-        """
-        with self._change:
-            if self._attached is not attached:
-                return
-            self._attached, self._idle_reason = None, reasons.WEIGHTS_CHANGED
-        self._log.info("sglang.weights_changed", before=attached.version)
-        threading.Thread(
-            target=self._reopen, args=(attached,), name="peercache-reopen", daemon=True
-        ).start()
-
-    def _reopen(self, left: Attachment) -> None:
-        left.client.close()
-        while not self._closing.is_set():
-            try:
-                with self._registering:
-                    self._register(left.anchor, reasons.WEIGHTS_CHANGED)
-                break
-            except Exception as error:
-                self._warn_once("sglang.reopen_failed", str(error), why=str(error))
-            self._closing.wait(REOPEN_RETRY_S)
-        if self._closing.is_set():
-            self._detach(reasons.CLOSED)
 
     def _read(
         self, at: Attachment, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
@@ -533,7 +350,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _count_short(self, pool: str, flags: list[bool]) -> None:
         """Count pages that a get lacks: SGLang asks for nothing that was not reported before."""
         short = flags.count(False)
-        attached = self._attached
+        attached = self._registration.attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
         if short and isinstance(metrics, Metrics):
             metrics.pages_short.labels(pool).inc(short)
@@ -551,25 +368,13 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _refuse(self, operation: str, reason: str, pages: int) -> None:
         """Count pages that never reach the client, in its metrics too where it has any."""
         self._tally.refused(operation, reason, pages)
-        attached = self._attached
+        attached = self._registration.attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
         if isinstance(metrics, Metrics):
             if operation.startswith("get"):
                 metrics.pages_missed.labels(reason).inc(pages)
             elif operation.startswith("set"):
                 metrics.sets_refused.labels(reason).inc(pages)
-
-    def _tell_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:
-        self._log.warning(
-            "sglang.pool_refused", pool=name, kind=type(pool).__name__, why=str(unserved)
-        )
-
-    def _detach(self, idle_reason: str) -> None:
-        with self._change:
-            attached, self._attached = self._attached, None
-            self._idle_reason = idle_reason
-        if attached is not None:
-            attached.client.close()
 
 
 def _result(pages: int, by_pool: dict[Any, int], ends: list[int]) -> Any:
@@ -578,18 +383,3 @@ def _result(pages: int, by_pool: dict[Any, int], ends: list[int]) -> Any:
     # Since 0.5.19.
     more = {"restorable_prefix_pages": ends} if hasattr(known, "restorable_prefix_pages") else {}
     return known(kv_hit_pages=pages, extra_pool_hit_pages=by_pool, **more)
-
-
-def _registered(client: Any, pages: HostPages | FlatPages | None) -> Callable[[], None]:
-    """Have the client make a pool's memory ready for reads into it; return what ends that."""
-    if pages is None:
-        return lambda: None
-    ends = [
-        client.register_memory(address, length, pages.pool) for address, length in pages.memory()
-    ]
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end

@@ -1,0 +1,283 @@
+"""Opens and closes what a store serves: the client, the KV pool, the side pools of a model.
+
+Owns    the attachment: one client, opened when SGLang registers its host pool, opened again when
+        the engine gets new weights, and closed with the store.
+Hears   pools that SGLang registers, each call of the store (is there an attachment?), and close.
+Keeps   no call sees half of a registration: an attachment is swapped as one. Pages of old weights
+        are served to no call that begins after SGLang names a new version.
+Limits  registration alone waits for the home node. After new weights a thread of its own does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from peercache.config.settings import Config
+from peercache.model.keys import Namespace
+from peercache.observability import reasons
+from peercache.observability.log import WarnOnce
+from peercache.sglang.attached import KV_POOL, Attachment, SidePool, pool_name
+from peercache.sglang.namespace import model_name, namespace_of, side_namespace_of
+from peercache.sglang.pages import (
+    FlatPages,
+    HostPages,
+    UnservedPool,
+    is_logical,
+    side_pages_of,
+)
+from peercache.sglang.server import Server, separates_requests, version_facts
+
+DRAFT_PREFIX = "draft"
+"""Pools that a draft model fills: draft, draft_indexer, draft_swa."""
+
+REOPEN_RETRY_S = 5.0
+"""Until the next try to open a client after a weight update, where the home node refuses."""
+
+
+class Registration:
+    """The attachment of one store, and why there is none. Thread-safe."""
+
+    def __init__(
+        self,
+        config: Config,
+        storage_config: Any,
+        client_factory: Callable[..., Any],
+        side_pools: Mapping[Any, Any],
+        logger: Any,
+        warn_once: WarnOnce,
+    ) -> None:
+        """Serve nothing until a pool is registered.
+
+        side_pools: those that SGLang has registered, by name; they are served again whenever a
+        client is opened.
+        """
+        self._config = config
+        self._storage_config = storage_config
+        self._client_factory = client_factory
+        self._side_pools = side_pools
+        self._log = logger
+        self._warn_once = warn_once
+        self._server = Server()
+        self._own_name = f"unnamed-{secrets.token_hex(8)}"
+        self._registering = threading.Lock()
+        self._closing = threading.Event()
+        self._change = threading.Lock()
+        self._attached: Attachment | None = None
+        self._idle_reason = reasons.NO_HOME
+
+    @property
+    def attached(self) -> Attachment | None:
+        """What is attached, whatever its weights."""
+        return self._attached
+
+    def serving(self) -> tuple[Attachment | None, str]:
+        """Return what serves a call that begins now; None, and why, where nothing does."""
+        attached = self._attached
+        if attached is not None and self._server.weight_version() != attached.version:
+            self._leave(attached)
+            attached = None
+        return attached, self._idle_reason
+
+    def register(self, anchor: Any) -> None:
+        """Open the client for a pool's pages; raise PeerCacheError if that fails."""
+        self._closing.clear()
+        with self._registering:
+            self._register(anchor, reasons.NO_HOME)
+
+    def register_side(self, pool: Any, name: Any) -> None:
+        """Serve the pages of a side pool too; never raises."""
+        with self._registering:
+            before = self._attached
+            if before is None:
+                return
+            attached = self._with_side(before, pool_name(name), pool)
+            with self._change:
+                # Closed, or left for new weights: then the pool is served when a client is opened.
+                if self._attached is before:
+                    self._attached = attached
+
+    def close(self) -> None:
+        """Close the client; closing twice is fine."""
+        self._closing.set()
+        self._detach(reasons.CLOSED)
+
+    def _register(self, mem_pool_host: Any, idle_reason: str) -> None:
+        """Open a client for a pool. idle_reason: why calls are misses until it is open."""
+        try:
+            self._require_separate_requests()
+            pages = None if is_logical(mem_pool_host) else HostPages.of(mem_pool_host)
+        except UnservedPool as unserved:
+            self._detach(reasons.UNSUPPORTED)
+            self._tell_refused(KV_POOL, mem_pool_host, unserved)
+            return
+        version = self._server.weight_version()
+        page_bytes = 0 if pages is None else pages.page_bytes
+        namespace = self._namespace(mem_pool_host, page_bytes, version)
+        with self._change:
+            before = self._attached
+        if before is not None and before.namespace == namespace:
+            registered = _registered(before.client, pages)
+            with self._change:
+                self._attached = attrs.evolve(
+                    before,
+                    anchor=mem_pool_host,
+                    pages=pages,
+                    end_registration=registered,
+                )
+            # The new memory first: a pool that is named again stays registered all the time.
+            before.end_registration()
+            return
+        self._detach(idle_reason)
+        client = self._client_factory(self._config, namespace=namespace)
+        registered = _registered(client, pages)
+        at = Attachment(client, mem_pool_host, pages, namespace, version, registered, {})
+        for name, pool in list(self._side_pools.items()):
+            at = self._with_side(at, pool_name(name), pool)
+        with self._change:
+            self._attached = at
+        self._log.info(
+            "sglang.store_attached",
+            namespace=namespace.name,
+            geometry=namespace.geometry,
+            coordinates=namespace.coordinates,
+            weights=namespace.weights,
+            page_bytes=page_bytes,
+        )
+
+    def _leave(self, attached: Attachment) -> None:
+        """Stop serving pages of weights that the engine no longer has.
+
+        No caller waits for the client of the new weights: a thread opens it, and calls are misses
+        until then.
+        """
+        with self._change:
+            if self._attached is not attached:
+                return
+            self._attached, self._idle_reason = None, reasons.WEIGHTS_CHANGED
+        self._log.info("sglang.weights_changed", before=attached.version)
+        threading.Thread(
+            target=self._reopen, args=(attached,), name="peercache-reopen", daemon=True
+        ).start()
+
+    def _reopen(self, left: Attachment) -> None:
+        left.client.close()
+        while not self._closing.is_set():
+            try:
+                with self._registering:
+                    self._register(left.anchor, reasons.WEIGHTS_CHANGED)
+                break
+            except Exception as error:
+                self._warn_once("sglang.reopen_failed", str(error), why=str(error))
+            self._closing.wait(REOPEN_RETRY_S)
+        if self._closing.is_set():
+            self._detach(reasons.CLOSED)
+
+    def _with_side(self, at: Attachment, name: str, pool: Any) -> Attachment:
+        """Return what is attached, with a side pool; without it where it cannot be served."""
+        if name == KV_POOL:
+            return at
+        sides, before = dict(at.sides), at.sides.get(name)
+        sides.pop(name, None)
+        try:
+            pages = side_pages_of(pool)
+            namespace = side_namespace_of(
+                self._storage_config,
+                pool,
+                name,
+                pages.page_bytes,
+                at.namespace.name,
+                self._weights(at.version) | self._draft_weights(name),
+            )
+            sides[name] = SidePool(pages, namespace, _registered(at.client, pages))
+        except UnservedPool as unserved:
+            self._tell_refused(name, pool, unserved)
+        except Exception:
+            self._log.exception("sglang.call_failed", operation=f"register {name}", pages=0)
+        else:
+            self._log.info(
+                "sglang.pool_attached",
+                pool=name,
+                geometry=namespace.geometry,
+                coordinates=namespace.coordinates,
+                page_bytes=pages.page_bytes,
+                copied=not isinstance(pages, HostPages),
+            )
+        if before is not None:
+            before.end_registration()
+        return attrs.evolve(at, sides=sides)
+
+    def _namespace(self, pool: Any, page_bytes: int, version: str) -> Namespace:
+        """Return the namespace of a pool: as the setting says, else as the server's model says."""
+        name = self._config.namespace
+        if not name:
+            name = model_name(self._storage_config, pool) or self._server.model_path
+        if not name:
+            name = self._own_name
+            self._warn_once(
+                "sglang.model_unnamed",
+                "",
+                namespace=name,
+                why="SGLang names neither a model nor its weights, so this process shares no page "
+                "with any other: name the model with the setting `namespace`",
+            )
+        weights = self._weights(version)
+        return namespace_of(self._storage_config, pool, page_bytes, name, weights)
+
+    def _weights(self, version: str) -> dict[str, str]:
+        """Return the facts of the weights; a name that was set stands for all but their version."""
+        if self._config.namespace:
+            return version_facts(version)
+        return self._server.weights(version)
+
+    def _draft_weights(self, name: str) -> dict[str, str]:
+        """Return the facts of the draft model's weights for a pool that it fills."""
+        is_draft = name.startswith(DRAFT_PREFIX) and not self._config.namespace
+        return self._server.draft_weights if is_draft else {}
+
+    def _require_separate_requests(self) -> None:
+        """Refuse to serve where one page hash stands for a prompt under several LoRA adapters."""
+        if separates_requests():
+            return
+        if self._server.has_adapters:
+            raise UnservedPool(
+                "this SGLang hashes a prompt to the same pages under every LoRA adapter; "
+                "0.5.20 and later tell them apart"
+            )
+        self._warn_once(
+            "sglang.salts_not_separated",
+            "",
+            why="this SGLang ignores cache salts in page hashes, so requests of several salts "
+            "share pages; 0.5.20 and later tell them apart",
+        )
+
+    def _tell_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:
+        self._log.warning(
+            "sglang.pool_refused", pool=name, kind=type(pool).__name__, why=str(unserved)
+        )
+
+    def _detach(self, idle_reason: str) -> None:
+        with self._change:
+            attached, self._attached = self._attached, None
+            self._idle_reason = idle_reason
+        if attached is not None:
+            attached.client.close()
+
+
+def _registered(client: Any, pages: HostPages | FlatPages | None) -> Callable[[], None]:
+    """Have the client make a pool's memory ready for reads into it; return what ends that."""
+    if pages is None:
+        return lambda: None
+    ends = [
+        client.register_memory(address, length, pages.pool) for address, length in pages.memory()
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
