@@ -40,7 +40,7 @@ class VerbsError(Exception):
 class World:
     """The network, and what happens on it.
 
-    forgets:  the next chain is not looked at before another is posted behind it.
+    forgets:  the next chain is not looked at before the doorbell rings again.
     holds:    READs are posted, and nothing of them happens until `go_on`.
     posted:   told of a queue pair when it is given a chain that it holds.
     before:   called before each READ with its remote address.

@@ -19,6 +19,7 @@ from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE
 from peercache.rdma import channels
 from peercache.rdma.channels import Channel
 from peercache.rdma.memory import Block, Blocks
+from peercache.rdma.reading import RING_AGAIN_S
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import (
@@ -82,6 +83,34 @@ def test_nothing_arrives_after_a_deadline(bench: FakeBench) -> None:
     assert (got.seals["word"] == ODD).all()
     assert not hanging
     assert into.gaps_are_untouched()
+
+
+def test_read_that_the_device_forgot_goes_on_at_the_next_ring(bench: FakeBench) -> None:
+    """Soft-RoCE does that to a request behind a fence, about once in ten thousand reads."""
+    offsets, contents = bench.pages(4)
+    into = Destination.of([[GRANULE]] * 4)
+    bench.register(into)
+    bench.world.forgets = True
+
+    got = bench.get(offsets, into, timeout_s=PATIENCE_S)
+
+    assert (got.failure, got.seals["word"].tolist()) == ("", [2, 4, 6, 8])
+    assert [into.page(page) for page in range(4)] == contents
+    assert bench.world.doorbells == 2
+    assert len(bench.world.reads) == 4 + 2, "nothing is read twice"
+
+
+def test_slow_device_is_rung_once_in_a_while(bench: FakeBench) -> None:
+    """Not at each look: a doorbell may be a system call."""
+    offsets, _ = bench.pages(4)
+    into = Destination.of([[GRANULE]] * 4)
+    bench.register(into)
+    bench.world.holds = True
+
+    got = bench.get(offsets, into, timeout_s=3 * RING_AGAIN_S)
+
+    assert got.failure == DEADLINE
+    assert bench.world.doorbells <= 1 + 3
 
 
 def test_words_count_only_after_the_success_of_their_own_read(bench: FakeBench) -> None:

@@ -52,6 +52,10 @@ from peercache.rdma.queue_pair import REMOTE_ACCESS_ERROR, SUCCESS, Completion
 SLICE_S = 0.01
 """Interval between two checks of the links, and longest wait: an event may be lost."""
 
+RING_AGAIN_S = 0.1
+"""A transfer without progress for so long rings the doorbell again. Soft-RoCE forgets a request at a
+fence if the READs before it complete at that very moment, and then it never times out."""
+
 RAIL_STALL_S = 0.04
 """A rail that makes no progress for so long, and for several times the time of a portion, is
 skipped if another rail makes progress: within 50 ms, although the device itself retries longer."""
@@ -117,6 +121,7 @@ class Transfer:
         self._between = between
         self._deadline = deadline
         self._clock = clock
+        self._rung_at = self.progress_at
         self._next = 0
         self._under_way: deque[int] = deque()
         self._awaits_last_look = False
@@ -141,6 +146,12 @@ class Transfer:
             self._next += 1
             moved = True
         return moved
+
+    def ring_again(self, now: float) -> None:
+        """Have the device look at its queue again, if nothing of it moved for RING_AGAIN_S."""
+        if self._under_way and now >= max(self.progress_at, self._rung_at) + RING_AGAIN_S:
+            self._rung_at = now
+            self.channel.ring()
 
     def _has_more(self) -> bool:
         return self._next < len(self._plan.portions)
@@ -258,6 +269,8 @@ def drive(
         ]
         if now >= next_look:
             dead += [each for each in pending if not each.channel.rail.is_up()]
+            for transfer in pending:
+                transfer.ring_again(now)
             next_look = now + SLICE_S
         for transfer in dead:
             if not transfer.is_over:
