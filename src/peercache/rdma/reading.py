@@ -53,8 +53,8 @@ SLICE_S = 0.01
 """Interval between two checks of the links, and longest wait: an event may be lost."""
 
 RING_AGAIN_S = 0.1
-"""A transfer without progress for so long rings the doorbell again. Soft-RoCE forgets a request at a
-fence if the READs before it complete at that very moment, and then it never times out."""
+"""A transfer without progress for so long rings the doorbell again. Soft-RoCE forgets a request
+at a fence if the READs before it complete at that very moment, and then it never times out."""
 
 RAIL_STALL_S = 0.04
 """A rail that makes no progress for so long, and for several times the time of a portion, is
