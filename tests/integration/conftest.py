@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration import older_sglang
+
 HERE = Path(__file__).parent
 DEFAULT_VENV = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peercache/sglang-0.5.23"
@@ -30,11 +32,12 @@ if HAVE_SGLANG:
     with warnings.catch_warnings():
         # SGLang and torch warn at import; pytest's settings would make errors of that.
         warnings.simplefilter("ignore")
+        if older_sglang.WANTED:
+            older_sglang.prepare()
         import host_copies
 
         host_copies.prepare()
-        import sglang.srt.managers.cache_controller
-        import sglang.srt.mem_cache.unified_radix_cache  # noqa: F401 - likewise
+        from tests.integration import sglang_pools  # noqa: F401 - for its imports
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,8 +73,7 @@ if HAVE_SGLANG:
     from peercache.config.settings import DEFAULT_CLUSTER
     from peercache.trust.authority import CA_CERTIFICATE, Authority
     from peercache.trust.identity import CertificateRole, Identity
-    from tests.integration.sglang_fakes import FakeCluster
-    from tests.integration.sglang_rig import FakeBackedStore, Rig, Shape
+    from tests.integration.sglang_fakes import FakeBackedStore, FakeCluster
 
     @pytest.fixture(scope="session", autouse=True)
     def over_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -92,6 +94,16 @@ if HAVE_SGLANG:
             patch.setenv("PEERCACHE_TLS_KEY", str(issued.with_suffix(".key")))
             yield
 
+    @pytest.fixture(scope="session", autouse=True)
+    def version_in_the_report(record_testsuite_property: Callable[[str, object], None]) -> None:
+        """Write which SGLang these tests ran with."""
+        from importlib.metadata import version
+
+        from sglang.srt.mem_cache import hicache_storage
+
+        record_testsuite_property("sglang", version("sglang"))
+        record_testsuite_property("interface", hicache_storage.__file__)
+
     @pytest.fixture
     def cluster() -> FakeCluster:
         """Return an empty cluster, which stores built by name use."""
@@ -99,8 +111,10 @@ if HAVE_SGLANG:
         return FakeBackedStore.cluster
 
     @pytest.fixture
-    def open_rig(cluster: FakeCluster) -> Iterator[Callable[..., Rig]]:
+    def open_rig(cluster: FakeCluster) -> Iterator[Callable[..., Any]]:
         """Return a function that opens rigs over the fake cluster; they are closed at the end."""
+        from tests.integration.sglang_rig import Rig, Shape
+
         rigs: list[Rig] = []
 
         def build(extra_config: dict[str, Any] | None = None, **shape: Any) -> Rig:

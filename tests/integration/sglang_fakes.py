@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.runs import PageRuns
+from peercache.sglang import PeerCacheStore
 
 
 @attrs.define(eq=False)
@@ -126,6 +127,15 @@ class FakeClient:
             ctypes.string_at(int(runs.addresses[run]), int(runs.sizes[run]))
             for run in range(runs.starts[index], runs.starts[index + 1])
         )
+
+
+class FakeBackedStore(PeerCacheStore):
+    """PeerCacheStore over the fake cluster of the test that runs, built by SGLang's factory."""
+
+    cluster: ClassVar[FakeCluster]
+
+    def __init__(self, storage_config: Any, *rest: Any) -> None:
+        super().__init__(storage_config, *rest, client_factory=self.cluster.open)
 
 
 class BrokenClient:

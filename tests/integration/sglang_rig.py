@@ -8,13 +8,13 @@ storage; `prefetch` takes them from storage to host to device, through SGLang's 
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, Queue
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import torch
@@ -24,34 +24,18 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_entry
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup
-from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
-from peercache.sglang import PeerCacheStore
-from tests.integration.sglang_fakes import FakeCluster
+from tests.integration.sglang_fakes import FakeBackedStore  # noqa: F401 - others import it here
+from tests.integration.sglang_pools import DTYPE, LAYERS, PAGE_TOKENS, device_pool, host_pool
 
-PAGE_TOKENS = 16
-LAYERS = 3
-DEVICE_PAGES = 48
-DTYPE = torch.bfloat16
+_IS_RENAMED = "transfer_layer_id_max" in inspect.signature(build_pool_entry).parameters
+LAYERS_MOVED = {"transfer_layer_id_max" if _IS_RENAMED else "transfer_layer_num": LAYERS}
+"""The layers of a pool, as SGLang's version names their number."""
+
 WAIT_S = 120.0  # A storage thread that has not answered by then will not.
-
-MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-EVERY_POOL = tuple(("mha", x) for x in MHA_LAYOUTS) + tuple(("mla", x) for x in MLA_LAYOUTS)
-
-
-class FakeBackedStore(PeerCacheStore):
-    """PeerCacheStore over the fake cluster of the test that runs, built by SGLang's factory."""
-
-    cluster: ClassVar[FakeCluster]
-
-    def __init__(self, storage_config: Any, *rest: Any) -> None:
-        super().__init__(storage_config, *rest, client_factory=self.cluster.open)
 
 
 @attrs.frozen(kw_only=True)
@@ -65,40 +49,6 @@ class Shape:
     model: str = "tiny/model"
     tp_rank: int = 0
     tp_size: int = 1
-
-
-def device_pool(kind: str) -> Any:
-    """Return SGLang's device pool, in ordinary memory."""
-    common = {
-        "size": DEVICE_PAGES * PAGE_TOKENS,
-        "page_size": PAGE_TOKENS,
-        "dtype": DTYPE,
-        "layer_num": LAYERS,
-        "device": "cpu",
-        "enable_memory_saver": False,
-    }
-    if kind == "mla":
-        return MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=8, **common)
-    v_head_dim = 16 if kind == "asymmetric" else 8
-    return MHATokenToKVPool(head_num=4, head_dim=8, v_head_dim=v_head_dim, **common)
-
-
-def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAGE_TOKENS) -> Any:
-    """Return SGLang's host pool in one of its layouts."""
-    device = device or device_pool(kind)
-    info = device.get_device_pool_infos()[0].buffer_info
-    common = {
-        "host_to_device_ratio": 1.5,
-        "host_size": 0,
-        "page_size": page_tokens,
-        "layout": layout,
-        "device_capacity_tokens": device.size,
-        "start_layer": device.start_layer,
-        "end_layer": device.end_layer,
-    }
-    if kind == "mla":
-        return MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **common)
-    return get_mha_host_pool_cls(info)(info, **common)
 
 
 def buffers(device: Any) -> list[torch.Tensor]:
@@ -156,12 +106,12 @@ class Rig:
                     host_pool=self.host,
                     device_pool=self.device,
                     layer_mapping={layer: layer for layer in range(LAYERS)},
-                    transfer_layer_id_max=LAYERS,
                     is_anchor=True,
+                    **LAYERS_MOVED,
                 )
                 self.pools = HostPoolGroup([entry])
                 self.controller = HybridCacheController(
-                    mem_pool_host=self.pools, transfer_layer_id_max=LAYERS, **options
+                    mem_pool_host=self.pools, **LAYERS_MOVED, **options
                 )
 
     @property
@@ -248,11 +198,6 @@ def prompt(pages: int, seed: int) -> list[int]:
     """Return the token ids of a prompt of whole pages."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 30_000, (pages * PAGE_TOKENS,), generator=generator).tolist()
-
-
-def page_hash(number: int) -> str:
-    """Return a key of the form that SGLang's are."""
-    return hashlib.sha256(str(number).encode()).hexdigest()
 
 
 def wait_until(true: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:

@@ -15,7 +15,14 @@ from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, Logic
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
-from tests.integration.sglang_rig import PAGE_TOKENS, host_pool
+from tests.integration.sglang_pools import (  # noqa: F401 - their tests import them from here
+    PAGE_TOKENS,
+    bytes_of,
+    filled,
+    flat_page,
+    host_pool,
+    tensors_of,
+)
 
 PAGES = 24
 DSA_PAGE_TOKENS = 64
@@ -64,33 +71,6 @@ def v4_rows(layout: str = "page_first", name: str = "deepseek_v4_c4") -> Any:
 def v4_anchor() -> Any:
     """Return the pool of DeepSeek V4 that numbers pages and holds no bytes."""
     return LogicalHostPool(PAGES * PAGE_TOKENS, PAGE_TOKENS)
-
-
-def filled(pool: Any, seed: int = 0) -> Any:
-    """Fill a pool's memory with random bytes; return it."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors_of(pool):
-        tensor.view(torch.uint8).random_(generator=generator)
-    return pool
-
-
-def tensors_of(pool: Any) -> list[torch.Tensor]:
-    """Return all memory of a pool."""
-    whole = getattr(pool, "kv_buffer", None)
-    if whole is None:
-        whole = pool.get_hybrid_pool_buffer()
-    return [whole] if isinstance(whole, torch.Tensor) else list(whole)
-
-
-def bytes_of(pool: Any) -> list[bytes]:
-    """Return all bytes of a pool; random bytes make numbers that equal nothing, not themselves."""
-    return [bytes(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors_of(pool)]
-
-
-def flat_page(pool: Any, page: int) -> bytes:
-    """Return the bytes of a page as SGLang flattens it."""
-    flat = pool.get_data_page(page * pool.page_size, flat=True)
-    return bytes(flat.contiguous().view(torch.uint8).numpy())
 
 
 def moved_to(pool: Any, pages: list[int]) -> torch.Tensor:

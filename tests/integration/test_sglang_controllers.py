@@ -10,27 +10,27 @@ from collections.abc import Callable
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageFailureInjector,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from tests.integration import older_sglang
 from tests.integration.sglang_fakes import FakeCluster
-from tests.integration.sglang_rig import (
+from tests.integration.sglang_pools import (
     EVERY_POOL,
     PAGE_TOKENS,
-    Rig,
+    filled,
+    flat_page,
     host_pool,
     page_hash,
-    prompt,
 )
-from tests.integration.sglang_side_pools import filled, flat_page
+from tests.integration.sglang_rig import Rig, prompt
 
 PAGES = 9
+
+INJECTOR = getattr(hicache_storage, "HiCacheStorageFailureInjector", None)
+"""SGLang's own fault injector: since 0.5.23."""
 
 OpenRig = Callable[..., Rig]
 
@@ -135,6 +135,7 @@ def test_a_chain_of_three_hundred_pages_is_asked_for_in_one_call(open_rig: OpenR
     assert found == 300
 
 
+@pytest.mark.skipif(INJECTOR is None, reason="this SGLang has no fault injector")
 def test_injected_failures_shorten_hits_and_never_corrupt_them(
     open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +152,7 @@ def test_injected_failures_shorten_hits_and_never_corrupt_them(
         loaded, right = reader.prefetch(tokens, seed)
         seen.append((stored, loaded, right))
 
-    assert isinstance(writer.store, HiCacheStorageFailureInjector)
+    assert isinstance(writer.store, INJECTOR)
     assert all(right for _, _, right in seen)
     assert {stored for stored, _, _ in seen} == {0, PAGES}
     assert {loaded for _, loaded, _ in seen} == {0, PAGES}
@@ -188,7 +189,9 @@ def test_a_hybrid_model_hits_where_its_window_is(open_rig: OpenRig, layout: str)
 
     assert stored == PAGES
     assert operation.storage_hit_count == PAGES * PAGE_TOKENS
-    assert operation.pool_storage_result.restorable_prefix_pages == [PAGES]
+    # 0.5.20 asks the store for them, and its controller does not keep them.
+    ends = operation.pool_storage_result.restorable_prefix_pages
+    assert ends == (None if older_sglang.WANTED else [PAGES])
     assert {name: pages for name, pages in loaded.items() if pages} == {PoolName.SWA: 2}
     assert [flat_page(side, page) for page in (0, 1)] == before
     assert rig.store.stats()["refused"] == {}

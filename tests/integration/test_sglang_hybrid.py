@@ -19,16 +19,20 @@ from peercache.observability.metrics import Metrics, totals_of
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.pages import BATCH_PAGES, FlatPages, side_pages_of
 from tests.integration.sglang_fakes import BrokenClient, FakeCluster
-from tests.integration.sglang_rig import PAGE_TOKENS, host_pool, page_hash
-from tests.integration.sglang_side_pools import (
+from tests.integration.sglang_pools import (
+    PAGE_TOKENS,
     bytes_of,
-    dsa,
     filled,
     flat_page,
+    host_pool,
+    page_hash,
+    tensors_of,
+)
+from tests.integration.sglang_side_pools import (
+    dsa,
     mamba,
     moved_to,
     plain_config,
-    tensors_of,
     v4_anchor,
     v4_rows,
     window,

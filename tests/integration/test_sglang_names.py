@@ -22,7 +22,8 @@ from peercache.observability import reasons
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.weights import BLOCK_BYTES, SAMPLES, content_digest, weights_identity
 from tests.integration.sglang_fakes import FakeCluster
-from tests.integration.sglang_rig import PAGE_TOKENS, prompt, wait_until
+from tests.integration.sglang_pools import PAGE_TOKENS
+from tests.integration.sglang_rig import prompt, wait_until
 from tests.integration.test_sglang_store import KEYS, SLOTS, filled, open_store
 
 Publish = Callable[..., None]

@@ -15,7 +15,8 @@ import pytest
 
 from peercache.sglang import PeerCacheStore
 from tests.integration.processes import HERE, Child, StandaloneNode, free_port
-from tests.integration.sglang_rig import EVERY_POOL, Rig, Shape, prompt, wait_until
+from tests.integration.sglang_pools import EVERY_POOL
+from tests.integration.sglang_rig import Rig, Shape, prompt, wait_until
 from tests.pace import PATIENCE_S, PROMPT_S, no_peer_is_taken_for_hung
 
 PAGES = 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -21,21 +23,27 @@ from peercache.errors import ConfigError, Rejected
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.pages import HostPages
 from peercache.sglang.stats import PENDING_MAX, BatchTally
-from tests.integration.sglang_fakes import BrokenClient, FakeCluster
-from tests.integration.sglang_rig import (
+from tests.integration.sglang_fakes import BrokenClient, FakeBackedStore, FakeCluster
+from tests.integration.sglang_pools import (
     EVERY_POOL,
+    HAS_TWO_BUFFERS,
     PAGE_TOKENS,
-    FakeBackedStore,
+    flat_page,
     host_pool,
     page_hash,
 )
+from tests.integration.sglang_pools import filled as fill
 
 KEYS = [page_hash(number) for number in range(3)]
 SLOTS = torch.arange(3 * PAGE_TOKENS)
 
 
+HAS_ENDS = hasattr(PoolTransferResult, "restorable_prefix_pages")
+"""Whether SGLang asks at which lengths a prefix may end: since 0.5.19."""
+
+
 def storage_config(**changes: Any) -> HiCacheStorageConfig:
-    """Return what SGLang's controller makes of a plain server."""
+    """Return what SGLang's controller makes of a plain server; fields of its version only."""
     facts = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -49,7 +57,8 @@ def storage_config(**changes: Any) -> HiCacheStorageConfig:
         "model_name": "org/model",
         "extra_config": {},
     }
-    return HiCacheStorageConfig(**{**facts, **changes})
+    known = {field.name for field in dataclasses.fields(HiCacheStorageConfig)}
+    return HiCacheStorageConfig(**{k: v for k, v in {**facts, **changes}.items() if k in known})
 
 
 def open_store(cluster: FakeCluster, pool: Any = None, **changes: Any) -> PeerCacheStore:
@@ -61,11 +70,7 @@ def open_store(cluster: FakeCluster, pool: Any = None, **changes: Any) -> PeerCa
 
 def filled(kind: str, layout: str) -> Any:
     """Return a host pool full of random bytes."""
-    pool = host_pool(kind, layout)
-    generator = torch.Generator().manual_seed(0)
-    for part in pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else (pool.kv_buffer,):
-        part.view(torch.uint8).random_(generator=generator)
-    return pool
+    return fill(host_pool(kind, layout))
 
 
 # --- what a page is -----------------------------------------------------------------------------
@@ -103,6 +108,7 @@ def test_addresses_by_arithmetic_are_those_sglang_names(kind: str, layout: str) 
     assert set(runs.lengths.tolist()) == {served.page_bytes}
 
 
+@pytest.mark.skipif(not HAS_TWO_BUFFERS, reason="this SGLang has no pool of two buffers")
 def test_k_comes_before_v_wherever_they_were_allocated(cluster: FakeCluster) -> None:
     """Two buffers lie at addresses of chance: the order of a page must not follow them."""
     pool = filled("asymmetric", "page_first")
@@ -454,7 +460,8 @@ def test_pools_that_were_never_named_are_misses_and_store_nothing(cluster: FakeC
     read = store.batch_get_v2(transfers)
     written = store.batch_set_v2(transfers)
 
-    assert found == PoolTransferResult(0, {}, [])
+    ends = {"restorable_prefix_pages": []} if HAS_ENDS else {}
+    assert found == PoolTransferResult(0, {}, **ends)
     assert read == written == {PoolName.SWA: [False, False], PoolName.MAMBA: []}
     assert not cluster.pages
     assert store.stats()["refused"] == {
@@ -462,6 +469,31 @@ def test_pools_that_were_never_named_are_misses_and_store_nothing(cluster: FakeC
         "get_v2": {"unsupported": 2},
         "set_v2": {"unsupported": 2},
     }
+
+
+def test_a_side_pool_is_stored_and_read_back(cluster: FakeCluster) -> None:
+    """A window's pages travel through v2, and a prefix ends where the window is."""
+    store, side = open_store(cluster), filled("mha", "page_first")
+    store.register_mem_host_pool_v2(side, PoolName.SWA)
+    before = [flat_page(side, page) for page in (0, 1)]
+    window = PoolTransfer(
+        name=PoolName.SWA,
+        keys=KEYS[1:],
+        host_indices=SLOTS[: 2 * PAGE_TOKENS],
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )
+
+    written = store.batch_set_v2([window])
+    alone = store.batch_exists_v2(KEYS, [window])
+    store.batch_set_v1(KEYS, SLOTS)
+    found = store.batch_exists_v2(KEYS, [window])
+    fill(side, seed=1)
+    read = store.batch_get_v2([window])
+
+    assert written == read == {PoolName.SWA: [True, True]}
+    assert (alone.kv_hit_pages, found.kv_hit_pages) == (0, 3)
+    assert getattr(found, "restorable_prefix_pages", [3]) == [3]
+    assert [flat_page(side, page) for page in (0, 1)] == before
 
 
 def test_stats_are_what_sglang_asserts_and_drain_on_read(cluster: FakeCluster) -> None:

@@ -188,8 +188,11 @@ def _equip(module: ModuleType) -> None:
     if module.__name__ == _PACKAGE + "base":
         build = module.HostKVCache.__init__
 
-        def init(self: Any, **options: Any) -> None:
-            build(self, **{**options, "pin_memory": False})
+        def init(self: Any, *arguments: Any, **options: Any) -> None:
+            # Before 0.5.21 pools say it by place: what builds them says pin_memory=False.
+            if not arguments:
+                options["pin_memory"] = False
+            build(self, *arguments, **options)
 
         module.HostKVCache.__init__ = init
         return

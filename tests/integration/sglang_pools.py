@@ -1,0 +1,105 @@
+"""SGLang's pools in ordinary memory, built as each version since 0.5.12 builds them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+try:
+    from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+except ModuleNotFoundError:  # before 0.5.16
+    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+
+    def get_mha_host_pool_cls(pool: Any) -> type:
+        """Return the one class that there is."""
+        return MHATokenToKVPoolHost
+
+    HAS_TWO_BUFFERS = False
+else:
+    HAS_TWO_BUFFERS = True
+    """Whether K and V of other widths lie in two buffers: since 0.5.16."""
+
+
+PAGE_TOKENS = 16
+LAYERS = 3
+DEVICE_PAGES = 48
+DTYPE = torch.bfloat16
+
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+EVERY_POOL = tuple(("mha", x) for x in MHA_LAYOUTS) + tuple(("mla", x) for x in MLA_LAYOUTS)
+
+
+def device_pool(kind: str) -> Any:
+    """Return SGLang's device pool, in ordinary memory."""
+    common = {
+        "size": DEVICE_PAGES * PAGE_TOKENS,
+        "page_size": PAGE_TOKENS,
+        "dtype": DTYPE,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    if kind == "mla":
+        return MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=8, **common)
+    v_head_dim = 16 if kind == "asymmetric" else 8
+    return MHATokenToKVPool(head_num=4, head_dim=8, v_head_dim=v_head_dim, **common)
+
+
+def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAGE_TOKENS) -> Any:
+    """Return SGLang's host pool in one of its layouts."""
+    device = device or device_pool(kind)
+    common = {
+        "host_to_device_ratio": 1.5,
+        "host_size": 0,
+        "page_size": page_tokens,
+        "layout": layout,
+    }
+    if not hasattr(device, "get_device_pool_infos"):  # before 0.5.21: of the device pool itself
+        kind_of = MLATokenToKVPoolHost if kind == "mla" else get_mha_host_pool_cls(device)
+        return kind_of(device, pin_memory=False, **common)
+    info = device.get_device_pool_infos()[0].buffer_info
+    common |= {
+        "device_capacity_tokens": device.size,
+        "start_layer": device.start_layer,
+        "end_layer": device.end_layer,
+    }
+    if kind == "mla":
+        return MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **common)
+    return get_mha_host_pool_cls(info)(info, **common)
+
+
+def filled(pool: Any, seed: int = 0) -> Any:
+    """Fill a pool's memory with random bytes; return it."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors_of(pool):
+        tensor.view(torch.uint8).random_(generator=generator)
+    return pool
+
+
+def tensors_of(pool: Any) -> list[torch.Tensor]:
+    """Return all memory of a pool."""
+    whole = getattr(pool, "kv_buffer", None)
+    if whole is None:
+        whole = pool.get_hybrid_pool_buffer()
+    return [whole] if isinstance(whole, torch.Tensor) else list(whole)
+
+
+def bytes_of(pool: Any) -> list[bytes]:
+    """Return all bytes of a pool; random bytes make numbers that equal nothing, not themselves."""
+    return [bytes(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors_of(pool)]
+
+
+def flat_page(pool: Any, page: int) -> bytes:
+    """Return the bytes of a page as SGLang flattens it."""
+    flat = pool.get_data_page(page * pool.page_size, flat=True)
+    return bytes(flat.contiguous().view(torch.uint8).numpy())
+
+
+def page_hash(number: int) -> str:
+    """Return a key of the form that SGLang's are."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
