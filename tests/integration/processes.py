@@ -90,10 +90,27 @@ class Child:
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process is gone."""
+        return self._process.poll() is not None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal: SIGSTOP has it stand still, SIGCONT go on."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """End it at once, as a crash would."""
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def close(self) -> int:
         """End its stdin; return its exit status, killing it if it does not end."""

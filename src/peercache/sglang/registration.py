@@ -134,7 +134,12 @@ class Registration:
             return
         self._detach(idle_reason)
         client = self._client_factory(self._config, namespace=namespace)
-        registered = _registered(client, pages)
+        try:
+            registered = _registered(client, pages)
+        except BaseException:
+            # SGLang closes the store, which does not know this client yet.
+            client.close()
+            raise
         at = Attachment(client, mem_pool_host, pages, namespace, version, registered, {})
         for name, pool in list(self._side_pools.items()):
             at = self._with_side(at, pool_name(name), pool)
