@@ -29,6 +29,8 @@ HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
 
 if HAVE_SGLANG:
     sys.path.insert(0, str(HERE / "cpu_engine"))
+    # No test has a model of a hub: without this, SGLang looks for one there for 40 s.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     with warnings.catch_warnings():
         # SGLang and torch warn at import; pytest's settings would make errors of that.
         warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-POOL_MODULES = ("base", "mha", "mla", "dsa", "mamba")
+POOL_MODULES = ("base", "common", "mha", "mla", "dsa", "mamba")
 _PACKAGE = "sglang.srt.mem_cache.pool_host."
 _declared: list[torch.library.Library] = []
 
@@ -137,6 +137,22 @@ def transfer_kv_per_layer_ph_lf(
         _bytes(dst, -1, item_size)[dst_indices] = rows
 
 
+def transfer_kv_mamba_lf_pf(
+    src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers, **_
+):
+    transfer_kv_all_layer_mla_lf_pf(
+        src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
+    )
+
+
+def transfer_kv_mamba_pf_lf(
+    src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim, **_
+):
+    transfer_kv_per_layer_mla_pf_lf(
+        src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim
+    )
+
+
 def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size, **_):
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[dst_indices] = src[src_indices]
@@ -195,6 +211,10 @@ def _equip(module: ModuleType) -> None:
             build(self, *arguments, **options)
 
         module.HostKVCache.__init__ = init
+        return
+    if module.__name__ == _PACKAGE + "common":
+        # Pools that are no HostKVCache from the start pin what they have allocated.
+        module._cuda_host_register = lambda *_: None
         return
     for name, kernel in _KERNELS.items():
         if not hasattr(module, name):
