@@ -25,6 +25,7 @@ from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
 from peercache.rdma.registrar import Registered
 from peercache.rdma.verbs import Verbs
+from tests.pace import PATIENCE_S
 
 SUCCESS, FLUSHED, ACCESS, RETRY = 0, 5, 10, 12
 SIGNALED, FENCE = 2, 1
@@ -40,7 +41,7 @@ class VerbsError(Exception):
 class World:
     """The network, and what happens on it.
 
-    forgets:  the next chain is not looked at before the doorbell rings again.
+    forgets:  nothing ever happens of so many of the next chains.
     holds:    READs are posted, and nothing of them happens until `go_on`.
     posted:   told of a queue pair when it is given a chain that it holds.
     before:   called before each READ with its remote address.
@@ -51,7 +52,7 @@ class World:
     pairs: dict[int, Pair] = attrs.field(factory=dict)
     memory: dict[int, tuple[int, int]] = attrs.field(factory=dict)
     holds: bool = False
-    forgets: bool = False
+    forgets: int = 0
     posted: Callable[[Pair], None] = attrs.field(default=lambda pair: None)
     before: Callable[[int], None] = attrs.field(default=lambda address: None)
     fails: Callable[[int], int] = attrs.field(default=lambda address: 0)
@@ -180,10 +181,11 @@ class Pair(Closable):
             (address, sum(size for _, size, _ in pieces), flags)
             for _, flags, _, address, pieces in self._chain
         ]
-        self.waiting.extend(self._chain)
         if self.world.forgets:
-            self.world.forgets = False
-        elif not self.world.holds:
+            self.world.forgets -= 1
+            return
+        self.waiting.extend(self._chain)
+        if not self.world.holds:
             self.go_on()
         else:
             self.world.posted(self)
@@ -272,6 +274,7 @@ class FakeRail:
         self.link_is_up = True
         self.finds_others = True
         self.is_closed = False
+        self.gives_up_s = PATIENCE_S
 
     def is_ours(self) -> bool:
         return True

@@ -28,8 +28,8 @@ class Endless:
         self.done += 1
         return True
 
-    def ring_again(self, now: float) -> None:
-        assert now <= self.progress_at, "it gets on"
+    def stand(self, seconds: float) -> None:
+        """It never does for long."""
 
 
 class NoPoll:

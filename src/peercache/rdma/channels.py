@@ -117,12 +117,6 @@ class Channel:
             at = seals_at + portion.first.buffer_bytes
             self._add_look(pair, portion.last, at, key, flags=self._fence, is_end=True)
 
-    def ring(self) -> None:
-        """Ring the doorbell without a request: the device goes on with what it was given."""
-        pair = self._pair.posting
-        pair.wr_start()
-        pair.wr_complete()
-
     def close(self) -> None:
         """Destroy the channel; after the return no request of it writes to memory."""
         if not self.rail.is_ours():

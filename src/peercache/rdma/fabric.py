@@ -396,6 +396,9 @@ class RdmaFabric:
                     reason=why,
                     rail=side.rail.name,
                 )
+            elif transfer.is_stuck:
+                # Says nothing of the peer, nor of other channels: the next turn takes another one.
+                self._warn_channel(progress.peer, side, "the device has forgotten its requests")
             elif why in (PEER_UNREACHABLE, REFUSED) and share.leased.reserved.lease.is_new:
                 progress.avoided.add(side.index)
             elif why in (PEER_UNREACHABLE, REFUSED):

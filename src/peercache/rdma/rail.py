@@ -22,6 +22,9 @@ from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_for
 READS_AT_ONCE_DEFAULT = 16
 """Every device of the last ten years supports it, and it fills a link with pages."""
 
+SLOWEST_PORTION_S = 2.0
+"""16 MiB over a tenth of a gigabit per second: what a portion may take where nothing is lost."""
+
 
 @attrs.frozen
 class Settings:
@@ -87,6 +90,15 @@ class Rail:
     def link_layer(self) -> str:
         """Return device.ETHERNET or device.INFINIBAND."""
         return self.chosen.port.link_layer
+
+    @property
+    def gives_up_s(self) -> float:
+        """Return the time after which a request that is neither complete nor failed is forgotten.
+
+        A device may take four times its time-out for each try (InfiniBand, 9.7.6.1.3).
+        """
+        tries = self._settings.retries + 1
+        return SLOWEST_PORTION_S + 4 * 4.096e-6 * (1 << self._settings.timeout) * tries
 
     def is_ours(self) -> bool:
         """Return whether this process opened the rail: a forked child must not close it."""

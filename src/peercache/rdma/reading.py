@@ -52,9 +52,8 @@ from peercache.rdma.queue_pair import REMOTE_ACCESS_ERROR, SUCCESS, Completion
 SLICE_S = 0.01
 """Interval between two checks of the links, and longest wait: an event may be lost."""
 
-RING_AGAIN_S = 0.1
-"""A transfer without progress for so long rings the doorbell again. Soft-RoCE forgets a request
-at a fence if the READs before it complete at that very moment, and then it never times out."""
+STOPPED_S = 0.1
+"""Longest time between two looks that counts as time in which nothing moved."""
 
 RAIL_STALL_S = 0.04
 """A rail that makes no progress for so long, and for several times the time of a portion, is
@@ -81,6 +80,7 @@ class Transfer:
     """The part of a read that goes over one channel.
 
     done:     the number of complete portions.
+    is_stuck: the device has forgotten its requests; another channel may do.
     failure:  "" or why the transfer ended early; then the channel must be closed.
     seen:     (n,) SEAL, the last look at complete pages, else a word that is ODD.
     complete: (n,) bool, the pages whose portion is complete.
@@ -121,7 +121,8 @@ class Transfer:
         self._between = between
         self._deadline = deadline
         self._clock = clock
-        self._rung_at = self.progress_at
+        self.is_stuck = False
+        self._stood_s = 0.0
         self._next = 0
         self._under_way: deque[int] = deque()
         self._awaits_last_look = False
@@ -147,11 +148,15 @@ class Transfer:
             moved = True
         return moved
 
-    def ring_again(self, now: float) -> None:
-        """Have the device look at its queue again, if nothing of it moved for RING_AGAIN_S."""
-        if self._under_way and now >= max(self.progress_at, self._rung_at) + RING_AGAIN_S:
-            self._rung_at = now
-            self.channel.ring()
+    def stand(self, seconds: float) -> None:
+        """Note a time without progress; end the transfer if the device has forgotten it.
+
+        By then it owes a completion or an error. Soft-RoCE gives neither once its account of
+        outstanding READs is wrong, which happens when it sends many again.
+        """
+        self._stood_s += seconds
+        if self._under_way and self._stood_s >= self.channel.rail.gives_up_s:
+            self.failure, self.is_stuck = PEER_UNREACHABLE, True
 
     def _has_more(self) -> bool:
         return self._next < len(self._plan.portions)
@@ -194,6 +199,7 @@ class Transfer:
             return
         self._take_seals(portion, self._seals_of(number))
         self.done += 1
+        self._stood_s = 0.0
         now = self._clock()
         self.fastest_s = min(self.fastest_s, now - self.progress_at)
         self.progress_at = now
@@ -269,8 +275,10 @@ def drive(
         ]
         if now >= next_look:
             dead += [each for each in pending if not each.channel.rail.is_up()]
+            # A process that was stopped has not looked, and the device may have been, too.
+            since_look_s = min(now - next_look + SLICE_S, STOPPED_S)
             for transfer in pending:
-                transfer.ring_again(now)
+                transfer.stand(since_look_s)
             next_look = now + SLICE_S
         for transfer in dead:
             if not transfer.is_over:
