@@ -27,6 +27,7 @@ else:
 PAGE_TOKENS = 16
 LAYERS = 3
 DEVICE_PAGES = 48
+HEADS = 4
 DTYPE = torch.bfloat16
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -34,8 +35,8 @@ MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 EVERY_POOL = tuple(("mha", x) for x in MHA_LAYOUTS) + tuple(("mla", x) for x in MLA_LAYOUTS)
 
 
-def device_pool(kind: str) -> Any:
-    """Return SGLang's device pool, in ordinary memory."""
+def device_pool(kind: str, heads: int = HEADS) -> Any:
+    """Return SGLang's device pool, in ordinary memory. heads: of this rank, for MHA."""
     common = {
         "size": DEVICE_PAGES * PAGE_TOKENS,
         "page_size": PAGE_TOKENS,
@@ -47,7 +48,7 @@ def device_pool(kind: str) -> Any:
     if kind == "mla":
         return MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=8, **common)
     v_head_dim = 16 if kind == "asymmetric" else 8
-    return MHATokenToKVPool(head_num=4, head_dim=8, v_head_dim=v_head_dim, **common)
+    return MHATokenToKVPool(head_num=heads, head_dim=8, v_head_dim=v_head_dim, **common)
 
 
 def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAGE_TOKENS) -> Any:

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
 from tests.integration.sglang_fakes import FakeBackedStore  # noqa: F401 - others import it here
-from tests.integration.sglang_pools import DTYPE, LAYERS, PAGE_TOKENS, device_pool, host_pool
+from tests.integration.sglang_pools import DTYPE, HEADS, LAYERS, PAGE_TOKENS, device_pool, host_pool
 
 _IS_RENAMED = "transfer_layer_id_max" in inspect.signature(build_pool_entry).parameters
 LAYERS_MOVED = {"transfer_layer_id_max" if _IS_RENAMED else "transfer_layer_num": LAYERS}
@@ -40,7 +40,10 @@ WAIT_S = 120.0  # A storage thread that has not answered by then will not.
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """What a rig looks like."""
+    """What a rig looks like.
+
+    heads: of the whole model; a rank of MHA has its part. None gives each rank HEADS.
+    """
 
     kind: str = "mha"
     layout: str = "page_first"
@@ -49,6 +52,7 @@ class Shape:
     model: str = "tiny/model"
     tp_rank: int = 0
     tp_size: int = 1
+    heads: int | None = None
 
 
 def buffers(device: Any) -> list[torch.Tensor]:
@@ -58,13 +62,22 @@ def buffers(device: Any) -> list[torch.Tensor]:
     return [*device.k_buffer, *device.v_buffer]
 
 
-def content(device: Any, tokens: int, seed: int) -> list[torch.Tensor]:
-    """Return random bytes for so many tokens, one (tokens, row bytes) a buffer."""
+def content(
+    device: Any, tokens: int, seed: int, part: tuple[int, int] = (0, 1)
+) -> list[torch.Tensor]:
+    """Return random bytes for so many tokens, one (tokens, row bytes) a buffer.
+
+    part: rank and size where a row holds one rank's heads, a part of all of them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(0, 256, (tokens, each[0].nbytes), dtype=torch.uint8, generator=generator)
+    rank, size = part
+    whole = [
+        torch.randint(
+            0, 256, (tokens, each[0].nbytes * size), dtype=torch.uint8, generator=generator
+        )
         for each in buffers(device)
     ]
+    return [each.chunk(size, dim=1)[rank] for each in whole]
 
 
 class Rig:
@@ -73,7 +86,9 @@ class Rig:
     def __init__(self, shape: Shape, extra_config: dict[str, Any], backend: type) -> None:
         """Build pools and controller; the backend is loaded by name, as the server does it."""
         self.shape = shape
-        self.device = device_pool(shape.kind)
+        heads = HEADS if shape.heads is None else shape.heads // shape.tp_size
+        self.device = device_pool(shape.kind, heads)
+        self._part = (0, 1) if shape.heads is None else (shape.tp_rank, shape.tp_size)
         self.host = host_pool(shape.kind, shape.layout, self.device)
         allocator = PagedTokenToKVPoolAllocator(
             self.device.size, PAGE_TOKENS, DTYPE, "cpu", self.device, need_sort=False
@@ -123,7 +138,7 @@ class Rig:
         """Fill pages on the device, take them to the host and to storage; return pages stored."""
         rows = self.controller.mem_pool_device_allocator.alloc(len(tokens))
         for buffer, data in zip(
-            buffers(self.device), content(self.device, len(tokens), seed), strict=True
+            buffers(self.device), content(self.device, len(tokens), seed, self._part), strict=True
         ):
             buffer.view(torch.uint8).reshape(len(buffer), -1)[rows] = data
         slots = self.controller.write(rows)
@@ -169,7 +184,7 @@ class Rig:
         right = all(
             torch.equal(buffer.view(torch.uint8).reshape(len(buffer), -1)[rows], data[: len(slots)])
             for buffer, data in zip(
-                buffers(self.device), content(self.device, tokens, seed), strict=True
+                buffers(self.device), content(self.device, tokens, seed, self._part), strict=True
             )
         )
         self.controller.mem_pool_device_allocator.free(rows)

@@ -227,11 +227,8 @@ def test_a_page_of_another_size_is_a_miss_that_writes_nothing(cluster: FakeClust
     before = bytes_of(large)
 
     apart = reader.batch_get_v2([transfer("p", large, KEYS[:1])])
-    side = reader._registration.attached.sides["p"]
-    masks = [
-        np.frombuffer(d, np.uint64)
-        for d in (writer._registration.attached.sides["p"].digest, side.digest)
-    ]
+    sides = [store._registration.attached.sides["p"] for store in (writer, reader)]
+    masks = [np.frombuffer(side.spaces.digests[0], np.uint64) for side in sides]
     forged = (np.frombuffer(name, np.uint64) ^ masks[0] ^ masks[1]).tobytes()
     cluster.pages[forged] = cluster.pages[name]
     same_key = reader.batch_get_v2([transfer("p", large, KEYS[:1])])

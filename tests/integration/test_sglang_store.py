@@ -161,7 +161,6 @@ def test_a_pool_that_is_not_regular_is_asked_for_each_batch(cluster: FakeCluster
         {"attn_cp_rank": 1, "attn_cp_size": 2},
         {"model_name": "org/another"},
         {"is_mla_model": True},
-        {"should_split_heads": True, "tp_lcm_size": 8, "tp_size": 2},
     ],
 )
 def test_another_shard_or_model_has_pages_of_its_own(

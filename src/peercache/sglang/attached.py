@@ -5,16 +5,22 @@ an indexer, a draft model's cache. SGLang calls each of them a pool; a page of o
 as the KV page that it belongs to. Here every pool has a namespace of its own under the name of the
 model, so equal hashes are different pages, one batch may hold pages of several pools, and `clear`
 removes them together.
+
+What is stored is objects: a page is one, or one for each group of attention heads. A page is there
+if all its objects are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 
-from peercache.model.keys import Namespace
+from peercache.model.keys import PageKeys, page_keys_of
+from peercache.model.runs import I64
+from peercache.sglang.namespace import PageSpaces
 from peercache.sglang.pages import FlatPages, HostPages
 
 KV_POOL = "kv"
@@ -29,17 +35,12 @@ def pool_name(name: Any) -> str:
 class SidePool:
     """One side pool that is served.
 
-    end_registration: forgets its memory. digest: tells its page keys from those of other pools.
+    spaces: tell its objects' keys from those of other pools. end_registration: forgets its memory.
     """
 
     pages: HostPages | FlatPages
-    namespace: Namespace
+    spaces: PageSpaces
     end_registration: Callable[[], None]
-    digest: bytes = attrs.field(init=False)
-
-    @digest.default
-    def _digest(self) -> bytes:
-        return self.namespace.digest()
 
 
 @attrs.frozen(eq=False)
@@ -53,13 +54,28 @@ class Attachment:
     client: Any
     anchor: Any
     pages: HostPages | None
-    namespace: Namespace
+    spaces: PageSpaces
     version: str
     end_registration: Callable[[], None]
     sides: Mapping[str, SidePool]
-    digest: bytes = attrs.field(init=False)
-    """Of the namespace."""
 
-    @digest.default
-    def _digest(self) -> bytes:
-        return self.namespace.digest()
+
+def object_keys(keys: Sequence[str], digests: Sequence[bytes]) -> PageKeys:
+    """Return the keys of the objects of pages, (pages * objects,) V16, page by page.
+
+    digests: of the objects' namespaces.
+    """
+    named: PageKeys = page_keys_of(keys, digests).T.reshape(-1)
+    return named
+
+
+def whole_pages(flags: list[bool], objects: I64) -> list[bool]:
+    """Return of each page whether all its objects have their flag, (pages,).
+
+    objects: (pages,) how many objects each page is, at least one.
+    """
+    if len(flags) == len(objects):
+        return flags
+    begins = np.cumsum(objects) - objects
+    whole: list[bool] = np.logical_and.reduceat(np.array(flags, np.bool_), begins).tolist()
+    return whole

@@ -14,11 +14,12 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache.model.keys import PageKeys, page_keys, page_keys_of
-from peercache.model.prefix import BLOCK_GROUPS, Prefix, SidePages, prefix_of
-from peercache.model.runs import PageRuns
+from peercache.model.keys import PageKeys
+from peercache.model.prefix import BLOCK_GROUPS, Mask, Prefix, SidePages, prefix_of
+from peercache.model.runs import I64, PageRuns
 from peercache.observability import reasons
-from peercache.sglang.attached import KV_POOL, Attachment, pool_name
+from peercache.sglang.attached import KV_POOL, Attachment, object_keys, pool_name
+from peercache.sglang.namespace import PageSpaces
 from peercache.sglang.pages import (
     BATCH_PAGES,
     FlatPages,
@@ -36,11 +37,13 @@ class Part:
     """Pages of one transfer in a batch.
 
     place:  of the transfer in the call. begin: the first of its pages that is meant.
+    pages:  how many. keys, runs: of their objects, page by page.
     staged: copies of the pages, where the pool needs some.
     """
 
     place: int
     begin: int
+    pages: int
     keys: PageKeys
     runs: PageRuns
     staged: StagedPages | None = None
@@ -50,29 +53,29 @@ def move(
     at: Attachment,
     transfers: Sequence[Any],
     refuse: Refuse,
-    batch: Callable[[PageKeys, PageRuns, list[Part]], list[bool]],
+    batch: Callable[[PageKeys, PageRuns, I64, list[Part]], list[bool]],
     within_s: float,
 ) -> list[list[bool]]:
     """Move the pages of all transfers; return one bool a key of each.
 
     within_s: no batch begins so long after the call, so it takes less than twice that.
-    batch: moves one batch of parts, and returns one bool a page. The pages that lie where they are
-    moved from or to are one batch. Pages that must be copied are batches of BATCH_PAGES, so that
-    the copies stay small.
+    batch: moves one batch of parts, and returns one bool a page of each part; its third argument
+    is how many objects each page is. The pages that lie where they are moved from or to are one
+    batch. Pages that must be copied are batches of BATCH_PAGES, so that the copies stay small.
     """
     answer = [[False] * len(each.keys or ()) for each in transfers]
     until = monotonic() + within_s
     for parts in _batches(at, transfers, refuse, answer):
         if monotonic() >= until:
-            late = sum(len(part.keys) for part in parts)
+            late = sum(part.pages for part in parts)
             refuse(reasons.DEADLINE, late, "earlier batches of the call took its time")
             continue
         keys = np.concatenate([part.keys for part in parts])
-        flags = batch(keys, PageRuns.joined([part.runs for part in parts]), parts)
+        objects = np.concatenate([np.full(p.pages, len(p.keys) // p.pages) for p in parts])
+        flags = batch(keys, PageRuns.joined([part.runs for part in parts]), objects, parts)
         for part in parts:
-            count = len(part.keys)
-            answer[part.place][part.begin : part.begin + count] = flags[:count]
-            flags = flags[count:]
+            answer[part.place][part.begin : part.begin + part.pages] = flags[: part.pages]
+            flags = flags[part.pages :]
     return answer
 
 
@@ -86,16 +89,17 @@ def _batches(
         if not keys:
             continue
         try:
-            pages, digest = _pool_of(at, each.name)
+            pages, spaces = _pool_of(at, each.name)
+            named = object_keys(keys, spaces.digests)
             if pages is None:
                 # Its KV pages have no bytes: nothing is to be moved.
                 answer[place] = [True] * len(keys)
             elif isinstance(pages, HostPages):
                 runs = pages.runs(each.host_indices, len(keys))
-                in_place.append(Part(place, 0, page_keys(keys, digest), runs))
+                in_place.append(Part(place, 0, len(keys), named, runs))
             else:
                 slots = pages.slots(each.host_indices, len(keys))
-                to_copy.append((place, pages, slots, page_keys(keys, digest)))
+                to_copy.append((place, pages, slots, named))
         except UnusableBatch as unusable:
             refuse(unusable.reason, len(keys), f"{pool_name(each.name)}: {unusable}")
     if in_place:
@@ -104,7 +108,7 @@ def _batches(
         for begin in range(0, len(slots), BATCH_PAGES):
             some = slice(begin, begin + BATCH_PAGES)
             staged = pages.staged(slots[some])
-            yield [Part(place, begin, names[some], staged.runs(), staged)]
+            yield [Part(place, begin, len(staged.slots), names[some], staged.runs(), staged)]
 
 
 def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse: Refuse) -> Prefix:
@@ -113,22 +117,25 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
     What is found is touched, page for page in all pools: the tail of a prefix is evicted first.
     """
     digests: list[bytes] = []
-    rows: list[int | PageKeys | None] = []
+    rows: list[slice | PageKeys | None] = []
+    widths: list[int] = []
     if at.pages is not None:
-        digests.append(at.digest)
+        digests.extend(at.spaces.digests)
     for each in transfers:
         try:
-            _, digest = _pool_of(at, each.name)
+            _, spaces = _pool_of(at, each.name)
         except UnusableBatch as unusable:
             refuse(unusable.reason, len(keys), f"{pool_name(each.name)}: {unusable}")
             rows.append(None)
+            widths.append(0)
             continue
+        widths.append(len(spaces.digests))
         if _policy(each) == BLOCK_GROUPS:
-            rows.append(page_keys(list(each.keys or ()), digest))
+            rows.append(object_keys(list(each.keys or ()), spaces.digests))
         else:
-            rows.append(len(digests))
-            digests.append(digest)
-    along = page_keys_of(keys, digests).T.reshape(-1)
+            rows.append(slice(len(digests), len(digests) + len(spaces.digests)))
+            digests.extend(spaces.digests)
+    along = object_keys(keys, digests)
     grouped = [row for row in rows if isinstance(row, np.ndarray)]
     asked = np.concatenate([along, *grouped])
     answer = at.client.touch(asked) if len(asked) else []
@@ -138,13 +145,14 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
     table = found[: len(along)].reshape(len(keys), len(digests))
     rest = found[len(along) :]
     sides: list[SidePages] = []
-    for each, row in zip(transfers, rows, strict=True):
+    for each, row, width in zip(transfers, rows, widths, strict=True):
         if isinstance(row, np.ndarray):
             present, rest = rest[: len(row)], rest[len(row) :]
+            present = _whole(present.reshape(len(each.keys or ()), width))
         elif row is None:
             present = np.zeros(len(keys), np.bool_)
         else:
-            present = table[:, row]
+            present = _whole(table[:, row])
         sides.append(
             SidePages(
                 _policy(each),
@@ -154,18 +162,25 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
                 int(getattr(each, "group_pages", 0) or 0),
             )
         )
-    return prefix_of(None if at.pages is None else table[:, 0], len(keys), sides)
+    kv = None if at.pages is None else _whole(table[:, : len(at.spaces.digests)])
+    return prefix_of(kv, len(keys), sides)
 
 
-def _pool_of(at: Attachment, name: Any) -> tuple[HostPages | FlatPages | None, bytes]:
-    """Return a pool's pages and its digest; no pages for KV that holds no bytes."""
+def _pool_of(at: Attachment, name: Any) -> tuple[HostPages | FlatPages | None, PageSpaces]:
+    """Return a pool's pages and their namespaces; no pages for KV that holds no bytes."""
     text = pool_name(name)
     if text == KV_POOL:
-        return at.pages, at.digest
+        return at.pages, at.spaces
     side = at.sides.get(text)
     if side is None:
         raise UnusableBatch(reasons.UNSUPPORTED, "this pool is not served")
-    return side.pages, side.digest
+    return side.pages, side.spaces
+
+
+def _whole(present: Mask) -> Mask:
+    """Return which pages are there, (pages,), of which objects are, (pages, objects)."""
+    whole: Mask = np.logical_and.reduce(present, axis=1)
+    return whole
 
 
 def _policy(transfer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Names the namespace that separates the pages of one model, layout and rank from all others.
+"""Names the namespaces that separate the pages of one model, layout and rank from all others.
 
 SGLang's page hashes say which tokens a page is for, and nothing about what its bytes mean or
 which shard of the model they belong to: its controllers add no suffix. All of that is put into
@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import attrs
+
 from peercache.model.keys import Namespace
+from peercache.sglang.head_groups import HeadGroups
 
 MAMBA = "mamba"
 """The pool of recurrent states."""
@@ -47,6 +50,9 @@ _SIDE_FACTS = (
 )
 """The same of side pools: states of Mamba, an indexer's keys, rows of DeepSeek V4."""
 
+_RANK_FACTS = ("head_num", "size_per_token")
+"""What follows from a rank's part of the heads: servers of several TP sizes differ in it."""
+
 _STAGE_FACTS = ("start_layer", "end_layer", "layer_num", "target_layer_num")
 """Which layers a page holds. Pipeline stages of one model differ in them."""
 
@@ -64,74 +70,122 @@ def model_name(storage_config: Any, pool: Any) -> str:
     return "" if name == str(tag) else name.removesuffix(f"-{tag}")
 
 
-def namespace_of(
+@attrs.frozen
+class PageSpaces:
+    """The namespaces of one pool's pages.
+
+    shared:  what the client of a KV pool is opened with, and what `clear` removes.
+    objects: one for each object that a page is, in their order: one a group of heads, else `shared`
+             alone.
+    """
+
+    shared: Namespace
+    objects: tuple[Namespace, ...]
+    digests: tuple[bytes, ...] = attrs.field(init=False)
+    """Of the objects' namespaces."""
+
+    @digests.default
+    def _digests(self) -> tuple[bytes, ...]:
+        return tuple(each.digest() for each in self.objects)
+
+
+def spaces_of(
     storage_config: Any,
     pool: Any,
     page_bytes: int,
     name: str,
     weights: Mapping[str, object],
-) -> Namespace:
-    """Return the namespace of the pages of one host pool.
+    groups: HeadGroups | None = None,
+) -> PageSpaces:
+    """Return the namespaces of the pages of one host pool.
 
     storage_config: SGLang's HiCacheStorageConfig, of any version: a field it lacks has its default.
     pool:           the host pool that was registered.
     page_bytes:     bytes of one page, all its runs together.
-    name:           name of the namespace, as it is: "a/b" and "a-b" are two.
+    name:           name of the namespaces, as it is: "a/b" and "a-b" are two.
     weights:        facts of the weights, {} where the name stands for them.
+    groups:         groups of heads that its pages are cut into.
     """
     geometry = _facts(pool, _POOL_FACTS)
-    return _namespace(storage_config, pool, page_bytes, name, weights, geometry, is_own=False)
+    is_own = not _field(storage_config, "is_mla_model", default=False)
+    return _spaces(storage_config, pool, page_bytes, name, weights, geometry, groups, is_own=is_own)
 
 
-def side_namespace_of(
+def side_spaces_of(
     storage_config: Any,
     pool: Any,
     pool_name: str,
     page_bytes: int,
     name: str,
     weights: Mapping[str, object],
-) -> Namespace:
-    """Return the namespace of the pages of a side pool; `name` is that of the model's KV pages."""
+    groups: HeadGroups | None = None,
+) -> PageSpaces:
+    """Return the namespaces of the pages of a side pool; `name` is that of the model's KV pages."""
     geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS))
     geometry |= {"pool": pool_name, "pool_class": type(pool).__name__}
     # A replicated model's KV is the same on every rank. Its Mamba state is not, and neither is a
     # pool that holds attention heads, such as a draft model's: each rank has its own part.
-    is_own = pool_name == MAMBA or getattr(pool, "head_num", None) is not None
-    return _namespace(storage_config, pool, page_bytes, name, weights, geometry, is_own=is_own)
+    holds_heads = getattr(pool, "head_num", None) is not None
+    is_replicated = _field(storage_config, "is_mla_model", default=False)
+    is_own = pool_name == MAMBA or holds_heads or not is_replicated
+    return _spaces(storage_config, pool, page_bytes, name, weights, geometry, groups, is_own=is_own)
 
 
-def _namespace(
+def _spaces(
     storage_config: Any,
     pool: Any,
     page_bytes: int,
     name: str,
     weights: Mapping[str, object],
     geometry: dict[str, object],
+    groups: HeadGroups | None,
     *,
     is_own: bool,
-) -> Namespace:
-    """is_own: whether the pages are this rank's own even where the model's KV is replicated."""
+) -> PageSpaces:
+    """is_own: whether the pages are this rank's own, or equal on every rank."""
     coordinates: dict[str, object] = {}
 
-    def field(name: str, default: object) -> object:
-        value = getattr(storage_config, name, default)
-        return default if value is None else value
+    def part(axis: str, rank: str, size: str) -> None:
+        rank_of = _field(storage_config, rank, default=0)
+        coordinates[axis] = f"{rank_of}/{_field(storage_config, size, default=1)}"
 
-    if is_own or not field("is_mla_model", default=False):
-        # Every rank of a replicated model holds the same bytes, and one of them writes them.
-        coordinates["tp"] = f"{field('tp_rank', 0)}/{field('tp_size', 1)}"
-    coordinates["pp"] = f"{field('pp_rank', 0)}/{field('pp_size', 1)}"
-    coordinates["cp"] = f"{field('attn_cp_rank', 0)}/{field('attn_cp_size', 1)}"
+    part("pp", "pp_rank", "pp_size")
+    part("cp", "attn_cp_rank", "attn_cp_size")
+    if _field(storage_config, "dcp_size", default=1) != 1:
+        part("dcp", "dcp_rank", "dcp_size")
 
-    # The stages of a pipeline share the model's name, so what differs among them is a coordinate.
-    stage = coordinates if field("pp_size", 1) != 1 else geometry
+    # Stages of a pipeline and servers of several tensor-parallel sizes share the model's name, so
+    # what differs among them is a coordinate.
+    is_staged = _field(storage_config, "pp_size", default=1) != 1
+    stage = coordinates if is_staged else geometry
     stage |= _facts(pool, _STAGE_FACTS)
-    stage["page_bytes"] = page_bytes
+    own = coordinates if is_own else geometry
+    own |= {fact: geometry.pop(fact) for fact in _RANK_FACTS if fact in geometry}
+    (coordinates if is_staged or is_own else geometry)["page_bytes"] = page_bytes
+    if groups is None:
+        if is_own:
+            # Every rank of a replicated model holds the same bytes, and one of them writes them.
+            part("tp", "tp_rank", "tp_size")
+        shared = Namespace.of(name, geometry, coordinates, weights)
+        return PageSpaces(shared, (shared,))
 
-    if field("should_split_heads", default=False):
-        # Pages cut by head groups are a variation that we do not store: ours hold whole ranks.
-        geometry["split_heads"] = f"whole ranks, tp_lcm_size {field('tp_lcm_size', 0)}"
-    return Namespace.of(name, geometry, coordinates, weights)
+    # A group's object is the same whatever rank holds the group: facts of a group, not of a rank.
+    own.pop("size_per_token", None)
+    own["head_num"] = int(pool.head_num) // groups.count
+    coordinates |= {"page_bytes": page_bytes // groups.count, "head_groups": groups.total}
+    return PageSpaces(
+        Namespace.of(name, geometry, coordinates, weights),
+        tuple(
+            Namespace.of(name, geometry, {**coordinates, "head_group": group}, weights)
+            for group in range(groups.first, groups.first + groups.count)
+        ),
+    )
+
+
+def _field(storage_config: Any, name: str, *, default: object) -> object:
+    """Return a field of any version's configuration; one that it lacks has its default."""
+    value = getattr(storage_config, name, default)
+    return default if value is None else value
 
 
 def _facts(pool: Any, names: Iterable[str]) -> dict[str, object]:

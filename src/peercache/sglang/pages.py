@@ -9,6 +9,9 @@ In every layout that we serve, run r of page p is at base[r] + p * stride[r]. Bo
 `get_page_buffer_meta` itself and compared with it on sample pages at registration; after that a
 batch is one numpy expression, where the function would make Python objects for every run.
 
+A page is one object, or one for each group of attention heads (head_groups.py). Then its runs are
+those of `get_split_heads_page_buffer_meta`, object by object.
+
 A side pool that names no buffers is served through its flat pages, at the cost of one more copy.
 """
 
@@ -58,7 +61,9 @@ class HostPages:
     """The pages of one host pool.
 
     page_tokens: tokens a page. page_count: pages of the pool. page_bytes: bytes a page.
-    bases, strides, sizes: (runs,) each, of one page, in flat order.
+    objects: that a page is; each has as many runs and bytes as the others.
+    bases, strides, sizes: (runs,) each, of one page, object by object, each in flat order.
+    flat_offsets: (runs,) where they begin in the flat page.
     order:       (runs,) which run of `get_page_buffer_meta` each of them is.
     affine:      whether base + page * stride held on the sample pages.
     batch_sizes: (BATCH_PAGES * runs,) the sizes of a full batch.
@@ -68,39 +73,51 @@ class HostPages:
     page_tokens: int
     page_count: int
     page_bytes: int
+    objects: int
     bases: U64
     strides: U64
     sizes: U64
+    flat_offsets: U64
     order: npt.NDArray[np.intp]
     affine: bool
     batch_sizes: U64
 
     @classmethod
-    def of(cls, pool: Any, *, is_side: bool = False) -> HostPages:
-        """Read a pool's geometry; raise UnservedPool if its pages cannot be served whole."""
+    def of(cls, pool: Any, *, objects: int = 1, is_side: bool = False) -> HostPages:
+        """Read a pool's geometry; raise UnservedPool if its pages cannot be served whole.
+
+        objects: how many groups of heads a page is cut into.
+        """
         _require_servable(pool)
         tokens, count = int(pool.page_size), int(pool.size) // int(pool.page_size)
-        first, sizes = _buffers(pool, np.zeros(1, np.int64))
+        first, sizes = _buffers(pool, np.zeros(1, np.int64), objects)
         # One tensor holds the pool: C order is address order. Several tensors (K and V of different
         # width, the states of Mamba) are separate allocations, whose addresses say nothing: the
         # pool's own order counts there.
         single = len(_tensors(pool)) == 1
-        order = np.argsort(first[0], kind="stable") if single else np.arange(first.shape[1])
+        order = np.arange(first.shape[1])
+        if objects > 1 and not single:
+            raise UnservedPool("its heads lie in several tensors, which are not cut into groups")
+        if single:
+            within = np.argsort(first[0].reshape(objects, -1), axis=1, kind="stable")
+            order = order.reshape(objects, -1)[np.arange(objects)[:, None], within].reshape(-1)
         page_bytes = int(sizes.sum())
         _require_complete(pool, first[0][order], sizes[order], page_bytes, is_side=is_side)
-        second = _buffers(pool, np.ones(1, np.int64))[0] if count > 1 else first
+        second = _buffers(pool, np.ones(1, np.int64), objects)[0] if count > 1 else first
         strides = second[0] - first[0]
         samples = np.unique(np.array([0, count // 3, count // 2, count - 1], np.int64))
-        expected, _ = _buffers(pool, samples)
+        expected, _ = _buffers(pool, samples, objects)
         affine = np.array_equal(expected, first + samples.astype(np.uint64)[:, None] * strides)
         return cls(
             pool=pool,
             page_tokens=tokens,
             page_count=count,
             page_bytes=page_bytes,
+            objects=objects,
             bases=first[0][order],
             strides=strides[order],
             sizes=sizes[order],
+            flat_offsets=_flat_offsets(first[0][order], sizes[order]),
             order=order,
             affine=affine,
             batch_sizes=np.tile(sizes[order], BATCH_PAGES),
@@ -111,7 +128,7 @@ class HostPages:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in _tensors(self.pool)]
 
     def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
-        """Return where the pages of a batch lie.
+        """Return where the objects of the pages of a batch lie, page by page.
 
         host_indices: (page_count * page_tokens,) int64, on the CPU; page i starts at entry
         i * page_tokens, aligned, and is contiguous. Raises UnusableBatch otherwise.
@@ -120,13 +137,23 @@ class HostPages:
         if self.affine:
             addresses = self.bases + pages.astype(np.uint64)[:, None] * self.strides
         else:
-            addresses, _ = _buffers(self.pool, pages)
+            addresses, _ = _buffers(self.pool, pages, self.objects)
             addresses = addresses[:, self.order]
-        wanted = page_count * len(self.sizes)
-        sizes = self.batch_sizes[:wanted] if page_count <= BATCH_PAGES else None
-        if sizes is None:
-            sizes = np.tile(self.sizes, page_count)
-        return PageRuns.regular(addresses, sizes, page_count)
+        return PageRuns.regular(addresses, self._sizes(page_count), page_count * self.objects)
+
+    def flat_runs(self, tensors: list[torch.Tensor], page_count: int) -> PageRuns:
+        """Return where the objects of v0's flat pages lie; raise UnusableBatch."""
+        runs = flat_runs(tensors, page_count, self.page_bytes)
+        if self.objects == 1:
+            return runs
+        addresses = runs.addresses[:, None] + self.flat_offsets
+        return PageRuns.regular(addresses, self._sizes(page_count), page_count * self.objects)
+
+    def _sizes(self, page_count: int) -> U64:
+        """Return the sizes of the runs of a batch."""
+        if page_count > BATCH_PAGES:
+            return np.tile(self.sizes, page_count)
+        return self.batch_sizes[: page_count * len(self.sizes)]
 
 
 @attrs.frozen(eq=False)
@@ -198,14 +225,16 @@ class StagedPages:
                 self.pages.pool.set_from_flat_data_page(slot, copy.view(self.pages.dtype))
 
 
-def side_pages_of(pool: Any) -> HostPages | FlatPages:
+def side_pages_of(pool: Any, objects: int = 1) -> HostPages | FlatPages:
     """Return the pages of a side pool, in place where it names their buffers.
 
-    Raises UnservedPool for one whose pages cannot be told apart or copied.
+    Raises UnservedPool for one whose pages cannot be told apart or copied; copies are never cut.
     """
     try:
-        return HostPages.of(pool, is_side=True)
+        return HostPages.of(pool, objects=objects, is_side=True)
     except UnservedPool:
+        if objects > 1:
+            raise
         return FlatPages.of(pool)
 
 
@@ -299,6 +328,17 @@ def _require_complete(
         raise UnservedPool("its buffers overlap, or lie outside its memory")
 
 
+def _flat_offsets(addresses: U64, sizes: U64) -> U64:
+    """Return where each run of a page begins in the flat page, which is in the order of addresses.
+
+    That holds for pools of one tensor, the only ones whose pages are cut.
+    """
+    by_address = np.argsort(addresses, kind="stable")
+    offsets = np.empty(len(sizes), np.uint64)
+    offsets[by_address] = np.cumsum(sizes[by_address]) - sizes[by_address]
+    return offsets
+
+
 def _flat_bytes(pool: Any) -> int:
     """Return the bytes of a flat page, 0 where the pool makes none."""
     try:
@@ -307,12 +347,17 @@ def _flat_bytes(pool: Any) -> int:
         return 0
 
 
-def _buffers(pool: Any, pages: I64) -> tuple[U64, U64]:
+def _buffers(pool: Any, pages: I64, objects: int) -> tuple[U64, U64]:
     """Return what the pool says: addresses, (pages, runs), and sizes of one page, (runs,)."""
     tokens = int(pool.page_size)
     slots = (pages[:, None] * tokens + np.arange(tokens)).reshape(-1)
     try:
-        addresses, sizes = pool.get_page_buffer_meta(torch.from_numpy(slots))
+        if objects == 1:
+            addresses, sizes = pool.get_page_buffer_meta(torch.from_numpy(slots))
+        else:
+            addresses, sizes = pool.get_split_heads_page_buffer_meta(
+                torch.from_numpy(slots), objects
+            )
     except (NotImplementedError, ValueError) as error:
         raise UnservedPool(str(error)) from error
     if addresses is None:

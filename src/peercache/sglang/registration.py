@@ -18,11 +18,11 @@ from typing import Any
 import attrs
 
 from peercache.config.settings import Config
-from peercache.model.keys import Namespace
 from peercache.observability import reasons
 from peercache.observability.log import WarnOnce
 from peercache.sglang.attached import KV_POOL, Attachment, SidePool, pool_name
-from peercache.sglang.namespace import model_name, namespace_of, side_namespace_of
+from peercache.sglang.head_groups import HeadGroups, UncutPool
+from peercache.sglang.namespace import PageSpaces, model_name, side_spaces_of, spaces_of
 from peercache.sglang.pages import (
     FlatPages,
     HostPages,
@@ -110,17 +110,22 @@ class Registration:
         """Open a client for a pool. idle_reason: why calls are misses until it is open."""
         try:
             self._require_separate_requests()
-            pages = None if is_logical(mem_pool_host) else HostPages.of(mem_pool_host)
+            groups = self._head_groups(KV_POOL, mem_pool_host)
+            objects = 1 if groups is None else groups.count
+            pages = (
+                None if is_logical(mem_pool_host) else HostPages.of(mem_pool_host, objects=objects)
+            )
         except UnservedPool as unserved:
             self._detach(reasons.UNSUPPORTED)
             self._tell_refused(KV_POOL, mem_pool_host, unserved)
             return
         version = self._server.weight_version()
         page_bytes = 0 if pages is None else pages.page_bytes
-        namespace = self._namespace(mem_pool_host, page_bytes, version)
+        spaces = self._spaces(mem_pool_host, page_bytes, version, groups)
+        namespace = spaces.shared
         with self._change:
             before = self._attached
-        if before is not None and before.namespace == namespace:
+        if before is not None and before.spaces == spaces:
             registered = _registered(before.client, pages)
             with self._change:
                 self._attached = attrs.evolve(
@@ -140,7 +145,7 @@ class Registration:
             # SGLang closes the store, which does not know this client yet.
             client.close()
             raise
-        at = Attachment(client, mem_pool_host, pages, namespace, version, registered, {})
+        at = Attachment(client, mem_pool_host, pages, spaces, version, registered, {})
         for name, pool in list(self._side_pools.items()):
             at = self._with_side(at, pool_name(name), pool)
         with self._change:
@@ -152,6 +157,7 @@ class Registration:
             coordinates=namespace.coordinates,
             weights=namespace.weights,
             page_bytes=page_bytes,
+            objects=len(spaces.objects),
         )
 
     def _leave(self, attached: Attachment) -> None:
@@ -189,16 +195,18 @@ class Registration:
         sides, before = dict(at.sides), at.sides.get(name)
         sides.pop(name, None)
         try:
-            pages = side_pages_of(pool)
-            namespace = side_namespace_of(
+            groups = self._head_groups(name, pool)
+            pages = side_pages_of(pool, 1 if groups is None else groups.count)
+            spaces = side_spaces_of(
                 self._storage_config,
                 pool,
                 name,
                 pages.page_bytes,
-                at.namespace.name,
+                at.spaces.shared.name,
                 self._weights(at.version) | self._draft_weights(name),
+                groups,
             )
-            sides[name] = SidePool(pages, namespace, _registered(at.client, pages))
+            sides[name] = SidePool(pages, spaces, _registered(at.client, pages))
         except UnservedPool as unserved:
             self._tell_refused(name, pool, unserved)
         except Exception:
@@ -207,17 +215,28 @@ class Registration:
             self._log.info(
                 "sglang.pool_attached",
                 pool=name,
-                geometry=namespace.geometry,
-                coordinates=namespace.coordinates,
+                geometry=spaces.shared.geometry,
+                coordinates=spaces.shared.coordinates,
                 page_bytes=pages.page_bytes,
+                objects=len(spaces.objects),
                 copied=not isinstance(pages, HostPages),
             )
         if before is not None:
             before.end_registration()
         return attrs.evolve(at, sides=sides)
 
-    def _namespace(self, pool: Any, page_bytes: int, version: str) -> Namespace:
-        """Return the namespace of a pool: as the setting says, else as the server's model says."""
+    def _head_groups(self, name: str, pool: Any) -> HeadGroups | None:
+        """Return the groups of heads that a pool's pages are cut into; None where they are not."""
+        try:
+            return HeadGroups.of(self._storage_config, pool)
+        except UncutPool as uncut:
+            self._warn_once("sglang.heads_not_split", (name, str(uncut)), pool=name, why=str(uncut))
+            return None
+
+    def _spaces(
+        self, pool: Any, page_bytes: int, version: str, groups: HeadGroups | None
+    ) -> PageSpaces:
+        """Return the namespaces of the KV pool: as the setting says, else as the model says."""
         name = self._config.namespace
         if not name:
             name = model_name(self._storage_config, pool) or self._server.model_path
@@ -231,7 +250,7 @@ class Registration:
                 "with any other: name the model with the setting `namespace`",
             )
         weights = self._weights(version)
-        return namespace_of(self._storage_config, pool, page_bytes, name, weights)
+        return spaces_of(self._storage_config, pool, page_bytes, name, weights, groups)
 
     def _weights(self, version: str) -> dict[str, str]:
         """Return the facts of the weights; a name that was set stands for all but their version."""

@@ -21,13 +21,20 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
 from peercache.config.settings import Config
+from peercache.model.keys import PageKeys
 from peercache.model.prefix import Prefix
-from peercache.model.runs import PageRuns
+from peercache.model.runs import I64, PageRuns
 from peercache.observability import log, reasons
 from peercache.observability.metrics import Metrics
 from peercache.sglang import hybrid
-from peercache.sglang.attached import KV_POOL, Attachment, pool_name
-from peercache.sglang.pages import HostPages, UnusableBatch, flat_runs
+from peercache.sglang.attached import (
+    KV_POOL,
+    Attachment,
+    object_keys,
+    pool_name,
+    whole_pages,
+)
+from peercache.sglang.pages import HostPages, UnusableBatch
 from peercache.sglang.registration import Registration
 from peercache.sglang.stats import BatchTally, storage_metrics_class
 
@@ -141,9 +148,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         targets = [] if target_locations is None else list(target_locations)
 
         def read(at: Attachment) -> list[bool]:
-            return self._read(
-                at, keys, lambda pages: flat_runs(targets, len(keys), pages.page_bytes)
-            )
+            return self._read(at, keys, lambda pages: pages.flat_runs(targets, len(keys)))
 
         hits = self._answer("get", keys, [False] * len(keys), read)
         return [targets[index] if hit else None for index, hit in enumerate(hits)]
@@ -169,9 +174,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         sources = [] if given is None else list(given)
 
         def write(at: Attachment) -> list[bool]:
-            return self._write(
-                at, keys, lambda pages: flat_runs(sources, len(keys), pages.page_bytes)
-            )
+            return self._write(at, keys, lambda pages: pages.flat_runs(sources, len(keys)))
 
         return all(self._answer("set", keys, [False] * len(keys), write))
 
@@ -191,10 +194,13 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             if at.pages is None:
                 # Such pages have no bytes here: only the side pools can say what there is.
                 raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
-            found = at.client.touch(keys)
-            if not isinstance(found, list) or len(found) != len(keys):
+            digests = at.spaces.digests
+            found = at.client.touch(object_keys(keys, digests))
+            if not isinstance(found, list) or len(found) != len(keys) * len(digests):
                 raise ValueError(f"exists of {len(keys)} keys answered {found!r:.80}")
-            return found.index(False) if False in found else len(found)
+            # The first object that is not there ends the run of pages.
+            present = found.index(False) if False in found else len(found)
+            return present // len(digests)
 
         return self._answer("exists", keys, 0, ask)
 
@@ -225,13 +231,17 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
         """Read the pages of side pools into the host, all pools in one batch; one bool a key."""
 
-        def read(at: Attachment, keys: Any, runs: PageRuns, parts: list[hybrid.Part]) -> list[bool]:
-            flags = self._timed("prefetch", runs, lambda: at.client.batch_get_into(keys, runs))
-            left = list(flags)
+        def read(
+            at: Attachment, keys: PageKeys, runs: PageRuns, objects: I64, parts: list[hybrid.Part]
+        ) -> list[bool]:
+            flags = self._timed(
+                "prefetch", runs, objects, lambda: at.client.batch_get_into(keys, runs)
+            )
+            left = flags
             for part in parts:
                 if part.staged is not None:
-                    part.staged.scatter(left[: len(part.keys)])
-                left = left[len(part.keys) :]
+                    part.staged.scatter(left[: part.pages])
+                left = left[part.pages :]
             return flags
 
         answer = self._move("get_v2", transfers, read)
@@ -243,12 +253,14 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Store the pages of side pools, all pools in one batch; one bool a key."""
 
         def write(
-            at: Attachment, keys: Any, runs: PageRuns, parts: list[hybrid.Part]
+            at: Attachment, keys: PageKeys, runs: PageRuns, objects: I64, parts: list[hybrid.Part]
         ) -> list[bool]:
             for part in parts:
                 if part.staged is not None:
                     part.staged.gather()
-            return self._timed("backup", runs, lambda: at.client.batch_set_from(keys, runs))
+            return self._timed(
+                "backup", runs, objects, lambda: at.client.batch_set_from(keys, runs)
+            )
 
         return self._move("set_v2", transfers, write)
 
@@ -256,7 +268,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self,
         operation: str,
         transfers: Any,
-        batch: Callable[[Attachment, Any, PageRuns, list[hybrid.Part]], list[bool]],
+        batch: Callable[[Attachment, PageKeys, PageRuns, I64, list[hybrid.Part]], list[bool]],
     ) -> dict[Any, list[bool]]:
         listed = list(transfers or ())
         misses = [[False] * len(each.keys or ()) for each in listed]
@@ -268,7 +280,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 at,
                 listed,
                 self._refuser(operation),
-                lambda keys, runs, parts: batch(at, keys, runs, parts),
+                lambda keys, runs, objects, parts: batch(at, keys, runs, objects, parts),
                 self._config.op_timeout_s,
             ),
         )
@@ -324,8 +336,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         if at.pages is None:
             return [True] * len(keys)
-        runs = runs_in(at.pages)
-        flags = self._timed("prefetch", runs, lambda: at.client.batch_get_into(keys, runs))
+        runs, named = runs_in(at.pages), object_keys(keys, at.spaces.digests)
+        objects = np.full(len(keys), at.pages.objects)
+        flags = self._timed(
+            "prefetch", runs, objects, lambda: at.client.batch_get_into(named, runs)
+        )
         self._count_short(KV_POOL, flags)
         return flags
 
@@ -334,18 +349,26 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[bool]:
         if at.pages is None:
             return [True] * len(keys)
-        runs = runs_in(at.pages)
-        return self._timed("backup", runs, lambda: at.client.batch_set_from(keys, runs))
+        runs, named = runs_in(at.pages), object_keys(keys, at.spaces.digests)
+        objects = np.full(len(keys), at.pages.objects)
+        return self._timed("backup", runs, objects, lambda: at.client.batch_set_from(named, runs))
 
-    def _timed(self, kind: str, runs: PageRuns, move: Callable[[], Any]) -> list[bool]:
+    def _timed(
+        self, kind: str, runs: PageRuns, objects: I64, move: Callable[[], Any]
+    ) -> list[bool]:
+        """Move objects, and count pages; return one bool a page.
+
+        runs: of the objects, page by page. objects: (pages,) how many objects each page is.
+        """
         begun_s = time.perf_counter()
         flags = move()
         elapsed_s = time.perf_counter() - begun_s
         if not isinstance(flags, list) or len(flags) != len(runs):
-            raise ValueError(f"{kind} of {len(runs)} pages answered {flags!r:.80}")
-        moved = runs.lengths if all(flags) else runs.lengths[np.array(flags, np.bool_)]
-        self._tally.moved(kind, len(moved), int(moved.sum()), elapsed_s)
-        return flags
+            raise ValueError(f"{kind} of {len(runs)} objects answered {flags!r:.80}")
+        whole = whole_pages(flags, objects)
+        moved = runs.lengths if all(whole) else runs.lengths[np.repeat(whole, objects)]
+        self._tally.moved(kind, whole.count(True), int(moved.sum()), elapsed_s)
+        return whole
 
     def _count_short(self, pool: str, flags: list[bool]) -> None:
         """Count pages that a get lacks: SGLang asks for nothing that was not reported before."""
