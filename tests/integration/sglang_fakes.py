@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from peercache.client.report import tell_missed, tell_moved
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.runs import PageRuns
+from peercache.observability.reasons import ABSENT
 from peercache.sglang import PeerCacheStore
 
 
@@ -61,22 +63,26 @@ class FakeClient:
         """Keep a copy of each page; the first size under a key stays."""
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
         self.moved.append(len(keys))
-        return [
-            self._set(name, self._gather(runs, index))
-            for index, name in enumerate(self._names(keys))
-        ]
+        held = set(self.cluster.pages)
+        names = self._names(keys)
+        flags = [self._set(name, self._gather(runs, i)) for i, name in enumerate(names)]
+        new = [name not in held for name in names]
+        return self._told(flags, runs, [a and b for a, b in zip(flags, new, strict=True)])
 
     def batch_get_into(self, keys: Sequence[str], segments: Any) -> list[bool]:
         """Scatter each page that is there and has the destination's size."""
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
         self.moved.append(len(keys))
-        return [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
+        flags = [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
+        return self._told(flags, runs, flags)
 
     def touch(self, keys: Any) -> list[bool]:
         """Return one bool a key."""
         self.touched.append(len(keys))
         with self.cluster.lock:
-            return [name in self.cluster.pages for name in self._names(keys)]
+            found = [name in self.cluster.pages for name in self._names(keys)]
+        tell_missed({ABSENT: found.count(False)})
+        return found
 
     def remove(self, keys: Sequence[str]) -> int:
         """Remove pages; return how many there were."""
@@ -97,6 +103,13 @@ class FakeClient:
     def close(self) -> None:
         """Close; closing twice is fine."""
         self.closed = True
+
+    @staticmethod
+    def _told(flags: list[bool], runs: PageRuns, moved: list[bool]) -> list[bool]:
+        """Tell an open report what was moved; return the flags."""
+        tell_moved(sum(moved), int(runs.lengths[np.array(moved, np.bool_)].sum()))
+        tell_missed({ABSENT: flags.count(False)})
+        return flags
 
     def _names(self, keys: Any) -> list[bytes]:
         is_named = isinstance(keys, np.ndarray)

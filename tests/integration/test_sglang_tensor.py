@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from peercache.client.report import tell_moved
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.attached import object_keys
 from peercache.sglang.head_groups import HeadGroups, UncutPool
@@ -271,9 +272,12 @@ def test_a_set_that_loses_a_group_is_no_stored_page(
     """SGLang hears True for a page only if every group of it is held."""
     [store] = open_server(cluster, 1, seed=1)
     client = cluster.opened[0]
-    monkeypatch.setattr(
-        type(client), "batch_set_from", lambda self, keys, runs: [i != 5 for i in range(len(keys))]
-    )
+
+    def lossy(self: Any, keys: Any, runs: Any) -> list[bool]:
+        tell_moved(len(keys) - 1, 1)
+        return [i != 5 for i in range(len(keys))]
+
+    monkeypatch.setattr(type(client), "batch_set_from", lossy)
 
     assert store.batch_set_v1(KEYS, slots([0, 1, 2])) == [True, False, True]
     assert store.get_stats().backup_pgs == [2]

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.client.report import reporting
 from peercache.errors import PeerCacheError, Rejected
 from peercache.model.keys import Namespace
+from peercache.observability import reasons
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -67,6 +69,29 @@ def test_pages_scatter_into_and_gather_from_many_pieces(three: LocalCluster) -> 
 
     assert (stored, hit) == ([True], [True])
     assert np.array_equal(whole, page)
+
+
+def test_a_report_says_what_a_call_moved_and_why_the_rest_missed(three: LocalCluster) -> None:
+    """Bytes are counted once: not those that were there, and not those of a miss."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("reported", 4)
+    client.batch_set(keys[:1], pages_of(keys[:1]))
+
+    with reporting() as stored:
+        client.batch_set(keys[:2], pages_of(keys[:2]))
+    with reporting() as read_back:
+        read(client, keys)
+    with reporting(is_detailed=True) as asked:
+        found = client.contains(keys)
+    with reporting() as misfit:
+        client.batch_get(keys[:1], [np.zeros(PAGE_BYTES + 1, np.uint8)])
+
+    assert (stored.pages, stored.bytes, stored.misses) == (1, PAGE_BYTES, {})
+    assert (read_back.pages, read_back.bytes) == (2, 2 * PAGE_BYTES)
+    assert read_back.misses == {reasons.ABSENT: 2}
+    assert found == [True, True, False, False]
+    assert (asked.pages, asked.misses) == (0, {reasons.ABSENT: 2})
+    assert misfit.misses == {reasons.WRONG_SIZE: 1}
 
 
 def test_a_key_set_twice_is_one_copy(three: LocalCluster) -> None:

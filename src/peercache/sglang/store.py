@@ -9,6 +9,7 @@ Limits  the client's deadlines; nothing here waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
+from peercache.client.report import CallReport, current_report, reporting, tell_missed
 from peercache.config.settings import Config
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Prefix
@@ -39,6 +41,9 @@ from peercache.sglang.registration import Registration
 from peercache.sglang.stats import BatchTally, storage_metrics_class
 
 Answer = TypeVar("Answer")
+
+KEY_SHOWN = 12
+"""Digits of a page hash that a log line shows: enough to find it in another line."""
 
 
 class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type information
@@ -316,6 +321,28 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         ask: Callable[[Attachment], Answer],
     ) -> Answer:
         """Return what `ask` says, or the miss: an engine's thread never sees an exception."""
+        is_told = len(keys) > 0 and self._log.isEnabledFor(logging.DEBUG)
+        with reporting(is_detailed=is_told) as report:
+            answer = self._asked(operation, keys, miss, ask)
+        if is_told and (flags := _flags(answer, len(keys))):
+            first = flags.index(False) if False in flags else None
+            self._log.debug(
+                "sglang.call_answered",
+                operation=operation,
+                pages=len(keys),
+                hits=flags.count(True),
+                reasons=dict(report.misses),
+                first_missing=None if first is None else str(keys[first])[:KEY_SHOWN],
+            )
+        return answer
+
+    def _asked(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        miss: Answer,
+        ask: Callable[[Attachment], Answer],
+    ) -> Answer:
         attached, idle_reason = self._registration.serving()
         if attached is None:
             self._refuse(operation, idle_reason, len(keys))
@@ -360,14 +387,18 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
         runs: of the objects, page by page. objects: (pages,) how many objects each page is.
         """
+        report = current_report() or CallReport()
+        moved_before, bytes_before = report.pages, report.bytes
         begun_s = time.perf_counter()
         flags = move()
         elapsed_s = time.perf_counter() - begun_s
         if not isinstance(flags, list) or len(flags) != len(runs):
             raise ValueError(f"{kind} of {len(runs)} objects answered {flags!r:.80}")
         whole = whole_pages(flags, objects)
-        moved = runs.lengths if all(whole) else runs.lengths[np.repeat(whole, objects)]
-        self._tally.moved(kind, whole.count(True), int(moved.sum()), elapsed_s)
+        if moved := report.pages - moved_before:
+            # Of pages that were there in part, as many as the part that was moved makes.
+            pages = min(whole.count(True), -(-moved * len(objects) // len(runs)))
+            self._tally.moved(kind, pages, report.bytes - bytes_before, elapsed_s)
         return whole
 
     def _count_short(self, pool: str, flags: list[bool]) -> None:
@@ -391,6 +422,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _refuse(self, operation: str, reason: str, pages: int) -> None:
         """Count pages that never reach the client, in its metrics too where it has any."""
         self._tally.refused(operation, reason, pages)
+        tell_missed({reason: pages})
         attached = self._registration.attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
         if isinstance(metrics, Metrics):
@@ -398,6 +430,17 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 metrics.pages_missed.labels(reason).inc(pages)
             elif operation.startswith("set"):
                 metrics.sets_refused.labels(reason).inc(pages)
+
+
+def _flags(answer: Any, pages: int) -> list[bool]:
+    """Return whether each page of a call was a hit; of a prefix, whether it is part of it."""
+    if isinstance(answer, Prefix):
+        answer = answer.pages
+    if isinstance(answer, int):
+        return [True] * answer + [False] * (pages - answer)
+    if not isinstance(answer, list):
+        return []
+    return [flag for each in answer for flag in (each if isinstance(each, list) else [each])]
 
 
 def _result(pages: int, by_pool: dict[Any, int], ends: list[int]) -> Any:
