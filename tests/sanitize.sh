@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$root/.venv/bin/python
 folder=$(mktemp -d)
 # pytest keeps what a process writes before it is aborted: the reports go to files.
-trap 'cat "$folder"/report.* 2>/dev/null; rm -rf "$folder"' EXIT
+trap 'cat "$folder"/report.* 2>/dev/null || true; rm -rf "$folder"' EXIT
 flags="-fsanitize=address,undefined"
 
 cp -r "$root"/{src,tests,setup.py,pyproject.toml,README.md} "$folder"
