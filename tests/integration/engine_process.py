@@ -1,6 +1,6 @@
 """One SGLang engine on a CPU, as a process that answers prompts: JSON lines in, JSON lines out.
 
-    engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON [STORAGE_BACKEND]
+    engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON [STORAGE_BACKEND [ENGINE_OPTIONS_JSON]]
 
 In:  {"input_ids": […], "flush": bool}     flush empties the engine's own caches first
 Out: {"ready": true}, then one {"tokens": […], "logprobs": […], "cached": {…}} a prompt
@@ -34,11 +34,14 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(model: str, extra_config: str, replies: Any, backend: str = "dynamic") -> None:
-    """Start the engine, then answer until stdin ends."""
+def main(
+    model: str, extra_config: str, replies: Any, backend: str = "dynamic", more: str = "{}"
+) -> None:
+    """Start the engine, then answer until stdin ends. more: options of sglang.Engine."""
     import sglang
 
     engine = sglang.Engine(
+        **json.loads(more),
         model_path=model,
         device="cpu",
         attention_backend="torch_native",

@@ -335,6 +335,36 @@ def test_pages_that_are_cut_never_meet_pages_that_are_not(cluster: FakeCluster, 
         assert read[tp_size, lcm] == [[hit] * 3] * tp_size, (tp_size, lcm)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pp_rank": 1, "pp_size": 2},
+        {"pp_size": 2},
+        {"attn_cp_rank": 1, "attn_cp_size": 2},
+        {"model_name": "org/another"},
+    ],
+)
+def test_groups_of_another_stage_slice_or_model_are_others(
+    cluster: FakeCluster, other: dict[str, Any]
+) -> None:
+    """What separates whole pages separates groups of heads."""
+    put(open_server(cluster, 2, seed=1), [0, 1, 2])
+    pool = rank_pool(0, 1, seed=2)
+
+    same, apart = open_rank(cluster, pool, 0, 1), open_rank(cluster, pool, 0, 1, **other)
+
+    assert [same.batch_exists(KEYS), apart.batch_exists(KEYS)] == [3, 0]
+
+
+def test_replicas_of_data_parallel_attention_share_groups(cluster: FakeCluster) -> None:
+    """Their TP rank and size are those within the attention group."""
+    put(open_server(cluster, 2, seed=1, dp_rank=0), [0, 1, 2])
+
+    replicas = open_server(cluster, 4, seed=2, dp_rank=3)
+
+    assert [store.batch_exists(KEYS) for store in replicas] == [3] * 4
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_other_layouts_are_shared_by_ranks_of_one_size_only(
     cluster: FakeCluster, layout: str, caplog: pytest.LogCaptureFixture
