@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def shares(first: PeerCacheStore, second: PeerCacheStore) -> bool:
     found = second.batch_exists(KEYS)
     assert found in {0, 3}
     return found == 3
+
+
+def stores_after_a_flush(store: PeerCacheStore) -> bool:
+    """Return whether a new backup thread, which SGLang starts with each flush, stores pages."""
+    with ThreadPoolExecutor(1) as backup:
+        return all(backup.submit(store.batch_set_v1, KEYS, SLOTS).result())
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -223,9 +230,40 @@ def test_a_new_version_of_the_weights_begins_a_new_namespace(
 
     assert store.batch_exists(KEYS) == 0
     assert store.stats()["refused"]["exists"][reasons.WEIGHTS_CHANGED] == 3
-    wait_until(lambda: store.batch_set_v1(KEYS, SLOTS) == [True] * 3, "the store opens again")
+    wait_until(lambda: stores_after_a_flush(store), "the store opens again")
     assert [client.closed for client in cluster.opened] == [True, False]
     assert len(cluster.pages) == 6
+    store.close()
+
+
+def test_pages_of_the_old_weights_are_not_stored_as_those_of_the_new(
+    cluster: FakeCluster, publish: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a flush SGLang backs up what it computed before the update, in the same thread."""
+    publish(model_path="org/model")
+    store = open_store(cluster)
+    with ThreadPoolExecutor(1) as backup:
+
+        def back_up() -> list[bool]:
+            return backup.submit(store.batch_set_v1, KEYS, SLOTS).result()
+
+        assert back_up() == [True] * 3
+        get_context().override("trainer", weight_version="step-2")
+        store.batch_exists(KEYS)
+        wait_until(lambda: len(cluster.opened) == 2, "the store opens again")
+        wait_until(lambda: store.stats().get("pages") is not None, "the store serves again")
+
+        assert back_up() == [False] * 3
+        assert any("/flush_cache" in line for line in caplog.messages)
+        # Not even where the old version comes back: the caches hold pages of both by now.
+        get_context().override("trainer", weight_version="default")
+        store.batch_exists(KEYS)
+        wait_until(lambda: len(cluster.opened) == 3, "the store opens again")
+        wait_until(lambda: store.stats().get("pages") is not None, "the store serves again")
+        assert back_up() == [False] * 3
+
+    assert stores_after_a_flush(store)
+    assert len(cluster.pages) == 3
     store.close()
 
 
@@ -247,7 +285,7 @@ def test_a_refused_client_of_new_weights_is_tried_again(
     wait_until(lambda: "sglang.reopen_failed" in caplog.text, "the client is refused")
     assert store.batch_get_v1(KEYS, SLOTS) == [False] * 3
     cluster.refuse_to_open = None
-    wait_until(lambda: store.batch_set_v1(KEYS, SLOTS) == [True] * 3, "the store opens again")
+    wait_until(lambda: stores_after_a_flush(store), "the store opens again")
     store.close()
     assert cluster.opened[-1].closed
 

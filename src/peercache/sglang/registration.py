@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -69,6 +70,7 @@ class Registration:
         self._change = threading.Lock()
         self._attached: Attachment | None = None
         self._idle_reason = reasons.NO_HOME
+        self._versions_stored: WeakKeyDictionary[threading.Thread, str | None] = WeakKeyDictionary()
 
     @property
     def attached(self) -> Attachment | None:
@@ -82,6 +84,21 @@ class Registration:
             self._leave(attached)
             attached = None
         return attached, self._idle_reason
+
+    def may_store(self, at: Attachment) -> bool:
+        """Return whether pages that this thread stores are of the weights that are attached.
+
+        After an update SGLang's caches hold pages of the old weights until it flushes them, and
+        its backup thread goes on with them. Stored under the new version, they would be wrong for
+        every server that has it. A flush ends that thread and starts another one: so a thread that
+        has stored pages of one version stores none of any other.
+        """
+        thread = threading.current_thread()
+        with self._change:
+            if self._versions_stored.setdefault(thread, at.version) == at.version:
+                return True
+            self._versions_stored[thread] = None
+            return False
 
     def register(self, anchor: Any) -> None:
         """Open the client for a pool's pages; raise PeerCacheError if that fails."""

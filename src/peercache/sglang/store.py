@@ -348,6 +348,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._refuse(operation, idle_reason, len(keys))
             return miss
         try:
+            if operation.startswith("set") and not self._registration.may_store(attached):
+                raise UnusableBatch(
+                    reasons.WEIGHTS_CHANGED,
+                    "SGLang has not flushed its caches since the weights changed: /flush_cache",
+                )
             return ask(attached)
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))
