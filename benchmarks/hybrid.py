@@ -36,16 +36,24 @@ def hashes(name: str, count: int) -> list[str]:
 
 
 def in_turns(v1: Callable[[int], bool], v2: Callable[[int], bool]) -> dict[str, float]:
-    """Return the median microseconds of each, taken in turns, and their ratio; all must succeed."""
+    """Return the median microseconds of each, taken in turns, and their ratios; all must succeed.
+
+    `cpu`: of all threads of this process, the embedded node's too; other programs change it less.
+    """
     times: list[list[float]] = [[], []]
+    spent: list[list[float]] = [[], []]
     for number in range(ROUNDS):
         order = ((0, v1), (1, v2)) if number % 2 else ((1, v2), (0, v1))
         for place, call in order:
-            begun = time.perf_counter()
+            begun, begun_cpu = time.perf_counter(), time.process_time()
             assert call(number), "a page was missing: the figures mean nothing"
             times[place].append(time.perf_counter() - begun)
-    first, second = (statistics.median(each) * 1e6 for each in times)
-    return {"v1_us": first, "v2_us": second, "ratio": second / first}
+            spent[place].append(time.process_time() - begun_cpu)
+    wall, cpu = ([statistics.median(each) * 1e6 for each in kind] for kind in (times, spent))
+    return {
+        "v1_us": wall[0], "v2_us": wall[1], "ratio": wall[1] / wall[0],
+        "v1_cpu_us": cpu[0], "v2_cpu_us": cpu[1], "ratio_cpu": cpu[1] / cpu[0],
+    }  # fmt: skip
 
 
 def whole(answer: dict[str, list[bool]]) -> bool:
@@ -143,8 +151,10 @@ def main() -> None:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     for name, row in figures.items():
-        v1, v2, ratio = row["v1_us"], row["v2_us"], row["ratio"]
-        sys.stdout.write(f"{name:8} v1 {v1:9.0f} us   v2 {v2:9.0f} us   {ratio:.3f}\n")
+        for kind in ("", "_cpu"):
+            v1, v2, ratio = row[f"v1{kind}_us"], row[f"v2{kind}_us"], row[f"ratio{kind}"]
+            line = f"{name:8} {kind[1:] or 'wall':4}  v1 {v1:9.0f} us   v2 {v2:9.0f} us"
+            sys.stdout.write(f"{line}   {ratio:.3f}\n")
 
 
 if __name__ == "__main__":

@@ -94,3 +94,11 @@ def test_nothing_asked_is_nothing_found() -> None:
     nothing = np.empty(0, np.bool_)
 
     assert prefix_of(nothing, 0, [SidePages(TRAILING_PAGES, nothing)]) == Prefix(0, [], 0, [0])
+
+
+def test_a_whole_prefix_may_end_anywhere() -> None:
+    """Whether a pool wants every page of it or the last ones."""
+    whole = np.ones(3, np.bool_)
+    sides = [SidePages(ALL_PAGES, whole), SidePages(TRAILING_PAGES, whole, trailing=2)]
+
+    assert prefix_of(whole, 3, sides) == Prefix(3, [1, 2, 3], 3, [3, 3])
