@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from benchmarks import ttft_report
 from peercache import errors
 from peercache.config.settings import SETTINGS
 from peercache.model.member import Member
@@ -171,6 +172,11 @@ def folders() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+def time_to_first_token() -> str:
+    """Return the tables of the figures that `make ttft` has measured."""
+    return ttft_report.markdown(ttft_report.measured())
+
+
 MADE: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
@@ -178,6 +184,11 @@ MADE: dict[str, Callable[[], str]] = {
     "errors.md": exceptions,
     "log-events.md": log_events,
     "../explanation/architecture.md": folders,
+    "../explanation/performance.md": time_to_first_token,
+}
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),
 }
 
 
@@ -194,3 +205,5 @@ if __name__ == "__main__":
     for name in MADE:
         path = PAGES / name
         path.write_text(with_made_part(name, path.read_text()))
+    for name, draw in PICTURES.items():
+        (PAGES / name).write_text(draw())

@@ -83,9 +83,9 @@ class Child:
         ends = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, ends - time.monotonic()))
-            assert ready, f"no answer of {self._process.args} in {timeout_s} s"
+            assert ready, f"no answer of {self._process.args!r} in {timeout_s} s"
             piece = os.read(descriptor, 1 << 20)
-            assert piece, f"{self._process.args} ended: {self._process.wait()}"
+            assert piece, f"{self._process.args!r} ended: {self._process.wait()}"
             self._received += piece
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)

@@ -11,6 +11,7 @@ keep the scale of what passes through them, and a wrong page changes every token
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,12 @@ MELLUM_CONFIG = {
 del MELLUM_CONFIG["rope_theta"]
 
 
-def write_tiny_llama(folder: Path) -> Path:
-    """Write config.json and model.safetensors of the Llama; equal bytes every time."""
-    return _write(folder, CONFIG, {})
+def write_tiny_llama(folder: Path, sizes: Mapping[str, int] | None = None) -> Path:
+    """Write config.json and model.safetensors of the Llama; equal bytes every time.
+
+    sizes: what its config.json has instead of CONFIG's.
+    """
+    return _write(folder, {**CONFIG, **(sizes or {})}, {})
 
 
 def write_tiny_mellum(folder: Path) -> Path:
@@ -78,21 +82,26 @@ def _write(folder: Path, config: dict[str, Any], more: dict[str, torch.Tensor]) 
         values = torch.randn(rows, columns, generator=generator) * gain / columns**0.5
         return values.to(torch.bfloat16)
 
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    hidden, inner, vocabulary = (
+        config[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    attended = config["num_attention_heads"] * config["head_dim"]
+    kept = config["num_key_value_heads"] * config["head_dim"]
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
     tensors = {
-        "model.embed_tokens.weight": weight(VOCABULARY, HIDDEN, HIDDEN**0.5),
+        "model.embed_tokens.weight": weight(vocabulary, hidden, hidden**0.5),
         "model.norm.weight": ones.clone(),
-        "lm_head.weight": weight(VOCABULARY, HIDDEN, 2.0),
+        "lm_head.weight": weight(vocabulary, hidden, 2.0),
     }
-    for layer in range(LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         parts = {
-            "self_attn.q_proj": weight(HEADS * HEAD_DIM, HIDDEN, 2.0),
-            "self_attn.k_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
-            "self_attn.v_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
-            "self_attn.o_proj": weight(HIDDEN, HEADS * HEAD_DIM, 2.0),
-            "mlp.gate_proj": weight(INNER, HIDDEN),
-            "mlp.up_proj": weight(INNER, HIDDEN),
-            "mlp.down_proj": weight(HIDDEN, INNER),
+            "self_attn.q_proj": weight(attended, hidden, 2.0),
+            "self_attn.k_proj": weight(kept, hidden, 2.0),
+            "self_attn.v_proj": weight(kept, hidden, 2.0),
+            "self_attn.o_proj": weight(hidden, attended, 2.0),
+            "mlp.gate_proj": weight(inner, hidden),
+            "mlp.up_proj": weight(inner, hidden),
+            "mlp.down_proj": weight(hidden, inner),
             "input_layernorm": ones.clone(),
             "post_attention_layernorm": ones.clone(),
             **{name: each.clone() for name, each in more.items()},

@@ -1,0 +1,121 @@
+"""One SGLang engine of `benchmarks.ttft_sglang`, as a process: JSON lines in, JSON lines out.
+
+    python -m benchmarks.ttft_engine MODEL_FOLDER EXTRA_CONFIG_JSON DEVICE_TOKENS
+
+In:  {"input_ids": […]}, {"attach": EXTRA_CONFIG} or {"flush": true}
+Out: {"ready": true} at the start; {"asked_s", "first_s", "tokens", "cached"} for a prompt, with the
+     times, in seconds of the monotonic clock, when the engine was asked and when the first token
+     was there; {"done": true} for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+PAGE_TOKENS = 64
+NEW_TOKENS = 8
+"""Generated for each prompt: the first one is timed, all are compared."""
+
+FLUSH_S = 60.0
+
+HOST_RATIO = 8.0
+"""Tokens of the host pool beside those of the device: no prompt is evicted there."""
+
+CALLS_FILE = "TTFT_CALLS"
+"""Environment: the file of the calls of the engine's store."""
+
+ZERO_SUFFIX = ".zero"
+"""A file of this name beside that of the calls makes every page zero that is read from then on."""
+
+STORAGE = {
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_write_policy": "write_through",
+    "hicache_storage_backend": "dynamic",
+}
+
+
+def generate(engine: Any, input_ids: list[int]) -> dict[str, Any]:
+    """Generate greedily; return tokens, what was cached, and the times."""
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    asked_s = time.monotonic()
+    pieces = engine.generate(input_ids=input_ids, sampling_params=sampling, stream=True)
+    last = next(pieces)
+    first_s = time.monotonic()
+    for piece in pieces:
+        last = piece  # it has all that was generated so far
+    tokens = last["output_ids"]
+    assert len(tokens) == NEW_TOKENS, tokens
+    cached = last["meta_info"].get("cached_tokens_details")
+    return {"asked_s": asked_s, "first_s": first_s, "tokens": tokens, "cached": cached}
+
+
+def attach(engine: Any, extra_config: dict[str, Any]) -> None:
+    """Put another storage backend in the place of the one that is attached."""
+    manager, run = engine.tokenizer_manager, engine.loop.run_until_complete
+    detached = run(manager.detach_hicache_storage())
+    assert detached.success, detached.message
+    # SGLang has the settings under these names in its options, without `extra_config_json`.
+    attached = run(
+        manager.attach_hicache_storage(
+            **STORAGE, hicache_storage_backend_extra_config_json=json.dumps(extra_config)
+        )
+    )
+    assert attached.success, attached.message
+
+
+def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Do what one request wants."""
+    if "input_ids" in request:
+        return generate(engine, request["input_ids"])
+    if "attach" in request:
+        attach(engine, request["attach"])
+    if "flush" in request:
+        # It waits for what is still on its way.
+        flush = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_S)
+        flushed = engine.loop.run_until_complete(flush)
+        assert flushed.success, flushed.message
+    return {"done": True}
+
+
+def main(model: str, extra_config: str, device_tokens: str, replies: Any) -> None:
+    """Start the engine, then answer until stdin ends."""
+    import sglang  # noqa: PLC0415 - in its environment only
+
+    engine = sglang.Engine(
+        model_path=model,
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        page_size=PAGE_TOKENS,
+        max_total_tokens=int(device_tokens),
+        mem_fraction_static=0.5,
+        max_running_requests=2,
+        chunked_prefill_size=int(device_tokens),
+        disable_overlap_schedule=True,
+        sleep_on_idle=True,  # else each idle engine takes one processor
+        skip_tokenizer_init=True,
+        random_seed=0,
+        enable_cache_report=True,
+        enable_hierarchical_cache=True,
+        hicache_ratio=HOST_RATIO,
+        **STORAGE,
+        hicache_storage_backend_extra_config=extra_config,
+        log_level="warning",
+    )
+    try:
+        print(json.dumps({"ready": True}), file=replies, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(engine, json.loads(line))), file=replies, flush=True)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    # SGLang and its libraries write to stdout: the replies get a descriptor of their own.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(sys.argv[1], sys.argv[2], sys.argv[3], channel)

@@ -1,0 +1,130 @@
+"""What the schedulers of `benchmarks.ttft_sglang` load as their storage backend.
+
+TimedStore is PeerCacheStore with a file of its calls, one JSON line each: {"call", "pages", "hits",
+"begun_s", "ended_s"}, in seconds of the monotonic clock, which all processes of a host share.
+
+Its import also makes SGLang's `torch_native` attention compute the new rows only. By itself that
+backend computes the rows of all cached tokens again and drops them, which no GPU backend does: half
+of a cold prompt's time, whatever was cached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from benchmarks.ttft_engine import CALLS_FILE, ZERO_SUFFIX
+from peercache.sglang import PeerCacheStore
+
+Answer = TypeVar("Answer")
+
+
+class TimedStore(PeerCacheStore):
+    """PeerCacheStore that notes when its calls begin and end."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Open the file of the calls, beside what PeerCacheStore does."""
+        super().__init__(*arguments, **options)
+        name = os.environ[CALLS_FILE]
+        self._calls = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._zero = Path(name + ZERO_SUFFIX)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Register the pool, after a touch of all its memory.
+
+        On a GPU host this memory is pinned and never faults. The stand-in for a CPU only allocates
+        it, and would fault once for each 4 KiB within the time to first token.
+        """
+        mem_pool_host.kv_buffer.zero_()
+        super().register_mem_pool_host(mem_pool_host)
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Time the call."""
+        ask = super().batch_exists
+        return self._noted("exists", keys, lambda: ask(keys, extra_info), int)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Time the call."""
+        ask = super().batch_get_v1
+        flags = self._noted("get", keys, lambda: ask(keys, host_indices, extra_info), sum)
+        if self._zero.exists():
+            self.mem_pool_host.kv_buffer[:, host_indices] = 0  # page_first: K and V, then tokens
+        return flags
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Time the call."""
+        ask = super().batch_set_v1
+        return self._noted("set", keys, lambda: ask(keys, host_indices, extra_info), sum)
+
+    def _noted(
+        self,
+        call: str,
+        keys: list[str],
+        answer: Callable[[], Answer],
+        hits: Callable[[Answer], int],
+    ) -> Answer:
+        begun_s = time.monotonic()
+        answered = answer()
+        ended_s = time.monotonic()
+        line = {
+            "call": call, "pages": len(keys), "hits": hits(answered),
+            "begun_s": begun_s, "ended_s": ended_s,
+        }  # fmt: skip
+        os.write(self._calls, json.dumps(line).encode() + b"\n")
+        return answered
+
+
+_extend = TorchNativeAttnBackend._run_sdpa_forward_extend  # noqa: SLF001 - SGLang has no other way
+
+
+def extend_new_rows(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    *more: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend like SGLang's own method; of one request behind cached tokens only in the new rows.
+
+    query, output: (new tokens, heads, head size). The caches: (tokens, KV heads, head size).
+    """
+    if len(seq_lens) != 1 or not extend_prefix_lens[0]:
+        answer: torch.Tensor = _extend(
+            self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            extend_prefix_lens, *more, **options,
+        )  # fmt: skip
+        return answer
+    prefix, whole = int(extend_prefix_lens[0]), int(seq_lens[0])
+    tokens = req_to_token[req_pool_indices[0], :whole]
+    # Row i stands behind `prefix + i` others.
+    mask = torch.ones(whole - prefix, whole, dtype=torch.bool).tril(prefix)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query.movedim(0, 1).unsqueeze(0),
+        k_cache[tokens].movedim(0, 1).unsqueeze(0),
+        v_cache[tokens].movedim(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        enable_gqa=options["enable_gqa"],
+        scale=options["scaling"],
+    )
+    output[:] = attended.squeeze(0).movedim(1, 0)
+    return output
+
+
+TorchNativeAttnBackend._run_sdpa_forward_extend = extend_new_rows  # noqa: SLF001

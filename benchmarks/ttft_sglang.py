@@ -1,0 +1,317 @@
+"""Time to first token of SGLang: cold, from PeerCache, and from the engine's own host memory.
+
+    PYTHONPATH=src ~/.cache/peercache/sglang-0.5.23/bin/python -m benchmarks.ttft_sglang \
+        [--json] [--quick] [--rounds 3]
+
+Two SGLang engines on the CPU, each at home with a node of its own. The first one computes prompts
+and stores their pages: `cold`. It ends, and the second one answers the same prompts, which it has
+never seen, from the first one's node: `warm`, over tcp and then, with a store that is attached
+anew, over shared memory. Its device holds one prompt, so each prompt evicts the one before it to
+the engine's own host memory, and asking for that one again gives `host memory`.
+
+A time is that from the request to the first of the streamed tokens. All tokens must be equal in
+all cases, and all tokens that are cached must come from where they should. At the end pages are
+zeroed as they are read: the tokens must change, or their being equal would mean nothing.
+Needs the environment of tests/integration/install_sglang.sh. `make ttft` refreshes the
+documentation by this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks import ttft_report
+from benchmarks.ttft_engine import CALLS_FILE, PAGE_TOKENS, ZERO_SUFFIX
+from tests.integration.processes import Child, StandaloneNode
+from tests.integration.tiny_llama import CONFIG, write_tiny_llama
+
+VALUE_BYTES = 2
+"""Of one number of the KV, in bfloat16."""
+
+START_S = 900.0
+STORED_WITHIN_S = 120.0
+WARM_UP_TOKENS = 200
+"""Of a first prompt that is not timed. SGLang asks its storage for no prompt of less than 256."""
+
+FABRICS = ("tcp", "shm")
+
+
+@attrs.frozen
+class Case:
+    """What is measured.
+
+    sizes:         what the model's config.json has instead of the small one's.
+    prompt_tokens: all but the last page can be cached.
+    """
+
+    sizes: dict[str, int]
+    prompt_tokens: int
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What is in the model's config.json."""
+        return {**CONFIG, **self.sizes}
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of a prompt that SGLang takes from a cache; it computes at least one."""
+        return (self.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        shape = self.shape
+        heads: int = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+        return PAGE_TOKENS * heads * int(shape["head_dim"]) * 2 * VALUE_BYTES
+
+    @property
+    def device_tokens(self) -> int:
+        """Room of the engine's device pool: one prompt and what it generates, not two."""
+        return self.prompt_tokens + 4 * PAGE_TOKENS
+
+    def prompt(self, number: int) -> list[int]:
+        """Return token ids that are no special ones."""
+        return random.Random(number).choices(  # noqa: S311 - equal every time
+            range(3, self.shape["vocab_size"]), k=self.prompt_tokens
+        )
+
+
+FULL = Case(
+    {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    prompt_tokens=4096,
+)
+"""86 million weights; pages of 1 MiB."""
+
+QUICK = Case({}, prompt_tokens=1024)
+"""For tests: small, and its figures mean nothing."""
+
+
+@attrs.frozen
+class Reply:
+    """What an engine answered.
+
+    first_s: from the request to the first token. steps: the seconds of what happened in that time.
+    """
+
+    first_s: float
+    tokens: list[int]
+    cached: dict[str, int]
+    steps: dict[str, float]
+
+    @classmethod
+    def of(cls, answer: dict[str, Any], calls: list[dict[str, Any]]) -> Reply:
+        """Read an engine's answer, and the calls of its store."""
+        asked_s, first_s = answer["asked_s"], answer["first_s"]
+        steps, last_s = {}, asked_s
+        for call in calls:
+            if call["call"] != "set" and asked_s <= call["begun_s"] < first_s:
+                steps[f"until_{call['call']}_s"] = call["begun_s"] - last_s
+                steps[f"{call['call']}_s"] = call["ended_s"] - call["begun_s"]
+                last_s = call["ended_s"]
+        steps["rest_s"] = first_s - last_s
+        return cls(first_s - asked_s, answer["tokens"], answer["cached"] or {}, steps)
+
+
+class Engine:
+    """One engine, at home with a node."""
+
+    def __init__(self, model: Path, case: Case, node: StandaloneNode, fabric: str) -> None:
+        """Start it; `wait` returns when it answers."""
+        self._home = node.home
+        self._calls = model.parent / f"{Path(node.home).parent.name}.calls"
+        self._child = Child(
+            "-m", "benchmarks.ttft_engine", str(model), json.dumps(self._storage(fabric)),
+            str(case.device_tokens),
+            PEERCACHE_TEST_CPU_ENGINE="1", SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1",
+            **{CALLS_FILE: str(self._calls)},
+        )  # fmt: skip
+
+    def _storage(self, fabric: str) -> dict[str, Any]:
+        return {
+            "backend_name": "peercache",
+            "module_path": "benchmarks.ttft_scheduler",
+            "class_name": "TimedStore",
+            "interface_v1": 1,
+            "home": self._home,
+            "fabric": fabric,
+        }
+
+    def __enter__(self) -> Engine:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._child.close()
+
+    def wait(self, warm_up: list[int]) -> None:
+        """Wait until it answers, and let it compute a first, short prompt."""
+        self._child.receive(START_S)
+        self.ask(warm_up)
+
+    def attach(self, fabric: str) -> None:
+        """Forget all prompts, and attach a new store."""
+        self._child.ask({"flush": True})
+        self._child.ask({"attach": self._storage(fabric)})
+
+    def zero_what_is_read(self) -> None:
+        """Forget all prompts, and make every page zero that is read from now on."""
+        self._child.ask({"flush": True})
+        self._calls.with_name(self._calls.name + ZERO_SUFFIX).touch()
+
+    def ask(self, prompt: list[int]) -> Reply:
+        """Return what it answers to a prompt."""
+        answer = self._child.ask({"input_ids": prompt})
+        return Reply.of(answer, self._noted())
+
+    def wait_until_stored(self, pages: int) -> None:
+        """Wait until its store holds so many pages of it."""
+        until = time.monotonic() + STORED_WITHIN_S
+        while sum(call["hits"] for call in self._noted() if call["call"] == "set") < pages:
+            assert time.monotonic() < until, "the first engine's pages were not stored"
+            time.sleep(0.1)
+
+    def _noted(self) -> list[dict[str, Any]]:
+        if not self._calls.exists():
+            return []
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median, in seconds to the microsecond."""
+    return round(statistics.median(values), 6)
+
+
+def require_source(reply: Reply, source: str, case: Case) -> None:
+    """End the benchmark unless all tokens that can be cached came from one source."""
+    whole = {"device": 0, "host": 0, "storage": 0} | {source: case.cached_tokens}
+    came = {name: reply.cached.get(name) for name in whole}
+    if came != whole:
+        sys.exit(f"cached were {came}, not {whole}: this machine did not keep up, run it again")
+
+
+def answered(reply: Reply, cold: Reply, source: str, case: Case) -> Reply:
+    """Return a reply that came from where it should, with the tokens of the cold one."""
+    require_source(reply, source, case)
+    assert reply.tokens == cold.tokens, f"{source}: {reply.tokens}, computed were {cold.tokens}"
+    return reply
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Run both engines; return the figures."""
+    prompts = [case.prompt(number) for number in range(rounds + 1)]
+    warm_up = prompts[0][:-WARM_UP_TOKENS:-1]
+    pages = case.prompt_tokens // PAGE_TOKENS
+    pool = str((len(prompts) + 1) * pages * case.page_bytes)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-ttft-")))
+        for name in "ab":
+            (folder / name).mkdir()
+        model = write_tiny_llama(folder / "model", case.sizes)
+        first = StandaloneNode(folder / "a", pool_size=pool)
+        stack.enter_context(first)
+        second = StandaloneNode(folder / "b", pool_size=pool, discovery=first.control)
+        stack.enter_context(second)
+        with Engine(model, case, first, "tcp") as writer:
+            reader = stack.enter_context(Engine(model, case, second, FABRICS[0]))
+            writer.wait(warm_up)
+            reader.wait(warm_up)
+            cold = []
+            for prompt in prompts:
+                cold.append(writer.ask(prompt))
+                assert not any(cold[-1].cached.values())
+                # The next prompt shall have the processors for itself.
+                writer.wait_until_stored(len(cold) * pages)
+        warm: dict[str, list[Reply]] = {fabric: [] for fabric in FABRICS}
+        host: list[Reply] = []
+        for fabric, replies in warm.items():
+            if fabric != FABRICS[0]:
+                reader.attach(fabric)
+            for number, prompt in enumerate(prompts):
+                reply = answered(reader.ask(prompt), cold[number], "storage", case)
+                replies.append(reply)
+                if number:
+                    again = reader.ask(prompts[number - 1])
+                    host.append(answered(again, cold[number - 1], "host", case))
+        reader.zero_what_is_read()
+        zeroed = reader.ask(prompts[0])
+        require_source(zeroed, "storage", case)
+        assert zeroed.tokens != cold[0].tokens, "pages of zeros give the same tokens"
+    return figures(case, cold[1:], warm, host)
+
+
+def figures(
+    case: Case, cold: list[Reply], warm: dict[str, list[Reply]], host: list[Reply]
+) -> dict[str, Any]:
+    """Return what the JSON has. The first prompt of each store stands beside the medians."""
+    cold_s = median(each.first_s for each in cold)
+    host_s = median(each.first_s for each in host)
+    later = {fabric: replies[1:] for fabric, replies in warm.items()}
+    warm_s = {fabric: median(each.first_s for each in later[fabric]) for fabric in later}
+    worst_s = max(warm_s.values())
+    return {
+        "prompt_tokens": case.prompt_tokens,
+        "cached_tokens": case.cached_tokens,
+        "page_tokens": PAGE_TOKENS,
+        "page_bytes": case.page_bytes,
+        "shape": {name: case.shape[name] for name in (*FULL.sizes, "head_dim", "torch_dtype")},
+        "rounds": len(cold),
+        "processors": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),
+        "cold_s": cold_s,
+        **{f"warm_{fabric}_s": seconds for fabric, seconds in warm_s.items()},
+        "host_memory_s": host_s,
+        "ratio": round(worst_s / host_s, 3),
+        "ratio_to_cold": round(cold_s / worst_s, 2),
+        "first": {
+            f"warm_{fabric}_s": round(replies[0].first_s, 6) for fabric, replies in warm.items()
+        },
+        "samples": {
+            name: [round(each.first_s, 6) for each in replies]
+            for name, replies in {"cold": cold, **later, "host_memory": host}.items()
+        },
+        "steps": {
+            fabric: {
+                step: median(each.steps[step] for each in replies) for step in replies[0].steps
+            }
+            for fabric, replies in later.items()
+        }
+        | {
+            f"first_{fabric}": {name: round(took, 6) for name, took in replies[0].steps.items()}
+            for fabric, replies in warm.items()
+        },
+    }
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments.add_argument("--quick", action="store_true", help="a small model, for tests")
+    arguments.add_argument("--rounds", type=int, default=3, help="prompts of each median")
+    options = arguments.parse_args()
+    measured = measure(QUICK if options.quick else FULL, options.rounds)
+    print(json.dumps(measured, indent=1) if options.json else ttft_report.text(measured))
+
+
+if __name__ == "__main__":
+    main()
