@@ -2,8 +2,11 @@
 
     engine_process.py MODEL_FOLDER EXTRA_CONFIG_JSON [STORAGE_BACKEND [ENGINE_OPTIONS_JSON]]
 
-In:  {"input_ids": […], "flush": bool}     flush empties the engine's own caches first
-Out: {"ready": true}, then one {"tokens": […], "logprobs": […], "cached": {…}} a prompt
+In:  {"input_ids": […], "flush": bool, "clear": bool, "more": {…}}
+     flush empties the engine's own caches first, clear the storage too; more: further arguments of
+     generate
+Out: {"ready": true}, then one {"tokens": […], "logprobs": […], "cached": {…}} a prompt,
+     or {"failed": "why"} where the engine gives the request up
 """
 
 from __future__ import annotations
@@ -11,27 +14,43 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 PAGE_TOKENS = 64
 NEW_TOKENS = 8
+FLUSH_S = 120.0
 
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Generate greedily; return tokens, their log probabilities and what was cached."""
     if request.get("flush"):
-        engine.flush_cache()
-    out = engine.generate(
-        input_ids=request["input_ids"],
-        sampling_params={"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        return_logprob=True,
-    )
+        flush(engine)
+    if request.get("clear"):
+        engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage())
+    try:
+        out = engine.generate(
+            input_ids=request["input_ids"],
+            sampling_params={"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+            **request.get("more", {}),
+        )
+    except ValueError as error:  # what SGLang makes of a request that it aborted
+        return {"failed": str(error)}
     meta = out["meta_info"]
     return {
         "tokens": out["output_ids"],
         "logprobs": [each[0] for each in meta["output_token_logprobs"]],
         "cached": meta.get("cached_tokens_details"),
     }
+
+
+def flush(engine: Any) -> None:
+    """Empty the engine's own caches; a request counts as running for a moment after its reply."""
+    ends = time.monotonic() + FLUSH_S
+    while not engine.flush_cache().success:
+        assert time.monotonic() < ends, "the engine does not come to rest"
+        time.sleep(0.05)
 
 
 def main(

@@ -140,14 +140,21 @@ class Child:
 class StandaloneNode(Child):
     """`python -m peercache.node` on the loopback interface."""
 
-    def __init__(self, folder: Path, *, discovery: str = "", pool_size: str = "128MiB") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        discovery: str = "",
+        pool_size: str = "128MiB",
+        metrics_port: int = 0,
+    ) -> None:
         """Start it; `ready` is its ready line."""
         home = f"ipc://{folder}/home.ipc"
         flags = {
             "--listen": "127.0.0.1:0",
             "--home": home,
             "--pool-size": pool_size,
-            "--metrics-port": "0",
+            "--metrics-port": str(metrics_port),
             "--log-level": "warning",
             **({"--discovery": discovery} if discovery else {}),
         }

@@ -67,15 +67,19 @@ def content(
 ) -> list[torch.Tensor]:
     """Return random bytes for so many tokens, one (tokens, row bytes) a buffer.
 
+    A longer content of the same seed begins with a shorter one.
     part: rank and size where a row holds one rank's heads, a part of all of them.
     """
-    generator = torch.Generator().manual_seed(seed)
     rank, size = part
     whole = [
         torch.randint(
-            0, 256, (tokens, each[0].nbytes * size), dtype=torch.uint8, generator=generator
+            0,
+            256,
+            (tokens, each[0].nbytes * size),
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(1000 * seed + number),
         )
-        for each in buffers(device)
+        for number, each in enumerate(buffers(device))
     ]
     return [each.chunk(size, dim=1)[rank] for each in whole]
 

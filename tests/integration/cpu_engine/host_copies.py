@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 
-POOL_MODULES = ("base", "common", "mha", "mla", "dsa", "mamba")
 _PACKAGE = "sglang.srt.mem_cache.pool_host."
+_KV_SENDER = "sglang.srt.disaggregation.mooncake.conn"
+_POOLS = ("base", "common", "mha", "mla", "dsa", "mamba")
+EQUIPPED = {_KV_SENDER, *(_PACKAGE + name for name in _POOLS)}
 _declared: list[torch.library.Library] = []
 
 
@@ -180,12 +182,12 @@ _KERNELS = {name: value for name, value in globals().items() if name.startswith(
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Equips SGLang's host-pool modules right after their import."""
+    """Equips SGLang's modules right after their import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> Any:
-        if not name.startswith(_PACKAGE) or name[len(_PACKAGE) :] not in POOL_MODULES:
+        if name not in EQUIPPED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -213,10 +215,16 @@ def _equip(module: ModuleType) -> None:
             build(self, *arguments, **options)
 
         module.HostKVCache.__init__ = init
+        # It would want 10 GB free beside pools of a few megabytes.
+        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
         return
     if module.__name__ == _PACKAGE + "common":
         # Pools that are no HostKVCache from the start pin what they have allocated.
         module._cuda_host_register = lambda *_: None
+        return
+    if module.__name__ == _KV_SENDER:
+        # It would copy indices into pinned memory and wait for a CUDA event.
+        module.MooncakeKVSender.supports_host_tensor_indices = False
         return
     for name, kernel in _KERNELS.items():
         if not hasattr(module, name):

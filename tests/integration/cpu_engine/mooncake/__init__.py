@@ -1,0 +1,1 @@
+"""What SGLang's transfer backend `mooncake` imports of Mooncake, over loopback."""
