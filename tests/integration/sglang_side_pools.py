@@ -9,11 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.deepseek_v4_compress_state import CompressStatePool
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
+from sglang.srt.mem_cache.minimax_m3_nvfp4_pool import (
+    MiniMaxM3Nvfp4IndexKPool,
+    MiniMaxM3Nvfp4MainKVPool,
+)
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.minimax_m3_nvfp4 import (
+    MiniMaxM3Nvfp4IndexKPoolHost,
+    MiniMaxM3Nvfp4MainKVPoolHost,
+)
+from sglang.srt.mem_cache.pool_host.qsa import QSAIndexerPoolHost
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 
 from tests.integration.sglang_pools import (  # noqa: F401 - their tests import them from here
     PAGE_TOKENS,
@@ -27,6 +42,9 @@ from tests.integration.sglang_pools import (  # noqa: F401 - their tests import 
 PAGES = 24
 DSA_PAGE_TOKENS = 64
 """The only page size that SGLang's indexer has outside of AMD and Intel devices."""
+
+NVFP4_PAGE_TOKENS = 128
+"""The only page size of MiniMax's pools."""
 
 
 def mamba(layout: str = "page_first", *, extra: bool = False) -> Any:
@@ -66,6 +84,49 @@ def v4_rows(layout: str = "page_first", name: str = "deepseek_v4_c4") -> Any:
     return DeepSeekV4PagedHostPool(
         name, buffers, 96, PAGES, PAGE_TOKENS, layout=layout, pin_memory=False
     )
+
+
+def v4_states(layout: str = "page_first") -> Any:
+    """Return a pool of DeepSeek V4's compress states: a ring of rows a page of the window."""
+    rings = [
+        CompressStatePool(
+            size=PAGES * 8, ring_size=8, overlap=True, head_dim=4, dtype=torch.float32,
+            device="cpu", enable_memory_saver=False, ratio=4, swa_page_size=PAGE_TOKENS,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    return DeepSeekV4StateHostPool(
+        "deepseek_v4_c4_state", rings, PAGES, PAGE_TOKENS, layout=layout, pin_memory=False
+    )
+
+
+def nvfp4(layout: str = "page_first") -> tuple[Any, Any]:
+    """Return MiniMax's KV pool of four-bit floats with their scales, and that of its indexer."""
+    common = {
+        "size": PAGES * NVFP4_PAGE_TOKENS, "page_size": NVFP4_PAGE_TOKENS,
+        "dtype": torch.bfloat16, "head_num": 1, "head_dim": 128, "layer_num": 2, "device": "cpu",
+        "enable_memory_saver": False,
+    }  # fmt: skip
+    main, index = MiniMaxM3Nvfp4MainKVPool(**common), MiniMaxM3Nvfp4IndexKPool(**common)
+    rows = [each.get_device_pool_infos()[0].buffer_info for each in (main, index)]
+    anchor = MiniMaxM3Nvfp4MainKVPoolHost(
+        rows[0], 1.5, 0, NVFP4_PAGE_TOKENS, layout, device_capacity_tokens=main.size,
+        start_layer=0, end_layer=2,
+    )  # fmt: skip
+    return anchor, MiniMaxM3Nvfp4IndexKPoolHost(
+        rows[1], anchor, layout, pin_memory=False, start_layer=0, end_layer=2
+    )
+
+
+def qsa(layout: str = "page_first") -> Any:
+    """Return the pool of QSA's compressed keys: groups of tokens, in the pages of the KV pool."""
+    device = QSATokenToKVPool(
+        size=PAGES * PAGE_TOKENS, dtype=torch.bfloat16, page_size=PAGE_TOKENS, head_num=4,
+        head_dim=8, full_attention_layer_ids=[1, 3], device="cpu",
+        mamba_pool=None, qsa_index_kv_heads=1, qsa_index_head_dim=16,
+        qsa_compress_ratio=4, qsa_token_topk=8, num_request_slots=4,
+    )  # fmt: skip
+    return QSAIndexerPoolHost(device, host_pool("mha", layout, device.full_kv_pool))
 
 
 def v4_anchor() -> Any:

@@ -32,9 +32,12 @@ from tests.integration.sglang_side_pools import (
     dsa,
     mamba,
     moved_to,
+    nvfp4,
     plain_config,
+    qsa,
     v4_anchor,
     v4_rows,
+    v4_states,
     window,
 )
 
@@ -54,6 +57,16 @@ SIDE_POOLS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "draft-mla": (PoolName.DRAFT, lambda: host_pool("mla", "layer_first")),
     "v4-page_first": (PoolName.DEEPSEEK_V4_C4, v4_rows),
     "v4-layer_first": (PoolName.DEEPSEEK_V4_C128, lambda: v4_rows("layer_first")),
+    "v4-states-page_first": (PoolName.DEEPSEEK_V4_C4_STATE, v4_states),
+    "v4-states-layer_first": (
+        PoolName.DEEPSEEK_V4_C4_INDEXER_STATE,
+        lambda: v4_states("layer_first"),
+    ),
+    "nvfp4-indexer-page_first": (PoolName.INDEXER, lambda: nvfp4()[1]),
+    "nvfp4-indexer-layer_first": (PoolName.INDEXER, lambda: nvfp4("layer_first")[1]),
+    "qsa-page_first": (PoolName.INDEXER, qsa),
+    "qsa-page_first_direct": (PoolName.INDEXER, lambda: qsa("page_first_direct")),
+    "qsa-layer_first": (PoolName.INDEXER, lambda: qsa("layer_first")),
     "not-yet-known": ("a_pool_of_next_year", window),
 }
 
@@ -370,6 +383,38 @@ def test_an_anchor_without_bytes_is_as_long_as_its_side_pools(cluster: FakeClust
     assert store.batch_set_v1(KEYS, slots) == store.batch_get_v1(KEYS, slots) == [True] * 6
     # Without a pool of which every page must be there, nothing vouches for the prefix.
     assert of_state.kv_hit_pages == store.batch_exists(KEYS) == 0
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_pages_of_four_bit_floats_and_their_indexer_make_one_prefix(
+    cluster: FakeCluster, layout: str
+) -> None:
+    """MiniMax: payload and scales of a page are one object, as long as its indexer has the page."""
+    anchor, indexer = map(filled, nvfp4(layout))
+    store = store_of(cluster, (PoolName.INDEXER, indexer), anchor=anchor)
+    put_kv(store, KEYS)
+    store.batch_set_v2([transfer(PoolName.INDEXER, indexer, KEYS[:4])])
+    before = [flat_page(anchor, page) for page in range(4)]
+    slots = moved_to(anchor, [12, 13, 14, 15])
+
+    found = store.batch_exists_v2(KEYS, [wanted(PoolName.INDEXER, KEYS)])
+    read = store.batch_get_v1(KEYS[:4], slots)
+
+    assert found.kv_hit_pages == 4
+    assert read == [True] * 4
+    assert [flat_page(anchor, page) for page in range(12, 16)] == before
+
+
+def test_four_bit_pages_whose_buffers_have_no_names_are_misses(cluster: FakeCluster) -> None:
+    """SGLang names none in layer_first: nothing is stored, and no prefix is promised."""
+    anchor, indexer = map(filled, nvfp4("layer_first"))
+    store = store_of(cluster, (PoolName.INDEXER, indexer), anchor=anchor)
+
+    stored = store.batch_set_v1(KEYS, moved_to(anchor, list(range(6))))
+
+    assert stored == [False] * 6
+    assert store.batch_exists_v2(KEYS, [wanted(PoolName.INDEXER, KEYS)]).kv_hit_pages == 0
+    assert cluster.pages == {}
 
 
 def test_exists_of_all_pools_is_one_question_that_touches(cluster: FakeCluster) -> None:
