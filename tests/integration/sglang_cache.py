@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from peercache.model.keys import page_keys
+from peercache.sglang.attached import object_keys
 from tests.integration.sglang_pools import flat_page
 from tests.integration.sglang_rig import DTYPE, PAGE_TOKENS, WAIT_S, Shape, ranks
 
@@ -136,8 +136,8 @@ class Cache:
     def remove(self, name: str, hashes: list[str]) -> int:
         """Remove pages of a pool from the cluster; return how many went."""
         attached = self.store._registration.attached
-        digest = attached.digest if name == "kv" else attached.sides[name].digest
-        return int(attached.client.remove(page_keys(hashes, digest)))
+        spaces = attached.spaces if name == "kv" else attached.sides[name].spaces
+        return int(attached.client.remove(object_keys(hashes, spaces.digests)))
 
     def pools(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers of each device pool, (slots, bytes of a row) each, of one layer."""
