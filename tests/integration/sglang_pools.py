@@ -12,7 +12,11 @@ try:
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 except ModuleNotFoundError:  # before 0.5.16
+    from sglang.srt.mem_cache import memory_pool_host
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+
+    # As host_copies.py does it for later versions.
+    memory_pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
     def get_mha_host_pool_cls(pool: Any) -> type:
         """Return the one class that there is."""
