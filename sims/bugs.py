@@ -108,8 +108,11 @@ def _dropped_at_once(right: Any) -> Any:
     def dispute(self: Any, disputed: bytes, now: float) -> Any:
         effects = right(self, disputed, now)
         for effect in effects:
-            for key in records.keys_of(records.from_bytes(effect.message.records)):
-                del self._held[effect.to].parts[key[0]][key]
+            doubted = records.from_bytes(effect.message.records)
+            drops = np.zeros(len(doubted), records.DROP)
+            for field in ("key", "generation"):
+                drops[field] = doubted[field]
+            self._held[effect.to].drop(drops.tobytes())
         return effects
 
     return dispute

@@ -133,9 +133,7 @@ class Liveness:
                 of_holder = known.get(holder)
                 if of_holder is None:
                     return f"directory: {node.place.name} serves {holder:016x}, which is gone"
-                packed = b"".join(
-                    record for part in shard._held[holder].parts for record in part.values()
-                )
+                packed = shard._held[holder].records()
                 keys = b"".join(packed[at : at + 16] for at in range(0, len(packed), 56))
                 if records_in_force(of_holder, keys) != packed:
                     return f"directory: {node.place.name} lies about {holder:016x}"

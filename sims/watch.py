@@ -220,8 +220,11 @@ def _drops(packed: bytes) -> records.Records:
 def held_generation(shard: DirectoryShard, holder: int, key: bytes) -> int | None:
     """Return under which generation a shard holds a page of a holder."""
     holdings = shard._held.get(holder)
-    record = holdings.parts[key[0]].get(key) if holdings is not None else None
-    return None if record is None else int.from_bytes(record[32:40], "little")
+    if holdings is None:
+        return None
+    in_bucket = records.from_bytes(holdings.records(key[0]))
+    found = in_bucket["generation"][in_bucket["key"] == np.void(key)].tolist()
+    return found[0] if found else None
 
 
 def _check_kept(shard: DirectoryShard, before: Generations, cause: str) -> None:

@@ -16,7 +16,8 @@ CFLAGS="$flags -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" L
     "$python" setup.py -q build_ext --inplace
 
 [ $# -gt 0 ] || set -- tests/unit/fabric tests/unit/memory tests/contracts/test_fabrics.py \
-    tests/unit/net/test_handshakes.py
+    tests/unit/net/test_handshakes.py tests/unit/actors/test_directory_table.py \
+    tests/unit/actors/test_directory_table_machine.py
 # Python itself is not instrumented: the runtimes come first, and leaks are not looked for.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so):$(gcc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:log_path="$folder/report" \

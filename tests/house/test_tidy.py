@@ -42,7 +42,7 @@ LAYERS: dict[str, str] = {
     "actors": "model wire wire.messages",
     "actors.membership": "model observability wire.messages actors",
     "actors.ring": "model actors",
-    "actors.directory": "model observability wire.messages actors",
+    "actors.directory": "model observability installation wire.messages actors",
     "actors.publisher": "model observability wire.messages actors",
     "actors.pool": "model observability wire.messages actors",
     "actors.disk": "model observability wire.messages actors",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 SOURCES = (
     "installation/_identity.c",
+    "actors/directory/_table.c",
+    "actors/directory/_table_batches.c",
     "memory/_scatter.c",
     "memory/_seals.c",
     "net/_handshakes.c",
@@ -27,7 +29,7 @@ TLS_SOURCES = (
 )
 """What is compiled into the library with OpenSSL, which an installation may lack."""
 
-HEADERS = ("fabric/tcp/_serving.h", "fabric/tcp/_tls.h")
+HEADERS = ("actors/directory/_table.h", "fabric/tcp/_serving.h", "fabric/tcp/_tls.h")
 """What sources of both libraries include."""
 
 

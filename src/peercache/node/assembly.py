@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable
 from typing import Any, final
 
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.directory.table import SEED_BYTES
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
@@ -60,7 +62,10 @@ class Crew:
         self.ring = RingActor(
             virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
         )
-        self.directory = DirectoryShard(incarnation=me.incarnation, metrics=metrics)
+        # Not of `rng`, whose other numbers peers see: with the seed keys can be made that collide.
+        self.directory = DirectoryShard(
+            incarnation=me.incarnation, metrics=metrics, seed=secrets.token_bytes(SEED_BYTES)
+        )
         self.publisher = Publisher(
             incarnation=me.incarnation,
             republish_rate=config.republish_rate,

@@ -28,8 +28,9 @@ from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, ViewChang
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.ring.actor import RingActor
+from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, DEAD, Member
-from peercache.model.records import DROP, RECORD, RESIDENT, Records, from_bytes
+from peercache.model.records import DROP, RECORD, RECORD_BYTES, RESIDENT, Records, from_bytes
 from peercache.observability.metrics import Metrics
 from peercache.wire import codec
 from peercache.wire.envelope import Envelope, Message
@@ -101,7 +102,9 @@ def located(shard: DirectoryShard, names: Sequence[int], asker: int = 10**6) -> 
 def held_of(shard: DirectoryShard, holder: int) -> dict[bytes, bytes]:
     """Return the packed records that a shard keeps of a holder, by key."""
     held = shard._held.get(holder)
-    return {} if held is None else {k: r for part in held.parts for k, r in part.items()}
+    packed = b"" if held is None else held.records()
+    rows = [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
+    return {row[:KEY_BYTES]: row for row in rows}
 
 
 @attrs.define(eq=False)

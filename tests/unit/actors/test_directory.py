@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -272,6 +274,43 @@ def test_a_repair_of_a_full_share_replaces_its_buckets() -> None:
 
     assert answers == [Acknowledged(2)]
     assert len(located(shard, names)) == 4
+
+
+def test_what_this_host_has_no_memory_for_is_not_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its holder keeps the former owners' records; readers ask on; a smaller message comes in."""
+    monkeypatch.setattr(directory, "ROWS_MAX", 5000)
+    shard = shard_of(A)
+    heard(shard, ME, RecordsChanged(records_of(ME, list(range(4998)), 10), NO_DROPS))
+
+    refused_too = heard(shard, A, put(1, A, [1, 2, 3], 10))
+    (answer,) = heard(shard, 77, Lookup(1, key_of(1)))
+    taken = heard(shard, A, put(2, A, [1, 2], 10))
+
+    assert refused_too == []
+    assert isinstance(answer, Located)
+    assert answer.behind
+    assert refused(shard, "too_many") == 3
+    assert taken == [Acknowledged(2)]
+    assert shard.record_count == 5000
+
+
+def test_ticks_complete_a_growth_of_the_table() -> None:
+    """A shard that hears nothing more does not keep two indices."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, list(range(3000)), 10))
+    assert shard._table.is_growing
+
+    ticks = 0
+    while shard.deadline() < math.inf:
+        shard.on_tick(shard.deadline())
+        shard.check()
+        ticks += 1
+
+    assert ticks >= 1
+    assert not shard._table.is_growing
+    assert len(located(shard, [1, 2, 2999])) == 3
 
 
 def test_a_question_of_too_many_keys_is_refused_with_a_sentence() -> None:

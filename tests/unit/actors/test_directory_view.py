@@ -78,10 +78,10 @@ def test_sweeping_is_bounded_and_comes_to_an_end(monkeypatch: pytest.MonkeyPatch
         shard.on_tick(now)
         shard.check()
         assert shard.deadline() > now
-        left.append(sum(A in holders for holders in shard._holders_of.values()))
+        left.append(shard._table.figures().records - len(held_of(shard, B)))
 
     assert left == [15, 5, 0]
-    assert shard._holders_of == {key_of(3): (B,)}
+    assert list(held_of(shard, B)) == [key_of(3)]
 
 
 def test_refuted_holder_is_repaired_by_its_next_summary() -> None:
@@ -165,7 +165,7 @@ def test_unknown_holder_is_given_up_in_time() -> None:
     shard.check()
 
     assert held_of(shard, A) == {}
-    assert shard._holders_of == {}
+    assert shard._table.figures().records == 0
     assert shard.deadline() == math.inf
 
 

@@ -11,7 +11,7 @@ Keeps   only a holder's own records are taken from it, in the order of its strea
         removes it. A stream goes on after a number that its holder never sent.
 Limits  RECORDS_MAX in all and each member's share of them; UNKNOWN_HOLDERS_MAX,
         UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDERS_TOLD_MAX, LOOKUP_KEYS_MAX, LOCATED_MAX,
-        DISPUTES_MAX, SWEEP_KEYS_MAX, SHARED_TUPLES_MAX.
+        DISPUTES_MAX, SWEEP_KEYS_MAX, GROWTH_SLOTS_MAX, ROWS_MAX.
 
 The directory is a hint: whatever is wrong here costs a miss, or a read that its generation check
 refuses, until the holder's next summary repairs it.
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from typing import final
 
 import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.directory.holdings import NAME_BYTES, Holdings, Parts
+from peercache.actors.directory.holdings import NAME_BYTES, Holdings
+from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
     DirectoryHears,
@@ -39,7 +39,6 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.model import records
 from peercache.model.keys import KEY_BYTES
-from peercache.model.keys import from_bytes as keys_from_bytes
 from peercache.model.member import ALIVE, SUSPECT
 from peercache.model.records import DROP_BYTES, RECORD_BYTES
 from peercache.observability.metrics import Metrics
@@ -62,13 +61,13 @@ UNKNOWN_HOLDERS_MAX = 64
 """Holders that the view does not know yet: a burst of joins whose records came before the view."""
 
 UNKNOWN_RECORDS_MAX = 4096
-"""Records kept for each of those: 2 MB. What is refused comes with the first summary after."""
+"""Records kept for each of those: 320 KB. What is refused comes with the first summary after."""
 
 UNKNOWN_S = 60.0
 """How long they are kept: ten times what a view needs to spread."""
 
 RECORDS_MAX = 2**24
-"""Records kept for all other members together: about 8 GB, and 16 TB in pages of 1 MiB."""
+"""Records kept for all other members together: about 1.3 GB, and 16 TB in pages of 1 MiB."""
 
 SHARE_MEMBERS_MIN = 4
 """One member's share of RECORDS_MAX is twice an even one among the members, and at most a half:
@@ -103,13 +102,13 @@ LOCATED_MAX = 4096
 told; a longer one with fewer, the same number for each key, if they are too many."""
 
 SWEEP_KEYS_MAX = 1024
-"""Keys of ended holders that one tick sweeps: about 2 ms."""
+"""Keys of ended holders that one tick sweeps: about half a millisecond."""
 
 SWEEP_EVERY_S = 0.01
 """Pause between two sweeps, in which questions are answered."""
 
-SHARED_TUPLES_MAX = 4096
-"""Distinct holder tuples that are shared between keys; beyond, sharing starts anew."""
+GROWTH_SLOTS_MAX = 2**17
+"""Slots of the table's index that one tick moves while it grows: about 1 ms."""
 
 
 @final
@@ -120,12 +119,12 @@ class DirectoryShard:
     incarnation: int
     metrics: Metrics | None = None
     records_max: int = RECORDS_MAX
+    seed: bytes = bytes(SEED_BYTES)
+    """What keys are hashed with. A node has one of its own, which no peer can find out."""
+    _table: DirectoryTable = attrs.field(init=False)
     _held: dict[int, Holdings] = attrs.field(factory=dict, init=False)
-    _serving: dict[int, Parts] = attrs.field(factory=dict, init=False)
-    """The parts of the holders that answers may name."""
-    _holders_of: dict[bytes, tuple[int, ...]] = attrs.field(factory=dict, init=False)
-    """Every holder that may hold a key, oldest first; a holder that ended stays until swept."""
-    _shared: dict[tuple[int, ...], tuple[int, ...]] = attrs.field(factory=dict, init=False)
+    _serving: set[int] = attrs.field(factory=set, init=False)
+    """The holders that answers may name."""
     _states: dict[int, int] = attrs.field(factory=dict, init=False)
     """The view: the state of each member."""
     _unknown: dict[int, float] = attrs.field(factory=dict, init=False)
@@ -137,14 +136,18 @@ class DirectoryShard:
     _disputed: dict[bytes, None] = attrs.field(factory=dict, init=False)
     """What was passed on to holders lately: key, holder, offset and generation of each record."""
     _disputed_until: float = attrs.field(default=-math.inf, init=False)
-    _sweeping: deque[tuple[int, Parts]] = attrs.field(factory=deque, init=False)
+    _sweeping: deque[int] = attrs.field(factory=deque, init=False)
+    """The table's entries of holders that ended."""
     _sweep_at: float = attrs.field(default=math.inf, init=False)
+    """When the next part of a sweep, or of the table's growth, is due."""
     _count: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Serve the own pool's records from the start, whatever a view says of this node."""
-        own = self._held[self.incarnation] = Holdings()
-        self._serving[self.incarnation] = own.parts
+        self._table = DirectoryTable(self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX)
+        own = self._begun(self.incarnation, is_served=True)
+        assert own is not None, "a new table has no room for one holder"
+        self._held[self.incarnation] = own
 
     @property
     def record_count(self) -> int:
@@ -169,8 +172,9 @@ class DirectoryShard:
                 return self._dispute(disputed, now)
             case RecordsChanged():
                 own = self._held[self.incarnation]
-                self._index(self.incarnation, fresh=own.put(message.records.tobytes()))
-                self._index(self.incarnation, gone=own.drop(message.drops.tobytes()))
+                put = self._note(own.put(message.records.tobytes()), now)
+                self._refuse("too_many", put.refused)
+                self._note(own.drop(message.drops.tobytes()), now)
                 return []
             case ViewChanged():
                 self._follow(message, now)
@@ -178,7 +182,7 @@ class DirectoryShard:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Sweep a bounded part of what ended holders left; drop holders that no view names."""
+        """Drop holders that no view names; sweep and grow the table, a bounded part of each."""
         for holder, since in list(self._unknown.items()):
             if since + UNKNOWN_S > now:
                 break
@@ -186,11 +190,13 @@ class DirectoryShard:
             self._end(holder, now)
         if self._sweep_at <= now:
             self._sweep(SWEEP_KEYS_MAX)
-            self._sweep_at = now + SWEEP_EVERY_S if self._sweeping else math.inf
+            is_growing = self._table.is_growing and self._table.tend(GROWTH_SLOTS_MAX)
+            has_more = self._sweeping or is_growing
+            self._sweep_at = now + SWEEP_EVERY_S if has_more else math.inf
         return []
 
     def deadline(self) -> float:
-        """Return when the next sweep is due, or the oldest unknown holder is given up."""
+        """Return when the table is to be tended, or the oldest unknown holder is given up."""
         oldest = next(iter(self._unknown.values()), math.inf)
         return min(self._sweep_at, oldest + UNKNOWN_S)
 
@@ -199,45 +205,20 @@ class DirectoryShard:
         assert self.incarnation in self._serving, "the own pool is always served"
         assert len(self._unknown) <= UNKNOWN_HOLDERS_MAX, "too many unknown holders"
         assert len(self._serving) + len(self._unknown) == len(self._held), "a holder in no state"
-        assert bool(self._sweeping) == (self._sweep_at < math.inf), "a sweep without a time"
+        has_work = bool(self._sweeping) or self._table.is_growing
+        # Messages do parts of a growth, too: the time may find it done.
+        assert not has_work or self._sweep_at < math.inf, "a sweep or a growth without a time"
         assert self._count >= 0, "fewer records than none"
 
     # --- questions --------------------------------------------------------------------------------
 
     def _locate(self, keys: bytes, asker: int) -> bytes:
         """Return the packed records of these keys, in key order."""
-        names = keys_from_bytes(keys).tolist()
-        found = self._records_of(names, asker, HOLDERS_TOLD_MAX)
-        if len(found) > LOCATED_MAX:
-            found = self._records_of(names, asker, LOCATED_MAX // len(names))
-        return b"".join(found)
-
-    def _records_of(self, names: list[bytes], asker: int, holders_max: int) -> list[bytes]:
-        """Return the records of these keys, of at most so many holders each."""
-        found: list[bytes] = []
-        before: tuple[int, ...] = ()
-        parts_of: list[Parts] = []
-        for key, holders in zip(names, map(self._holders_of.get, names), strict=True):
-            if holders is None:
-                continue
-            # The pages of a batch most often have the same holders, and then share their tuple.
-            if holders is not before:
-                before, parts_of = holders, self._parts_of(holders, asker, holders_max)
-            bucket = key[0]
-            for parts in parts_of:
-                record = parts[bucket].get(key)
-                if record is not None:
-                    found.append(record)
+        count, found = self._table.locate(keys, asker, HOLDERS_TOLD_MAX)
+        if count > LOCATED_MAX:
+            fewer = LOCATED_MAX // (len(keys) // KEY_BYTES)
+            _, found = self._table.locate(keys, asker, fewer)
         return found
-
-    def _parts_of(self, holders: tuple[int, ...], asker: int, holders_max: int) -> list[Parts]:
-        """Return the parts of the holders that an answer to this asker names."""
-        if len(holders) > holders_max:
-            # Askers start at different places, so that no copy is read by all of them.
-            first = asker % len(holders)
-            holders = (holders[first:] + holders[:first])[:holders_max]
-        serving = self._serving
-        return [serving[holder] for holder in holders if holder in serving]
 
     def _is_behind(self, now: float) -> bool:
         """Return whether this shard lacks records of a holder: then "absent" is not certain."""
@@ -255,10 +236,10 @@ class DirectoryShard:
             if held is None or holder == self.incarnation or holder not in self._serving:
                 continue
             doubted: list[bytes] = []
-            for at in range(0, len(packed), RECORD_BYTES):
-                record = packed[at : at + RECORD_BYTES]
+            for index, is_held in enumerate(held.has(packed)):
+                record = packed[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
                 name = record[:NAME_BYTES]
-                if name in self._disputed or not held.has(record):
+                if not is_held or name in self._disputed:
                     continue
                 if len(self._disputed) >= DISPUTES_MAX:
                     self._refuse("disputes", 1)
@@ -287,17 +268,22 @@ class DirectoryShard:
             self._refuse("too_many", _items(message))
             self._behind.setdefault(holder, now)
             return []
+        match message:
+            case Put(_, packed):
+                change = held.put(self._own_words(holder, packed))
+            case Delete(_, drops):
+                change = held.drop(drops)
+            case Repair(_, buckets, packed):
+                change = held.replace(buckets, self._own_words(holder, packed))
+        self._note(change, now)
+        if change.refused:
+            # This host has no memory for them. The holder must not count on what is not here.
+            self._refuse("too_many", change.refused)
+            self._behind.setdefault(holder, now)
+            return []
         # A gap is no reason to refuse: each change is safe by itself, and the summary finds what
         # was lost.
         held.number, held.late_since = message.number, math.inf
-        match message:
-            case Put(_, packed):
-                self._index(holder, fresh=held.put(self._own_words(holder, packed)))
-            case Delete(_, drops):
-                self._index(holder, gone=held.drop(drops))
-            case Repair(_, buckets, packed):
-                fresh, gone = held.replace(buckets, self._own_words(holder, packed))
-                self._index(holder, fresh=fresh, gone=gone)
         return self._acknowledge(sender, held, message.number)
 
     def _compare(self, sender: Origin, summary: StreamSummary, now: float) -> list[Effect]:
@@ -331,30 +317,40 @@ class DirectoryShard:
         if held is not None:
             return held
         state = self._states.get(holder)
-        if state is None:
-            if len(self._unknown) >= UNKNOWN_HOLDERS_MAX:
-                return None
-            self._unknown[holder] = now
-        elif state not in (ALIVE, SUSPECT):
+        if state is None and len(self._unknown) >= UNKNOWN_HOLDERS_MAX:
+            return None
+        if state not in (None, ALIVE, SUSPECT):
             return None  # Dead until the view says otherwise; then its summary brings all of it.
+        held = self._begun(holder, is_served=state is not None)
+        if held is None:
+            return None
+        if state is None:
+            self._unknown[holder] = now
         if holder in self._ended:
             # It was dead, and its records are gone: its next summary brings them back.
             self._behind[holder] = now
-        held = self._held[holder] = Holdings(number=self._ended.pop(holder, 0))
-        if state is not None:
-            self._serving[holder] = held.parts
+        held.number = self._ended.pop(holder, 0)
+        self._held[holder] = held
         return held
+
+    def _begun(self, holder: int, *, is_served: bool) -> Holdings | None:
+        """Return new holdings of a holder; None if the table has no room for one more."""
+        entry = self._table.begin(holder, is_served=is_served)
+        if entry is None:
+            return None
+        if is_served:
+            self._serving.add(holder)
+        return Holdings(self._table, entry)
 
     def _has_room(self, holder: int, held: Holdings, message: StreamMessage) -> bool:
         if isinstance(message, Delete):
             return True
         more = _items(message)
         if isinstance(message, Repair):
-            more -= sum(len(held.parts[bucket]) for bucket in set(message.buckets))
-        others = self._count - self._held[self.incarnation].content.count
+            more -= held.count_in(message.buckets)
+        others = self._count - self._held[self.incarnation].count
         return (
-            held.content.count + more <= self._share_of(holder)
-            and others + more <= self.records_max
+            held.count + more <= self._share_of(holder) and others + more <= self.records_max
         ) or more <= 0
 
     def _share_of(self, holder: int) -> int:
@@ -374,7 +370,7 @@ class DirectoryShard:
         return taken
 
     def _refuse(self, reason: str, count: int) -> None:
-        if self.metrics is not None:
+        if count and self.metrics is not None:
             self.metrics.records_refused.labels(reason).inc(count)
 
     # --- the view, and holders that end -----------------------------------------------------------
@@ -387,7 +383,8 @@ class DirectoryShard:
                 continue
             self._unknown.pop(holder, None)
             if state in (ALIVE, SUSPECT):
-                self._serving[holder] = held.parts
+                self._serving.add(holder)
+                self._table.serve(held.entry, is_served=True)
                 continue
             self._end(holder, now)
             self._ended[holder] = held.number
@@ -398,62 +395,31 @@ class DirectoryShard:
         """Stop serving a holder now; its keys are swept later, a few at a time."""
         held = self._held.pop(holder)
         self._behind.pop(holder, None)
-        self._serving.pop(holder, None)
-        self._count -= held.content.count
+        self._serving.discard(holder)
+        self._table.serve(held.entry, is_served=False)
+        self._count -= held.count
         self._tell_count()
-        self._sweeping.append((holder, held.parts))
+        self._sweeping.append(held.entry)
         if self._sweep_at == math.inf:
             self._sweep_at = now + SWEEP_EVERY_S
 
     def _sweep(self, budget: int) -> None:
         while self._sweeping and budget > 0:
-            holder, parts = self._sweeping[0]
-            current = self._held.get(holder)
-            while parts and budget > 0:
-                part = parts[-1]
-                while part and budget > 0:
-                    key, _ = part.popitem()
-                    budget -= 1
-                    # It may have refuted and published this page again meanwhile.
-                    if current is None or key not in current.parts[key[0]]:
-                        self._unlist(key, holder)
-                if not part:
-                    parts.pop()
-            if not parts:
+            swept = self._table.sweep(self._sweeping[0], budget)
+            if swept < budget:
+                # None is left. Should the holder have refuted meanwhile, its new records have
+                # another entry.
                 self._sweeping.popleft()
+            budget -= swept
 
-    # --- the index by key -------------------------------------------------------------------------
-
-    def _index(self, holder: int, fresh: Iterable[bytes] = (), gone: Iterable[bytes] = ()) -> None:
-        """Note which keys a holder has come to hold, and which it no longer holds."""
-        holders_of, alone = self._holders_of, self._share((holder,))
-        before = self._count
-        for key in fresh:
-            self._count += 1
-            holders = holders_of.get(key)
-            if holders is None:
-                holders_of[key] = alone
-            elif holder not in holders:
-                holders_of[key] = self._share((*holders, holder))
-        for key in gone:
-            self._count -= 1
-            self._unlist(key, holder)
-        if self._count != before:
+    def _note(self, change: Change, now: float) -> Change:
+        """Count what a batch has changed, and see to the table's growth."""
+        if change.fresh != change.gone:
+            self._count += change.fresh - change.gone
             self._tell_count()
-
-    def _unlist(self, key: bytes, holder: int) -> None:
-        holders = self._holders_of.get(key, ())
-        rest = tuple(other for other in holders if other != holder)
-        if rest:
-            self._holders_of[key] = self._share(rest)
-        else:
-            self._holders_of.pop(key, None)
-
-    def _share(self, holders: tuple[int, ...]) -> tuple[int, ...]:
-        """Return one tuple for all keys with the same holders: a million keys share a few."""
-        if len(self._shared) >= SHARED_TUPLES_MAX:
-            self._shared.clear()
-        return self._shared.setdefault(holders, holders)
+        if self._table.is_growing and self._sweep_at == math.inf:
+            self._sweep_at = now + SWEEP_EVERY_S
+        return change
 
     def _tell_count(self) -> None:
         if self.metrics is not None:

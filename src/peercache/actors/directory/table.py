@@ -1,0 +1,219 @@
+"""The packed table of a shard's records: who holds which pages, 64 bytes a record and its index.
+
+Owns the memory of the table, which `_table.c` lays out and `_table_batches.c` works on. Each method
+is one compiled call a batch. The table knows no streams and no view: a holder is an entry with
+records that answers name or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from peercache.installation.library import function
+from peercache.model.records import BUCKETS, RECORD_BYTES
+
+ROWS_MAX = 2**27
+"""Most records of a table, the own pool's included: 8.6 GB, and the links of a row have no bit
+more. Address space is reserved for all of them, memory is not."""
+
+SLOTS_MIN = 4096
+"""Slots of a new table's index: 32 KiB. An index is never smaller."""
+
+SEED_BYTES = 16
+
+_TABLE = ctypes.c_void_p
+_ENTRY = ctypes.c_int64
+_BYTES = (ctypes.c_char_p, ctypes.c_uint64)
+
+
+def _call(name: str, result: Any, *arguments: Any) -> Any:
+    # A call takes microseconds, the longest a millisecond: to get the GIL back may take five.
+    return function(f"peercache_table_{name}", result, *arguments, keeps_gil=True)
+
+
+_new = _call("new", _TABLE, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
+_free = _call("free", None, _TABLE)
+_begin = _call("begin", ctypes.c_int64, _TABLE, ctypes.c_uint64, ctypes.c_int)
+_serve = _call("serve", ctypes.c_int, _TABLE, _ENTRY, ctypes.c_int)
+_sweep = _call("sweep", ctypes.c_int64, _TABLE, _ENTRY, ctypes.c_uint64)
+_tend = _call("tend", ctypes.c_int, _TABLE, ctypes.c_uint64)
+_put = _call("put", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, ctypes.c_void_p)
+_drop = _call("drop", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, ctypes.c_void_p)
+_replace = _call("replace", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, *_BYTES, ctypes.c_void_p)
+_locate = _call(
+    "locate", ctypes.c_int64, _TABLE, *_BYTES, ctypes.c_uint64, ctypes.c_uint64,
+    ctypes.c_void_p, ctypes.c_uint64,
+)  # fmt: skip
+_has = _call("has", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, ctypes.c_void_p)
+_read = _call(
+    "read", ctypes.c_int64, _TABLE, _ENTRY, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p,
+    ctypes.c_uint64,
+)  # fmt: skip
+_content = _call(
+    "content", ctypes.c_int64, _TABLE, _ENTRY, ctypes.c_void_p, ctypes.c_void_p
+)  # fmt: skip
+_figures = _call("figures", None, _TABLE, ctypes.c_void_p)
+
+
+class Change(NamedTuple):
+    """What a batch has done: records that are new, those that are gone, those without a place."""
+
+    fresh: int
+    gone: int
+    refused: int
+
+
+class Figures(NamedTuple):
+    """What a table holds.
+
+    epoch:   changes with each growth, when it begins and when its old index counts no longer.
+    records: those that are held, of holders that ended included.
+    slots:   of the index, and of the one that it grows from.
+    size_bytes: memory that the table may occupy.
+    """
+
+    epoch: int
+    records: int
+    slots: int
+    size_bytes: int
+
+
+@final
+class DirectoryTable:
+    """The records of some holders, by key and by holder.
+
+    Entries are small numbers that `begin` gives. What a caller may not say (an entry that is not
+    in use, bytes that are no whole records) raises ValueError and changes nothing.
+    """
+
+    def __init__(
+        self, seed: bytes, *, told_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN
+    ) -> None:
+        """Reserve address space; raise MemoryError if there is none.
+
+        seed:     SEED_BYTES that no peer knows: with them keys can be made that collide.
+        told_max: most records of one answer.
+        """
+        if len(seed) != SEED_BYTES:
+            raise ValueError(f"{len(seed)} bytes of a seed, {SEED_BYTES} are needed")
+        table = _new(seed, rows_max, slots_min)
+        while not table and rows_max > slots_min:
+            # A limit of the address space (`ulimit -v`) leaves less.
+            rows_max //= 2
+            table = _new(seed, rows_max, slots_min)
+        if not table:
+            raise MemoryError(f"no address space for a directory of {rows_max} records")
+        self._table = table
+        weakref.finalize(self, _free, table)
+        self._told_max = told_max
+        self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
+        self._change = (ctypes.c_uint64 * 3)()
+        self._is_growing = False
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether `tend` has work, as the last change left it."""
+        return self._is_growing
+
+    # --- holders ----------------------------------------------------------------------------------
+
+    def begin(self, holder: int, *, is_served: bool) -> int | None:
+        """Give a holder an entry without records; None if there are too many."""
+        entry: int = _begin(self._table, holder, is_served)
+        return None if entry < 0 else entry
+
+    def serve(self, entry: int, *, is_served: bool) -> None:
+        """Say whether answers name this holder, from now on."""
+        _check(_serve(self._table, entry, is_served))
+
+    def sweep(self, entry: int, records_max: int) -> int:
+        """Remove so many records of a holder that ended; return how many there were.
+
+        Fewer than `records_max`: none is left, and the entry may be given to another holder.
+        """
+        swept: int = _check(_sweep(self._table, entry, records_max))
+        self._is_growing = self.tend(0)
+        return swept
+
+    def count(self, entry: int) -> int:
+        """Return how many records a holder has."""
+        count: int = _check(_content(self._table, entry, None, None))
+        return count
+
+    def content(self, entry: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """Return how many records a holder has in each bucket, and the XOR of their digests."""
+        counts, digests = np.empty(BUCKETS, np.uint32), np.empty(BUCKETS, np.uint64)
+        _check(_content(self._table, entry, counts.ctypes.data, digests.ctypes.data))
+        return counts, digests
+
+    def read(self, entry: int, bucket: int | None = None) -> bytes:
+        """Return a holder's records of one bucket, or all of them."""
+        first, last = (0, BUCKETS - 1) if bucket is None else (bucket, bucket)
+        count = _check(_read(self._table, entry, first, last, None, 0))
+        into = ctypes.create_string_buffer(count * RECORD_BYTES)
+        _check(_read(self._table, entry, first, last, into, count))
+        return into.raw
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def put(self, entry: int, packed: bytes) -> Change:
+        """Take the records that are newer than those held; all or none are refused."""
+        return self._changed(_put(self._table, entry, packed, len(packed), self._change))
+
+    def drop(self, entry: int, packed: bytes) -> Change:
+        """Let go of each record that is not newer than its drop."""
+        return self._changed(_drop(self._table, entry, packed, len(packed), self._change))
+
+    def replace(self, entry: int, buckets: bytes, packed: bytes) -> Change:
+        """Make these records the whole of these buckets; pass over records of other buckets."""
+        done = _replace(
+            self._table, entry, buckets, len(buckets), packed, len(packed), self._change
+        )
+        return self._changed(done)
+
+    def has(self, entry: int, packed: bytes) -> list[bool]:
+        """Return of each record whether this very one is held: its key, place and generation."""
+        held = np.empty(len(packed) // RECORD_BYTES, np.bool_)
+        _check(_has(self._table, entry, packed, len(packed), held.ctypes.data))
+        told: list[bool] = held.tolist()
+        return told
+
+    def locate(self, keys: bytes, asker: int, holders_max: int) -> tuple[int, bytes]:
+        """Return how many served records these keys have, and the first `told_max` of them.
+
+        They come in key order, those of one key oldest first, of at most `holders_max` holders: an
+        asker begins at a place that its number gives, so that no copy is read by all.
+        """
+        told = self._told
+        count = _check(
+            _locate(self._table, keys, len(keys), asker, holders_max, told, self._told_max)
+        )
+        return count, memoryview(told)[: min(count, self._told_max) * RECORD_BYTES].tobytes()
+
+    # --- growth -----------------------------------------------------------------------------------
+
+    def tend(self, slots_max: int) -> bool:
+        """Do a bounded part of a growth that is under way; return whether it goes on."""
+        self._is_growing = bool(_tend(self._table, slots_max))
+        return self._is_growing
+
+    def figures(self) -> Figures:
+        """Return what the table holds."""
+        figures = (ctypes.c_uint64 * 4)()
+        _figures(self._table, figures)
+        return Figures(*figures)
+
+    def _changed(self, done: int) -> Change:
+        self._is_growing = bool(_check(done))
+        return Change(*self._change)
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        raise ValueError("no such entry, or no whole records")
+    return result

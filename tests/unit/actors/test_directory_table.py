@@ -1,0 +1,410 @@
+"""The packed table of a directory shard: its bounds, its growth, and what a liar may try."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from peercache.actors.directory.table import SLOTS_MIN, DirectoryTable
+from peercache.model.records import RECORD, RECORD_BYTES, Records, from_bytes
+from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+
+SEED = bytes(range(16))
+A, B, C = 11, 12, 13
+MESSAGE = 4096
+"""Records of the longest message."""
+
+
+def table_of(*holders: int, rows_max: int = 10**6, slots_min: int = 512) -> DirectoryTable:
+    """Return a table whose entries 0, 1, … are these holders."""
+    table = DirectoryTable(SEED, told_max=4096, rows_max=rows_max, slots_min=slots_min)
+    for expected, holder in enumerate(holders):
+        assert table.begin(holder, is_served=True) == expected
+    return table
+
+
+def random_records(rng: np.random.Generator, count: int, holder: int = A) -> Records:
+    made = np.zeros(count, RECORD)
+    made["key"] = np.frombuffer(rng.bytes(16 * count), "V16")
+    made["holder"] = holder
+    made["generation"] = 2
+    made["offset"] = np.arange(count) * 4096
+    return made
+
+
+def holders_of(table: DirectoryTable, name: int, asker: int = 0, holders_max: int = 8) -> list[int]:
+    _, told = table.locate(key_of(name), asker, holders_max)
+    holders: list[int] = from_bytes(told)["holder"].tolist()
+    return holders
+
+
+def put(table: DirectoryTable, entry: int, holder: int, names: list[int], generation: int) -> None:
+    change = table.put(entry, records_of(holder, names, generation).tobytes())
+    assert change.refused == 0
+
+
+# --- the order of holders -----------------------------------------------------------------------
+
+
+def test_holders_are_told_oldest_first_wherever_their_rows_lie() -> None:
+    """A holder that let its page go and stored it again is the youngest, in a freed slot or not."""
+    table = table_of(A, B, C)
+    for entry, holder in enumerate((A, B, C)):
+        put(table, entry, holder, [1], 10)
+
+    table.drop(0, drops_of([1], [10]).tobytes())
+    put(table, 0, A, [1], 12)
+    put(table, 1, B, [1], 12)
+
+    assert holders_of(table, 1) == [B, C, A]
+
+
+def test_a_holder_that_comes_back_before_it_is_swept_keeps_its_place() -> None:
+    """Its old records are served no more, and its new ones are as old as they were."""
+    table = table_of(A, B)
+    put(table, 0, A, [1, 2], 10)
+    put(table, 1, B, [1, 2], 10)
+    table.serve(0, is_served=False)
+    again = table.begin(A, is_served=True)
+    assert again is not None
+
+    gone = holders_of(table, 1)
+    put(table, again, A, [1], 4)
+    back = holders_of(table, 1)
+    while table.sweep(0, 1):
+        pass
+    put(table, again, A, [2], 4)
+
+    assert (gone, back) == ([B], [A, B])
+    assert (holders_of(table, 1), holders_of(table, 2)) == ([A, B], [B, A])
+
+
+def test_askers_turn_among_the_holders_that_are_served() -> None:
+    """One that ended takes no place in an answer that is bounded."""
+    table = table_of(*range(20, 30))
+    for entry, holder in enumerate(range(20, 30)):
+        put(table, entry, holder, [1], 10)
+    for entry in range(2, 10, 2):
+        table.serve(entry, is_served=False)
+
+    told = [holders_of(table, 1, asker, holders_max=4) for asker in range(6)]
+
+    assert [len(set(each)) for each in told] == [4] * 6
+    assert {each[0] for each in told} == {20, 21, 23, 25, 27, 29}
+
+
+def test_a_replaced_bucket_takes_what_its_holder_says_even_if_it_is_older() -> None:
+    """A repair is the truth of its buckets; of a key named twice the newer record counts."""
+    table = table_of(A)
+    put(table, 0, A, [1, 2], 20)
+    said = np.concatenate([records_of(A, [1], 10), records_of(A, [1], 6)])
+
+    change = table.replace(0, key_of(1)[:1], said.tobytes())
+
+    assert change == (0, 0, 0)
+    assert from_bytes(table.locate(key_of(1) + key_of(2), 0, 8)[1])["generation"].tolist() == [
+        10,
+        22,
+    ]
+
+
+# --- growth -------------------------------------------------------------------------------------
+
+
+def test_all_is_found_at_each_step_of_a_growth() -> None:
+    """While rows are named by two indices, and after each part that is moved."""
+    rng, table = np.random.default_rng(5), table_of(A, slots_min=SLOTS_MIN)
+    made = random_records(rng, 30_000)
+    table.put(0, made[:20_000].tobytes())
+    while table.tend(1000):
+        pass
+    slots, epochs = table.figures().slots, {table.figures().epoch}
+
+    steps = 0
+    for begin in range(20_000, len(made), 10):
+        table.put(0, made[begin : begin + 10].tobytes())
+        steps += table.tend(512)
+        epochs.add(table.figures().epoch)
+        known = made[rng.integers(0, begin + 10, 300)]
+        _, told = table.locate(known["key"].tobytes(), 0, 8)
+        assert told == known.tobytes()
+
+    assert steps > 20
+    assert len(epochs) > 2
+    assert table.figures().slots > slots
+
+
+def test_no_part_of_a_growth_is_long() -> None:
+    """An index of a quarter million slots is moved in parts of no more than their budget."""
+    rng, table = np.random.default_rng(6), table_of(A, slots_min=2**18)
+    for _ in range(200):
+        table.put(0, random_records(rng, 1000).tobytes())
+        if table.is_growing:
+            break
+    epoch = table.figures().epoch
+
+    parts = 1
+    while table.tend(2**13):
+        parts += 1
+
+    # 360,000 slots are loaded, 8 Ki a part; 260,000 are moved, 4 Ki a part.
+    assert 44 + 64 < parts < 150
+    assert table.figures().epoch == epoch + 2
+
+
+def test_a_table_takes_less_than_80_bytes_a_record() -> None:
+    """Whatever the number of records: rows of 64 bytes, and an index that is half full."""
+    rng, table = np.random.default_rng(7), table_of(A)
+    used = []
+    for _ in range(60):
+        table.put(0, random_records(rng, MESSAGE).tobytes())
+        while table.tend(2**20):
+            pass
+        figures = table.figures()
+        used.append(figures.size_bytes / figures.records)
+
+    assert max(used[10:]) < 80
+    assert min(used) > 64
+
+
+def test_pages_that_come_and_go_leave_the_table_as_large_as_it_was() -> None:
+    """Rows are used again, and tombstones are cleaned up by a new index of the same size."""
+    rng, table = np.random.default_rng(8), table_of(A)
+    alive = random_records(rng, 5000)
+    table.put(0, alive.tobytes())
+    while table.tend(2**20):
+        pass
+    before, epoch = table.figures(), table.figures().epoch
+
+    for _ in range(100):
+        fresh = random_records(rng, 1000)
+        drops = np.zeros(1000, [("key", "V16"), ("generation", "<u8")])
+        drops["key"], drops["generation"] = alive["key"][:1000], 2
+        assert table.drop(0, drops.tobytes()).gone == 1000
+        assert table.put(0, fresh.tobytes()).fresh == 1000
+        alive = np.concatenate([alive[1000:], fresh])
+    while table.tend(2**20):
+        pass
+
+    after = table.figures()
+    assert after.records == 5000
+    assert after.epoch > epoch
+    assert after.size_bytes < 1.3 * before.size_bytes
+    _, told = table.locate(alive["key"][:4000].tobytes(), 0, 8)
+    assert told == alive[:4000].tobytes()
+
+
+def test_an_index_that_is_nearly_empty_shrinks() -> None:
+    """What one large holder took is given back after its sweep."""
+    rng, table = np.random.default_rng(9), table_of(A, B)
+    table.put(0, random_records(rng, 40_000).tobytes())
+    kept = random_records(rng, 100, holder=B)
+    table.put(1, kept.tobytes())
+    while table.tend(2**20):
+        pass
+    before = table.figures().slots
+
+    table.serve(0, is_served=False)
+    while table.sweep(0, 1000):
+        pass
+    while table.tend(2**20):
+        pass
+
+    assert table.figures().slots < before / 20
+    assert table.locate(kept["key"].tobytes(), 0, 8) == (100, kept.tobytes())
+
+
+# --- bounds -------------------------------------------------------------------------------------
+
+
+def test_a_full_table_refuses_a_batch_whole_and_has_room_again_later() -> None:
+    """No record of the batch is taken, and none of those that were there is lost."""
+    table = table_of(A, rows_max=100)
+    put(table, 0, A, list(range(90)), 10)
+
+    refused = table.put(0, records_of(A, list(range(90, 101)), 10).tobytes())
+    replaced = table.replace(0, bytes(256), records_of(A, list(range(11)), 300).tobytes())
+    table.drop(0, drops_of([0], [10]).tobytes())
+    put(table, 0, A, list(range(90, 101)), 10)
+
+    assert refused == (0, 0, 11)
+    assert replaced == (0, 0, 11)
+    assert table.count(0) == 100
+    assert [holders_of(table, name) for name in (0, 1, 100)] == [[], [A], [A]]
+
+
+def test_an_entry_is_given_again_only_after_its_sweep() -> None:
+    """A row names its holder by the entry's number."""
+    table = table_of(A)
+    put(table, 0, A, [1, 2], 10)
+    table.serve(0, is_served=False)
+
+    before = table.begin(B, is_served=True)
+    swept = table.sweep(0, 2), table.sweep(0, 2)
+    after = table.begin(C, is_served=True)
+
+    assert (before, swept, after) == (1, (2, 0), 0)
+    assert table.count(0) == 0
+    assert holders_of(table, 1) == []
+
+
+def test_entries_are_bounded() -> None:
+    """More holders than a row can name are refused."""
+    table = table_of()
+    entries = [table.begin(holder, is_served=True) for holder in range(2**14)]
+
+    assert entries == list(range(2**14))
+    assert table.begin(7, is_served=True) is None
+
+
+def test_what_a_caller_may_not_say_changes_nothing() -> None:
+    """Bytes that are no whole records, and entries that are not in use."""
+    table = table_of(A)
+    put(table, 0, A, [1], 10)
+    whole = records_of(A, [2], 10).tobytes()
+    wrong = [
+        lambda: table.put(0, whole[:-1]),
+        lambda: table.put(0, whole + b"\0"),
+        lambda: table.drop(0, whole),
+        lambda: table.replace(0, b"\0", whole[1:]),
+        lambda: table.has(0, whole[:-8]),
+        lambda: table.locate(bytes(15), 0, 8),
+        lambda: table.read(0, 256),
+        *(
+            lambda entry=entry, call=call: call(entry)  # type: ignore[misc]
+            for entry in (-1, 1, 2**14, 2**62)
+            for call in (
+                lambda entry: table.put(entry, whole),
+                lambda entry: table.drop(entry, b""),
+                lambda entry: table.replace(entry, b"", b""),
+                lambda entry: table.has(entry, whole),
+                lambda entry: table.sweep(entry, 1),
+                lambda entry: table.serve(entry, is_served=True),
+                table.count,
+                table.content,
+                table.read,
+            )
+        ),
+    ]
+
+    for each in wrong:
+        with pytest.raises(ValueError, match="no such entry"):
+            each()
+
+    assert table.figures().records == table.count(0) == 1
+
+
+def test_a_table_without_address_space_is_refused_or_smaller() -> None:
+    """What the links of a row cannot name is no size; a seed of another length is no seed."""
+    with pytest.raises(MemoryError):
+        DirectoryTable(SEED, told_max=8, rows_max=0, slots_min=512)
+    with pytest.raises(ValueError, match="seed"):
+        DirectoryTable(SEED[1:], told_max=8)
+    large = DirectoryTable(SEED, told_max=8, rows_max=2**28, slots_min=512)
+    assert large.begin(A, is_served=True) == 0
+
+
+@pytest.mark.slow
+def test_tables_that_are_gone_give_their_address_space_back() -> None:
+    """Each reserves more than 8 GB of it: 128 TB are soon gone."""
+    for _ in range(12_000):
+        DirectoryTable(SEED, told_max=1)
+
+
+def test_one_answer_tells_no_more_than_its_room() -> None:
+    """The count says how many there would be."""
+    table = DirectoryTable(SEED, told_max=3, rows_max=100, slots_min=512)
+    assert table.begin(A, is_served=True) == 0
+    put(table, 0, A, [1, 2, 3, 4, 5], 10)
+
+    count, told = table.locate(b"".join(map(key_of, (5, 4, 3, 2, 1))), 0, 8)
+
+    assert (count, len(told)) == (5, 3 * RECORD_BYTES)
+
+
+# --- keys that are chosen -----------------------------------------------------------------------
+
+
+def _rotated(words: np.ndarray, by: int) -> np.ndarray:
+    return (words << np.uint64(by)) | (words >> np.uint64(64 - by))
+
+
+def tags_of(keys: np.ndarray, seed: bytes) -> np.ndarray:
+    """Return the high 32 bits of SipHash-1-3 of 16 bytes, without a length: (n, 2) to (n,)."""
+    first, second = np.frombuffer(seed, np.uint64)
+    v = [
+        np.full(len(keys), word ^ np.uint64(constant), np.uint64)
+        for word, constant in (
+            (first, 0x736F6D6570736575),
+            (second, 0x646F72616E646F6D),
+            (first, 0x6C7967656E657261),
+            (second, 0x7465646279746573),
+        )
+    ]
+
+    def turn() -> None:
+        v[0] += v[1]
+        v[1] = _rotated(v[1], 13) ^ v[0]
+        v[0] = _rotated(v[0], 32)
+        v[2] += v[3]
+        v[3] = _rotated(v[3], 16) ^ v[2]
+        v[0] += v[3]
+        v[3] = _rotated(v[3], 21) ^ v[0]
+        v[2] += v[1]
+        v[1] = _rotated(v[1], 17) ^ v[2]
+        v[2] = _rotated(v[2], 32)
+
+    for half in (0, 1):
+        v[3] ^= keys[:, half]
+        turn()
+        v[0] ^= keys[:, half]
+    v[2] ^= np.uint64(0xFF)
+    for _ in range(3):
+        turn()
+    tags: np.ndarray = (v[0] ^ v[1] ^ v[2] ^ v[3]) >> np.uint64(32)
+    return tags
+
+
+def test_keys_with_equal_hashes_are_told_apart() -> None:
+    """A slot's 32 bits are a hint: the key in the row decides."""
+    made = random_records(np.random.default_rng(1), 300_000)
+    tags = tags_of(np.frombuffer(made["key"].tobytes(), np.uint64).reshape(-1, 2), SEED)
+    _, first, counts = np.unique(tags, return_index=True, return_counts=True)
+    twins = np.flatnonzero(np.isin(tags, tags[first[counts > 1]]))
+    assert len(twins) >= 6
+    kept, absent = made[twins[::2]], made[twins[1::2]]
+    table = table_of(A)
+
+    table.put(0, kept.tobytes())
+    without = table.locate(absent["key"].tobytes(), 0, 8)
+    table.put(0, absent.tobytes())
+
+    assert without == (0, b"")
+    assert table.locate(made[twins]["key"].tobytes(), 0, 8)[1] == made[twins].tobytes()
+
+
+def test_keys_chosen_to_collide_do_not_where_the_seed_is_another() -> None:
+    """A liar with all records that it may have, which collide under a seed that it knows.
+
+    Its keys lie in a 512th part of the hash: with that seed each would be searched among
+    thousands of others.
+    """
+    halves = np.random.default_rng(2).integers(0, 2**63, (2**19, 2), np.uint64)
+    chosen = halves[tags_of(halves, SEED) < 2**23]
+    assert len(chosen) > 900
+    made = np.zeros(len(chosen), RECORD)
+    made["key"] = np.frombuffer(chosen.tobytes(), "V16")
+    made["generation"] = 2
+
+    def lookup_s(seed: bytes) -> float:
+        table = DirectoryTable(seed, told_max=4096, rows_max=10**5, slots_min=2**15)
+        assert table.begin(0, is_served=True) == 0
+        table.put(0, made.tobytes())
+        began = time.thread_time()
+        for _ in range(5):
+            assert table.locate(made["key"].tobytes(), 0, 8) == (len(made), made.tobytes())
+        return time.thread_time() - began
+
+    assert lookup_s(bytes(16)) * 5 < lookup_s(SEED)

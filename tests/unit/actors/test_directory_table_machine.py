@@ -1,0 +1,167 @@
+"""The packed table does what dictionaries did, whatever comes in whichever order."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from peercache.actors.directory.table import DirectoryTable
+from peercache.model.records import from_bytes
+from tests.examples import examples
+from tests.unit.actors.directory_model import ModelTable, split
+from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+
+HOLDERS = (11, 12, 13, 2**64 - 1)
+TOLD_MAX = 64
+
+FEW = st.lists(st.integers(0, 40), max_size=8)
+MANY = st.tuples(st.integers(0, 900), st.integers(1, 300)).map(
+    lambda run: list(range(run[0], run[0] + run[1]))
+)
+"""So many that the index grows, and shrinks."""
+NAMES = FEW | MANY
+GENERATION = st.integers(1, 6).map(lambda half: 2 * half)
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Does the same to a table and to its model, and compares what they tell."""
+
+    @initialize(seed=st.binary(min_size=16, max_size=16))
+    def new(self, seed: bytes) -> None:
+        """Begin with a small index, so that it grows often."""
+        self.model = ModelTable()
+        self.table = DirectoryTable(seed, told_max=TOLD_MAX, rows_max=5000, slots_min=512)
+        self.current: dict[int, int] = {}
+        self.ended: list[int] = []
+
+    def entry(self, data: st.DataObject) -> tuple[int, int]:
+        """Choose a holder, and give it an entry if it has none."""
+        holder = data.draw(st.sampled_from(HOLDERS))
+        if holder not in self.current:
+            entry = self.table.begin(holder, is_served=True)
+            assert entry is not None
+            assert entry not in self.model.entries, "an entry is given twice"
+            self.model.begin(entry, holder, is_served=True)
+            self.current[holder] = entry
+        return holder, self.current[holder]
+
+    @rule(data=st.data(), names=NAMES, generation=GENERATION)
+    def put(self, data: st.DataObject, names: list[int], generation: int) -> None:
+        holder, entry = self.entry(data)
+        packed = records_of(holder, names, [generation] * len(names)).tobytes()
+
+        change = self.table.put(entry, packed)
+
+        assert change == (self.model.put(entry, packed), 0, 0)
+
+    @rule(data=st.data(), names=NAMES, generation=GENERATION)
+    def drop(self, data: st.DataObject, names: list[int], generation: int) -> None:
+        _, entry = self.entry(data)
+        packed = drops_of(names, [generation] * len(names)).tobytes()
+
+        assert self.table.drop(entry, packed) == (0, self.model.drop(entry, packed), 0)
+
+    @rule(data=st.data(), names=NAMES, generation=GENERATION, named=FEW)
+    def replace(
+        self, data: st.DataObject, names: list[int], generation: int, named: list[int]
+    ) -> None:
+        """The buckets of some records, of which it may bring none, and others that it names."""
+        holder, entry = self.entry(data)
+        packed = records_of(holder, names, [generation] * len(names)).tobytes()
+        buckets = bytes(key_of(name)[0] for name in [*names[::2], *named])
+
+        change = self.table.replace(entry, buckets, packed)
+
+        assert change.fresh - change.gone == self.model.replace(entry, buckets, packed)
+
+    @precondition(lambda self: self.current)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(sorted(self.current)))
+        entry = self.current.pop(holder)
+        self.table.serve(entry, is_served=False)
+        self.model.entries[entry].is_served = False
+        self.ended.append(entry)
+
+    @precondition(lambda self: self.current)
+    @rule(data=st.data(), is_served=st.booleans())
+    def serve(self, data: st.DataObject, is_served: bool) -> None:
+        entry = self.current[data.draw(st.sampled_from(sorted(self.current)))]
+        self.table.serve(entry, is_served=is_served)
+        self.model.entries[entry].is_served = is_served
+
+    @precondition(lambda self: self.ended)
+    @rule(budget=st.sampled_from((1, 7, 100, 1000)))
+    def sweep(self, budget: int) -> None:
+        """Which records go first is the table's own affair; it says when none is left."""
+        entry = self.ended[0]
+        before = len(self.model.entries[entry].records)
+
+        swept = self.table.sweep(entry, budget)
+
+        assert swept == min(budget, before)
+        is_over = swept < budget
+        left = set() if is_over else {row[:16] for row in split(self.table.read(entry))}
+        assert len(left) == before - swept
+        self.model.keep(entry, left)
+        if is_over:
+            self.ended.pop(0)
+        elif not left:
+            self.model.begin(entry, 0, is_served=False)
+
+    @rule(slots=st.sampled_from((1, 100, 2000)))
+    def tend(self, slots: int) -> None:
+        assert self.table.tend(slots) == self.table.is_growing
+
+    @rule(names=NAMES, asker=st.integers(0, 9), holders_max=st.integers(1, 5))
+    def locate(self, names: list[int], asker: int, holders_max: int) -> None:
+        keys = [key_of(name) for name in names]
+
+        count, told = self.table.locate(b"".join(keys), asker, holders_max)
+
+        expected = self.model.locate(keys, asker, holders_max)
+        assert count == len(expected)
+        assert split(told) == expected[:TOLD_MAX]
+
+    @rule(data=st.data(), names=FEW, generation=GENERATION)
+    def has(self, data: st.DataObject, names: list[int], generation: int) -> None:
+        holder, entry = self.entry(data)
+        packed = records_of(holder, names, [generation] * len(names)).tobytes()
+        held = self.model.entries[entry].records
+
+        told = self.table.has(entry, packed)
+
+        rows = [(held.get(row[:16]) or b"")[:40] == row[:40] for row in split(packed)]
+        assert told == rows
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data())
+    def look_at_a_holder(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(sorted(self.model.entries)))
+        self.compare(entry)
+
+    def compare(self, entry: int) -> None:
+        counts, digests = self.table.content(entry)
+        expected_counts, expected_digests = self.model.content(entry)
+        assert counts.tolist() == expected_counts
+        assert digests.tolist() == expected_digests.tolist()
+        packed = self.table.read(entry)
+        assert self.table.count(entry) == len(from_bytes(packed))
+        assert sorted(split(packed)) == sorted(self.model.entries[entry].records.values())
+
+    def teardown(self) -> None:
+        """In the end the table holds what the model holds, and finds all of it."""
+        if not hasattr(self, "table"):
+            return
+        for entry in self.model.entries:
+            self.compare(entry)
+        for key in self.model.listed:
+            _, told = self.table.locate(key, 0, 8)
+            assert split(told) == self.model.locate([key], 0, 8)
+        held = sum(len(entry.records) for entry in self.model.entries.values())
+        assert self.table.figures().records == held
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=examples(60), stateful_step_count=40)
