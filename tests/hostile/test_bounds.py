@@ -120,6 +120,7 @@ client.batch_set(keys, [bytes(2**20)] * 32)
 """
 
 
+@pytest.mark.slow
 def test_two_stopped_writers_leave_half_of_the_pool() -> None:
     """Each has reserved all that it was given; a third one stores a batch of pages."""
     pages = [bytes([number]) * MIB for number in range(8)]

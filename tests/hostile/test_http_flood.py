@@ -88,6 +88,7 @@ async def _is_open(stream: trio.SocketStream) -> bool:
     return True
 
 
+@pytest.mark.slow
 async def test_steady_flood_keeps_no_probe_out() -> None:
     """A hundred clients a second ask, read nothing and stay for two seconds."""
     held: list[trio.SocketStream] = []

@@ -119,6 +119,7 @@ def test_a_process_of_another_user_is_refused_on_loopback() -> None:
         assert metric(node, "peercache_messages_dropped")["owner"] == 1
 
 
+@pytest.mark.slow
 def test_clear_empties_every_host_and_names_the_ones_that_did_not_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -77,9 +77,8 @@ class Answering:
         self._socket.close()
 
 
-@pytest.mark.parametrize(
-    "answers", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stranger", "member"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [False, True], ids=["stranger", "member"])
 def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
     """The worst answer costs the loop less than 0.1 s, and a few addresses are tried at a time."""
     with (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
 
 KEYS = keys_of("reused", 8)
 
 
+@pytest.mark.slow
 def test_a_node_at_a_reused_address_is_no_member() -> None:
     """Another cluster's node takes the address of a lost member: the others dial it in vain."""
     port = free_port()

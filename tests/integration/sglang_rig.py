@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
-from tests.integration.sglang_fakes import FakeBackedStore  # noqa: F401 - others import it here
 from tests.integration.sglang_pools import DTYPE, HEADS, LAYERS, PAGE_TOKENS, device_pool, host_pool
 
 _IS_RENAMED = "transfer_layer_id_max" in inspect.signature(build_pool_entry).parameters

@@ -1,7 +1,4 @@
-"""Checkpoints of a few megabytes with random weights, made on the spot: a Llama, and a Mellum.
-
-The Mellum is the same model with normed queries and keys, whose layers but each second one attend
-to a window of WINDOW_TOKENS.
+"""A Llama of a few megabytes with random weights, made on the spot.
 
 SGLang's `--load-format dummy` will not do: with its weights of about 1e-3 the greedy tokens stay
 the same even when every cached page is zero, so "equal output" would say nothing. Here the weights
@@ -42,39 +39,13 @@ CONFIG = {
     "mlp_bias": False,
 }
 
-WINDOW_TOKENS = 128
-
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-MELLUM_CONFIG = {
-    **CONFIG,
-    "architectures": ["MellumForCausalLM"],
-    "model_type": "mellum",
-    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
-    "mlp_layer_types": ["dense"] * LAYERS,
-    "sliding_window": WINDOW_TOKENS,
-    "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
-}
-del MELLUM_CONFIG["rope_theta"]
-
 
 def write_tiny_llama(folder: Path, sizes: Mapping[str, int] | None = None) -> Path:
     """Write config.json and model.safetensors of the Llama; equal bytes every time.
 
     sizes: what its config.json has instead of CONFIG's.
     """
-    return _write(folder, {**CONFIG, **(sizes or {})}, {})
-
-
-def write_tiny_mellum(folder: Path) -> Path:
-    """Write config.json and model.safetensors of the Mellum; equal bytes every time."""
-    ones = torch.ones(HEAD_DIM, dtype=torch.bfloat16)
-    norms = ("self_attn.q_norm", "self_attn.k_norm")
-    return _write(folder, MELLUM_CONFIG, dict.fromkeys(norms, ones))
-
-
-def _write(folder: Path, config: dict[str, Any], more: dict[str, torch.Tensor]) -> Path:
-    """Write a checkpoint; more: tensors of each layer beside those of a Llama."""
+    config: dict[str, Any] = {**CONFIG, **(sizes or {})}
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -104,7 +75,6 @@ def _write(folder: Path, config: dict[str, Any], more: dict[str, torch.Tensor]) 
             "mlp.down_proj": weight(hidden, inner),
             "input_layernorm": ones.clone(),
             "post_attention_layernorm": ones.clone(),
-            **{name: each.clone() for name, each in more.items()},
         }
         tensors |= {f"model.layers.{layer}.{name}.weight": t for name, t in parts.items()}
     (folder / "config.json").write_text(json.dumps(config))

@@ -78,6 +78,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_perftest_that_is_slow_or_unsure_is_waited_for_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,13 @@ REFUSED: list[tuple[Attempt, str, str]] = [
 
 @pytest.mark.parametrize("port", COUNTED_BY)
 @pytest.mark.parametrize(
-    ("attempt", "control", "data"), REFUSED, ids=[row[0].__name__ for row in REFUSED]
+    ("attempt", "control", "data"),
+    # Silence is waited for.
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[0] is half_a_handshake))
+        for row in REFUSED
+    ],
+    ids=[row[0].__name__ for row in REFUSED],
 )
 def test_is_refused_counted_and_harms_no_other(
     world: World, attempt: Attempt, control: str, data: str, port: str,

@@ -92,6 +92,7 @@ def engine_of(
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_root_engine_uses_the_node_of_another_user() -> None:
     """It names the node's uid, whose files it would map; the node trusts root anyway."""
     with node_of(NODE_UID) as home:
@@ -114,6 +115,7 @@ def test_an_engine_of_another_user_uses_a_root_node() -> None:
     assert "share_uids = 65533" in stranger.stderr
 
 
+@pytest.mark.slow
 def test_two_users_of_one_group_share_a_node() -> None:
     """Each names the group and the other's uid; without the group nothing is open."""
     node_uid, engine_uid, group = 61_002, 61_001, 62_000

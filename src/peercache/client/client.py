@@ -22,7 +22,8 @@ from typing import Any, TypeAlias, TypeVar, final
 import numpy as np
 
 from peercache.client.assembly import Wiring
-from peercache.client.report import current_report, tell_missed, tell_moved
+from peercache.client.report import current as current_call
+from peercache.client.report import tell_missed, tell_moved
 from peercache.config.settings import Config
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
@@ -264,7 +265,8 @@ class Client:
         metrics.pages_set.labels("here").inc(outcome.here)
         metrics.bytes_written.inc(outcome.copied_bytes)
         metrics.pages_unpublished.inc(outcome.unpublished)
-        tell_moved(outcome.copied, outcome.copied_bytes)
+        if current_call.report is not None:
+            tell_moved(outcome.copied, outcome.copied_bytes)
         self._count("set", Counter(outcome.reasons))
         if reasons.NO_HOME in outcome.reasons:
             self._home.look_now()
@@ -277,7 +279,8 @@ class Client:
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
-            tell_moved(pages, outcome.bytes_by_fabric[fabric])
+            if current_call.report is not None:
+                tell_moved(pages, outcome.bytes_by_fabric[fabric])
         self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a device or a bug has changed bytes under a right word.
@@ -300,8 +303,7 @@ class Client:
     def _contains(self, keys: Keys, until: float, *, touch: bool) -> list[bool]:
         path = self._wiring.reader.exists(self._names(keys), self._tie.cluster, until, touch=touch)
         known, whys = self._bridge.run(path)
-        report = current_report()
-        if report is not None and report.is_detailed:
+        if (report := current_call.report) is not None and report.is_detailed:
             tell_missed(Counter(whys))
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(int(np.argmin(known)) if not known.all() else len(known))
@@ -411,7 +413,8 @@ class Client:
 
     def _count(self, operation: str, pages_by_reason: Mapping[str, int]) -> None:
         """Count the pages that a call did not serve; reason "" is no failure."""
-        tell_missed(pages_by_reason)
+        if current_call.report is not None:
+            tell_missed(pages_by_reason)
         counters = {"get": self.metrics.pages_missed, "set": self.metrics.sets_refused}
         for reason, pages in pages_by_reason.items():
             if reason and operation in counters:

@@ -39,35 +39,32 @@ class _Current(threading.local):
     report: CallReport | None = None
 
 
-_current = _Current()
+current = _Current()
+"""`current.report` is the report that is open in this thread, None where nothing asked for one: an
+attribute, because most calls have none and should pay nothing for it."""
 
 
 @contextmanager
 def reporting(*, is_detailed: bool = False) -> Iterator[CallReport]:
     """Collect what calls in this thread do until the end of the block; an outer block rests."""
-    outer, report = _current.report, CallReport(is_detailed)
-    _current.report = report
+    outer, report = current.report, CallReport(is_detailed)
+    current.report = report
     try:
         yield report
     finally:
-        _current.report = outer
-
-
-def current_report() -> CallReport | None:
-    """Return the report that is open in this thread, None where nothing asked for one."""
-    return _current.report
+        current.report = outer
 
 
 def tell_moved(pages: int, moved_bytes: int) -> None:
     """Add pages that were moved to the open report."""
-    if (report := _current.report) is not None:
+    if (report := current.report) is not None:
         report.pages += pages
         report.bytes += moved_bytes
 
 
 def tell_missed(pages_by_reason: Mapping[str, int]) -> None:
     """Add pages that were not served to the open report; reason "" is no miss."""
-    if (report := _current.report) is not None:
+    if (report := current.report) is not None:
         for reason, pages in pages_by_reason.items():
             if reason and pages:
                 report.misses[reason] += pages

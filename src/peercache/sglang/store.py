@@ -21,7 +21,7 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
-from peercache.client.report import CallReport, current_report, reporting, tell_missed
+from peercache.client.report import CallReport, current, reporting, tell_missed
 from peercache.config.settings import Config
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Prefix
@@ -392,7 +392,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
         runs: of the objects, page by page. objects: (pages,) how many objects each page is.
         """
-        report = current_report() or CallReport()
+        report = current.report or CallReport()
         moved_before, bytes_before = report.pages, report.bytes
         begun_s = time.perf_counter()
         flags = move()

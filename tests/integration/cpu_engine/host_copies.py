@@ -215,8 +215,6 @@ def _equip(module: ModuleType) -> None:
             build(self, *arguments, **options)
 
         module.HostKVCache.__init__ = init
-        # It would want 10 GB free beside pools of a few megabytes.
-        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
         return
     if module.__name__ == _PACKAGE + "common":
         # Pools that are no HostKVCache from the start pin what they have allocated.

@@ -19,6 +19,8 @@ STORIES = (
     "late_spill",
     "stuck",
 )
+WAITING = ("late_load", "late_spill", "stuck")
+"""Stories that outlast a deadline."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,10 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    "story",
+    [pytest.param(story, marks=[pytest.mark.slow] * (story in WAITING)) for story in STORIES],
+)
 def test_disk_that_fails_costs_misses_and_no_more(
     story: str, preloaded: str, tmp_path: Path
 ) -> None:

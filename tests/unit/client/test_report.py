@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from peercache.client.report import current_report, reporting, tell_missed, tell_moved
+from peercache.client.report import current, reporting, tell_missed, tell_moved
 
 
 def test_a_report_collects_until_its_block_ends() -> None:
@@ -22,7 +22,7 @@ def test_a_report_collects_until_its_block_ends() -> None:
 
 
 def test_no_report_is_open_where_nothing_asked_for_one() -> None:
-    assert current_report() is None
+    assert current.report is None
 
 
 def test_an_inner_block_has_a_report_of_its_own() -> None:
@@ -42,7 +42,7 @@ def test_an_error_ends_the_report_too() -> None:
     except ValueError:
         pass
 
-    assert current_report() is None
+    assert current.report is None
 
 
 def test_threads_do_not_write_into_the_reports_of_others() -> None:
