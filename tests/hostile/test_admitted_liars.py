@@ -27,9 +27,8 @@ from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
 WRITING = (Reserve, Commit, Abort, LiveReservations, Remove, Clear)
 
 
-@pytest.mark.parametrize(
-    "count", [2000, pytest.param(20_000, marks=pytest.mark.slow)], ids=["short", "long"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2000, 20_000], ids=["short", "long"])
 def test_a_writer_that_lies_spoils_no_other_page(count: int) -> None:
     """Reservations, commits and lists that fit nothing, mixed with some that do."""
     rng = random.Random(11)
@@ -93,9 +92,8 @@ def fitting(message: Reserve | Commit, rng: random.Random) -> Reserve | Commit:
     )
 
 
-@pytest.mark.parametrize(
-    "count", [3000, pytest.param(30_000, marks=pytest.mark.slow)], ids=["short", "long"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3000, 30_000], ids=["short", "long"])
 def test_a_node_that_lies_costs_no_page_its_bytes(count: int) -> None:
     """A process that was admitted can lie about members and records; nothing breaks.
 

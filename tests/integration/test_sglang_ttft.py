@@ -47,7 +47,7 @@ def test_figures_are_medians_and_the_first_prompt_stands_alone() -> None:
     assert (found["ratio"], found["ratio_to_cold"]) == (1.2, 6.67)
     assert found["first"] == {"warm_tcp_s": 4.0, "warm_shm_s": 3.0}
     assert found["samples"]["tcp"] == [1.0, 1.2, 7.0]
-    assert found["page_bytes"] == 2**20
+    assert found["page_bytes"] == 2**19
 
 
 def test_a_reply_from_another_cache_or_with_other_tokens_ends_the_benchmark() -> None:

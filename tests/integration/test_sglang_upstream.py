@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.patched import FILES, PACKAGE, apply, patched_files, patched_sglang
 from tests.integration.processes import environment
 
 UNIT_TEST = "test/registered/unit/mem_cache/test_hicache_peercache_storage.py"
 
 
+@pytest.mark.slow
 def test_the_unit_test_for_sglang_passes(tmp_path: Path) -> None:
     """Pages go through the backend that SGLang's factory makes by name."""
     # SGLang's test utilities import its benchmarks, and those a package that no page goes through.

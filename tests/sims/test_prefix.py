@@ -22,6 +22,7 @@ def outcome(seed: int) -> Outcome:
     return play(seed, change=two_pools)
 
 
+@pytest.mark.slow
 def test_a_reported_prefix_is_read_or_counted_under_every_fault() -> None:
     """Crashes, loss, evictions: what was reported and is not read has a reason each."""
     counts: Counter[str] = Counter()

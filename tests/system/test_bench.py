@@ -75,6 +75,7 @@ def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_bench_drive_reads_what_bench_serve_holds() -> None:
     """Two commands, as on two hosts: every page arrives and is right."""
     address = f"127.0.0.1:{free_port()}"

@@ -10,6 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache import Client
 from tests.certificates import Certificates
@@ -28,6 +30,7 @@ def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:
     return flags
 
 
+@pytest.mark.slow
 def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
     """The list is copied to one node; all refuse the other one, and its own health says so."""
     with LocalCluster() as cluster:

@@ -264,6 +264,7 @@ def test_a_client_that_is_stopped_while_it_copies_spoils_no_page() -> None:
         assert read(client, keys_of("stopped", 4)) == [True] * 4
 
 
+@pytest.mark.slow
 def test_readers_at_the_edge_of_the_pool_never_see_a_wrong_byte() -> None:
     """A writer evicts as fast as it can while readers of both fabrics follow it closely."""
     with LocalCluster() as cluster:

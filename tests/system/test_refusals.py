@@ -277,6 +277,7 @@ def assert_told_once_a_minute(said: str, component: str, reason: str) -> None:
     assert told
 
 
+@pytest.mark.slow
 def test_the_old_authority_is_refused_after_a_rollover(tmp_path: Path) -> None:
     """While both are trusted, certificates of either are good; afterwards those of one."""
     with Secured(tmp_path / "old") as cluster:

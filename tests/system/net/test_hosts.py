@@ -146,6 +146,7 @@ def test_a_name_that_resolves_late_is_followed_and_delays_no_start() -> None:
         assert_page_travels(cluster, places)
 
 
+@pytest.mark.slow
 def test_a_node_follows_the_address_at_which_it_is_reached() -> None:
     """Its route leads elsewhere: a head with two networks hears of the one that the others use."""
     with hosts(2) as places, trial() as cluster:
