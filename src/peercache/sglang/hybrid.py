@@ -137,7 +137,7 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
             digests.extend(spaces.digests)
     along = object_keys(keys, digests)
     grouped = [row for row in rows if isinstance(row, np.ndarray)]
-    asked = np.concatenate([along, *grouped])
+    asked = np.concatenate([along, *grouped]) if grouped else along
     answer = at.client.touch(asked) if len(asked) else []
     if not isinstance(answer, list) or len(answer) != len(asked):
         raise ValueError(f"exists of {len(asked)} keys answered {answer!r:.80}")
@@ -179,7 +179,7 @@ def _pool_of(at: Attachment, name: Any) -> tuple[HostPages | FlatPages | None, P
 
 def _whole(present: Mask) -> Mask:
     """Return which pages are there, (pages,), of which objects are, (pages, objects)."""
-    whole: Mask = np.logical_and.reduce(present, axis=1)
+    whole: Mask = present[:, 0] if present.shape[1] == 1 else np.logical_and.reduce(present, axis=1)
     return whole
 
 
