@@ -408,3 +408,30 @@ def test_keys_chosen_to_collide_do_not_where_the_seed_is_another() -> None:
         return time.thread_time() - began
 
     assert lookup_s(bytes(16)) * 5 < lookup_s(SEED)
+
+
+# --- authority ----------------------------------------------------------------------------------
+
+
+def test_authority_stands_until_it_is_revoked() -> None:
+    """A new table has none: it lacks what holders are still to tell."""
+    table = table_of(A)
+    at_first = table.authority
+
+    table.grant(b"ring-one")
+    table.tick(12.5)
+    granted, ticked = table.authority, table.figures().tick_ns
+    table.revoke()
+
+    assert (at_first, granted, table.authority) == (None, b"ring-one", None)
+    assert ticked == 12_500_000_000
+
+
+def test_what_is_no_version_of_a_ring_is_refused() -> None:
+    """It could be taken for another ring's."""
+    table = table_of(A)
+
+    with pytest.raises(ValueError, match="7 bytes"):
+        table.grant(b"ring-on")
+
+    assert table.authority is None

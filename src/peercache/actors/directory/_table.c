@@ -522,7 +522,22 @@ int64_t peercache_table_sweep(struct table *t, int64_t entry, uint64_t budget)
     return removed;
 }
 
-/* What there is: epoch, rows that are held, slots of both indices, bytes that may be in use. */
+/* --- authority ------------------------------------------------------------------------------- */
+
+/* Say of which ring this table lacks nothing, by the ring's version; 0: it may lack records. */
+void peercache_table_authorise(struct table *t, uint64_t ring)
+{
+    __atomic_store_n(&t->authority, ring, __ATOMIC_RELEASE);
+}
+
+/* Say that the owner is at work, at this time of CLOCK_MONOTONIC. */
+void peercache_table_tick(struct table *t, uint64_t now_ns)
+{
+    __atomic_store_n(&t->tick_ns, now_ns, __ATOMIC_RELEASE);
+}
+
+/* What there is: epoch, rows that are held, slots of both indices, bytes that may be in use, and
+ * what `authorise` and `tick` have said last. */
 void peercache_table_figures(const struct table *t, uint64_t *figures)
 {
     uint64_t slots = t->index[0].capacity + t->index[1].capacity;
@@ -532,4 +547,6 @@ void peercache_table_figures(const struct table *t, uint64_t *figures)
     figures[2] = slots;
     figures[3] = t->rows_used * sizeof(struct row) + slots * 8 + t->released_until +
                  t->holders_used * sizeof(struct holder);
+    figures[4] = t->authority;
+    figures[5] = t->tick_ns;
 }

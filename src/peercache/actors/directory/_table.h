@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define TABLE_MAGIC 0x454c424154434350 /* "PCCTABLE" */
-#define TABLE_VERSION 1
+#define TABLE_VERSION 2
 #define PAGE_BYTES 4096
 #define KEY_BYTES 16
 #define BUCKETS 256
@@ -61,6 +61,8 @@ struct table {
     uint64_t bytes, holders_at, rows_at;
     struct index index[2];
     uint64_t current; /* the index that is written; the other one is moved out of, if it counts */
+    uint64_t authority; /* the ring of which this table lacks nothing; 0: it may lack records */
+    uint64_t tick_ns;   /* CLOCK_MONOTONIC when its owner was last at work */
     /* The owner's own. */
     uint64_t slots_min, slots_max, rows_max;
     uint64_t rows_used, rows_ready, rows_live; /* ever used, usable, and held now; row 0 is none */

@@ -26,6 +26,9 @@ SLOTS_MIN = 4096
 
 SEED_BYTES = 16
 
+RING_VERSION_BYTES = 8
+"""Of `HashRing.version`; no ring has the version of zeros, which stands for none."""
+
 _TABLE = ctypes.c_void_p
 _ENTRY = ctypes.c_int64
 _BYTES = (ctypes.c_char_p, ctypes.c_uint64)
@@ -57,6 +60,8 @@ _read = _call(
 _content = _call(
     "content", ctypes.c_int64, _TABLE, _ENTRY, ctypes.c_void_p, ctypes.c_void_p
 )  # fmt: skip
+_authorise = _call("authorise", None, _TABLE, ctypes.c_uint64)
+_tick = _call("tick", None, _TABLE, ctypes.c_uint64)
 _figures = _call("figures", None, _TABLE, ctypes.c_void_p)
 
 
@@ -75,12 +80,16 @@ class Figures(NamedTuple):
     records: those that are held, of holders that ended included.
     slots:   of the index, and of the one that it grows from.
     size_bytes: memory that the table may occupy.
+    authority:  the version of the ring that was granted last, as a number; 0 for none.
+    tick_ns:    the last tick.
     """
 
     epoch: int
     records: int
     slots: int
     size_bytes: int
+    authority: int
+    tick_ns: int
 
 
 @final
@@ -195,6 +204,32 @@ class DirectoryTable:
         )
         return count, memoryview(told)[: min(count, self._told_max) * RECORD_BYTES].tobytes()
 
+    # --- authority --------------------------------------------------------------------------------
+
+    def grant(self, ring: bytes) -> None:
+        """Let readers take an absent key as absent, for keys that this node owns on this ring.
+
+        ring: the version of the ring, for which this table lacks no record of a live holder. It
+        stands until `revoke`, and counts while `tick` is called often.
+        """
+        if len(ring) != RING_VERSION_BYTES:
+            raise ValueError(f"{len(ring)} bytes of a ring's version, {RING_VERSION_BYTES} it has")
+        _authorise(self._table, int.from_bytes(ring, "little"))
+
+    def revoke(self) -> None:
+        """Take back what `grant` has said: an absent key may be a record that this table lacks."""
+        _authorise(self._table, 0)
+
+    def tick(self, now_s: float) -> None:
+        """Say that the owner is at work. now_s: seconds of CLOCK_MONOTONIC, the host's."""
+        _tick(self._table, int(now_s * 1e9))
+
+    @property
+    def authority(self) -> bytes | None:
+        """The version of the ring that was granted, None after `revoke` and at the start."""
+        word = self.figures().authority
+        return word.to_bytes(RING_VERSION_BYTES, "little") if word else None
+
     # --- growth -----------------------------------------------------------------------------------
 
     def tend(self, slots_max: int) -> bool:
@@ -204,7 +239,7 @@ class DirectoryTable:
 
     def figures(self) -> Figures:
         """Return what the table holds."""
-        figures = (ctypes.c_uint64 * 4)()
+        figures = (ctypes.c_uint64 * 6)()
         _figures(self._table, figures)
         return Figures(*figures)
 
