@@ -11,6 +11,7 @@ import random
 import attrs
 
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
+from peercache.model.hash_ring import AUTO
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 from peercache.node.link_use import LINKS_MAX
 
@@ -34,7 +35,7 @@ class Options:
     lengths: tuple[int, ...]
     pool_granules: int
     virtual_nodes: int
-    replicas: int
+    replicas: int | str
     max_masters: int
     summary_s: float
     republish_rate: int
@@ -124,6 +125,7 @@ def draw(rng: random.Random, seed: int) -> Options:
     large = nodes > 9
     hosts = rng.randint(max(2, nodes // 2), nodes)
     kinds = rng.randint(1, 4)
+    replicas: list[int | str] = [1, 2, AUTO, AUTO, AUTO]
     return Options(
         seed=seed,
         hosts=hosts,
@@ -134,7 +136,7 @@ def draw(rng: random.Random, seed: int) -> Options:
         lengths=tuple(sorted(rng.sample(LENGTHS, kinds))),
         pool_granules=rng.choice([12, 24, 48, 96, 300]),
         virtual_nodes=rng.choice([4, 16, 16, 40]),
-        replicas=rng.choice([1, 2, 2, 2, 3]),
+        replicas=rng.choice(replicas),
         max_masters=rng.choice([1, 2, 3, 3, 3]),
         summary_s=rng.choice([1.0, 2.0, 2.0]),
         republish_rate=rng.choice([40, 400, 50_000]),

@@ -17,6 +17,7 @@ from peercache.model.prefix import ALL_PAGES, SidePages, prefix_of
 from peercache.model.runs import PageRuns
 from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERIFY_FAILED
 from peercache.paths.cluster import Cluster
+from peercache.paths.locating import ANSWERS_MAX
 from peercache.wire.messages.pool import Clear, Remove
 from sims.client import Heard, SimClient
 from sims.content import POISON, content_of
@@ -267,15 +268,16 @@ class Calls:
 def check_absent(
     cluster: Cluster, keys: PageKeys, reasons: Sequence[str], heard: Heard, *, has_time: bool
 ) -> None:
-    """A page is absent if an owner that knows all says so, or if no other owner is left to ask."""
+    """A page is absent if an owner that knows all says so, or several, or if no other is left."""
     if not has_time:
         return
     for key, reason in zip(keys.tolist(), reasons, strict=True):
         if reason != ABSENT:
             continue
-        owners = set(cluster.ring.owners(from_bytes(key))[0][: cluster.replicas].tolist())
+        owners = set(cluster.ring.owners(from_bytes(key))[0].tolist())
         left = owners - heard.asked[key] - heard.closed
-        if left and not owners & heard.final[key]:
+        said = len(owners & heard.behind[key])
+        if left and said < ANSWERS_MAX and not owners & heard.final[key]:
             detail = f"{key.hex()}: only owners that are behind said so, {len(left)} not asked"
             raise Violation("absent-on-trust", detail)
 

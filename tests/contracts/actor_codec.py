@@ -34,7 +34,7 @@ _CLASSES: dict[str, type[Any]] = {
 class ActorCodec:
     """Encodes and decodes values; a ring travels as its members, and is made anew."""
 
-    def __init__(self, *, virtual_nodes: int, replicas: int) -> None:
+    def __init__(self, *, virtual_nodes: int, replicas: int | str) -> None:
         """Make rings with these settings."""
         self._virtual_nodes = virtual_nodes
         self._replicas = replicas
@@ -57,7 +57,7 @@ class ActorCodec:
             np.save(file, value, allow_pickle=False)
             return ["array", file.getvalue()]
         if isinstance(value, HashRing):
-            return ["ring", *value.members]
+            return ["ring", list(value.members), list(value.hosts)]
         if type(value) in MESSAGES:
             return ["message", codec.encode(Envelope(0, 0, value), cluster=CLUSTER)]
         name = type(value).__name__
@@ -73,7 +73,8 @@ class ActorCodec:
         if name == "array":
             return np.load(BytesIO(parts[0]), allow_pickle=False)
         if name == "ring":
-            return HashRing(parts, virtual_nodes=self._virtual_nodes, replicas=self._replicas)
+            members = dict(zip(*parts, strict=True))
+            return HashRing(members, virtual_nodes=self._virtual_nodes, replicas=self._replicas)
         if name == "message":
             return codec.decode(parts[0], cluster=CLUSTER).message
         return _CLASSES[name](*map(self._value, parts))

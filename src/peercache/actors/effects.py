@@ -68,12 +68,14 @@ class BuildRing:
     """Make the ring of these members beside the loop, and tell the ring actor RingBuilt."""
 
     members: tuple[int, ...]
+    hosts: tuple[str, ...]
     virtual_nodes: int
-    replicas: int
+    replicas: int | str
 
     def ring(self) -> HashRing:
         """Return the ring."""
-        return HashRing(self.members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+        members = dict(zip(self.members, self.hosts, strict=True))
+        return HashRing(members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------

@@ -115,22 +115,23 @@ RemovalHears: TypeAlias = Remove | Clear | Removed | ViewChanged
 
 # --- directory shard ------------------------------------------------------------------------------
 
+
+@attrs.frozen(eq=False)
+class RingChanged:
+    """ring → publisher, directory: the ring as it is now."""
+
+    ring: HashRing
+
+
 StreamMessage: TypeAlias = Put | Delete | Repair
 """One numbered change of a holder's records."""
 
 DirectoryHears: TypeAlias = (
-    Lookup | Disputed | StreamMessage | StreamSummary | RecordsChanged | ViewChanged
+    Lookup | Disputed | StreamMessage | StreamSummary | RecordsChanged | ViewChanged | RingChanged
 )
 
 
 # --- publisher ------------------------------------------------------------------------------------
-
-
-@attrs.frozen(eq=False)
-class RingChanged:
-    """ring → publisher: the ring as it is now."""
-
-    ring: HashRing
 
 
 @attrs.frozen

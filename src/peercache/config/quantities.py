@@ -15,6 +15,8 @@ from typing import Any
 
 DEFAULT_CONTROL_PORT = 31998
 
+AUTO = "auto"
+
 _UNITS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6,
@@ -160,6 +162,16 @@ def parse_whole(value: Any) -> int:
         return int(value)
     except (ValueError, OverflowError, TypeError) as error:
         raise ValueError("wants a whole number") from error
+
+
+def parse_replicas(value: Any) -> int | str:
+    """Return a whole number, or "auto"."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_whole(value)
+    except ValueError as error:
+        raise ValueError(f"wants a whole number, or '{AUTO}'") from error
 
 
 def parse_seconds(value: Any) -> float:

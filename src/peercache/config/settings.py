@@ -27,6 +27,7 @@ from peercache.config.table import (
     LISTEN,
     PEERS,
     POWER_OF_TWO,
+    REPLICAS,
     SECONDS,
     SHARE,
     SIZE,
@@ -269,7 +270,9 @@ class Config:
     dead_s: float = setting(
         SECONDS, 6.0, "Silence after which a member is dead; more than suspect_s."
     )
-    directory_replicas: int = setting(WHOLE, 2, "Nodes that keep each location record.", low=1)
+    directory_replicas: int | str = setting(
+        REPLICAS, "auto", "Nodes that keep each record; auto: one a host, 2 beyond 8 hosts.", low=1
+    )
     virtual_nodes: int = setting(
         WHOLE,
         160,

@@ -51,6 +51,11 @@ DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)
 SIZE = Kind("SIZE", quantities.parse_size, quantities.exact_size)
 POWER_OF_TWO = Kind("SIZE", quantities.parse_power_of_two, quantities.exact_size)
 WHOLE = Kind("N", quantities.parse_whole)
+REPLICAS = Kind(
+    "N",
+    quantities.parse_replicas,
+    measure=lambda value: 1 if value == quantities.AUTO else value,
+)
 SECONDS = Kind("SECONDS", quantities.parse_seconds)
 SHARE = Kind("SHARE", quantities.parse_share)
 SWITCH = Kind("true|false", quantities.parse_switch, lambda value: str(value).lower())

@@ -1,14 +1,14 @@
 """The consistent-hash ring: which nodes own a page's location record.
 
-A pure function of the set of live incarnations, so every process that knows the same set computes
-the same owners. (Karger et al. 1997; owners after the first are the next distinct nodes clockwise,
-as in Dynamo, 2007, §4.3.)
+A pure function of the live incarnations and their hosts, so every process that knows the same set
+computes the same owners. (Karger et al. 1997; owners after the first are the next distinct ones
+clockwise, as in Dynamo, 2007, §4.3.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -20,26 +20,71 @@ TOKENS_KEPT_MEMBERS = 4096
 """Members whose tokens are remembered, 1.3 KB each: most members of a new ring were in the last
 one, and hashing is most of the time that a ring takes."""
 
+AUTO = "auto"
+"""Stands for a number of owners that follows the number of hosts."""
+
+HOSTS_AT_HOME_MAX = 8
+"""Up to so many hosts each of them owns every key. A set sends a message to each owner, and an
+owner keeps 80 bytes a record: beyond, both would grow with the cluster."""
+
+OWNERS_MIN = 2
+"""Owners of a key where there are two nodes, and those of a larger cluster: one may fail."""
+
+Places = npt.NDArray[np.intp]
+
 
 class HashRing:
     """The ring of one set of live incarnations. Immutable."""
 
-    def __init__(self, members: Iterable[int], *, virtual_nodes: int, replicas: int) -> None:
-        """Place `virtual_nodes` tokens a member; a key has up to `replicas` distinct owners."""
-        self.members: tuple[int, ...] = tuple(sorted(set(members)))
-        self.replicas = min(replicas, len(self.members))
-        self.version = hashlib.blake2b(
-            b"".join(m.to_bytes(8, "little") for m in self.members), digest_size=8
-        ).digest()
-        """Digest of the member set; compared only for equality."""
+    def __init__(
+        self,
+        members: Iterable[int] | Mapping[int, str],
+        *,
+        virtual_nodes: int,
+        replicas: int | str,
+        spares: int = 0,
+    ) -> None:
+        """Place `virtual_nodes` tokens a member.
+
+        members:  the incarnations, with the host of each (`Member.boot_id`); without, each is on a
+                  host of its own.
+        replicas: distinct owners of a key. AUTO: one on each host, up to HOSTS_AT_HOME_MAX hosts,
+                  and OWNERS_MIN on different hosts beyond; on one host OWNERS_MIN of its nodes.
+        spares:   further members clockwise that `table` names behind the owners.
+        """
+        hosts = members if isinstance(members, Mapping) else {m: f"{m:x}" for m in members}
+        self.members: tuple[int, ...] = tuple(sorted(hosts))
+        self.hosts: tuple[str, ...] = tuple(hosts[member] for member in self.members)
+        """The host of each member."""
+        self.version = _version(self.members, self.hosts, virtual_nodes, replicas)
+        """Digest of all that the owners depend on; compared only for equality, and never zero."""
         tokens = [_tokens(member, virtual_nodes) for member in self.members]
         points = np.concatenate([np.empty(0, np.uint64), *tokens])
         places = np.repeat(np.arange(len(self.members)), virtual_nodes)
         # Equal tokens, if ever, stay in the order of their members: the same on every node.
         order = np.argsort(points, kind="stable")
         self._tokens = points[order]
-        self.table = self._successors(places[order])
-        """For each arc its owners, as places in `members`: (arcs, replicas)."""
+        clockwise = places[order]
+        by_host = {host: number for number, host in enumerate(sorted(set(self.hosts)))}
+        if isinstance(replicas, int):
+            self.replicas = min(replicas, len(self.members))
+        elif len(by_host) > 1:
+            self.replicas = OWNERS_MIN if len(by_host) > HOSTS_AT_HOME_MAX else len(by_host)
+        else:
+            self.replicas = min(OWNERS_MIN, len(self.members))
+        """How many owners each key has."""
+        count = min(self.replicas + spares, len(self.members))
+        if isinstance(replicas, int) or len(by_host) < OWNERS_MIN:
+            self.table = _next_distinct([], clockwise, clockwise, count)
+        else:
+            host_of = np.array([by_host[host] for host in self.hosts], np.intp)
+            if self.replicas == len(by_host):
+                owners = _one_of_each(clockwise, host_of[clockwise])
+            else:
+                owners = _next_distinct([], clockwise, host_of[clockwise], self.replicas)
+            columns = list(owners.T)
+            self.table = _next_distinct(columns, clockwise, clockwise, count)
+        """For each arc its owners and the spares, as places in `members`: (arcs, columns)."""
         self._incarnations = np.array(self.members, np.uint64)
 
     def __len__(self) -> int:
@@ -47,34 +92,68 @@ class HashRing:
         return len(self.members)
 
     def owners(self, keys: PageKeys) -> npt.NDArray[np.uint64]:
-        """Return the owners of each key, nearest first: (n, min(replicas, members)) uint64."""
+        """Return the owners of each key, nearest first: (n, replicas) uint64."""
         if not self.members:
             return np.empty((len(keys), 0), np.uint64)
-        owners: npt.NDArray[np.uint64] = self._incarnations[self.table[self.arcs(keys)]]
+        table = self.table[:, : self.replicas]
+        owners: npt.NDArray[np.uint64] = self._incarnations[table[self.arcs(keys)]]
         return owners
 
-    def arcs(self, keys: PageKeys) -> npt.NDArray[np.intp]:
+    def arcs(self, keys: PageKeys) -> Places:
         """Return the arc that each key is on, a row of `table`; not for a ring without members."""
         points = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2)[:, 0]
-        arcs: npt.NDArray[np.intp] = np.searchsorted(self._tokens, points) % len(self._tokens)
+        arcs: Places = np.searchsorted(self._tokens, points) % len(self._tokens)
         return arcs
 
-    def _successors(self, clockwise: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return for each arc the places of its first `replicas` distinct members, clockwise."""
-        columns = [clockwise]
-        at = np.arange(len(clockwise))
-        while len(columns) < self.replicas:
-            # One arc further, and again where the member of that arc is an owner already: there are
-            # no fewer members than replicas, so this ends.
-            owner = np.empty_like(clockwise)
-            again = np.arange(len(clockwise))
-            while len(again):
-                at[again] += 1
-                found = clockwise[at[again] % len(clockwise)]
-                owner[again] = found
-                again = again[np.any([column[again] == found for column in columns], axis=0)]
-            columns.append(owner)
-        return np.stack(columns, axis=1)[:, : self.replicas]
+
+def _version(
+    members: tuple[int, ...], hosts: tuple[str, ...], virtual_nodes: int, replicas: int | str
+) -> bytes:
+    digest = hashlib.blake2b(f"{virtual_nodes}/{replicas}".encode(), digest_size=8)
+    for member, host in zip(members, hosts, strict=True):
+        named = host.encode()
+        digest.update(member.to_bytes(8, "little") + len(named).to_bytes(4, "little") + named)
+    # A word of zeros says elsewhere that there is no ring.
+    return digest.digest() if any(digest.digest()) else b"\1" * 8
+
+
+def _next_distinct(columns: list[Places], clockwise: Places, groups: Places, count: int) -> Places:
+    """Return `count` members of each arc, the first clockwise of so many groups: (arcs, count).
+
+    columns: members that each arc has already; the others are of other groups.
+    groups:  the group of each arc's own member, of which there are no fewer than `count`.
+    """
+    if not count:
+        return np.empty((len(clockwise), 0), np.intp)
+    columns = columns or [clockwise]
+    group_of = np.zeros(int(clockwise.max()) + 1, np.intp)
+    group_of[clockwise] = groups
+    at = np.arange(len(clockwise))
+    while len(columns) < count:
+        # One arc further, and again where the group of that arc is named already.
+        owner = np.empty_like(clockwise)
+        again = np.arange(len(clockwise))
+        while len(again):
+            at[again] += 1
+            found = clockwise[at[again] % len(clockwise)]
+            owner[again] = found
+            taken = [group_of[column[again]] == group_of[found] for column in columns]
+            again = again[np.any(taken, axis=0)]
+        columns.append(owner)
+    return np.stack(columns[:count], axis=1)
+
+
+def _one_of_each(clockwise: Places, groups: Places) -> Places:
+    """Return the first member clockwise of each group, nearest first: (arcs, groups)."""
+    arcs = len(clockwise)
+    steps = np.empty((int(groups.max()) + 1, arcs), np.intp)
+    for group in range(len(steps)):
+        own = np.flatnonzero(groups == group)
+        own = np.append(own, own[0] + arcs)
+        steps[group] = own[np.searchsorted(own, np.arange(arcs))]
+    # No two groups have one arc, so no order is left to chance.
+    nearest: Places = clockwise[np.sort(steps, axis=0).T % arcs]
+    return nearest
 
 
 @lru_cache(maxsize=TOKENS_KEPT_MEMBERS)

@@ -19,9 +19,9 @@ class Cluster:
     home:     incarnation of the home node, 0 while there is none.
     members:  the live members (alive or suspect) by incarnation, and a home node that no view has
               named yet.
-    ring:     of the members in the view; made with one owner more than `replicas`, which readers
-              ask during a hand-over.
-    replicas: how many of the ring's owners keep a record.
+    ring:     of the members in the view; its table has one spare, which readers ask during a
+              hand-over.
+    replicas: how many owners each key has.
     query_order: the ring's table, the owners of each arc in the order of this client's questions.
     handover_until: monotonic seconds until which an owner's "absent" is not the last word.
     """
@@ -41,7 +41,7 @@ class Cluster:
         *,
         home: int,
         boot_id: str,
-        replicas: int,
+        replicas: int | str,
         virtual_nodes: int,
         handover_until: float,
         newcomer: Member | None = None,
@@ -52,7 +52,8 @@ class Cluster:
         it owns no record before the others know it.
         """
         live = {i: m for i, m in sorted(view.items()) if m.state in (ALIVE, SUSPECT)}
-        ring = HashRing(live, virtual_nodes=virtual_nodes, replicas=replicas + 1)
+        hosts = {incarnation: member.boot_id for incarnation, member in live.items()}
+        ring = HashRing(hosts, virtual_nodes=virtual_nodes, replicas=replicas, spares=1)
         if newcomer is not None:
             live.setdefault(newcomer.incarnation, newcomer)
         home = home if home in live else 0
@@ -61,8 +62,8 @@ class Cluster:
             boot_id=boot_id,
             members=live,
             ring=ring,
-            query_order=_query_order(ring, home, replicas),
-            replicas=replicas,
+            query_order=_query_order(ring, home),
+            replicas=ring.replicas,
             handover_until=handover_until,
         )
 
@@ -73,7 +74,7 @@ class Cluster:
         return 1 if self.members[holder].boot_id == self.boot_id else 2
 
 
-def _query_order(ring: HashRing, home: int, replicas: int) -> npt.NDArray[np.intp]:
+def _query_order(ring: HashRing, home: int) -> npt.NDArray[np.intp]:
     """Return the ring's table with the owners of each arc in one order for all arcs.
 
     The home node comes first, which a search asks in any case, then the next members round from
@@ -82,7 +83,7 @@ def _query_order(ring: HashRing, home: int, replicas: int) -> npt.NDArray[np.int
     """
     order: npt.NDArray[np.intp] = ring.table.copy()
     if home in ring.members:
-        owners = order[:, :replicas]
+        owners = order[:, : ring.replicas]
         turns = (owners - ring.members.index(home)) % len(ring)
-        order[:, :replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)
+        order[:, : ring.replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)
     return order

@@ -5,7 +5,8 @@ a page may appear anywhere at any moment.
 
 A search asks one question a peer and batch. An owner that does not answer is replaced by its
 replica at once; so is one that knows nothing, for `handover_s` after a view change, or if it says
-that it is behind. In a settled cluster an absent page costs one question.
+that it is behind: then ANSWERS_MAX owners have the last word. In a settled cluster an absent page
+costs one question.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ Mask = npt.NDArray[np.bool_]
 
 LOOKUP_KEYS_MAX = 2048
 """Keys of one Lookup, the most that an owner takes: its answer has room for two holders of each."""
+
+ANSWERS_MAX = 2
+"""Owners whose answers are enough, though all of them are behind, and one more during a hand-over:
+where every host owns every key, to ask them all would take as many round trips."""
 
 EXISTS_TRUSTS_S = 1.0
 """How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
@@ -304,7 +309,8 @@ class _Search:
         self.records: Records = np.zeros(count, RECORD)
         self.known: Mask = np.zeros(count, np.bool_)
         self.fresh: Mask = np.zeros(count, np.bool_)
-        self.answered: Mask = np.zeros(count, np.bool_)
+        self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
+        """How many owners of each key have answered; more than a few do not count."""
         self._settled: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
         self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
@@ -440,7 +446,9 @@ class _Search:
         """Return the keys to ask each peer for: a key goes to its next owner that is available."""
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
-        settled = self.known if in_handover else self.known | self._settled
+        settled = self.known | (self.answered >= ANSWERS_MAX + in_handover)
+        if not in_handover:
+            settled |= self._settled
         left = (~settled).nonzero()[0]
         chosen = np.full(len(self.keys), -1, np.intp)
         for column in range(columns):
@@ -469,7 +477,7 @@ class _Search:
             return  # A home node that the others do not know yet owns nothing.
         place = members.index(peer)
         owned = (self.owners[positions, : self._cluster.replicas] == place).any(axis=1)
-        self.answered[positions[owned]] = True
+        self.answered[positions[owned]] += 1
         if not is_behind:
             self._settled[positions[owned]] = True
 

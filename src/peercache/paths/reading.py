@@ -380,7 +380,7 @@ def _drops(records: Records) -> Records:
 
 
 def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:
-    owners = cluster.ring.owners(np.ascontiguousarray(records["key"]))[:, : cluster.replicas]
+    owners = cluster.ring.owners(np.ascontiguousarray(records["key"]))
     return tuple(
         (peer, Disputed(records[(owners == peer).any(axis=1)][:RECORDS_A_MESSAGE_MAX].tobytes()))
         for peer in np.unique(owners).tolist()

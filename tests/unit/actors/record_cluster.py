@@ -124,7 +124,7 @@ class Node:
 class Cluster:
     """Some nodes and what is in flight between them."""
 
-    replicas: int = 2
+    replicas: int | str = 2
     summary_s: float = 2.0
     republish_rate: float = 50_000.0
     now: float = 0.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 
-from peercache.actors.effects import BuildRing, TellPublisher
+import attrs
+
+from peercache.actors.effects import BuildRing, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
@@ -19,16 +21,17 @@ def ring_actor() -> RingActor:
 
 
 def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
-    """Show a view; return the rings that were told to the publisher."""
+    """Show a view; return the rings that were told to the publisher and the directory."""
     effects = actor.on_message(Origin(1), seen, 0.0)
     actor.check()
-    rings = []
+    rings: dict[type, list[HashRing]] = {TellPublisher: [], TellDirectory: []}
     for effect in effects:
-        assert isinstance(effect, TellPublisher)
+        assert isinstance(effect, (TellPublisher, TellDirectory))
         assert isinstance(effect.fact, RingChanged)
         assert isinstance(effect.fact.ring, HashRing)
-        rings.append(effect.fact.ring)
-    return rings
+        rings[type(effect)].append(effect.fact.ring)
+    assert rings[TellPublisher] == rings[TellDirectory]
+    return rings[TellPublisher]
 
 
 def test_ring_begins_without_members() -> None:
@@ -70,6 +73,18 @@ def test_ring_changes_when_a_suspect_dies() -> None:
     assert [ring.members for ring in rings] == [(1,)]
 
 
+def test_ring_changes_with_the_host_of_a_member() -> None:
+    """The owners depend on hosts, so one member's other host is another ring."""
+    actor = RingActor(virtual_nodes=16, replicas="auto")
+    elsewhere = attrs.evolve(member(3, counter=1), boot_id="another boot")
+    shown(actor, view(1, 2, 3))
+
+    (ring,) = shown(actor, view(1, 2, elsewhere))
+
+    assert ring.members == (1, 2, 3)
+    assert ring.hosts == ("boot", "boot", "another boot")
+
+
 def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
     """It is made beside the loop; the old one serves meanwhile, and later views wait."""
     actor = RingActor(virtual_nodes=160, replicas=2)
@@ -87,13 +102,13 @@ def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
         assert len(effects) == (seen is thousand), "one ring at a time"
     assert max(spent) < 0.010
 
-    first = BuildRing(tuple(range(1, 1001)), 160, 2).ring()
-    told, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
+    first = BuildRing(tuple(range(1, 1001)), ("boot",) * 1000, 160, 2).ring()
+    told, _, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
     assert isinstance(told, TellPublisher)
     assert isinstance(last, BuildRing)
     assert last.members == tuple(range(1, 1003))
     assert actor.current is first
-    (told,) = actor.on_message(Origin(0), RingBuilt(last.ring()), 0.0)
+    told, _ = actor.on_message(Origin(0), RingBuilt(last.ring()), 0.0)
     actor.check()
     assert actor.current.members == last.members
 

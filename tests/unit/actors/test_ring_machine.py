@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from peercache.actors.effects import BuildRing, Effect, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
@@ -94,7 +94,7 @@ class RingMachine(RuleBasedStateMachine):
                 assert len(effect.members) > 3, "a small ring is made at once"
                 self.building = effect
                 continue
-            assert isinstance(effect, TellPublisher)
+            assert isinstance(effect, (TellPublisher, TellDirectory))
             assert isinstance(effect.fact, RingChanged)
             assert isinstance(effect.fact.ring, HashRing)
             self.told = effect.fact.ring

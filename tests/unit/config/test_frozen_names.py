@@ -45,7 +45,7 @@ FROZEN: dict[str, Any] = {
     "heartbeat_s": 1.0,
     "suspect_s": 3.0,
     "dead_s": 6.0,
-    "directory_replicas": 2,
+    "directory_replicas": "auto",
     "virtual_nodes": 160,
     "handover_s": 10.0,
     "summary_s": 2.0,

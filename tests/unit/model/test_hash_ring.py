@@ -18,7 +18,7 @@ def some_keys(count: int, seed: int = 1) -> keys.PageKeys:
     return keys.from_bytes(random.Random(seed).randbytes(16 * count))
 
 
-def ring_of(members: object, replicas: int = 2, virtual_nodes: int = 32) -> HashRing:
+def ring_of(members: object, replicas: int | str = 2, virtual_nodes: int = 32) -> HashRing:
     return HashRing(members, virtual_nodes=virtual_nodes, replicas=replicas)  # type: ignore[arg-type]
 
 
@@ -59,6 +59,64 @@ def test_version_tells_sets_apart() -> None:
     versions = {ring_of(members).version for members in ([], [1], [2], [1, 2], [1, 2, 3])}
 
     assert len(versions) == 5
+
+
+HOSTED = st.dictionaries(st.integers(1, 2**64 - 1), st.integers(1, 12).map(str), max_size=14)
+
+
+def slow_auto_owners(hosted: dict[int, str], key: bytes) -> list[int]:
+    """Walk the circle, and take the first member of each new host."""
+    walk, hosts = slow_owners(set(hosted), len(hosted), key), len(set(hosted.values()))
+    if hosts < 2:
+        return walk[:2]
+    first_of: dict[str, int] = {}
+    for member in walk:
+        first_of.setdefault(hosted[member], member)
+    return list(first_of.values())[: 2 if hosts > 8 else hosts]
+
+
+@given(hosted=HOSTED, blob=st.binary(min_size=64, max_size=64))
+def test_auto_owners_are_the_first_of_each_host_clockwise(
+    hosted: dict[int, str], blob: bytes
+) -> None:
+    """One on each of up to eight hosts, two hosts beyond, and two nodes of a single host."""
+    ring = ring_of(hosted, "auto")
+
+    expected = [slow_auto_owners(hosted, blob[at : at + 16]) for at in range(0, 64, 16)]
+    assert ring.owners(keys.from_bytes(blob)).tolist() == expected
+    assert ring.replicas == len(expected[0])
+
+
+@given(hosted=HOSTED, replicas=st.sampled_from([1, 2, 3, "auto"]), data=st.data())
+def test_spares_follow_the_owners_and_change_nothing_else(
+    hosted: dict[int, str], replicas: int | str, data: st.DataObject
+) -> None:
+    """A client's ring has one more column than a node's, and is the same ring."""
+    batch = some_keys(20)
+    shuffled = dict(data.draw(st.permutations(sorted(hosted.items()))))
+    plain = HashRing(hosted, virtual_nodes=32, replicas=replicas)
+
+    spared = HashRing(shuffled, virtual_nodes=32, replicas=replicas, spares=1)
+
+    assert spared.version == plain.version
+    assert np.array_equal(spared.owners(batch), plain.owners(batch))
+    assert spared.table.shape[1] == min(plain.replicas + 1, len(hosted))
+    for row in spared.table.tolist():
+        assert len(set(row)) == len(row)
+
+
+def test_version_tells_hosts_replicas_and_tokens_apart() -> None:
+    """All that owners depend on is in it."""
+    rings = [
+        ring_of({1: "a", 2: "b"}, "auto"),
+        ring_of({1: "a", 2: "a"}, "auto"),
+        ring_of({1: "ab", 2: ""}, "auto"),
+        ring_of({1: "a", 2: "b"}, 2),
+        ring_of({1: "a", 2: "b"}, 1),
+        ring_of({1: "a", 2: "b"}, 1, virtual_nodes=31),
+    ]
+
+    assert len({ring.version for ring in rings}) == len(rings)
 
 
 def test_removing_a_node_moves_only_its_arcs() -> None:

@@ -158,6 +158,21 @@ def test_absent_at_an_owner_that_is_behind_needs_a_second_owner() -> None:
     assert sum(len(peers) for peers in world.asked(Lookup)[2:]) <= 3
 
 
+def test_where_every_host_owns_every_key_two_owners_that_are_behind_have_the_last_word() -> None:
+    """A round trip to each of eight hosts for every unknown page would be the price of a join."""
+    world = World(6, replicas=6)
+    for node in world.nodes.values():
+        node.is_behind = True
+
+    got = world.get("nowhere")
+    world.handover_until = 200.0
+    world.cluster = world.seen({node.number: node.member for node in world.nodes.values()})
+    again = world.get("nowhere")
+
+    assert got.reasons == again.reasons == [reasons.ABSENT]
+    assert [len(asked) for asked in world.asked(Lookup)] == [1, 1, 1, 1, 1]
+
+
 def test_in_a_handover_the_next_owner_is_asked_and_the_one_before_the_change() -> None:
     """For a while after a view change the new owner may not have been told yet."""
     world = World(5, handover_until=200.0)

@@ -267,7 +267,7 @@ class World:
         self,
         nodes: int = 3,
         *,
-        replicas: int = 2,
+        replicas: int | str = 2,
         verify: str = "generation",
         handover_until: float = -1.0,
         cache_entries: int = 1000,

@@ -33,6 +33,7 @@ from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
     DirectoryHears,
     RecordsChanged,
+    RingChanged,
     StreamMessage,
     ViewChanged,
 )
@@ -178,6 +179,8 @@ class DirectoryShard:
                 return []
             case ViewChanged():
                 self._follow(message, now)
+                return []
+            case RingChanged():
                 return []
         assert_never(message)
 

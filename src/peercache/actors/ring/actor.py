@@ -3,9 +3,10 @@
 Owns    the hash ring of the members that are alive or suspect.
 Hears   ViewChanged, from membership; RingBuilt, when a ring that it asked for is there.
 Says    BuildRing, for a ring that is too large for a turn of the loop; RingChanged, to the
-        publisher, when there is a ring of another set of live members.
-Keeps   the ring is a pure function of that set: equal views make equal rings on every node. The
-        old ring serves until the new one is there; what comes last is a ring of the last view.
+        publisher and the directory, when there is a ring of another set of live members.
+Keeps   the ring is a pure function of that set and its hosts: equal views make equal rings on every
+        node. The old ring serves until the new one is there; what comes last is a ring of the last
+        view.
 Limits  one ring is built at a time: views that change meanwhile cost one more. A ring is as large
         as the view.
 """
@@ -18,7 +19,7 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import BuildRing, Effect, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, RingHears, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
@@ -35,10 +36,11 @@ class RingActor:
     """Follows the view; `current` is the newest ring there is, empty before the first view."""
 
     virtual_nodes: int
-    replicas: int
+    replicas: int | str
     tokens_at_once_max: int = TOKENS_AT_ONCE_MAX
     current: HashRing = attrs.field(init=False)
-    _wanted: tuple[int, ...] = attrs.field(init=False, default=())
+    _wanted: dict[int, str] = attrs.field(init=False, factory=dict)
+    """The live members and their hosts, in the order of the incarnations."""
     _is_building: bool = attrs.field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
@@ -65,28 +67,31 @@ class RingActor:
 
     def check(self) -> None:
         """Assert that a ring of the last view is there, or is being made."""
-        assert self.current.replicas <= max(self.replicas, 0), "more owners than replicas"
-        assert self._is_building or self.current.members == self._wanted, "an old ring for good"
+        assert self._is_building or self._is_current(), "an old ring for good"
 
     def _follow(self, view: ViewChanged) -> list[Effect]:
         # A suspect member stays: it usually refutes, and moving its arcs twice costs far more than
         # a few failed lookups, which readers retry at the replica.
-        self._wanted = tuple(
-            sorted({m.incarnation for m in view.members if m.state in (ALIVE, SUSPECT)})
-        )
+        live = {m.incarnation: m.boot_id for m in view.members if m.state in (ALIVE, SUSPECT)}
+        self._wanted = dict(sorted(live.items()))
         return self._build()
 
+    def _is_current(self) -> bool:
+        names, hosts = tuple(self._wanted), tuple(self._wanted.values())
+        return (names, hosts) == (self.current.members, self.current.hosts)
+
     def _build(self) -> list[Effect]:
-        if self._is_building or self._wanted == self.current.members:
+        if self._is_building or self._is_current():
             return []
-        build = BuildRing(self._wanted, self.virtual_nodes, self.replicas)
+        names, hosts = tuple(self._wanted), tuple(self._wanted.values())
+        build = BuildRing(names, hosts, self.virtual_nodes, self.replicas)
         if len(self._wanted) * self.virtual_nodes <= self.tokens_at_once_max:
             return self._turn(build.ring())
         self._is_building = True
         return [build]
 
     def _turn(self, ring: HashRing) -> list[Effect]:
-        if ring.members == self.current.members:
+        if ring.version == self.current.version:
             return []
         self.current = ring
-        return [TellPublisher(RingChanged(ring))]
+        return [TellPublisher(RingChanged(ring)), TellDirectory(RingChanged(ring))]
