@@ -290,8 +290,8 @@ class Config:
     summary_s: float = setting(
         SECONDS,
         2.0,
-        "Seconds between two summaries of a record stream: how long a lost message may hide a "
-        "page.",
+        "Seconds between two regular summaries of a record stream; longer with more than 16 owners "
+        "for each.",
         above=0,
     )
     republish_rate: int = setting(

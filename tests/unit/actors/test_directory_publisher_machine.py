@@ -24,7 +24,7 @@ from peercache.actors.directory import actor as directory
 from peercache.actors.mailboxes import Republish, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import streams
+from peercache.actors.publisher import streams, turning
 from peercache.model.member import DEAD
 from peercache.wire.messages.directory import (
     Acknowledged,
@@ -57,6 +57,12 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.patched.setattr(streams, "PENDING_MAX", 2)
             self.patched.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 3)
             self.patched.setattr(directory, "SWEEP_KEYS_MAX", 2)
+            self.patched.setattr(turning, "LOOKED_AT_MAX", 4)
+            self.patched.setattr(turning, "BIN_ROWS", 3)
+            self.patched.setattr(turning, "RINGS_MAX", 2)
+            self.patched.setattr(publisher, "SCATTERED_OWNERS", 1)
+            self.patched.setattr(publisher, "SCATTERED_ROWS_MAX", 2)
+            self.patched.setattr(streams, "_ROWS_AT_FIRST", 16)
         for _ in range(2):
             self.last += 1
             self.cluster.add(self.last)

@@ -77,7 +77,7 @@ def test_hand_over_keeps_to_its_rate() -> None:
 
     slices = [puts(heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)).get(A, [])]
     now = 1.0
-    while len(made._queue):
+    while len(made._turning):
         now = made.deadline()
         slices.append(puts(ticked(made, now)).get(A, []))
 

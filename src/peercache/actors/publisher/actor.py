@@ -7,7 +7,8 @@ Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to the clie
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it; a commit is answered
         exactly once.
-Limits  HAND_OVER_ROWS_MAX, RECORDS_A_MESSAGE_MAX, and those of `waiting` and `streams`.
+Limits  HAND_OVER_ROWS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those of `pending`,
+        `streams` and `turning`.
 
 Nothing is sent to this node itself: its shard hears the pool directly, and so counts as an owner
 that has acknowledged.
@@ -40,12 +41,12 @@ from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
 from peercache.actors.publisher.streams import (
     ABSENT,
     CONFIRMED,
-    NO_ROWS,
     OutgoingStream,
     RecordTable,
     Rows,
     Sent,
 )
+from peercache.actors.publisher.turning import Turning
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
     BUCKETS,
@@ -69,11 +70,27 @@ from peercache.wire.messages.directory import (
 SLICE_S = 0.05
 """Pause between two slices of re-publishing: the rate is kept over this time."""
 
+STEP_S = 0.005
+"""Pause between two steps of one slice: other messages come in between."""
+
 ASK_AGAIN_S = 0.25
 """How long an acknowledgement may be missing before a summary asks: hides a lost page briefly."""
 
 HAND_OVER_ROWS_MAX = 4096
-"""Rows looked at in one step of a hand-over."""
+"""Rows handed over in one step, shared among the rings that they may have been told by."""
+
+SCATTERED_OWNERS = 64
+SCATTERED_ROWS_MAX = 256
+"""The same with more owners than that: nearly each row is a message of its own to its former owner,
+and all of them follow from the one acknowledgement of the new one."""
+
+ALL_STREAMS_ROWS_MAX = 64
+"""The same where every stream must be asked whether it holds a row: a thousand streams."""
+
+SUMMARIES_A_SECOND = 8
+"""Regular summaries that a node sends: 16 owners are asked every two seconds, a thousand each in
+two minutes. What is lost is not found by them: a message without acknowledgement is asked about
+within ASK_AGAIN_S."""
 
 
 @final
@@ -93,8 +110,8 @@ class Publisher:
     _number_floor: int = attrs.field(default=0, init=False)
     """No less than the number of any stream that ended: the same owner may come back, and numbers
     that it has seen would be late to it."""
-    _queue: Rows = attrs.field(default=NO_ROWS, init=False)
-    """Rows whose owners have changed and were not told yet, hottest first."""
+    _turning: Turning = attrs.field(init=False)
+    """Rows whose owners have changed and were not told yet."""
     _allowance: float = attrs.field(init=False)
     """Records that may be re-published now; below zero after a large bucket."""
     _allowed_at: float = attrs.field(default=-math.inf, init=False)
@@ -104,6 +121,7 @@ class Publisher:
     def __attrs_post_init__(self) -> None:
         """Start without owners, with a full allowance."""
         self._ring = HashRing([], virtual_nodes=1, replicas=1)
+        self._turning = Turning(self._table)
         self._allowance = self._burst()
 
     def on_message(self, sender: Origin, message: PublisherHears, now: float) -> list[Effect]:
@@ -134,7 +152,7 @@ class Publisher:
         for owner, stream in self._streams.items():
             # An owner that is known to differ is not asked until it has been repaired.
             if _ask_at(stream) <= now and not stream.repairing:
-                next_at = now + self.summary_s * (0.9 + 0.2 * self.rng.random())
+                next_at = now + self._summary_s() * (0.9 + 0.2 * self.rng.random())
                 effects.append(Send(owner, stream.summary(now, next_at)))
         self._due = self._next_due(now)
         return effects
@@ -193,12 +211,31 @@ class Publisher:
     ) -> dict[int, npt.NDArray[np.intp]]:
         """Take rows that change out of every stream; return, by owner, which it must be told of."""
         told: dict[int, npt.NDArray[np.intp]] = {}
-        for owner, stream in self._streams.items():
-            held = updated[stream.state(rows[updated]) != ABSENT]
-            if len(held):
-                stream.retract(rows[held])
-                told[owner] = held
+        for stream, positions in self._holders(rows[updated]):
+            held = updated[positions]
+            stream.retract(rows[held])
+            told[stream.owner] = held
         return told
+
+    def _holders(self, rows: Rows) -> Iterator[tuple[OutgoingStream, npt.NDArray[np.intp]]]:
+        """Yield each stream in which some of these rows are, and their positions, ascending.
+
+        A row is in the streams of its owners, and while it moves in those of its former ones.
+        """
+        turning, keys = self._turning, self._table.records["key"][rows]
+        is_moving = turning.is_looking or bool(self._table.moving[rows].any())
+        if is_moving and turning.former is None:
+            every = np.arange(len(rows))
+            asked = [(owner, every) for owner in self._streams]
+        else:
+            rings = [self._ring, *(turning.former or [])] if is_moving else [self._ring]
+            asked = list(self._by_owner(*[ring.owners(keys) for ring in rings]))
+        for owner, positions in asked:
+            stream = self._streams.get(owner)
+            if stream is None:
+                continue  # It was an owner, and has left the ring.
+            if len(held := positions[stream.state(rows[positions]) != ABSENT]):
+                yield stream, held
 
     def _drop(self, drops: Records, now: float) -> list[Effect]:
         """Withdraw records everywhere, unless they are newer than their drop."""
@@ -210,8 +247,7 @@ class Publisher:
         chosen = np.flatnonzero(ends)
         rows, generations = rows[chosen], drops["generation"][chosen]
         effects: list[Effect] = []
-        for stream in self._streams.values():
-            held = stream.state(rows) != ABSENT
+        for stream, held in self._holders(rows):
             effects += self._delete(stream, rows[held], generations[held], now)
         table.release([keys[at] for at in chosen.tolist()], rows)
         return effects
@@ -219,7 +255,7 @@ class Publisher:
     # --- the ring ---------------------------------------------------------------------------------
 
     def _turn(self, ring: HashRing, now: float) -> list[Effect]:
-        """Follow the ring: queue exactly the rows whose set of owners is another one now."""
+        """Follow the ring: hand over exactly the rows whose set of owners is another one now."""
         before, self._ring = self._ring, ring
         streams: dict[int, OutgoingStream] = {}
         for owner in ring.members:
@@ -228,16 +264,8 @@ class Publisher:
                 streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
         self._number_floor = max([self._number_floor, *(s.number for s in self._streams.values())])
         self._streams = streams
-        rows = self._table.live_rows()
-        keys = self._table.records["key"][rows]
-        old, new = before.owners(keys), ring.owners(keys)
-        if old.shape == new.shape:
-            # Most keys keep their owners in order; only of the others the sets must be compared.
-            other = np.flatnonzero((old != new).any(axis=1))
-            sets_differ = (np.sort(old[other], axis=1) != np.sort(new[other], axis=1)).any(axis=1)
-            rows = rows[other[sets_differ]]
-        self._table.moving[rows] = True
-        return self._enqueue(rows, now)
+        self._turning.begin(before)
+        return self._go_on(now)
 
     def _new_stream(self, owner: int, now: float) -> OutgoingStream:
         return OutgoingStream(
@@ -247,30 +275,41 @@ class Publisher:
             summary_at=now + self.summary_s * (0.5 + self.rng.random()),
         )
 
-    def _enqueue(self, rows: Rows, now: float) -> list[Effect]:
-        """Queue rows among those that wait already; send the first slice at once."""
-        self._queue = self._table.hottest_first(np.union1d(self._queue, rows))
+    def _summary_s(self) -> float:
+        """Return how long a stream waits for its next regular summary."""
+        return max(self.summary_s, len(self._streams) / SUMMARIES_A_SECOND)
+
+    def _go_on(self, now: float) -> list[Effect]:
+        """Take the first step of a hand-over or of a repair at once."""
         effects = self._republish(now)
         self._due = self._next_due(now)
         return effects
 
     def _republish(self, now: float) -> list[Effect]:
-        """Send what the rate allows: repairs and hand-overs, taking turns."""
+        """Take one step of what the rate allows: of a repair, and of the hand-over."""
         earned = self.republish_rate * (now - self._allowed_at)
         self._allowance = min(self._burst(), self._allowance + earned)
         self._allowed_at = now
         effects: list[Effect] = []
-        repairing = [s for s in self._streams.values() if s.repairing]
-        while self._allowance > 0 and (repairing or len(self._queue)):
-            for stream in repairing:
-                for part in stream.repair(self._slice(RECORDS_A_MESSAGE_MAX), now):
-                    effects.append(self._send(stream, part, now))
-                    self._allowance -= 1 + len(part.records) // RECORD_BYTES
-            repairing = [s for s in repairing if s.repairing]
-            size = self._slice(HAND_OVER_ROWS_MAX)
-            rows, self._queue = self._queue[:size], self._queue[size:]
-            effects += self._hand_over(rows[self._table.live[rows]], now)
+        turning = self._turning
+        if turning.is_looking:
+            turning.look(self._ring)
+        stream = next((s for s in self._streams.values() if s.repairing), None)
+        if stream is not None and self._allowance > 0:
+            for part in stream.repair(self._slice(RECORDS_A_MESSAGE_MAX), now):
+                effects.append(self._send(stream, part, now))
+                self._allowance -= 1 + len(part.records) // RECORD_BYTES
+        if turning.has_more and self._allowance > 0:
+            effects += self._hand_over(turning.take(self._slice(self._rows_a_step())), now)
+        turning.settled()
         return effects
+
+    def _rows_a_step(self) -> int:
+        former = self._turning.former
+        if former is None:
+            return ALL_STREAMS_ROWS_MAX
+        most = HAND_OVER_ROWS_MAX // (1 + len(former))
+        return most if len(self._streams) <= SCATTERED_OWNERS else min(most, SCATTERED_ROWS_MAX)
 
     def _hand_over(self, rows: Rows, now: float) -> list[Effect]:
         """Put rows to those of their owners, as of now, that were never told."""
@@ -293,26 +332,29 @@ class Publisher:
         for owner, owned in self._by_owner(owners):
             arrived[owned] &= self._streams[owner].state(rows[owned]) == CONFIRMED
         rows, owners = rows[arrived], owners[arrived]
-        self._table.moving[rows] = False
         effects: list[Effect] = []
-        for owner, stream in self._streams.items():
-            former = (stream.state(rows) != ABSENT) & ~(owners == np.uint64(owner)).any(axis=1)
-            left = rows[former]
+        for stream, held in self._holders(rows):
+            left = rows[held[(owners[held] != np.uint64(stream.owner)).all(axis=1)]]
             generations = self._table.records["generation"][left]
             effects += self._delete(stream, left, generations, now)
+        self._table.moving[rows] = False
         return effects
 
     def _by_owner(
-        self, owners: npt.NDArray[np.uint64]
+        self, *tables: npt.NDArray[np.uint64]
     ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
         """Yield each owner other than this node, and the positions that it owns, ascending."""
+        owners = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
         flat = owners.ravel()
         order = np.argsort(flat, kind="stable")
         grouped = flat[order]
         cuts = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(flat)]
         for start, end in pairwise(cuts):
             if start < end and (owner := int(grouped[start])) != self.incarnation:
-                yield owner, order[start:end] // owners.shape[1]
+                positions = order[start:end] // owners.shape[1]
+                if len(tables) > 1:  # It owned some of them on several rings.
+                    positions = positions[np.diff(positions, prepend=-1) != 0]
+                yield owner, positions
 
     # --- owners -----------------------------------------------------------------------------------
 
@@ -368,8 +410,9 @@ class Publisher:
             self.metrics.repairs.inc()
         if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
             # It has let go of everything: publish anew, hottest first, instead of by bucket.
-            return self._enqueue(stream.restart(), now)
-        return self._enqueue(NO_ROWS, now)
+            stream.restart()
+            self._turning.begin(None)
+        return self._go_on(now)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -407,10 +450,18 @@ class Publisher:
         return max(1, min(most, int(self._allowance)))
 
     def _next_due(self, now: float) -> float:
-        due = self._waiting.deadline()
+        turning, due = self._turning, self._waiting.deadline()
+        is_repairing = False
         for stream in self._streams.values():
-            due = min(due, now + SLICE_S if stream.repairing else _ask_at(stream))
-        return min(due, now + SLICE_S) if len(self._queue) else due
+            if stream.repairing:
+                is_repairing = True
+            else:
+                due = min(due, _ask_at(stream))
+        if turning.is_looking:
+            return min(due, now + STEP_S)
+        if turning.has_more or is_repairing:
+            return min(due, now + (STEP_S if self._allowance > 0 else SLICE_S))
+        return due
 
 
 def _ask_at(stream: OutgoingStream) -> float:

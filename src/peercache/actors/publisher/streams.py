@@ -19,7 +19,6 @@ from peercache.model.records import (
     DROP,
     RECORD,
     RECORDS_A_MESSAGE_MAX,
-    RESIDENT,
     Content,
     Records,
     buckets_of,
@@ -87,16 +86,6 @@ class RecordTable:
         self.live[rows] = False
         self.moving[rows] = False
         self.free.extend(rows.tolist())
-
-    def live_rows(self) -> Rows:
-        """Return the rows of all records."""
-        return np.flatnonzero(self.live)
-
-    def hottest_first(self, rows: Rows) -> Rows:
-        """Return rows with the newest commits first, and what is on disk only behind them all."""
-        records = self.records[rows]
-        order: Rows = np.lexsort((records["generation"], records["flags"] & RESIDENT))[::-1]
-        return rows[order]
 
     def _grow(self) -> None:
         size = len(self.live)
@@ -261,14 +250,13 @@ class OutgoingStream:
         cuts = range(0, len(rest), RECORDS_A_MESSAGE_MAX)
         return [repair, *(self.put(rest[at : at + RECORDS_A_MESSAGE_MAX], now) for at in cuts)]
 
-    def restart(self) -> Rows:
-        """Begin anew at an owner that holds nothing of this node; return the rows to put."""
-        held = np.flatnonzero(self._states())
-        self.retract(held)
+    def restart(self) -> None:
+        """Begin anew at an owner that holds nothing of this node: each row must be put again."""
+        self.content = Content()
+        self._state = np.zeros(len(self._state), np.uint8)
         self.pending.clear()
         self._differing[:] = False
         self.repairing = False
-        return held
 
     def waits_since(self) -> float:
         """Return since when an answer of this owner is overdue; inf if none is."""
