@@ -29,6 +29,7 @@ from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Greet, Post, Step
 from peercache.paths.steps import Place as PlaceStep
@@ -115,6 +116,7 @@ class SimClient:
             verify=config.verify,
             space=self.namespace.space_tag(),
             clock=place.now,
+            mirrorer=self._mirrorer() if config.mirror_pulls != OFF else None,
         )
         self.writer = Writer(
             cache=self.cache,
@@ -164,6 +166,22 @@ class SimClient:
     def cluster(self) -> Cluster:
         """What is known of the cluster."""
         return self.tie.cluster
+
+    def mirror_home(self) -> MirrorHome | None:
+        """Return where copies of what other hosts hold may be kept now."""
+        attached = self.tie.attached
+        if attached is None or self.reader.mirrorer is None:
+            return None
+        return MirrorHome(attached.incarnation, attached.reservations)
+
+    def _mirrorer(self) -> Mirrorer:
+        return Mirrorer(
+            pulls=self.config.mirror_pulls,
+            cache=self.cache,
+            breakers=self.breakers,
+            namespace_tag=self.namespace.tag(),
+            clock=self.place.now,
+        )
 
     # --- life -------------------------------------------------------------------------------------
 

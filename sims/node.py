@@ -107,6 +107,7 @@ class SimNode:
             rng=rng,
             metrics=self.metrics,
         )
+        self.crew.pool.mirrors.lately_s = options.mirror_lately_s
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0
         self.memory.may_write = self._has_reserved
@@ -332,6 +333,8 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         republish_rate=options.republish_rate,
         verify=options.verify,
         location_cache_entries=options.cache_entries,
+        mirror_pulls=options.mirror_pulls,
+        mirror_share=options.mirror_share,
     )
 
 

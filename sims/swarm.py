@@ -10,6 +10,7 @@ import random
 
 import attrs
 
+from peercache.actors.pool.mirrors import LATELY_S
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
 from peercache.model.hash_ring import AUTO
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
@@ -91,6 +92,9 @@ class Options:
     impostor_rate: float
     handover_s: float
     links_max: int
+    mirror_pulls: str
+    mirror_share: float
+    mirror_lately_s: float
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
 
@@ -188,4 +192,8 @@ def draw(rng: random.Random, seed: int) -> Options:
         handover_s=rng.choice([0.5, 10.0]),
         # Twice the bound reaches every member: with fewer links a large cluster may never settle.
         links_max=rng.choice([LINKS_MAX, LINKS_MAX, max(8, nodes // 2)]),
+        mirror_pulls=rng.choice(["off", "hot", "all"]),
+        mirror_share=rng.choice([0.1, 0.25, 0.5]),
+        # The real time, and such as passes often in a run.
+        mirror_lately_s=rng.choice([LATELY_S, 1.0, 0.1]),
     )

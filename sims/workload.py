@@ -164,9 +164,11 @@ class Calls:
         started = trio.current_time()
         until = _until(client, timeout_s)
         cluster = client.cluster
-        path = client.reader.get(keys, _runs(regions, rng), cluster, until)
+        attached, home = client.attached, client.mirror_home()
+        path = client.reader.get(keys, _runs(regions, rng), cluster, until, home)
         heard = Heard(tuple(cluster.members))
-        outcome = await client.drive(path, None, heard)
+        outcome = await client.drive(path, attached.memory if attached else None, heard)
+        self.counts["mirrored"] = self.counts.get("mirrored", 0) + outcome.mirrored
         self._close(regions)
         check_absent(cluster, keys, outcome.reasons, heard, has_time=client.place.now() < until)
         self._ended(client, "get", started, timeout_s, outcome.hits, outcome.reasons)

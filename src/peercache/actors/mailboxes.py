@@ -49,6 +49,7 @@ from peercache.wire.messages.pool import (
     Remove,
     Removed,
     Reserve,
+    ReserveMirror,
     Touched,
 )
 from peercache.wire.messages.promote import Promote
@@ -258,7 +259,7 @@ class PromoteAnswered:
 
 
 PoolHears: TypeAlias = (
-    Reserve | Commit | Abort | LiveReservations | Touched | Remove | Clear
+    Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | ReserveAhead | ClientGone | PoolGrew
     | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | PagesSought | PromoteAnswered
 )  # fmt: skip

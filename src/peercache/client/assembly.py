@@ -30,6 +30,7 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.mirroring import OFF, Mirrorer
 from peercache.paths.reading import Reader
 from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric
@@ -79,7 +80,7 @@ class Wiring:
         locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
         self.reader = Reader(
             locator=locator, cache=self.cache, verify=config.verify,
-            space=namespace.space_tag(), clock=self.clock,
+            space=namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(),
         )  # fmt: skip
         self.writer = Writer(
             cache=self.cache,
@@ -144,6 +145,17 @@ class Wiring:
                 each()
 
         return end
+
+    def _mirrorer(self) -> Mirrorer | None:
+        if self._config.mirror_pulls == OFF:
+            return None
+        return Mirrorer(
+            pulls=self._config.mirror_pulls,
+            cache=self.cache,
+            breakers=self.breakers,
+            namespace_tag=self._namespace.tag(),
+            clock=self.clock,
+        )
 
     def _make_asker(self) -> Asker:
         return Asker(

@@ -30,6 +30,7 @@ from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
+from peercache.paths.mirroring import MirrorHome
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import Clear, Remove, Removed
 from peercache.wire.messages.session import Stats, StatsAsked
@@ -275,7 +276,15 @@ class Client:
 
     def _get(self, keys: Keys, segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
-        outcome = self._bridge.run(self._wiring.reader.get(names, runs, self._tie.cluster, until))
+        reader, cluster = self._wiring.reader, self._tie.cluster
+        if reader.mirrorer is not None and (attached := self._tie.attached) is not None:
+            home = MirrorHome(attached.incarnation, attached.reservations)
+            outcome = self._bridge.run(
+                reader.get(names, runs, cluster, until, home), attached.memory
+            )
+            self.metrics.pages_mirrored.inc(outcome.mirrored)
+        else:
+            outcome = self._bridge.run(reader.get(names, runs, cluster, until))
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])

@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from peercache.config.other_names import REMOVED, SGLANG_KEYS
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
 from peercache.config.table import (
     DEVICES,
@@ -68,28 +69,6 @@ WAYS_OUT = (
     "a trial in which every process that connects may read every page, set insecure = NAME"
 )
 """What the error about an open address tells to do."""
-
-REMOVED = {
-    "credentials": "is gone: a secret that all share tells no process apart. Use certificates "
-    "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
-}
-"""Settings of earlier builds, and what to use instead: one that is left over protects nothing."""
-
-SGLANG_KEYS = frozenset(
-    {
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "allocator",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-        "tp_lcm_size",
-    }
-)
-"""Keys of SGLang's extra-config JSON that are SGLang's own."""
 
 
 @attrs.frozen
@@ -219,6 +198,15 @@ class Config:
         "Most bytes one client may have reserved and not committed; 0 is its share of half of the "
         "pool.",
         low=0,
+    )
+    mirror_pulls: str = setting(
+        choice("off", "hot", "all"),
+        "off",
+        "Which pages a client keeps a copy of in its home node's pool when it has read them from "
+        "another host: hot is those that it read within the last minute too.",
+    )
+    mirror_share: float = setting(
+        SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
     )
     # --- disk
     disk_enabled: bool = setting(

@@ -82,6 +82,7 @@ class Crew:
             rng=rng,
             metrics=metrics,
             has_disk=config.disk_enabled,
+            mirror_share=config.mirror_share,
         )
         self.disk = DiskTier(
             writes_through=config.write_policy == "through",

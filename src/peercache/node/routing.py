@@ -68,6 +68,7 @@ from peercache.wire.messages.pool import (
     Remove,
     Removed,
     Reserve,
+    ReserveMirror,
     Touched,
 )
 from peercache.wire.messages.promote import Promote, Promoted
@@ -147,7 +148,7 @@ class NodeMailboxes:
                 return self.directory.offer(sender, message, size_bytes)
             case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
                 return self.publisher.offer(sender, message, size_bytes)
-            case Reserve() | Commit() | Abort() | LiveReservations():
+            case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)
             case Touched():
                 return self.pool.offer(sender, message, size_bytes)

@@ -81,8 +81,18 @@ class Metrics:
             "records_refused", "Records that this shard refused.", "reason"
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        self._make_mirrors(counter, gauge)
         self._make_trust(counter, gauge)
         self._make_disk(registry, counter, gauge)
+
+    def _make_mirrors(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of copies of pages that other hosts hold."""
+        self.pages_mirrored = counter(
+            "pages_mirrored", "Pages of other hosts that were copied into the home pool."
+        )
+        self.pool_bytes_mirrored = gauge(
+            "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
+        )
 
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Make the metrics of who may do what."""

@@ -35,6 +35,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "sets_refused": MISS_REASONS,
     "pages_set": ("copied", "here"),
     "pages_unpublished": (),
+    "pages_mirrored": (),
     "exists_asked": (),
     "exists_found": (),
     "bytes_written": (),

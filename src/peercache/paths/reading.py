@@ -29,6 +29,7 @@ from peercache.paths.locating import (
     Mask,
     names_of_records,
 )
+from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.promoting import Awaited, wishes
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
 from peercache.paths.verify import (
@@ -65,12 +66,14 @@ class ReadOutcome:
     """The outcome of a get.
 
     hits: (n,) bool; reasons: a miss reason each, "" for a hit; bytes_by_fabric: verified bytes.
+    mirrored: pages of which the home node keeps a copy because of this get.
     """
 
     hits: Mask
     reasons: list[str]
     pages_by_fabric: dict[str, int]
     bytes_by_fabric: dict[str, int]
+    mirrored: int = 0
 
 
 @final
@@ -113,6 +116,7 @@ class Reader:
         verify: str,
         space: int,
         clock: Callable[[], float],
+        mirrorer: Mirrorer | None = None,
     ) -> None:
         """Read with `verify` = generation, sampled or full checksums, pages of one space only."""
         self._locator = locator
@@ -120,6 +124,7 @@ class Reader:
         self._verify = verify
         self._space = space
         self._clock = clock
+        self.mirrorer = mirrorer
         self.touches = Touches()
 
     def exists(
@@ -146,10 +151,32 @@ class Reader:
         return where.known, where.reasons
 
     def get(
-        self, keys: PageKeys, runs: PageRuns, cluster: Cluster, until: float
+        self,
+        keys: PageKeys,
+        runs: PageRuns,
+        cluster: Cluster,
+        until: float,
+        home: MirrorHome | None = None,
     ) -> Generator[Step, Any, ReadOutcome]:
-        """Fill the runs of every page that verifies by `until`."""
+        """Fill the runs of every page that verifies by `until`.
+
+        home: where copies of what other hosts hold may be kept, if this reader has a mirrorer.
+        """
         batch = _Batch(keys, runs)
+        if self.mirrorer is None or home is None:
+            return (yield from self._get(batch, cluster, until))
+        mirrored = batch.mirrored = MirroredBatch(self.mirrorer, home, keys, runs)
+        try:
+            outcome = yield from self._get(batch, cluster, until)
+            yield from mirrored.keep(outcome.hits, until)
+        finally:
+            mirrored.end()
+        outcome.mirrored = mirrored.kept
+        return outcome
+
+    def _get(
+        self, batch: _Batch, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, ReadOutcome]:
         cached_since = -np.inf
         for _ in range(ATTEMPTS_MAX):
             yield from self._attempt(batch, cluster, until, cached_since)
@@ -232,6 +259,8 @@ class Reader:
         records: Records,
         fresh: Mask,
     ) -> Generator[Step, Any, None]:
+        if batch.mirrored is not None:
+            yield from batch.mirrored.reserve(places, records, cluster, until)
         groups = _by_holder(places, records, fresh)
         reads = tuple(
             PeerRead(
@@ -329,6 +358,7 @@ class _Batch:
         self.reasons = [""] * len(keys)
         self.open = self.everything
         self.avoid: set[int] = set()
+        self.mirrored: MirroredBatch | None = None
         self.failed: set[bytes] = set()
         """Records that failed verification in this call (`locating.names_of_records`)."""
         self.pages_by_fabric: dict[str, int] = {}
@@ -337,6 +367,8 @@ class _Batch:
     def hit(self, places: Places, records: Records, fabric: str) -> None:
         self.hits[places] = True
         self.reasons_at(places, "")
+        if self.mirrored is not None:
+            self.mirrored.note_checksums(places, records)
         count, size = len(places), int(records["length"].sum())
         self.pages_by_fabric[fabric] = self.pages_by_fabric.get(fabric, 0) + count
         self.bytes_by_fabric[fabric] = self.bytes_by_fabric.get(fabric, 0) + size

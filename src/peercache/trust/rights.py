@@ -63,6 +63,7 @@ from peercache.wire.messages.pool import (
     Remove,
     Removed,
     Reserve,
+    ReserveMirror,
     Touched,
 )
 from peercache.wire.messages.promote import Promote, Promoted
@@ -166,6 +167,7 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     ChannelsHeld: _CLIENTS,
     # Writing.
     Reserve: _WRITERS,
+    ReserveMirror: _WRITERS,
     Commit: _WRITERS,
     Abort: _WRITERS,
     LiveReservations: _WRITERS,
@@ -191,7 +193,10 @@ def refusal(session: Session, message: Message) -> str:
         case Join(member=member) | Heartbeat(member=member):
             is_own = member.incarnation == session.identity and member.name == session.name
             return "" if is_own else NOT_ITS_OWN
-        case Reserve(namespace=tag) | Remove(namespace=tag) | Clear(namespace=tag):
+        case (
+            Reserve(namespace=tag) | ReserveMirror(namespace=tag)
+            | Remove(namespace=tag) | Clear(namespace=tag)
+        ):  # fmt: skip
             may_change = session.changes is None or space_of(tag) in session.changes
             return "" if may_change else NAMESPACE
         case OpenChannel():

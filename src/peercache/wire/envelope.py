@@ -49,6 +49,7 @@ from peercache.wire.messages.pool import (
     Remove,
     Removed,
     Reserve,
+    ReserveMirror,
     Touched,
 )
 from peercache.wire.messages.promote import Promote, Promoted
@@ -75,7 +76,7 @@ Message: TypeAlias = (
     | Reserve | Granted | Commit | Committed | Abort | LiveReservations
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
-    | Doubted | RevocationsTold | ViewCompared
+    | Doubted | RevocationsTold | ViewCompared | ReserveMirror
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

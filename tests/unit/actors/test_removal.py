@@ -38,7 +38,7 @@ def test_every_live_member_is_told_and_the_counts_are_summed(remover: Remover, a
     """The own node is a member as the others are; the dead are not asked."""
     told = remover.on_message(CLIENT, asked, 10.0)
 
-    forwarded = attrs.evolve(asked, request=1, patience_s=0.0)
+    forwarded = attrs.evolve(asked, request=1)
     assert told == [Send(member, forwarded) for member in (1, 2, 5)]
     assert remover.on_message(Origin(5), Removed(1, 3), 10.1) == []
     assert remover.on_message(Origin(1), Removed(1, 0), 10.2) == []

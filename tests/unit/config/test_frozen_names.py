@@ -66,6 +66,8 @@ FROZEN: dict[str, Any] = {
     "op_timeout_s": 2.0,
     "exists_timeout_s": 0.1,
     "location_cache_entries": 262144,
+    "mirror_pulls": "off",
+    "mirror_share": 0.25,
     "metrics_port": -1,
     "http_listen": "",
     "http_open": False,

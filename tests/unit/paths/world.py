@@ -27,6 +27,7 @@ from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.mirroring import Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Place, Post, Step
@@ -42,6 +43,7 @@ from peercache.wire.messages.pool import (
     Committed,
     Granted,
     Reserve,
+    ReserveMirror,
 )
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
 
@@ -171,6 +173,8 @@ class Node:
                 return self.promote(message)
             case Reserve():
                 return self.grant(message)
+            case ReserveMirror(request, sequence, namespace, keys, lengths):
+                return self.grant(Reserve(request, sequence, namespace, keys, lengths))
             case Commit():
                 return self.commit(message)
         return None
@@ -273,6 +277,7 @@ class World:
         cache_entries: int = 1000,
         home: int = 1,
         remote: frozenset[int] = frozenset(),
+        mirror_pulls: str = "",
     ) -> None:
         """Start them; those in `remote` are on another host."""
         self.now = 100.0
@@ -289,8 +294,24 @@ class World:
         self.breakers = Breakers()
         self.cache = LocationCache(entries_max=cache_entries)
         self.locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
+        self.mirrorer = (
+            Mirrorer(
+                pulls=mirror_pulls,
+                cache=self.cache,
+                breakers=self.breakers,
+                namespace_tag=SPACE,
+                clock=self.clock,
+            )
+            if mirror_pulls
+            else None
+        )
         self.reader = Reader(
-            locator=self.locator, cache=self.cache, verify=verify, space=SPACE, clock=self.clock
+            locator=self.locator,
+            cache=self.cache,
+            verify=verify,
+            space=SPACE,
+            clock=self.clock,
+            mirrorer=self.mirrorer,
         )
         self.writer = Writer(
             cache=self.cache,
@@ -347,9 +368,26 @@ class World:
     def get(self, *names: str, timeout_s: float = 2.0, size: int = PAGE) -> Got:
         """Get pages; return what came of it, and what lies in the destinations."""
         pages = [np.full(size, 0xEE, np.uint8) for _ in names]
-        path = self.reader.get(named(*names), runs_of(pages), self.cluster, self.now + timeout_s)
-        outcome = self.run(path)
-        return Got(outcome.hits.tolist(), outcome.reasons, pages, outcome.pages_by_fabric)
+        return self.get_into(names, pages, timeout_s)
+
+    def get_into(self, names: Sequence[str], pages: list[Page], timeout_s: float = 2.0) -> Got:
+        """Get pages into these buffers."""
+        outcome = self.run(
+            self.reader.get(
+                named(*names),
+                runs_of(pages),
+                self.cluster,
+                self.now + timeout_s,
+                MirrorHome(self.home, self.reservations),
+            )
+        )
+        return Got(
+            outcome.hits.tolist(),
+            outcome.reasons,
+            pages,
+            outcome.pages_by_fabric,
+            outcome.mirrored,
+        )
 
     def exists(self, *names: str, timeout_s: float = 0.1) -> list[bool]:
         """Ask which pages exist."""
@@ -508,6 +546,7 @@ class Got:
     reasons: list[str]
     pages: list[Page]
     pages_by_fabric: dict[str, int]
+    mirrored: int
 
     def content(self, place: int = 0) -> bytes:
         """Return the bytes in one destination."""

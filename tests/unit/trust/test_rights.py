@@ -30,7 +30,7 @@ from peercache.trust.rights import (
 from peercache.wire.envelope import MESSAGES, Message
 from peercache.wire.messages.directory import Put, Repair
 from peercache.wire.messages.membership import Heartbeat, Join
-from peercache.wire.messages.pool import Clear, Remove, Reserve
+from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror
 from peercache.wire.messages.rdma import OpenChannel
 from tests.contracts.frozen.record import sample
 
@@ -59,6 +59,7 @@ TABLE = {
     "SummaryDiffers":   (True,  False, False, False),
     "Repair":           (True,  False, False, False),
     "Reserve":          (False, False, True,  False),
+    "ReserveMirror":    (False, False, True,  False),
     "Granted":          (False, False, False, False),
     "Commit":           (False, False, True,  False),
     "Committed":        (False, False, False, False),
@@ -148,8 +149,9 @@ def test_a_node_joins_and_beats_as_itself_only(changed: dict[str, Any]) -> None:
         lambda tag: Clear(1, tag),
         lambda tag: Remove(1, tag, b""),
         lambda tag: Reserve(1, 1, tag, b"", b""),
+        lambda tag: ReserveMirror(1, 1, tag, b"", b""),
     ],
-    ids=["Clear", "Remove", "Reserve"],
+    ids=["Clear", "Remove", "Reserve", "ReserveMirror"],
 )
 def test_a_writer_changes_its_own_namespace_only(concerning: Any) -> None:
     """Geometries and ranks of one name are one namespace to rights; another name is not."""

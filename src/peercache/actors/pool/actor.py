@@ -2,12 +2,13 @@
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
-Hears   Reserve, Commit, Abort, LiveReservations, Touched, Remove, Clear; ClientGone, PoolGrew,
-        and ReserveAhead from the publisher. From the disk actor: PagesSpilled, PagesForgotten,
-        ResidentAsked, ColdestAsked. From the promote actor: PagesSought, PromoteAnswered, and
-        Reserve and Commit, as a client of its own node.
-Says    Granted, Removed, Refused to the client that asked; StoreWords; RecordsChanged to directory
-        and publisher; PagesCommitted to the publisher, which answers the Commit. With a disk tier:
+Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear;
+        ClientGone, PoolGrew, and ReserveAhead from the publisher. From the disk actor:
+        PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked. From the promote actor:
+        PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
+Says    Granted, Removed, Refused to the client that asked, and Committed for mirrored pages;
+        StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
+        which answers the Commit. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesSought to the disk
         actor; Granted,
         Committed, PoolGrew to the promote actor; Promoted to readers.
@@ -16,7 +17,8 @@ Keeps   a record's word never moves; a byte under a committed record changes onl
         never evicted, never freed by time or by a lost connection, and its word is odd.
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
         disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
-        What was removed is not committed by a promote that was in flight.
+        What was removed is not committed by a promote that was in flight, nor as a mirrored page
+        that was read before (`mirrors`).
 Limits  BATCH_PAGES_MAX pages a Reserve; `granting.Shares` of the pool for pages that are reserved
         and not committed, and AHEAD_PART of it for slots ahead.
 
@@ -73,6 +75,7 @@ from peercache.actors.pool.granting import (
     states_ahead,
     take_slots,
 )
+from peercache.actors.pool.mirrors import Mirrors
 from peercache.actors.pool.on_disk import (
     NO_DROPS,
     NO_RECORDS,
@@ -100,10 +103,12 @@ from peercache.wire.messages.pool import (
     Abort,
     Clear,
     Commit,
+    Committed,
     LiveReservations,
     Remove,
     Removed,
     Reserve,
+    ReserveMirror,
     Touched,
 )  # fmt: skip
 
@@ -127,12 +132,14 @@ class Pool:
         rng: random.Random,
         metrics: Metrics | None = None,
         has_disk: bool = False,
+        mirror_share: float = 0.0,
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
         page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
         client_uncommitted_max: bytes; 0 is a writer's share of half of page_bytes.
         has_disk:     there are a disk actor and a promote actor beside this pool.
+        mirror_share: of page_bytes, for copies of pages that other hosts hold.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -148,6 +155,7 @@ class Pool:
             sequence=rng.randrange(1, 2**61),
         )
         self._reservations = Reservations()
+        self.mirrors = self._mirrors = Mirrors(int(granules * mirror_share))
         self._asked_ahead: list[ReserveAhead] = []
         self._due = inf
         self._evicted_count = 0
@@ -163,6 +171,9 @@ class Pool:
         match message:
             case Reserve():
                 return self._reserve(sender, message)
+            case ReserveMirror():
+                asked = Reserve(*attrs.astuple(message))
+                return self._reserve(sender, asked, mirrored_at=now)
             case Commit():
                 return self._commit(sender, message)
             case Abort(sequence):
@@ -174,14 +185,17 @@ class Pool:
             case Touched(drops):
                 return self._touch(drops)
             case Remove(_, namespace, keys):
+                self._mirrors.removed(namespace, message.patience_s, now)
                 named = self._pages.of_keys(dict.fromkeys(split_keys(keys)))
                 pages = [page for page in named if page.namespace == namespace]
                 return self._remove(sender, message, pages)
             case Clear(namespace=namespace):
+                self._mirrors.removed(namespace, message.patience_s, now)
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
+                self._mirrors.started(now)
                 self._slots.grow(usable_bytes // self._granule)
                 return [TellPromote(message)] if self._has_disk else []
             case PagesSpilled():
@@ -236,7 +250,9 @@ class Pool:
 
     # --- Reserve -------------------------------------------------------------------------------
 
-    def _reserve(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+    def _reserve(
+        self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
+    ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
         if detail := problem_of(reserve):
             return refused(origin, reserve.request, "malformed", detail)
@@ -251,9 +267,11 @@ class Pool:
         if known is not None or self._reservations.is_over(client, reserve.sequence):
             states = known.states_if_asked_again(count) if known else bytes((REFUSED_FULL,)) * count
             return [granted(origin, reserve, states, bytes(8 * count))]
-        return self._grant(origin, reserve)
+        return self._grant(origin, reserve, mirrored_at)
 
-    def _grant(self, origin: Origin, reserve: Reserve) -> list[Effect]:
+    def _grant(
+        self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
+    ) -> list[Effect]:
         """Begin a reservation: evict what must go, and only then grant."""
         lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
         # What this batch finds here is touched first, so that its own evictions spare it.
@@ -263,19 +281,33 @@ class Pool:
         if reserve.keys:
             states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
             for page in reversed(here):
-                self._slots.touch(page.slot)
+                if page.slot.is_mirror and mirrored_at is None:
+                    self._slots.adopt(page.slot)
+                else:
+                    self._slots.touch(page.slot)
         else:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
-        slots, evicted = take_slots(
-            self._slots,
-            states,
-            granules,
-            own=self._reservations.granules_of(origin.identity),
-            shares=self._shares if reserve.keys else None,
-            untouched_since=untouched_since,
-        )
+        own = self._reservations.granules_of(origin.identity)
+        if mirrored_at is not None:
+            slots, evicted = self._mirrors.take_slots(
+                self._slots,
+                states,
+                granules,
+                own=own,
+                shares=self._shares,
+                untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
+            )
+        else:
+            slots, evicted = take_slots(
+                self._slots,
+                states,
+                granules,
+                own=own,
+                shares=self._shares if reserve.keys else None,
+                untouched_since=untouched_since,
+            )
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")
         if firsts:
@@ -289,6 +321,7 @@ class Pool:
             offsets.tobytes(),
             tuple(slots),
             self._slots.reserved_granules - before,
+            mirrored_at,
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
         effects = self._end(self._pages.in_slots(evicted), firsts)
@@ -340,6 +373,11 @@ class Pool:
         """Make the written pages readable."""
         if origin == PROMOTER:
             commit = self._without_removed(commit, reservation)
+        asked_at = reservation.mirrored_at
+        if asked_at is not None:
+            if self._mirrors.is_void(reservation.namespace, asked_at):
+                commit = attrs.evolve(commit, written=bytes(len(commit.written)))
+            return self._commit_mirrored(origin, commit, reservation)
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
         ahead = self._reservations.tell(origin.identity)
@@ -357,6 +395,23 @@ class Pool:
         if self._has_disk:
             effects.append(TellDisk(PagesStored(records, reservation.namespace)))
         return effects
+
+    def _commit_mirrored(
+        self, origin: Origin, commit: Commit, reservation: Reservation
+    ) -> list[Effect]:
+        """Make mirrored pages readable; no client waits until directory owners know them."""
+        states, made = commit_pages(self._slots, self._pages, reservation, commit)
+        self._reservations.end(origin.identity, commit.sequence, states)
+        here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
+        answer = Committed(commit.request, commit.sequence, states, here.tobytes(), 0)
+        if not made:
+            return [Send(origin, answer)]
+        records, words = self._pages.publish(made)
+        told = RecordsChanged(records, NO_DROPS)
+        effects: list[Effect] = [words, TellDirectory(told), TellPublisher(told)]
+        if self._has_disk:
+            effects.append(TellDisk(PagesStored(records, reservation.namespace)))
+        return [*effects, Send(origin, answer)]
 
     def _without_removed(self, commit: Commit, reservation: Reservation) -> Commit:
         """Return a Commit of the promote actor without the pages that were removed meanwhile."""

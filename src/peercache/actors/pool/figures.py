@@ -30,6 +30,7 @@ def pool_figures(
         "pool_bytes_reserved": slots.reserved_granules * granule,
         "pool_bytes_free": (slots.usable - taken) * granule,
         "pool_bytes_stored": pages.stored_bytes,
+        "pool_bytes_mirrored": slots.mirror_granules * granule,
         "pool_pages": len(pages),
         "pool_size_classes": slots.class_count,
         "pool_extents_reclaimed": slots.reclaims,
@@ -41,7 +42,11 @@ def pool_figures(
 def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
     """Compute the gauges of a pool when they are read: messages cost nothing for them."""
     shown = {f"pool_bytes_{state}": metrics.pool_bytes.labels(state) for state in _BYTE_STATES}
-    shown |= {"pool_pages": metrics.pool_pages, "pool_reservations": metrics.reservations}
+    shown |= {
+        "pool_pages": metrics.pool_pages,
+        "pool_bytes_mirrored": metrics.pool_bytes_mirrored,
+        "pool_reservations": metrics.reservations,
+    }
     for figure, gauge in shown.items():
         gauge.set_function(partial(_figure, read, figure))
 

@@ -37,6 +37,7 @@ class Reservation:
     keys, lengths: as asked, packed (n × 16 and n × 8 bytes); no keys for slots ahead.
     states:        as granted, n bytes; offsets: n × u64, 0 where not reserved.
     slots:         n, None where not reserved; granules: their sum.
+    mirrored_at:   when slots for mirrored pages were asked for; None: the pages are the client's.
     """
 
     namespace: int
@@ -46,6 +47,7 @@ class Reservation:
     offsets: bytes
     slots: tuple[Slot | None, ...]
     granules: int
+    mirrored_at: float | None = None
 
     @property
     def is_ahead(self) -> bool:

@@ -7,6 +7,9 @@ class evicts its own least recently touched slot, unless another class is much c
 takes an extent of that one. So the classes follow the demand, one odd page size costs the pool an
 extent and not everything, and a class that has nothing always finds room.
 
+A slot may hold a *mirrored* page: a copy of what another host holds. Mirrored pages take no more
+than a share of the pool, never the place of what was touched lately, and age faster than others.
+
 Pure: no words, no keys, no time. Age is counted in touches: `clock` advances with each.
 """
 
@@ -28,6 +31,10 @@ UNITS_ABOUT: Final = 256
 WASTE_PART: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
 
+MIRROR_AGE_FACTOR: Final = 4
+"""A mirrored page counts as so many times as old as it is: its bytes are elsewhere too. Yet one
+that is read all the time outlives pages that nothing reads, in a pool that is always full."""
+
 FREE, RESERVED, HELD = 0, 1, 2
 
 _BLOCKED: Final = 2**62
@@ -43,6 +50,7 @@ class Slot:
     extent: Extent
     state: int = FREE
     touched: int = _NEVER_TOUCHED
+    is_mirror: bool = False
 
 
 @final
@@ -74,16 +82,36 @@ class SizeClass:
     free: deque[Slot] = attrs.field(factory=deque)
     """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
     held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """By first granule, least recently touched first."""
+    """By first granule, least recently touched first; without mirrored pages."""
+    mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """The same of mirrored pages."""
     cutting: Extent | None = None
     """The newest extent, while it has slots that were never used."""
     evictions: int = 0
     searched: int = -1
     """The version of the unit map in which no unassigned window was found."""
 
-    def coldest(self) -> Slot | None:
-        """Return the least recently touched held slot."""
-        return next(iter(self.held.values()), None)
+    def coldest(self, clock: int, untouched_since: int) -> Slot | None:
+        """Return the held slot to evict first, None if all were touched after `untouched_since`.
+
+        The least recently touched; mirrored pages count as older than they are.
+        """
+        own = next(iter(self.held.values()), None)
+        if own is not None and own.touched > untouched_since:
+            own = None
+        if not self.mirrors:
+            return own
+        mirror = next(iter(self.mirrors.values()))
+        if mirror.touched > untouched_since:
+            return own
+        is_older = own is None or (
+            (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
+        )
+        return mirror if is_older else own
+
+    def held_as(self, slot: Slot) -> OrderedDict[int, Slot]:
+        """Return where a held slot stands."""
+        return self.mirrors if slot.is_mirror else self.held
 
 
 @final
@@ -100,6 +128,8 @@ class SlotAllocator:
         """Touches so far; a slot touched after a given moment has a greater `touched`."""
         self.held_granules = 0
         self.reserved_granules = 0
+        self.mirror_granules = 0
+        """Held by mirrored pages, and reserved for them."""
         self.held_count = 0
         self.reclaims = 0
         self._classes: dict[int, SizeClass] = {}
@@ -151,6 +181,40 @@ class SlotAllocator:
         self.reserved_granules += granules
         return slot
 
+    def take_mirror(
+        self, granules: int, *, most: int, untouched_since: int, evicted: list[Slot]
+    ) -> Slot | None:
+        """Return a slot for a mirrored page, now reserved, or None if there is no room for one.
+
+        most: granules that mirrored pages may have. With no more of them left, the page takes the
+        place of a colder mirrored page of its size.
+        """
+        if self.mirror_granules + granules <= most:
+            slot = self.take(granules, untouched_since=untouched_since, evicted=evicted)
+            if slot is not None:
+                slot.is_mirror = True
+                self.mirror_granules += granules
+            return slot
+        size_class = self._classes.get(granules)
+        coldest = next(iter(size_class.mirrors.values()), None) if size_class else None
+        if coldest is None or coldest.touched > untouched_since:
+            return None
+        self._evict(coldest, evicted)
+        coldest.is_mirror = True
+        coldest.state = RESERVED
+        coldest.extent.reserved += 1
+        self.reserved_granules += granules
+        self.mirror_granules += granules
+        return coldest
+
+    def adopt(self, slot: Slot) -> None:
+        """Let a mirrored page be like any other: a client of this node has set it."""
+        assert slot.state == HELD, f"slot {slot.first} adopted in state {slot.state}"
+        size_class = slot.extent.size_class
+        size_class.held[slot.first] = size_class.mirrors.pop(slot.first)
+        self._no_longer_mirror(slot)
+        self.touch(slot)
+
     def hold(self, slots: Sequence[Slot]) -> None:
         """Let reserved slots have pages: the last of them the hottest one."""
         clock, granules = self.clock, 0
@@ -164,7 +228,7 @@ class SlotAllocator:
             clock += 1
             slot.touched = extent.touched = clock
             granules += size_class.granules
-            size_class.held[slot.first] = slot
+            (size_class.mirrors if slot.is_mirror else size_class.held)[slot.first] = slot
         self.clock = clock
         self.reserved_granules -= granules
         self.held_granules += granules
@@ -175,19 +239,19 @@ class SlotAllocator:
         assert slot.state == HELD, f"slot {slot.first} touched in state {slot.state}"
         self.clock += 1
         slot.touched = slot.extent.touched = self.clock
-        slot.extent.size_class.held.move_to_end(slot.first)
+        slot.extent.size_class.held_as(slot).move_to_end(slot.first)
 
     def release(self, slot: Slot) -> None:
         """Free a reserved or held slot; an extent that is wholly free is unassigned again."""
         extent = slot.extent
         size_class = extent.size_class
         if slot.state == HELD:
-            del size_class.held[slot.first]
             self._no_longer_held(slot)
         else:
             assert slot.state == RESERVED, f"slot {slot.first} freed twice"
             extent.reserved -= 1
             self.reserved_granules -= size_class.granules
+            self._no_longer_mirror(slot)
         slot.state = FREE
         size_class.free.append(slot)
         if not extent.reserved and not extent.held:
@@ -195,7 +259,7 @@ class SlotAllocator:
             self._forget_if_empty(size_class)
 
     def coldest_first(self) -> list[Iterable[Slot]]:
-        """Return the held slots of each size, least recently touched first."""
+        """Return the held slots of each size, least recently touched first, without mirrors."""
         return [size_class.held.values() for size_class in self._classes.values()]
 
     def check(self) -> None:
@@ -203,6 +267,7 @@ class SlotAllocator:
         taken = self.held_granules + self.reserved_granules
         assert self.held_granules >= 0, f"{self.held_granules} granules held"
         assert self.reserved_granules >= 0, f"{self.reserved_granules} granules reserved"
+        assert 0 <= self.mirror_granules <= taken, f"{self.mirror_granules} granules of mirrors"
         assert taken <= self.usable, f"{taken} granules taken of {self.usable}"
         assert 0 <= self._unassigned <= len(self._units), f"{self._unassigned} units unassigned"
         assert bool(taken) == bool(self._classes), f"{taken} granules in {self.class_count} classes"
@@ -230,8 +295,8 @@ class SlotAllocator:
         """Return a free slot of the class: in unassigned units, another's place, or its own."""
         if self._assign_free(size_class):
             return self._free_slot(size_class)
-        own = size_class.coldest()
-        if own is None or own.touched > untouched_since:
+        own = size_class.coldest(self.clock, untouched_since)
+        if own is None:
             # This size has nothing that can go: without a donor it could fail for ever.
             if self._reclaim(size_class, untouched_since, None, evicted):
                 return self._free_slot(size_class)
@@ -241,10 +306,7 @@ class SlotAllocator:
             if donors and self._reclaim(size_class, untouched_since, donors, evicted):
                 return self._free_slot(size_class)
         size_class.evictions += 1
-        del size_class.held[own.first]
-        self._no_longer_held(own)
-        own.state = FREE
-        evicted.append(own)
+        self._evict(own, evicted)
         return own
 
     def _colder_classes(self, size_class: SizeClass, own: Slot) -> dict[int, None]:
@@ -252,7 +314,7 @@ class SlotAllocator:
         newest = self.clock - COLDER_FACTOR * (self.clock - own.touched)
         donors: dict[int, None] = {}
         for other in self._classes.values():
-            coldest = other.coldest()
+            coldest = other.coldest(self.clock, self.clock)
             if other is not size_class and coldest is not None and coldest.touched < newest:
                 donors[other.granules] = None
         return donors
@@ -362,10 +424,7 @@ class SlotAllocator:
                 size_class = extent.size_class
                 for slot in extent.slots:
                     if slot.state == HELD:
-                        del size_class.held[slot.first]
-                        self._no_longer_held(slot)
-                        slot.state = FREE
-                        evicted.append(slot)
+                        self._evict(slot, evicted)
                 self._dissolve(extent)
                 self._forget_if_empty(size_class)
 
@@ -383,10 +442,22 @@ class SlotAllocator:
         self._freed[span] = self._version
         self._unassigned += extent.units
 
+    def _evict(self, slot: Slot, evicted: list[Slot]) -> None:
+        self._no_longer_held(slot)
+        slot.state = FREE
+        evicted.append(slot)
+
     def _no_longer_held(self, slot: Slot) -> None:
+        del slot.extent.size_class.held_as(slot)[slot.first]
+        self._no_longer_mirror(slot)
         slot.extent.held -= 1
         self.held_granules -= slot.extent.size_class.granules
         self.held_count -= 1
+
+    def _no_longer_mirror(self, slot: Slot) -> None:
+        if slot.is_mirror:
+            slot.is_mirror = False
+            self.mirror_granules -= slot.extent.size_class.granules
 
     def _forget_if_empty(self, size_class: SizeClass) -> None:
         if not size_class.extents:

@@ -91,7 +91,8 @@ class Remover:
         if not self._live:
             return [removal.answer()]
         self._pending[number] = removal
-        forwarded = attrs.evolve(message, request=number, patience_s=0.0)
+        # Until then a member may still have what another one has removed: none mirrors it.
+        forwarded = attrs.evolve(message, request=number, patience_s=patience_s)
         return [Send(member, forwarded) for member in self._live]
 
     def _count(self, member: int, number: int, count: int) -> list[Effect]:

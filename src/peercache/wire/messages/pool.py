@@ -113,7 +113,7 @@ class Remove:
     """Ask a client's home node to drop these pages everywhere, or a holder to drop its own.
 
     namespace:  the tag of their namespace; pages of another one stay.
-    patience_s: how long the home node may wait for the other members.
+    patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
     request: int
@@ -126,7 +126,7 @@ class Remove:
 class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
-    patience_s: how long the home node may wait for the other members.
+    patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
     request: int
@@ -144,3 +144,18 @@ class Removed:
     request: int
     count: int
     missed: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class ReserveMirror:
+    """Ask for slots for mirrored pages, as Reserve; before they are read from another host.
+
+    The pool refuses them rather than evict what was touched lately, and aborts the Commit of those
+    whose namespace was removed from meanwhile.
+    """
+
+    request: int
+    sequence: int
+    namespace: int
+    keys: bytes
+    lengths: bytes

@@ -1,0 +1,275 @@
+"""Mirroring: keep a copy of what was read from another host in the home node's pool.
+
+A get asks its home node for slots before it reads the pages, and copies them out of the caller's
+memory when they are verified, before it returns. The home node publishes them as any page, so that
+later readers find them on their own host, and readers elsewhere have one holder more.
+
+The order matters. A page that was removed from every member must not come back: a removal that the
+home node hears of after it gave the slot voids it, and one that it heard of shortly before, too
+(`actors.pool.mirrors`). What was read before the slot was given might be older than that.
+
+A mirrored page has the key by which it was verified: the holder's seal said so. Its bytes never
+stand for another key, whatever namespace the engine's next weights have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from threading import Lock
+from typing import Any, Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.keys import PageKeys
+from peercache.model.records import HAS_CHECKSUM, RECORD, Records
+from peercache.model.runs import U64, PageRuns
+from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
+from peercache.paths.locating import LocationCache
+from peercache.paths.reserving import ClientReservations
+from peercache.paths.steps import Ask, Place, Post, Step
+from peercache.wire.envelope import Message
+from peercache.wire.messages.pool import (
+    COMMITTED,
+    HERE,
+    RESERVED,
+    Abort,
+    Commit,
+    Committed,
+    Granted,
+    ReserveMirror,
+)
+
+OFF, HOT, ALL = "off", "hot", "all"
+
+FAR: Final = 2
+"""The distance of a holder on another host (`Cluster.distance`)."""
+
+HOT_S: Final = 60.0
+"""A page is hot when it was read within this time, and at most twice this time ago."""
+
+MARKS: Final = 2**18
+"""Marks of a filter of pages read, 256 KiB: of 10,000 pages a minute one in 600 is taken for read
+that was not, which costs one copy."""
+
+PATIENCE_S: Final = 0.01
+"""How long a get waits for its home node, for slots and again for the commit: on one host an answer
+takes 0.2 ms. A node that has no time for it is busy with what matters more."""
+
+PATIENCE_PART: Final = 1 / 8
+"""Of the time left: the wait is no longer than that."""
+
+COPY_PART: Final = 1 / 4
+"""Of the time that the reading took: what the copy may take, or COPY_S where that is more."""
+
+COPY_S: Final = 0.002
+"""A copy at 5 GB/s of 10 MiB."""
+
+PAUSE_S: Final = 1.0
+"""How long a client mirrors nothing after its home node had no room, or did not answer."""
+
+PAGES_MAX: Final = 1024
+"""Pages of one get that are mirrored."""
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.intp]
+
+
+@attrs.frozen(eq=False)
+class MirrorHome:
+    """Where a get may write: the home node's incarnation, and the client's reservations there."""
+
+    incarnation: int
+    reservations: ClientReservations
+
+
+@final
+class Recent:
+    """Which pages were read lately: two filters (Bloom, 1970), the newer of which fills.
+
+    Bounded, whatever is read. It forgets by itself: after HOT_S the older one goes.
+    """
+
+    def __init__(self) -> None:
+        """Know of no page."""
+        self._newer: Mask = np.zeros(MARKS, np.bool_)
+        self._older: Mask = np.zeros(MARKS, np.bool_)
+        self._since = -np.inf
+
+    def read(self, keys: PageKeys, now: float) -> Mask:
+        """Return which pages, (n,) bool, were read lately; from now on all of them were."""
+        if now - self._since >= HOT_S:
+            is_old = now - self._since >= 2 * HOT_S
+            self._older, self._newer = self._newer, np.zeros(MARKS, np.bool_)
+            if is_old:
+                self._older = np.zeros(MARKS, np.bool_)
+            self._since = now
+        # A key is a hash: each of its halves is as good as a hash function.
+        marks = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2) % np.uint64(MARKS)
+        one, other = marks[:, 0], marks[:, 1]
+        known: Mask = (self._newer[one] & self._newer[other]) | (
+            self._older[one] & self._older[other]
+        )
+        self._newer[marks] = True
+        return known
+
+
+@final
+class Mirrorer:
+    """Mirrors what the gets of one client read. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        pulls: str,
+        cache: LocationCache,
+        breakers: Breakers,
+        namespace_tag: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Mirror `pulls` = hot or all pages that were read from other hosts."""
+        assert pulls in (HOT, ALL), pulls
+        self.cache = cache
+        self.breakers = breakers
+        self.namespace_tag = namespace_tag
+        self.clock = clock
+        self._recent = Recent() if pulls == HOT else None
+        self._lock = Lock()
+        self._paused_until = -np.inf
+
+    def wants(self, keys: PageKeys) -> Mask:
+        """Return which of these pages, which are read now from other hosts, to mirror."""
+        with self._lock:
+            now = self.clock()
+            if self._recent is not None:
+                wanted = self._recent.read(keys, now)
+            else:
+                wanted = np.ones(len(keys), np.bool_)
+            return wanted & (now >= self._paused_until)
+
+    def pause(self) -> None:
+        """Mirror nothing for a while."""
+        with self._lock:
+            self._paused_until = self.clock() + PAUSE_S
+
+
+@final
+class MirroredBatch:
+    """The mirrored pages of one get, from the question for their slots to the commit."""
+
+    def __init__(
+        self, mirrorer: Mirrorer, home: MirrorHome, keys: PageKeys, runs: PageRuns
+    ) -> None:
+        """Mirror nothing yet."""
+        self.kept = 0
+        """Pages that are in the home pool because of this get."""
+        self._mirrorer = mirrorer
+        self._home = home
+        self._keys = keys
+        self._runs = runs
+        self._started = mirrorer.clock()
+        self._sequence = 0
+        self._places: Places = np.empty(0, np.intp)
+        self._states: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._offsets: U64 = np.empty(0, np.uint64)
+        self._checksums: U64 = np.zeros(len(keys), np.uint64)
+
+    def reserve(
+        self, places: Places, records: Records, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, None]:
+        """Ask for slots for those of these pages that are worth it; they are read afterwards.
+
+        Asks once: what a later attempt reads is mirrored by the next get.
+        """
+        home = self._home
+        if self._sequence or cluster.home != home.incarnation:
+            return
+        holders: list[int] = records["holder"].tolist()
+        far = {h: cluster.distance(h) == FAR for h in dict.fromkeys(holders)}
+        if not any(far.values()):
+            return
+        distant = places[[far[holder] for holder in holders]]
+        wanted = distant[self._mirrorer.wants(self._keys[distant])][:PAGES_MAX]
+        if not len(wanted) or self._mirrorer.breakers.is_open(home.incarnation):
+            return
+        if overlap(self._runs):
+            # Some destination holds parts of two pages at the end.
+            return
+        self._sequence = home.reservations.begin()
+        lengths = self._runs.lengths[wanted].tobytes()
+        question = ReserveMirror(
+            0, self._sequence, self._mirrorer.namespace_tag, self._keys[wanted].tobytes(), lengths
+        )
+        granted = yield from self._ask(question, until)
+        if (
+            not isinstance(granted, Granted)
+            or len(granted.states) != len(wanted)
+            or len(granted.offsets) != 8 * len(wanted)
+        ):
+            self._mirrorer.pause()
+            self.end()
+            return
+        self._places = wanted
+        self._states = np.frombuffer(granted.states, np.uint8)
+        self._offsets = np.frombuffer(granted.offsets, np.uint64)
+        here = self._states == HERE
+        # What another client has mirrored is read at home from now on.
+        self._mirrorer.cache.forget(self._keys[wanted[here]].tolist())
+        if not (here | (self._states == RESERVED)).any():
+            self._mirrorer.pause()
+
+    def note_checksums(self, places: Places, records: Records) -> None:
+        """Note the checksums of pages that are hits; they stand in the records that were read."""
+        has = (records["flags"] & HAS_CHECKSUM) != 0
+        self._checksums[places[has]] = records["checksum"][has]
+
+    def keep(self, hits: Mask, until: float) -> Generator[Step, Any, None]:
+        """Copy what was verified into its slots, and commit it. hits: (n,) bool, of all pages."""
+        reserved = np.flatnonzero(self._states == RESERVED)
+        if not self._sequence or not len(reserved):
+            return
+        home, clock = self._home, self._mirrorer.clock
+        chosen = reserved[hits[self._places[reserved]]]
+        count = 0
+        if len(chosen):
+            now = clock()
+            spent_s = max(COPY_S, (now - self._started) * COPY_PART)
+            # The commit takes time, too, and the deadline is the caller's.
+            copied_by = min(now + spent_s, until - max(until - now, 0.0) * PATIENCE_PART)
+            count = yield Place(
+                self._offsets[chosen], self._runs.take(self._places[chosen]), copied_by
+            )
+        if not count:
+            yield Post(((home.incarnation, Abort(self._sequence)),))
+            return
+        written = np.zeros(len(self._places), np.uint8)
+        written[chosen[:count]] = 1
+        checksums = self._checksums[self._places] * written
+        commit = Commit(0, self._sequence, written.tobytes(), checksums.tobytes(), 0.0)
+        answer = yield from self._ask(commit, until)
+        if isinstance(answer, Committed):
+            self.kept = answer.states.count(COMMITTED)
+            self._mirrorer.cache.store(np.frombuffer(answer.records, RECORD), clock())
+
+    def end(self) -> None:
+        """Write nothing any more."""
+        if self._sequence:
+            self._home.reservations.end(self._sequence)
+
+    def _ask(self, message: Message, until: float) -> Generator[Step, Any, Message | None]:
+        now = self._mirrorer.clock()
+        patience_s = min(PATIENCE_S, max(until - now, 0.0) * PATIENCE_PART)
+        questions = ((self._home.incarnation, message),)
+        answers: Sequence[Message | None] = yield Ask(questions, now + patience_s)
+        return answers[0]
+
+
+def overlap(runs: PageRuns) -> bool:
+    """Return whether two runs share a byte: a page's destination is not the page's alone then."""
+    filled = runs.sizes > 0
+    addresses, sizes = runs.addresses[filled], runs.sizes[filled]
+    order = np.argsort(addresses)
+    ends = np.maximum.accumulate((addresses + sizes)[order])
+    return bool((addresses[order][1:] < ends[:-1]).any())
