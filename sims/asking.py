@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from peercache.net.asking import Connections, Exchange, HelloExchange
+from peercache.net.asking import Connections, Exchange, HelloExchange, Turns
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
+from peercache.net.talking import Talk
 from peercache.paths.breaker import Breakers
 from peercache.wire.envelope import Message
 from peercache.wire.messages.session import Hello, Refused
@@ -177,18 +178,54 @@ class SimAsker:
         finally:
             connection.close()
 
-    async def _drive(
-        self, exchange: Exchange[Connection] | HelloExchange[Connection], poll: Poll
-    ) -> None:
-        while (wait_s := exchange.wait_s()) is not None:
+    def talking(self) -> Talking:
+        """Return the talks of one call: what `net.talking.Talking` is to the bridge."""
+        return Talking(self._connections, self._drive)
+
+    async def _drive(self, turns: Turns, poll: Poll) -> None:
+        while (wait_s := turns.wait_s()) is not None:
             await poll.wait(wait_s / self._place.rate)
             await self._place.awake()
-            exchange.turn(poll.readable())
+            turns.turn(poll.readable())
 
     def _connect(self, url: str, _peer: int) -> Connection:
         connection = Connection(url, next(self._fds), self._place, self._network)
         self._nursery().start_soon(connection.run)
         return connection
+
+
+class Talking:
+    """The talks of one call, by peer."""
+
+    def __init__(
+        self,
+        connections: Connections[Connection],
+        drive: Callable[[Turns, Poll], Awaitable[None]],
+    ) -> None:
+        """Start without one."""
+        self._connections = connections
+        self._drive = drive
+        self._talks: dict[int, tuple[Talk[Connection], Poll]] = {}
+
+    def send(self, peer: int, message: Message) -> int:
+        """Send a question without waiting; return its number, 0 for a peer without an address."""
+        if peer not in self._talks:
+            poll = Poll()
+            talk = Talk(self._connections, peer, watch=poll.register, unwatch=poll.unregister)
+            self._talks[peer] = talk, poll
+        return self._talks[peer][0].send(message)
+
+    async def collect(self, peer: int, number: int, until: float) -> Message | None:
+        """Return the answer to a question, or None once the time is up."""
+        talk, poll = self._talks[peer]
+        talk.collect(number, until)
+        await self._drive(talk, poll)
+        return talk.answer()
+
+    def end(self) -> None:
+        """Give every connection back."""
+        for talk, _ in self._talks.values():
+            talk.end()
 
 
 class Poll:

@@ -33,9 +33,10 @@ from peercache.model.seal import ODD
 from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
-from peercache.paths import locating, reading, reserving
+from peercache.paths import locating, reading, reserving, writing
+from peercache.paths.steps import Post
 from peercache.wire.messages.directory import StreamSummary
-from peercache.wire.messages.pool import Commit
+from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
 from sims.node import SimNode
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
@@ -473,3 +474,41 @@ def _by_all_alone(right: Any) -> Any:
 
 
 WRITER_BOUND_IGNORED: Patches = ((Shares, "allow", _by_all_alone),)
+
+
+def _committed_first(right: Any) -> Any:
+    def copy(self: Any, portion: Any, slots: Any) -> Any:
+        portion.written[slots.states == RESERVED] = 1
+        yield from self._commit(portion, slots, is_sent=True, is_first=False)
+        yield from right(self, portion, slots)
+
+    return copy
+
+
+COMMITTED_BEFORE_COPIED: Patches = ((writing._Round, "_copy", _committed_first),)
+
+
+def _middle_not_awaited(right: Any) -> Any:
+    def committed(self: Any, commit: Any, pages: int) -> Any:
+        # The first portion and the last one are those that a hurried look remembers.
+        numbers = self.numbers = [*getattr(self, "numbers", []), commit.number]
+        if commit.number and len(numbers) == 2:
+            yield Post(())
+            return Committed(0, 0, bytes((COMMITTED,)) * pages, b"", 0)
+        return (yield from right(self, commit, pages))
+
+    return committed
+
+
+MIDDLE_NOT_AWAITED: Patches = ((writing._Round, "_committed", _middle_not_awaited),)
+
+
+def _ended_while_copied(right: Any) -> Any:
+    def reserve(self: Any, portion: Any, *, is_sent: bool) -> Any:
+        yield from right(self, portion, is_sent=is_sent)
+        self._reservations.end(portion.sequence)
+
+    return reserve
+
+
+PORTION_NOT_LISTED: Patches = ((writing._Round, "_reserve", _ended_while_copied),)

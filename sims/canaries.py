@@ -164,6 +164,24 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.SLOTS_AHEAD_USED_THOUGH_GIVEN_UP,
     ),
     Canary(
+        "portion-committed-before-copied",
+        "a portion of a set is committed as soon as its slots are granted",
+        20,
+        patches=bugs.COMMITTED_BEFORE_COPIED,
+    ),
+    Canary(
+        "middle-portion-forgotten",
+        "a set does not wait for the answer to the Commit of its second portion",
+        100,
+        patches=bugs.MIDDLE_NOT_AWAITED,
+    ),
+    Canary(
+        "portion-not-listed",
+        "a client does not list the reservations of portions that it still copies",
+        100,
+        patches=bugs.PORTION_NOT_LISTED,
+    ),
+    Canary(
         planted.WORD_BEFORE_BYTES,
         "the owner samples the word before it sends the bytes",
         100,

@@ -31,7 +31,7 @@ from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
-from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Greet, Post, Step
+from peercache.paths.steps import Ask, Checksum, Collect, Drain, Fetch, Greet, Post, Step, Submit
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
@@ -124,6 +124,7 @@ class SimClient:
             verify=config.verify,
             namespace_tag=self.namespace.tag(),
             clock=place.now,
+            portion_bytes=fabrics.options.portion_pages * max(fabrics.options.lengths),
         )
         self.tie: Tie[NodeMemory] = Tie(
             url=home,
@@ -215,6 +216,7 @@ class SimClient:
         heard: takes the Lookups of the path, and their answers.
         """
         answer: Any = None
+        talking = self.asker.talking()
         try:
             while True:
                 await self.place.awake()
@@ -227,10 +229,16 @@ class SimClient:
                     return result
                 if heard is not None:
                     heard.look(self.breakers)
-                answer = await self._do(step, home)
+                if isinstance(step, Submit):
+                    answer = talking.send(step.peer, step.message)
+                elif isinstance(step, Collect):
+                    answer = await talking.collect(step.peer, step.number, step.until)
+                else:
+                    answer = await self._do(step, home)
                 if heard is not None and isinstance(step, Ask):
                     heard.take(step, answer)
         finally:
+            talking.end()
             path.close()
 
     async def _do(self, step: Step, home: NodeMemory | None) -> Any:

@@ -95,6 +95,8 @@ class Options:
     mirror_pulls: str
     mirror_share: float
     mirror_lately_s: float
+    portion_pages: int
+    """Largest pages that fit into a portion of a set."""
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
 
@@ -196,4 +198,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         mirror_share=rng.choice([0.1, 0.25, 0.5]),
         # The real time, and such as passes often in a run.
         mirror_lately_s=rng.choice([LATELY_S, 1.0, 0.1]),
+        portion_pages=rng.choice([1, 2, 4]),
     )

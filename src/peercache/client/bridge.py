@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from threading import Lock
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import attrs
 import numpy as np
@@ -26,14 +26,29 @@ from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
 from peercache.net.asking import Asker
+from peercache.net.talking import Talking
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers
-from peercache.paths.steps import Ask, Drain, Fetch, Greet, Place, Post, Step
+from peercache.paths.steps import (
+    Ask,
+    Checksum,
+    Collect,
+    Drain,
+    Fetch,
+    Greet,
+    Place,
+    Post,
+    Step,
+    Submit,
+)
 
 FETCH_THREADS_MAX = 16
 """Holders read from at once over a network: their streams overlap, one thread each."""
 
 Result = TypeVar("Result")
+
+AtOnce: TypeAlias = Ask | Post | Greet | Drain | Fetch | Place | Checksum
+"""The steps that leave nothing behind for a later one."""
 
 
 @final
@@ -65,6 +80,7 @@ class Bridge:
     ) -> Result:
         """Drive a path to its end; `home_segment` is where its pages are placed."""
         answer: Any = None
+        talking: Talking | None = None
         try:
             while True:
                 try:
@@ -72,8 +88,17 @@ class Bridge:
                 except StopIteration as end:
                     result: Result = end.value
                     return result
-                answer = self._do(step, home_segment)
+                if isinstance(step, Submit):
+                    talking = talking or Talking(self._asker.connections)
+                    answer = talking.send(step.peer, step.message)
+                elif isinstance(step, Collect):
+                    assert talking is not None, "an answer is collected after its question"
+                    answer = talking.collect(step.peer, step.number, step.until)
+                else:
+                    answer = self._do(step, home_segment)
         finally:
+            if talking is not None:
+                talking.end()
             # After an exception, too, the path frees what it holds now, not when it is collected.
             path.close()
 
@@ -94,7 +119,7 @@ class Bridge:
         """Return the fabric last used for each peer."""
         return dict(self._chosen)
 
-    def _do(self, step: Step, home_segment: AttachedSegment | None) -> Any:
+    def _do(self, step: AtOnce, home_segment: AttachedSegment | None) -> Any:
         if isinstance(step, Ask):
             return self._asker.ask(step.questions, step.until, step.enough)
         if isinstance(step, Post):

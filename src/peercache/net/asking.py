@@ -83,6 +83,16 @@ class Connection(Protocol):
 Kind = TypeVar("Kind", bound=Connection)
 
 
+class Turns(Protocol):
+    """What a driver drives: waits, and takes what has come."""
+
+    def wait_s(self) -> float | None:
+        """Return how long to wait before the next turn; None when it is over."""
+
+    def turn(self, readable: Iterable[tuple[int, int]], /) -> None:
+        """Take the messages that have come."""
+
+
 @final
 class Connections(Generic[Kind]):
     """The connections of one client, and its messages over them. Thread-safe."""
@@ -299,7 +309,7 @@ class Exchange(Generic[Kind]):
             connections.breakers.failed(peer, now)
             return
         number = connections.number()
-        connection.send(connections.encode(peer, _numbered(message, number)))
+        connection.send(connections.encode(peer, numbered(message, number)))
         self._open[connection.fd] = Question(place, peer, message, number, connection, now)
         self._watch(connection)
 
@@ -426,12 +436,13 @@ class HelloExchange(Generic[Kind]):
         self._is_over = self._was_broken
 
 
-def _numbered(message: Any, number: int) -> Message:
-    numbered: Message = attrs.evolve(message, request=number)
-    return numbered
+def numbered(message: Any, number: int) -> Message:
+    """Return a question with the number that its answer names."""
+    question: Message = attrs.evolve(message, request=number)
+    return question
 
 
-class _Dialled:
+class Dialled:
     """One nng socket to one incarnation. Implements `Connection`."""
 
     def __init__(
@@ -506,7 +517,7 @@ class Asker:
         self._name_of_peer = name_of_peer
         self._tls = tls
         self._refused = on_refused
-        self._connections: Connections[_Dialled] = Connections(
+        self.connections: Connections[Dialled] = Connections(
             identity=identity,
             cluster=cluster,
             hello_for=hello_for,
@@ -518,10 +529,10 @@ class Asker:
             on_unasked=on_unasked,
             kept_max=most_kept(),
         )
-        self.post = self._connections.post
-        self.drain = self._connections.drain
-        self.forget = self._connections.forget
-        self.close = self._connections.close
+        self.post = self.connections.post
+        self.drain = self.connections.drain
+        self.forget = self.connections.forget
+        self.close = self.connections.close
 
     def ask(
         self,
@@ -535,7 +546,7 @@ class Asker:
         """
         poll = select.poll()
         exchange = Exchange(
-            self._connections,
+            self.connections,
             count=len(questions),
             until=until,
             enough=enough,
@@ -545,14 +556,14 @@ class Asker:
         try:
             for place, (peer, message) in enumerate(questions):
                 exchange.put(place, peer, message)
-            _drive(exchange, poll)
+            drive(exchange, poll)
         finally:
             exchange.end()
         return exchange.answers
 
-    def _dialled(self, url: str, peer: int) -> _Dialled | None:
+    def _dialled(self, url: str, peer: int) -> Dialled | None:
         try:
-            return _Dialled(url, tls=self._tls, accepts=lambda found: self._accepts(found, peer))
+            return Dialled(url, tls=self._tls, accepts=lambda found: self._accepts(found, peer))
         except UnusableAddress:
             return None
 
@@ -570,20 +581,20 @@ class Asker:
         connect_s = max(SLICE_S, min(CONNECT_TIMEOUT_S, until - self._clock()))
         if reached(url, connect_s) is False:
             return None
-        connection = self._connections.greeting(url)
+        connection = self.connections.greeting(url)
         if connection is None:
             return None
         try:
             poll = select.poll()
             poll.register(connection.fd, select.POLLIN)
-            greeting = HelloExchange(self._connections, connection, until)
-            _drive(greeting, poll)
+            greeting = HelloExchange(self.connections, connection, until)
+            drive(greeting, poll)
             return greeting.answer
         finally:
             connection.close()
 
 
-def _drive(exchange: Exchange[_Dialled] | HelloExchange[_Dialled], poll: select.poll) -> None:
+def drive(turns: Turns, poll: select.poll) -> None:
     """Wait and take, turn by turn, until it is over."""
-    while (wait_s := exchange.wait_s()) is not None:
-        exchange.turn(poll.poll(1000 * wait_s))
+    while (wait_s := turns.wait_s()) is not None:
+        turns.turn(poll.poll(1000 * wait_s))

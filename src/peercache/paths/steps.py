@@ -32,6 +32,29 @@ class Post:
     messages: tuple[tuple[int, Message], ...]
 
 
+@attrs.frozen(eq=False)
+class Submit:
+    """Send an idempotent question, and go on; the answer is its number, for `Collect`.
+
+    0 stands for a peer that cannot be asked.
+    """
+
+    peer: int
+    message: Message
+
+
+@attrs.frozen
+class Collect:
+    """Wait for the answer to a question that was sent; it is one message, or None.
+
+    A question is collected once. What is never collected is forgotten with the path.
+    """
+
+    peer: int
+    number: int
+    until: float
+
+
 @attrs.frozen
 class Greet:
     """Say Hello to the listener of an address; the answer is Welcome, Refused or None."""
@@ -74,5 +97,5 @@ class Checksum:
     runs: PageRuns
 
 
-Step: TypeAlias = Ask | Post | Greet | Drain | Fetch | Place | Checksum
+Step: TypeAlias = Ask | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum
 Answers: TypeAlias = Sequence[Message | None]

@@ -1,5 +1,9 @@
 """The write path: reserve at the home node, copy, commit. Without I/O, as the read path.
 
+A large batch goes in portions, each with a reservation of its own: while one is copied, the home
+node grants the next one, and commits and publishes the one before. The call waits for the answers
+to its Commits once, at its end.
+
 A slot that is not wholly copied by the deadline is aborted, never committed. Nothing reads the
 caller's memory after the call has returned.
 """
@@ -7,6 +11,7 @@ caller's memory after the call has returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any, final
 
 import attrs
@@ -19,8 +24,8 @@ from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.locating import LocationCache
-from peercache.paths.reserving import Ahead, ClientReservations, offsets_of
-from peercache.paths.steps import Ask, Checksum, Drain, Place, Post, Step
+from peercache.paths.reserving import ClientReservations, offsets_of
+from peercache.paths.steps import Ask, Checksum, Collect, Drain, Place, Post, Step, Submit
 from peercache.paths.verify import (
     checksum_portions,
     refuses_without_checksum,
@@ -45,6 +50,13 @@ from peercache.wire.messages.pool import (
 
 RESERVE_PAGES_MAX = 2048
 """Pages of one Reserve, the most that a home node takes: 48 KiB of keys and lengths."""
+
+PORTION_BYTES = 32 * 2**20
+"""Least bytes of a portion: 3 ms of copying, which hide the round trips of its neighbours. Half of
+it hides less than the further messages cost, on two cores."""
+
+PORTIONS_MAX = 4
+"""Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs six messages."""
 
 RESEND_S = STALL_S / 2
 """Silence after which the home node is asked again: a lost message costs a retry, and only a second
@@ -93,12 +105,48 @@ class WriteOutcome:
 
 @attrs.frozen(eq=False)
 class _Slots:
-    """The slots of a batch. unnamed: its keys, packed, if the home node does not know them."""
+    """The slots of a portion. unnamed: its keys, packed, if the home node does not know them."""
 
-    sequence: int
     states: npt.NDArray[np.uint8]
     offsets: U64
     unnamed: bytes
+
+
+@attrs.frozen(eq=False)
+class _Question:
+    """A message to the home node. number: to collect its answer; 0: it was not sent yet."""
+
+    message: Message
+    number: int = 0
+    patience_s: float = 0.0
+
+
+@attrs.define(eq=False)
+class _Portion:
+    """Some pages of a batch, which have a reservation of their own.
+
+    places:   where they stand in the batch.
+    sequence: of their reservation, 0 before it has begun.
+    written:  (n,) uint8, 1 = the slot holds all bytes of the page; checksums: (n,), 0: none.
+    """
+
+    places: Places
+    keys: PageKeys
+    runs: PageRuns
+    sequence: int = 0
+    reserve: _Question | None = None
+    slots: _Slots | None = None
+    commit: _Question | None = None
+    written: npt.NDArray[np.uint8] = attrs.field(init=False)
+    checksums: U64 = attrs.field(init=False)
+
+    @written.default
+    def _none_written(self) -> npt.NDArray[np.uint8]:
+        return np.zeros(len(self.keys), np.uint8)
+
+    @checksums.default
+    def _no_checksums(self) -> U64:
+        return np.zeros(len(self.keys), np.uint64)
 
 
 @final
@@ -113,13 +161,15 @@ class Writer:
         verify: str,
         namespace_tag: int,
         clock: Callable[[], float],
+        portion_bytes: int = PORTION_BYTES,
     ) -> None:
         """Write pages under `namespace_tag`, with checksums as `verify` says."""
-        self._cache = cache
-        self._breakers = breakers
-        self._verify = verify
-        self._namespace_tag = namespace_tag
-        self._clock = clock
+        self._portion_bytes = portion_bytes
+        self.cache = cache
+        self.breakers = breakers
+        self.verify = verify
+        self.namespace_tag = namespace_tag
+        self.clock = clock
 
     def set(
         self,
@@ -130,184 +180,238 @@ class Writer:
         reservations: ClientReservations,
         until: float,
     ) -> Generator[Step, Any, WriteOutcome]:
-        """Store every page that fits, by `until`, in portions of RESERVE_PAGES_MAX pages."""
+        """Store every page that fits, by `until`."""
         outcome = WriteOutcome(np.zeros(len(keys), np.bool_), [""] * len(keys))
         lengths = runs.lengths
         sane = (lengths > 0) & (lengths <= PAGE_BYTES_MAX)
         for place in np.flatnonzero(~sane).tolist():
             outcome.reasons[place] = reasons.TOO_LARGE if lengths[place] else reasons.WRONG_SIZE
-        open_places = np.flatnonzero(sane)
-        while len(open_places):
-            if self._clock() >= until:
-                _refuse(outcome, open_places, reasons.DEADLINE)
+        places = np.flatnonzero(sane)
+        while len(places):
+            if self.clock() >= until:
+                _refuse(outcome, places, reasons.DEADLINE)
                 break
-            portion = open_places[:RESERVE_PAGES_MAX]
-            full = yield from self._portion(
-                keys[portion], runs.take(portion), portion, home, reservations, until, outcome
+            one_round = _Round(self, home, reservations, until, outcome)
+            full = yield from one_round.store(
+                [
+                    _Portion(some, keys[some], runs.take(some))
+                    for some in portions_of(places, lengths, self._portion_bytes)
+                ]
             )
-            if len(full) == len(portion):
-                _refuse(outcome, open_places, outcome.reasons[full[0]] or reasons.POOL_FULL)
+            if one_round.ended_by or len(full) == len(places):
+                # What found no room while others were stored may find it now; else the pool stays
+                # full.
+                _refuse(outcome, places, one_round.ended_by or reasons.POOL_FULL)
                 break
-            open_places = np.concatenate([full, open_places[RESERVE_PAGES_MAX:]])
+            places = full
         _spread_repeats(keys, outcome)
         return outcome
 
-    def _portion(
+
+@final
+class _Round:
+    """Every open page of a batch is reserved, copied and committed once.
+
+    ended_by: why it came to an end before its last portion; "": it did not.
+    """
+
+    def __init__(
         self,
-        keys: PageKeys,
-        runs: PageRuns,
-        places: Places,
+        writer: Writer,
         home: int,
         reservations: ClientReservations,
         until: float,
         outcome: WriteOutcome,
-    ) -> Generator[Step, Any, Places]:
-        """Reserve, copy and commit once; return the places that found no room this time."""
-        ahead = yield from self._take_ahead(keys, runs, home, reservations, until)
-        sequence = ahead.sequence if ahead is not None else reservations.begin()
+    ) -> None:
+        self.ended_by = ""
+        self._cache = writer.cache
+        self._breakers = writer.breakers
+        self._verify = writer.verify
+        self._namespace_tag = writer.namespace_tag
+        self._clock = writer.clock
+        self._home = home
+        self._reservations = reservations
+        self._until = until
+        self._outcome = outcome
+        self._copied_by = until
+
+    def store(self, portions: list[_Portion]) -> Generator[Step, Any, Places]:
+        """Store what there is room for, by the deadline; return the places that found no room."""
         try:
-            slots: _Slots | None
-            if ahead is not None and ahead.offsets is not None:
-                states = np.full(len(keys), RESERVED, np.uint8)
-                slots = _Slots(sequence, states, ahead.offsets[: len(keys)], keys.tobytes())
-            else:
-                slots = yield from self._reserve(sequence, keys, runs, home, until)
-            if slots is None:
-                _refuse(outcome, places, reasons.NO_HOME)
-                return places
-            return (
-                yield from self._store(
-                    slots, keys, runs, places, home, reservations, until=until, outcome=outcome
-                )
-            )
+            yield from self._copy_all(portions)
+            full: list[Places] = [portions[0].places[:0]]
+            for portion in portions:
+                answer: Committed | None = None
+                if portion.commit is not None:
+                    answer = yield from self._committed(portion.commit, len(portion.keys))
+                if portion.slots is not None:
+                    full.append(self._settle(portion, portion.slots, answer))
+            return np.concatenate(full)
         finally:
             # Only now: a reservation that is not listed may be freed while its Commit is in flight.
-            reservations.end(sequence)
+            for portion in portions:
+                self._reservations.end(portion.sequence)
 
-    def _take_ahead(
-        self,
-        keys: PageKeys,
-        runs: PageRuns,
-        home: int,
-        reservations: ClientReservations,
-        until: float,
-    ) -> Generator[Step, Any, Ahead | None]:
-        """Return granted slots that were reserved ahead, if there are any for such a batch."""
+    def _copy_all(self, portions: list[_Portion]) -> Generator[Step, Any, None]:
+        """Copy portion after portion; meanwhile the home node has the ones beside it."""
+        is_alone = len(portions) == 1
+        for portion, following in zip_longest(portions, portions[1:]):
+            if portion is portions[0]:
+                yield from self._take_ahead(portion)
+                if portion.slots is None:
+                    yield from self._reserve(portion, is_sent=not is_alone)
+                self._copied_by = self._until - min(COMMIT_S, (self._until - self._clock()) / 4)
+            if following is not None:
+                yield from self._reserve(following, is_sent=True)
+            if portion.reserve is not None:
+                portion.slots = yield from self._granted(portion, portion.reserve)
+            if portion.slots is None:
+                self.ended_by = reasons.NO_HOME
+            else:
+                yield from self._copy(portion, portion.slots)
+                yield from self._commit(
+                    portion, portion.slots, is_sent=not is_alone, is_first=portion is portions[0]
+                )
+                if following is not None and self._clock() >= self._copied_by:
+                    self.ended_by = reasons.DEADLINE
+            if self.ended_by:
+                if following is not None:
+                    yield Post(((self._home, Abort(following.sequence)),))
+                return
+
+    # --- reserve ----------------------------------------------------------------------------------
+
+    def _take_ahead(self, portion: _Portion) -> Generator[Step, Any, None]:
+        """Take granted slots that were reserved ahead, if there are any for such a portion."""
         # Pages that are at home already are asked for by name: they need no copy.
-        if self._cache.has_any_at(home, keys.tolist()):
-            return None
-        if reservations.awaits_grant():
-            yield Drain(home)
-        ahead = reservations.take_ahead(runs.lengths)
-        if ahead is None or ahead.offsets is not None:
-            return ahead
-        try:
+        if self._cache.has_any_at(self._home, portion.keys.tolist()):
+            return
+        if self._reservations.awaits_grant():
+            yield Drain(self._home)
+        ahead = self._reservations.take_ahead(portion.runs.lengths)
+        if ahead is None:
+            return
+        portion.sequence, count = ahead.sequence, len(portion.keys)
+        if ahead.offsets is None:
             # The same number again: the home node repeats its answer, or gives it now.
             lengths = ahead.lengths.tobytes()
             reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", lengths)
-            granted = yield from self._insist(home, reserve, until)
+            granted = yield from self._insist(reserve)
             if isinstance(granted, Granted):
                 ahead.offsets = offsets_of(granted, len(ahead.lengths))
-        finally:
-            if ahead.offsets is None:
-                reservations.end(ahead.sequence)
-        return ahead if ahead.offsets is not None else None
+        if ahead.offsets is None:
+            self._reservations.end(ahead.sequence)
+            return
+        states = np.full(count, RESERVED, np.uint8)
+        portion.slots = _Slots(states, ahead.offsets[:count], portion.keys.tobytes())
 
-    def _reserve(
-        self, sequence: int, keys: PageKeys, runs: PageRuns, home: int, until: float
+    def _reserve(self, portion: _Portion, *, is_sent: bool) -> Generator[Step, Any, None]:
+        """Begin a reservation; is_sent: ask for its slots now, and take the answer later."""
+        portion.sequence = self._reservations.begin()
+        keys, lengths = portion.keys.tobytes(), portion.runs.lengths.tobytes()
+        message = Reserve(0, portion.sequence, self._namespace_tag, keys, lengths)
+        number: int = (yield Submit(self._home, message)) if is_sent else 0
+        portion.reserve = _Question(message, number)
+
+    def _granted(
+        self, portion: _Portion, reserve: _Question
     ) -> Generator[Step, Any, _Slots | None]:
-        """Ask the home node for slots; None where it does not answer."""
-        lengths = runs.lengths.tobytes()
-        reserve = Reserve(0, sequence, self._namespace_tag, keys.tobytes(), lengths)
-        granted = yield from self._insist(home, reserve, until)
-        if not isinstance(granted, Granted) or not _fits(granted, len(keys)):
+        """Return the slots of a portion; None where the home node does not answer."""
+        granted = yield from self._answer(reserve)
+        if not isinstance(granted, Granted) or not _fits(granted, len(portion.keys)):
             return None
         states = np.frombuffer(granted.states, np.uint8)
-        return _Slots(sequence, states, np.frombuffer(granted.offsets, np.uint64), b"")
+        return _Slots(states, np.frombuffer(granted.offsets, np.uint64), b"")
 
-    def _store(
-        self,
-        slots: _Slots,
-        keys: PageKeys,
-        runs: PageRuns,
-        places: Places,
-        home: int,
-        reservations: ClientReservations,
-        *,
-        until: float,
-        outcome: WriteOutcome,
-    ) -> Generator[Step, Any, Places]:
-        """Copy into the slots and commit; return the places that found no room this time."""
-        wanted = np.flatnonzero(slots.states == RESERVED)
-        written = np.zeros(len(keys), np.uint8)
-        committed: Committed | None = None
-        if len(wanted):
-            checksums = yield from self._copy(
-                keys, runs, wanted, slots.offsets[wanted], until, written
-            )
-            if written.any():
-                now = self._clock()
-                patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (until - now) / 2))
-                # Another batch often follows one that was all new.
-                ahead = reservations.ask_ahead(runs.lengths, now) if written.all() else ()
-                commit = Commit(
-                    0,
-                    slots.sequence,
-                    written.tobytes(),
-                    checksums.tobytes(),
-                    patience_s,
-                    slots.unnamed,
-                    ahead,
-                )
-                answer = yield from self._insist(home, commit, until, patience_s)
-                if isinstance(answer, Committed):
-                    reservations.told_with(answer)
-                    committed = answer if len(answer.states) == len(keys) else None
-            else:
-                yield Post(((home, Abort(slots.sequence)),))
-        return self._settle(places, runs.lengths, slots.states, written, committed, outcome)
+    # --- copy -------------------------------------------------------------------------------------
 
-    def _copy(
-        self,
-        keys: PageKeys,
-        runs: PageRuns,
-        wanted: Places,
-        offsets: U64,
-        until: float,
-        written: npt.NDArray[np.uint8],
-    ) -> Generator[Step, Any, U64]:
-        """Copy the wanted pages, mark those that are copied whole, return checksums (0: none).
+    def _copy(self, portion: _Portion, slots: _Slots) -> Generator[Step, Any, None]:
+        """Copy the pages that have slots, mark those that are copied whole, make checksums.
 
         A page that has no checksum in time, and that no reader of this mode would take without
         one, is not marked: it would stand in the way of the next set of its key.
         """
-        checksums = np.zeros(len(keys), np.uint64)
-        now = self._clock()
-        copied_by = until - min(COMMIT_S, (until - now) / 4)
+        wanted = np.flatnonzero(slots.states == RESERVED)
+        if not len(wanted):
+            return
+        runs, written, copied_by = portion.runs, portion.written, self._copied_by
         # Where every page needs a checksum, they are made in time for what was copied.
         needs_checksums = refuses_without_checksum(self._verify)
-        kept_back_s = (copied_by - now) * CHECKSUM_PART if needs_checksums else 0.0
-        count: int = yield Place(offsets, runs.take(wanted), copied_by - kept_back_s)
+        kept_back_s = (copied_by - self._clock()) * CHECKSUM_PART if needs_checksums else 0.0
+        until = copied_by - kept_back_s
+        count: int = yield Place(slots.offsets[wanted], runs.take(wanted), until)
         done = wanted[:count]
         written[done] = 1
-        sampled = np.intersect1d(wants_checksum(keys, self._verify), done)
+        sampled = np.intersect1d(wants_checksum(portion.keys, self._verify), done)
         for part in checksum_portions(sampled, runs.lengths):
             # A late page is lost; without a checksum its generation still verifies it.
             if self._clock() >= copied_by:
                 break
-            checksums[part] = yield Checksum(runs.take(part))
+            portion.checksums[part] = yield Checksum(runs.take(part))
         if needs_checksums:
-            written[checksums == 0] = 0
-        return checksums
+            written[portion.checksums == 0] = 0
 
-    def _insist(
-        self, home: int, message: Message, until: float, patience_s: float = 0.0
-    ) -> Generator[Step, Any, Any]:
+    # --- commit -----------------------------------------------------------------------------------
+
+    def _commit(
+        self, portion: _Portion, slots: _Slots, *, is_sent: bool, is_first: bool
+    ) -> Generator[Step, Any, None]:
+        """Commit what was written; is_sent: now, and its answer is taken later."""
+        written = portion.written
+        if not written.any():
+            if (slots.states == RESERVED).any():
+                yield Post(((self._home, Abort(portion.sequence)),))
+            return
+        now = self._clock()
+        patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (self._until - now) / 2))
+        ahead: tuple[int, ...] = ()
+        if is_first and written.all():
+            # Another batch often follows one that was all new.
+            ahead = self._reservations.ask_ahead(portion.runs.lengths, now)
+        message = Commit(
+            0,
+            portion.sequence,
+            written.tobytes(),
+            portion.checksums.tobytes(),
+            patience_s,
+            slots.unnamed,
+            ahead,
+        )
+        number: int = (yield Submit(self._home, message)) if is_sent else 0
+        portion.commit = _Question(message, number, patience_s)
+
+    def _committed(self, commit: _Question, pages: int) -> Generator[Step, Any, Committed | None]:
+        """Return the answer to a Commit; None where there is none to be believed."""
+        answer = yield from self._answer(commit)
+        if not isinstance(answer, Committed):
+            return None
+        self._reservations.told_with(answer)
+        return answer if len(answer.states) == pages else None
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def _answer(self, question: _Question) -> Generator[Step, Any, Any]:
+        """Return the home node's answer to a question, sent before or not; None without one."""
+        if question.number:
+            now = self._clock()
+            wait_s = RESEND_S + question.patience_s
+            if self._breakers.is_open(self._home):
+                # What has come already still counts.
+                wait_s = 0.0
+            answer: Message | None = yield Collect(
+                self._home, question.number, min(self._until, now + wait_s)
+            )
+            if answer is not None:
+                return answer
+        return (yield from self._insist(question.message, question.patience_s))
+
+    def _insist(self, message: Message, patience_s: float = 0.0) -> Generator[Step, Any, Any]:
         """Ask the home node until it answers, or its breaker opens.
 
         Reserve and Commit are idempotent, so a lost message is sent again. patience_s: how long the
         home node may take to answer.
         """
+        home, until = self._home, self._until
         while (now := self._clock()) < until and self._breakers.available(home, now):
             answers: Sequence[Message | None] = yield Ask(
                 ((home, message),), min(until, now + RESEND_S + patience_s)
@@ -316,39 +420,47 @@ class Writer:
                 return answers[0]
         return None
 
-    def _settle(
-        self,
-        places: Places,
-        lengths: U64,
-        granted: npt.NDArray[np.uint8],
-        written: npt.NDArray[np.uint8],
-        committed: Committed | None,
-        outcome: WriteOutcome,
-    ) -> Places:
+    def _settle(self, portion: _Portion, slots: _Slots, committed: Committed | None) -> Places:
         """Note the outcome of each page; return the places that found no room."""
-        final_states = granted.copy()
+        outcome, places, written = self._outcome, portion.places, portion.written
+        final_states = slots.states.copy()
+        reserved = slots.states == RESERVED
         if committed is not None:
-            reserved = granted == RESERVED
             final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
             self._cache.store(np.frombuffer(committed.records, RECORD), self._clock())
+            count = len(committed.records) // RECORD_BYTES
+            outcome.unpublished += max(0, count - committed.published)
         else:
-            final_states[granted == RESERVED] = ABORTED
+            final_states[reserved] = ABORTED
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
         outcome.stored[places[stored]] = True
         for place in places[stored].tolist():
-            # An earlier portion may have found no room for it.
+            # An earlier round may have found no room for it.
             outcome.reasons[place] = ""
         outcome.copied += int(ours.sum())
-        outcome.copied_bytes += int(lengths[ours].sum())
+        outcome.copied_bytes += int(portion.runs.lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())
-        if committed is not None:
-            count = len(committed.records) // RECORD_BYTES
-            outcome.unpublished += max(0, count - committed.published)
         for i in np.flatnonzero(~stored & (final_states != REPEATED)).tolist():
             outcome.reasons[places[i]] = _REASONS.get(int(final_states[i]), reasons.NO_HOME)
         full: Places = places[final_states == REFUSED_FULL]
         return full
+
+
+def portions_of(places: Places, lengths: U64, portion_bytes: int) -> list[Places]:
+    """Cut the open places of a batch into portions of about equally many bytes, in order.
+
+    lengths: bytes of each page of the batch. A portion has portion_bytes at least, and
+    RESERVE_PAGES_MAX pages at most.
+    """
+    ends = lengths[places].cumsum(dtype=np.int64)
+    count = min(PORTIONS_MAX, int(ends[-1]) // portion_bytes)
+    cuts: set[int] = set()
+    if count > 1:
+        wanted = ends[-1] * np.arange(1, count) // count
+        cuts = set((ends.searchsorted(wanted) + 1).tolist())
+    begins = sorted(cuts | {*range(0, len(places), RESERVE_PAGES_MAX), len(places)})
+    return [places[begin:end] for begin, end in pairwise(begins)]
 
 
 def _fits(granted: Granted, pages: int) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 from peercache.net.idle import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
+from peercache.net.talking import Talking
 from peercache.paths.breaker import STALL_S
 from peercache.wire.codec import encode
 from peercache.wire.envelope import Envelope, Message
@@ -74,6 +75,21 @@ def test_all_peers_are_asked_at_once(tmp_path: Path) -> None:
     assert [type(answer) for answer in answers] == [Located] * 3
     for peer in peers.values():
         peer.end()
+
+
+def test_questions_sent_before_are_collected_later(peer: Peer) -> None:
+    """Over one connection: what has come meanwhile is there without a wait."""
+    with Asking({7: peer.url}) as client:
+        talking = Talking(client.asker.connections)
+        numbers = [talking.send(7, Lookup(0, bytes(16))) for _ in range(3)]
+        wait_until(lambda: len(peer.of(Lookup)) == 3)
+        until = time.monotonic() + PATIENCE_S
+        answers = [talking.collect(7, number, until) for number in reversed(numbers)]
+        talking.end()
+        assert isinstance(client.ask(7)[0], Located)
+
+    assert [answer.request for answer in answers if isinstance(answer, Located)] == numbers[::-1]
+    assert len(peer.of(Hello)) == 1
 
 
 def test_one_answer_may_be_enough(tmp_path: Path) -> None:
@@ -287,7 +303,7 @@ def test_a_flood_does_not_outlast_the_deadline() -> None:
     """A peer that never stops talking is left at the deadline all the same."""
     babbler = Babbler(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}) as client:
-        client.asker._connections.give_back(7, babbler)  # type: ignore[arg-type]
+        client.asker.connections.give_back(7, babbler)  # type: ignore[arg-type]
         began = time.monotonic()
         assert client.ask(7, timeout_s=0.2) == [None]
         took_s = time.monotonic() - began
@@ -308,7 +324,7 @@ def test_the_clock_is_looked_at_before_each_message() -> None:
 
     dear = Dear(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
     with Asking({7: "ipc:///nowhere"}, clock=lambda: now) as client:
-        client.asker._connections.give_back(7, dear)  # type: ignore[arg-type]
+        client.asker.connections.give_back(7, dear)  # type: ignore[arg-type]
         answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 0.1)
 
     assert answers == [None]
@@ -444,7 +460,7 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local:
     with Asking({1: full_port, 7: local.url}) as client:
         began = time.monotonic()
         answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
-        kept = list(client.asker._connections._idle)
+        kept = list(client.asker.connections._idle)
 
     assert answers == [None, None]
     assert client.breakers.opened_count == 0
@@ -455,10 +471,10 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local:
 def test_a_connection_takes_as_many_open_files_as_the_bound_counts(local: Peer) -> None:
     """The end at the peer is in this process, too."""
     with Asking({7: local.url}) as client:
-        first = client.asker._connections.lease(7, fresh=True)
+        first = client.asker.connections.lease(7, fresh=True)
         client.ask(7)
         before = files_open()
-        second = client.asker._connections.lease(7, fresh=True)
+        second = client.asker.connections.lease(7, fresh=True)
         wait_until(lambda: local.listener.pipe_count() == 3)
         taken = files_open() - before - 1
         for each in (first, second):

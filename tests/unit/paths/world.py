@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from peercache.client.bridge import checksums_of
 from peercache.model.keys import PageKeys, page_keys
@@ -30,8 +29,18 @@ from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.mirroring import Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import ClientReservations
-from peercache.paths.steps import Ask, Checksum, Drain, Fetch, Place, Post, Step
-from peercache.paths.writing import Writer
+from peercache.paths.steps import (
+    Ask,
+    Checksum,
+    Collect,
+    Drain,
+    Fetch,
+    Place,
+    Post,
+    Step,
+    Submit,
+)
+from peercache.paths.writing import PORTION_BYTES, Writer
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed, Located, Lookup
 from peercache.wire.messages.pool import (
@@ -46,6 +55,7 @@ from peercache.wire.messages.pool import (
     ReserveMirror,
 )
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
+from tests.unit.paths.got import Got, Page, scatter
 
 GRANULE = 4096
 PAGE = 512
@@ -54,7 +64,6 @@ SPACE = 7
 """Of the one namespace of all pages."""
 
 Result = TypeVar("Result")
-Page = npt.NDArray[np.uint8]
 
 
 def named(*names: str) -> PageKeys:
@@ -278,6 +287,7 @@ class World:
         home: int = 1,
         remote: frozenset[int] = frozenset(),
         mirror_pulls: str = "",
+        portion_bytes: int = PORTION_BYTES,
     ) -> None:
         """Start them; those in `remote` are on another host."""
         self.now = 100.0
@@ -319,7 +329,10 @@ class World:
             verify=verify,
             namespace_tag=SPACE,
             clock=self.clock,
+            portion_bytes=portion_bytes,
         )
+        self.sent: list[tuple[int, float, Message | None]] = []
+        """What was sent with Submit: to which peer and when, and the answer that is on its way."""
         self.reservations = ClientReservations()
         self.home = home
         self.replicas = replicas
@@ -454,6 +467,10 @@ class World:
                     if self.nodes[peer].mood == "up":
                         self.nodes[peer].answer(message)
                 return None
+            case Submit(peer, message):
+                return self._send(peer, message)
+            case Collect():
+                return self._collect(step)
             case Drain(peer):
                 while self.nodes[peer].late:
                     self.reservations.granted(self.nodes[peer].late.popleft())
@@ -465,6 +482,28 @@ class World:
             case Checksum(runs):
                 self.now += self.checksum_s
                 return checksums_of(runs)
+
+    def _send(self, peer: int, message: Message) -> int:
+        node = self.nodes[peer]
+        if node.mood == "away":
+            self.breakers.failed(peer, self.now)
+            return 0
+        answer = node.answer(message) if node.mood == "up" else None
+        if answer is not None:
+            self.breakers.answered(peer)
+        self.sent.append((peer, self.now, answer))
+        return len(self.sent)
+
+    def _collect(self, step: Collect) -> Message | None:
+        peer, sent_at, answer = self.sent[step.number - 1]
+        assert peer == step.peer, "an answer of another peer"
+        arrives_at = sent_at + self.nodes[peer].latency_s
+        if answer is not None and max(self.now, arrives_at) <= max(self.now, step.until):
+            self.now = max(self.now, arrives_at)
+            return answer
+        self.now = max(self.now, step.until)
+        self.breakers.waited(peer, self.now - sent_at, self.now)
+        return None
 
     def _ask(self, step: Ask) -> list[Message | None]:
         answers: list[Message | None] = [None] * len(step.questions)
@@ -516,7 +555,7 @@ class World:
                 seals[page] = node.seals[offset // GRANULE]
                 continue
             self.before(node, page)
-            _scatter(read.runs, page, node.memory[offset : offset + size])
+            scatter(read.runs, page, node.memory[offset : offset + size])
             self.between(node, page)
             seals[page] = node.seals[offset // GRANULE]
         self.breakers.answered(breaker)
@@ -536,34 +575,6 @@ class World:
                 home.memory[offset : offset + size] = piece
                 offset += size
         return len(step.offsets)
-
-
-@attrs.frozen(eq=False)
-class Got:
-    """What a get came to."""
-
-    hits: list[bool]
-    reasons: list[str]
-    pages: list[Page]
-    pages_by_fabric: dict[str, int]
-    mirrored: int
-
-    def content(self, place: int = 0) -> bytes:
-        """Return the bytes in one destination."""
-        return self.pages[place].tobytes()
-
-    def is_untouched(self, place: int = 0) -> bool:
-        """Return whether nothing was written to one destination."""
-        return bool((self.pages[place] == 0xEE).all())
-
-
-def _scatter(runs: PageRuns, page: int, content: Page) -> None:
-    position = 0
-    for run in range(int(runs.starts[page]), int(runs.starts[page + 1])):
-        size = int(runs.sizes[run])
-        piece = content[position : position + size].tobytes()
-        ctypes.memmove(int(runs.addresses[run]), piece, size)
-        position += size
 
 
 def _member(number: int, boot_id: str) -> Member:
