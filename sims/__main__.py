@@ -1,4 +1,4 @@
-"""`python -m sims`: run a seed, sweep many seeds, hunt planted bugs, or start a large cluster."""
+"""`python -m sims`: run a seed, sweep seeds, hunt planted bugs, start a cluster, or crowd one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+from peercache.paths.mirroring import ALL, HOT, OFF
 from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
+from sims.crowd import Crowd, table
 from sims.determinism import stream
 from sims.play import Outcome, play
 from sims.start import Start
@@ -52,11 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starting.add_argument("--ranks", type=int, default=8, help="clients a node")
     starting.add_argument("--seed", type=int, default=1)
     starting.add_argument("--within", type=float, default=10.0, help="virtual seconds it may take")
+    crowding = commands.add_parser(
+        "crowd", help="let many hosts read one prompt, with each of mirror_pulls"
+    )
+    crowding.add_argument("--readers", type=int, default=50)
+    crowding.add_argument("--reads", type=int, default=4, help="of the prompt, by each of them")
+    crowding.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(arguments)
     if args.command == "start":
         return _start(args)
     if args.command == "run":
         return _run(args)
+    if args.command == "crowd":
+        return _crowd(args)
     return _sweep(args) if args.command == "sweep" else _canaries(args)
 
 
@@ -70,6 +80,16 @@ def _start(args: argparse.Namespace) -> int:
     for line in report.lines():
         _say(line)
     return 0
+
+
+def _crowd(args: argparse.Namespace) -> int:
+    reports = [
+        Crowd(readers=args.readers, reads=args.reads, seed=args.seed, pulls=pulls).play()
+        for pulls in (OFF, HOT, ALL)
+    ]
+    for line in table(reports):
+        _say(line)
+    return 1 if any(report.missed for report in reports) else 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
-from peercache.paths.reading import Reader
+from peercache.paths.reading import Loads, Reader
 from peercache.paths.steps import Ask, Checksum, Collect, Drain, Fetch, Greet, Post, Step, Submit
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
@@ -109,7 +109,10 @@ class SimClient:
         self.breakers = Breakers()
         self.namespace = Namespace(name="sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
-        locator = Locator(cache=self.cache, breakers=self.breakers, clock=place.now)
+        loads = Loads(salt=self.identity, clock=place.now)
+        locator = Locator(
+            cache=self.cache, breakers=self.breakers, clock=place.now, cost_of=loads.cost_of
+        )
         self.reader = Reader(
             locator=locator,
             cache=self.cache,
@@ -117,6 +120,7 @@ class SimClient:
             space=self.namespace.space_tag(),
             clock=place.now,
             mirrorer=self._mirrorer() if config.mirror_pulls != OFF else None,
+            loads=loads,
         )
         self.writer = Writer(
             cache=self.cache,

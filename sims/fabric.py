@@ -94,8 +94,12 @@ class Fabrics:
         serving: Callable[[str], SimNode | None],
         linked: Callable[[int], NodeMemory | None],
         nursery: Callable[[], trio.Nursery],
+        wires: dict[tuple[str, str], float] | None = None,
     ) -> None:
-        """serving: who listens at an address; linked: the segment of an incarnation, by name."""
+        """serving: who listens at an address; linked: the segment of an incarnation, by name.
+
+        wires: by host and direction, until when its network is busy; shared by all readers.
+        """
         self.place = place
         self.options = options
         self.rng = rng
@@ -105,6 +109,7 @@ class Fabrics:
         self._linked = linked
         self._nursery = nursery
         self._mapped: dict[int, NodeMemory] = {}
+        self._wires = {} if wires is None else wires
 
     def is_shared(self, member: Member) -> bool:
         """Return whether the member's memory is mapped here, or can be."""
@@ -131,6 +136,16 @@ class Fabrics:
         """Return how long the next step of a copy or transfer takes: short beyond `until`."""
         left_s = max(0.0, until - trio.current_time()) + LATE_STEP_S
         return min(self.rng.expovariate(1 / self.options.step_s), left_s)
+
+    async def carried(self, holder: str, size: int) -> None:
+        """Wait until the networks of both hosts, which are shared, have carried so many bytes."""
+        if not self.options.bandwidth:
+            return
+        took_s, begin = size / self.options.bandwidth, trio.current_time()
+        for wire in ((holder, "out"), (self.place.host, "in")):
+            begin = max(begin, self._wires.get(wire, 0.0))
+            self._wires[wire] = begin + took_s
+        await trio.sleep_until(begin + took_s)
 
     # --- same host --------------------------------------------------------------------------------
 
@@ -267,6 +282,8 @@ class Transfer:
             if arriving is not None:
                 scatter(fabrics.buffers, read, page, *arriving)
             arriving = (begin, memory.read(offset + begin, end - begin))
+            memory.sent_bytes += end - begin
+            await fabrics.carried(read.member.boot_id, end - begin)
             self._went_on()
         await self._step()
         if WORD_BEFORE_BYTES not in planted:

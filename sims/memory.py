@@ -132,6 +132,8 @@ class NodeMemory:
         self.pages: Page = np.zeros(granules * granule, np.uint8)
         self.seals: Seals = np.zeros(granules, SEAL)
         self.words: npt.NDArray[np.uint64] = self.seals["word"]
+        self.sent_bytes = 0
+        """Bytes of pages that readers of other hosts have had from here."""
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
         self.may_write: Callable[[int, int], bool] = _any_client

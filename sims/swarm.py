@@ -99,6 +99,8 @@ class Options:
     """Largest pages that fit into a portion of a set."""
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
+    bandwidth: float = 0.0
+    """Bytes a second that a host's network carries each way; 0: without bound. Never drawn."""
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""

@@ -50,6 +50,7 @@ class World:
         self.disks = Disks(options, self.stream("disks"), trace)
         self.library = Library.of(options, self.stream("library"))
         self.calls = Calls(options, self.library, self.buffers, self.truth, trace)
+        self.wires: dict[tuple[str, str], float] = {}
         self.is_safety = True
         self._boots: dict[str, int] = {}
         self._homes: dict[str, str] = {}
@@ -116,7 +117,12 @@ class World:
     def _lives(self, memory: NodeMemory) -> bool:
         return any(n.memory is memory and n.place.alive for n in self.nodes.values())
 
-    async def run_client(self, name: str, delay_s: float) -> None:
+    async def run_reader(self, name: str, home: str) -> None:
+        """Run a client that makes no calls of its own, beside this node."""
+        self._homes[name] = home
+        await self.run_client(name, 0.5, works=False)
+
+    async def run_client(self, name: str, delay_s: float, *, works: bool = True) -> None:
         """Start a client after a while, and run it until its process ends."""
         await trio.sleep(delay_s)
         boot = self._boots[name] = self._boots.get(name, 0) + 1
@@ -133,6 +139,7 @@ class World:
             serving=self.serving,
             linked=self.linked,
             nursery=lambda: client.nursery(),  # noqa: PLW0108 - there is no client yet
+            wires=self.wires,
         )
         client = SimClient(
             place=place,
@@ -148,7 +155,7 @@ class World:
         self.locks.hold(client.lock, place)
         self.trace.line("start", name, f"{client.identity:016x}")
         self.clients[name] = client
-        await client.run(self._work)
+        await client.run(self._work if works else _no_work)
 
     async def _work(self, client: SimClient) -> None:
         for number in range(self.options.workers):
@@ -197,6 +204,10 @@ class World:
         """Return a segment by its file's name, while there is one."""
         memory = self.memories.get(incarnation)
         return memory if memory is not None and memory.is_linked else None
+
+
+async def _no_work(client: SimClient) -> None:
+    del client
 
 
 def address_of(name: str) -> str:

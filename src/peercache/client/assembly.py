@@ -31,7 +31,7 @@ from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.locating import LocationCache, Locator
 from peercache.paths.mirroring import OFF, Mirrorer
-from peercache.paths.reading import Reader
+from peercache.paths.reading import Loads, Reader
 from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
@@ -77,10 +77,13 @@ class Wiring:
             self._lock_name, self._secret = "", self._node.ready.local_secret
         self.breakers = Breakers()
         self.cache = LocationCache(entries_max=config.location_cache_entries)
-        locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
+        loads = Loads(salt=self.identity, clock=self.clock)
+        locator = Locator(
+            cache=self.cache, breakers=self.breakers, clock=self.clock, cost_of=loads.cost_of
+        )
         self.reader = Reader(
             locator=locator, cache=self.cache, verify=config.verify,
-            space=namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(),
+            space=namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(), loads=loads,
         )  # fmt: skip
         self.writer = Writer(
             cache=self.cache,

@@ -167,9 +167,18 @@ class Locator:
     """Finds the nearest reachable holder of each page of a batch."""
 
     def __init__(
-        self, *, cache: LocationCache, breakers: Breakers, clock: Callable[[], float]
+        self,
+        *,
+        cache: LocationCache,
+        breakers: Breakers,
+        clock: Callable[[], float],
+        cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
-        """Share the cache and the breakers with the reader and the writer."""
+        """Share the cache and the breakers with the reader and the writer.
+
+        cost_of: which of two holders that are equally far to read from: the one that costs less.
+        """
+        self._cost_of = cost_of
         self._cache = cache
         self._breakers = breakers
         self._clock = clock
@@ -199,6 +208,7 @@ class Locator:
             if where is not None:
                 return where
         search = _Search(keys, names, cluster, avoid, failed, self._may_read)
+        search.cost_of = self._cost_of
         if any(found):
             search.take_cached(*_unpacked(found))
         asked_home = False
@@ -320,6 +330,7 @@ class _Search:
         self._avoid = avoid
         self._failed = failed
         self._may_read = may_read
+        self.cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
         self._usable: dict[int, bool] = {}
         # A key that is repeated in the batch is looked up once, at its last place.
         self._repeats = len(self._position) < count
@@ -403,15 +414,16 @@ class _Search:
         )
         records, places = _picked(records, is_newest), places[is_newest]
         holders = records["holder"].tolist()
-        far = {holder: self._cluster.distance(holder) for holder in dict.fromkeys(holders)}
-        distance = np.array([far[holder] for holder in holders], np.int64)
-        # Farthest first, so that the nearest is written last and stays. Before all of them the
+        best_last = sorted(dict.fromkeys(holders), key=self._worth, reverse=True)
+        rank = {holder: at for at, holder in enumerate(best_last)}
+        # The worst first, so that the best is written last and stays. Before all of them the
         # pages that are on disk only: any copy in memory is better.
-        order = np.lexsort((-distance, records["flags"] & RESIDENT))
-        records, places, distance = _picked(records, order), places[order], distance[order]
+        ranks = np.array([rank[holder] for holder in holders], np.int64)
+        order = np.lexsort((ranks, records["flags"] & RESIDENT))
+        records, places = _picked(records, order), places[order]
         is_known = self.known[places]
         for at in np.flatnonzero(is_known).tolist():
-            self._offer(int(places[at]), records[at], int(distance[at]))
+            self._offer(int(places[at]), records[at])
         self._put(places[~is_known], _picked(records, ~is_known))
 
     def _put(self, places: npt.NDArray[np.intp], records: Records) -> None:
@@ -425,7 +437,11 @@ class _Search:
         fresh = self.fresh & self.known
         return self.records if fresh.all() else _picked(self.records, fresh)
 
-    def _offer(self, place: int, record: Any, distance: int) -> None:
+    def _worth(self, holder: int) -> tuple[int, tuple[int, int]]:
+        """Return how good it is to read from a holder: less is better, and near is best."""
+        return self._cluster.distance(holder), self.cost_of(holder)
+
+    def _offer(self, place: int, record: Any) -> None:
         """Replace the record of a place if this one is better."""
         there = self.records[place]
         on_disk = not record["flags"] & RESIDENT
@@ -434,7 +450,7 @@ class _Search:
         elif self._on_disk[place] != on_disk:
             better = not on_disk
         else:
-            better = distance < self._cluster.distance(int(there["holder"]))
+            better = self._worth(int(record["holder"])) < self._worth(int(there["holder"]))
         if better:
             self.records[place] = record
             self.fresh[place] = True

@@ -6,6 +6,7 @@ simulation in a task.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from threading import Lock
 from typing import Any, final
@@ -58,6 +59,18 @@ TOUCHES_MAX = 8192
 """Most touches of one message to a holder: 192 KiB; further ones are lost, which only the order of
 eviction notices."""
 
+MEASURED_S = 10.0
+"""How long the speed of a holder's last read counts: load comes and goes."""
+
+MEASURED_BYTES = 2**18
+"""Smaller reads say more about the way than about the holder's load."""
+
+MEASURED_MAX = 1024
+"""Holders whose speed is remembered."""
+
+BYTE_S = 0.5e-9
+"""What a byte of a holder is thought to take that was not read from lately: 2 GB/s."""
+
 Places = npt.NDArray[np.intp]
 
 
@@ -105,6 +118,55 @@ class Touches:
 
 
 @final
+class Loads:
+    """How fast each holder has served this client lately, and what it is asked for. Thread-safe.
+
+    Of holders that are equally far, the one that has the least to do is read. Small differences do
+    not count: then each client has an order of its own, so that together they read from all.
+    """
+
+    def __init__(self, *, salt: int, clock: Callable[[], float]) -> None:
+        """Know nothing. salt: a number of this client alone."""
+        self._salt = salt | 1
+        self._clock = clock
+        self._lock = Lock()
+        self._in_flight: dict[int, int] = {}
+        self._served: dict[int, tuple[float, float]] = {}
+        """By holder: when it was last measured, and seconds a byte."""
+
+    def begin(self, holder: int, size: int) -> float:
+        """Note that so many bytes are being read; return when."""
+        with self._lock:
+            self._in_flight[holder] = self._in_flight.get(holder, 0) + size
+        return self._clock()
+
+    def end(self, holder: int, size: int, began: float, *, is_whole: bool) -> None:
+        """Note that this is over. is_whole: the bytes have come, from no other holder beside."""
+        now = self._clock()
+        with self._lock:
+            left = self._in_flight.get(holder, 0) - size
+            if left > 0:
+                self._in_flight[holder] = left
+            else:
+                self._in_flight.pop(holder, None)
+            if is_whole and size >= MEASURED_BYTES:
+                self._served.pop(holder, None)
+                self._served[holder] = (now, (now - began) / size)
+                if len(self._served) > MEASURED_MAX:
+                    del self._served[next(iter(self._served))]
+
+    def cost_of(self, holder: int) -> tuple[int, int]:
+        """Return what to compare holders by: less is better."""
+        with self._lock:
+            at, byte_s = self._served.get(holder, (-np.inf, 0.0))
+            size = self._in_flight.get(holder, 0) + MEASURED_BYTES
+        if self._clock() - at >= MEASURED_S or not byte_s:
+            byte_s = BYTE_S
+        own_order = holder * self._salt % 2**64
+        return math.floor(math.log2(size * byte_s)), own_order
+
+
+@final
 class Reader:
     """Reads batches of pages out of their holders' memory."""
 
@@ -117,6 +179,7 @@ class Reader:
         space: int,
         clock: Callable[[], float],
         mirrorer: Mirrorer | None = None,
+        loads: Loads | None = None,
     ) -> None:
         """Read with `verify` = generation, sampled or full checksums, pages of one space only."""
         self._locator = locator
@@ -125,6 +188,7 @@ class Reader:
         self._space = space
         self._clock = clock
         self.mirrorer = mirrorer
+        self._loads = loads or Loads(salt=0, clock=clock)
         self.touches = Touches()
 
     def exists(
@@ -272,7 +336,15 @@ class Reader:
             )
             for at, theirs, _ in groups
         )
-        answers: Sequence[Fetched] = yield Fetch(reads, until)
+        asked = [(read.member.incarnation, int(read.lengths.sum())) for read in reads]
+        began = [self._loads.begin(holder, size) for holder, size in asked]
+        answers: Sequence[Fetched] = ()
+        try:
+            answers = yield Fetch(reads, until)
+        finally:
+            is_whole = len(answers) == 1 and not answers[0].failure
+            for (holder, size), since in zip(asked, began, strict=True):
+                self._loads.end(holder, size, since, is_whole=is_whole)
         disputed: list[Records] = []
         for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
             changed = yield from self._judge(batch, until, at, theirs, fetched)
