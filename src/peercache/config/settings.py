@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +18,7 @@ import attrs
 
 from peercache.config.other_names import REMOVED, SGLANG_KEYS
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
+from peercache.config.sources import Given, from_environment, read_toml
 from peercache.config.table import (
     DEVICES,
     FILE,
@@ -42,11 +42,6 @@ from peercache.config.table import (
     setting,
 )
 from peercache.errors import ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - the same library under its name before 3.11
-    import tomli as tomllib
 
 DEFAULT_METRICS_PORT = 31997
 
@@ -411,14 +406,20 @@ class Config:
         environment: Mapping[str, str] | None = None,
     ) -> Config:
         """Merge file, environment and settings; raise ConfigError for the first wrong one."""
-        given = dict(_read_toml(Path(file))) if file is not None else {}
-        for name, row in SETTINGS.items():
-            # Other tools of the project keep their switches under the same prefix.
-            if environment and row.environment in environment:
-                given[name] = environment[row.environment]
-        given.update({name: value for name, value in (settings or {}).items() if value is not None})
+        given = Given()
+        if file is not None:
+            given.add(read_toml(Path(file)), lambda _: str(file))
+        given.add(from_environment(environment or {}, SETTINGS, REMOVED), environment_name)
+        given.add({name: value for name, value in (settings or {}).items() if value is not None})
+        try:
+            return cls._of(given.values)
+        except ConfigError as error:
+            raise given.located(error) from error
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Any]) -> Config:
         for name, problem in REMOVED.items():
-            if name in given or (environment and environment_name(name) in environment):
+            if name in given:
                 raise ConfigError(name, problem)
         for name in given:
             if name not in SETTINGS:
@@ -565,20 +566,6 @@ def _of_the_trial(config: Config) -> Config:
         problem = f"names the cluster {config.insecure!r}, and cluster names {config.cluster!r}"
         raise ConfigError("insecure", problem)
     return attrs.evolve(config, cluster=config.insecure)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            settings: dict[str, Any] = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError("config", f"cannot read {path}: {error}") from error
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            raise ConfigError("config", f"{path} has a table [{name}]: settings stand in none")
-    return settings
 
 
 def _meant(name: str) -> str:

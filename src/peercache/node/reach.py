@@ -59,7 +59,7 @@ async def resolved(addresses: Iterable[str], within_s: float) -> dict[str, set[s
     found = {address: numeric_hosts(address) for address in addresses}
 
     async def look(address: str) -> None:
-        found[address] = await trio.to_thread.run_sync(_looked_up, address, abandon_on_cancel=True)
+        found[address] = await trio.to_thread.run_sync(look_up, address, abandon_on_cancel=True)
 
     with trio.move_on_after(within_s):
         async with trio.open_nursery() as nursery:
@@ -68,7 +68,8 @@ async def resolved(addresses: Iterable[str], within_s: float) -> dict[str, set[s
     return found
 
 
-def _looked_up(address: str) -> set[str]:
+def look_up(address: str) -> set[str]:
+    """Return the numeric hosts of a HOST:PORT, empty for none; may take half a minute."""
     host, port = parse_address(address)
     try:
         rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import signal
@@ -16,18 +17,27 @@ from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.node.node import Node, Ready
 
+DESCRIPTORS_MIN = 256
+"""A node, its home clients and a handful of peers take so many descriptors; with fewer it refuses
+connections at random."""
+
 
 def run_standalone(config: Config, ready_file: str | None) -> None:
     """Run a node until SIGTERM or SIGINT; write its ready line to stdout, and to a file if named.
 
     Raises what keeps the node from serving, mostly in an exception group.
     """
-    _use_every_descriptor()
+    if (descriptors := _use_every_descriptor()) < DESCRIPTORS_MIN:
+        raise ConfigError(
+            "ulimit -n",
+            f"{descriptors} open files are too few for a node, which wants {DESCRIPTORS_MIN} at "
+            "least: `ulimit -n 65536`  (systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)",
+        )
     trio.run(_serve, config, ready_file)
 
 
-def _use_every_descriptor() -> None:
-    """Raise the soft limit of descriptors to the hard one.
+def _use_every_descriptor() -> float:
+    """Raise the soft limit of descriptors to the hard one, and return it.
 
     Most systems begin with 1024, for programs that use select(): a fifth of the connections that
     this node is built for.
@@ -35,6 +45,7 @@ def _use_every_descriptor() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return math.inf if hard == resource.RLIM_INFINITY else hard
 
 
 def _calm_the_collector() -> None:

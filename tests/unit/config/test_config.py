@@ -144,6 +144,49 @@ def test_environment_of_other_tools_is_ignored() -> None:
     assert Config.load(environment={"PEERCACHE_TEST_SGLANG": "1", "HOME": "/"}) == Config()
 
 
+@pytest.mark.parametrize(
+    "variable",
+    ["PEERCACHE_SERVICE_HOST", "PEERCACHE_SERVICE_PORT", "PEERCACHE_PORT", "PEERCACHE_SOAK_S",
+     "PEERCACHE_PORT_31998_TCP_ADDR", "PEERCACHE_TEST_TLS", "PEERCACHE_RDMA_GUEST"],
+)  # fmt: skip
+def test_variables_of_kubernetes_and_of_tools_are_no_mistakes(variable: str) -> None:
+    """A service that is called peercache sets the first ones in every pod beside it."""
+    assert Config.load(environment={variable: "tcp://10.0.0.7:31998"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PEERCACHE_POOL_SIZEE", "PEERCACHE_POOL_SIZE"),
+        ("PEERCACHE_POOLSIZE", "PEERCACHE_POOL_SIZE"),
+        ("PEERCACHE_pool_size", "PEERCACHE_POOL_SIZE"),
+        ("PEERCACHE_DISCOVERY", "PEERCACHE_DISCOVERY_ADDR"),
+        ("PEERCACHE_TLS_CRT", "PEERCACHE_TLS_CERT"),
+    ],
+)
+def test_misspelt_variable_is_refused_with_the_one_that_is_meant(variable: str, meant: str) -> None:
+    """Ignored, it would leave a default in force that the operator believes to have changed."""
+    with pytest.raises(ConfigError, match=f"{variable}.*is {meant} meant"):
+        Config.load(environment={variable: "1GiB"})
+
+
+def test_error_names_the_source_of_the_value(tmp_path: Path) -> None:
+    """Of a value in force: a file's name, or a variable's; a flag is named by the setting."""
+    file = tmp_path / "node.toml"
+    file.write_text('pool_size = "lots"\nsuspect_s = 1\n')
+
+    def told(settings: dict[str, Any], environment: dict[str, str]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            Config.load(settings, file=file, environment=environment)
+        return str(caught.value)
+
+    assert told({}, {}).endswith(f"'100gb' (in {file})")
+    assert told({}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb' (in PEERCACHE_POOL_SIZE)")
+    assert told({"pool_size": "some"}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb'")
+    # What two settings must be beside each other names where the first one stands.
+    assert told({"pool_size": "1GiB"}, {}).endswith(f"more than 2 heartbeat_s (in {file})")
+
+
 def test_sglang_keys_pass_and_a_typo_does_not() -> None:
     """SGLang's own keys are not ours; anything else unknown is a typo that a person must see."""
     extra: dict[str, Any] = dict.fromkeys(SGLANG_KEYS, "x")

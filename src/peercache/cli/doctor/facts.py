@@ -116,6 +116,35 @@ class TrustFact:
     joins: tuple[JoinFact, ...] = ()
 
 
+@attrs.frozen
+class AddressFact:
+    """An address that a setting names. hosts: what it stands for, in numbers; () for nothing.
+
+    is_own: whether one of them is this host's.
+    """
+
+    setting: str
+    written: str
+    hosts: tuple[str, ...] = ()
+    is_own: bool = attrs.field(default=False, kw_only=True)
+
+
+@attrs.frozen(kw_only=True)
+class DiskFact:
+    """The folder of the disk tier, in bytes.
+
+    wanted:  disk_size; held: what nodes' folders take there already.
+    room:    free on the file system, above disk_free_floor.
+    problem: why no node can keep pages there, "" if it can.
+    """
+
+    path: str
+    wanted: int
+    problem: str = ""
+    held: int = 0
+    room: int = 0
+
+
 @attrs.frozen(kw_only=True)
 class Facts:
     """A host, and the configuration that it is judged by."""
@@ -138,6 +167,11 @@ class Facts:
     nofile_hard: int
     speed: Speed
     trust: TrustFact = TrustFact()
+    addresses: tuple[AddressFact, ...] = ()
+    disk: DiskFact | None = None
+    """None without a disk tier."""
+    parts_missing: tuple[tuple[str, str], ...] = ()
+    """(problem, remedy) of compiled parts that these settings need."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""

@@ -6,14 +6,18 @@ import os
 import platform
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 from peercache.cli.doctor.facts import Facts, Memory, PortFact
 from peercache.cli.doctor.libraries import find_libraries
+from peercache.cli.doctor.places import look_at_addresses, look_at_disk
 from peercache.cli.doctor.speed import measure
 from peercache.cli.doctor.trust import look_at_trust
 from peercache.config.settings import Config
+from peercache.errors import BrokenInstallation
 from peercache.installation.distribution import version
+from peercache.installation.library import load, load_tls
 from peercache.memory.huge_pages import mounted, supplies
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 
@@ -45,7 +49,19 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
         nofile_hard=files[1],
         speed=measure(config, chosen, is_quick=is_quick),
         trust=look_at_trust(config),
+        addresses=look_at_addresses(config),
+        disk=look_at_disk(config),
+        parts_missing=tuple(_parts_missing(config)),
     )
+
+
+def _parts_missing(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the compiled parts that a node with these settings needs."""
+    for loads in (load, load_tls) if config.has_tls else (load,):
+        try:
+            loads()
+        except BrokenInstallation as error:  # noqa: PERF203 - two at most
+            yield error.problem, error.remedy
 
 
 def _port(port: Port) -> PortFact:
@@ -84,7 +100,7 @@ def _mtu(interfaces: Path) -> int:
 
 def _memory(config: Config) -> Memory:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit, used = _cgroup()
+    limit, used = cgroup_memory(_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup"))
     return Memory(
         memlock=soft,
         memlock_hard=hard,
@@ -113,20 +129,29 @@ def filesystem_of(folder: str, mounts: str) -> str:
     return kind if Path(folder).is_dir() else ""
 
 
-def _cgroup() -> tuple[int, int]:
-    """Return the memory limit of this container (-1: none), and the memory that it uses."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        text = _text(Path(limit))
-        # Version 1 writes "no limit" as a number that no machine has.
-        if text.isdigit() and int(text) < 2**60:
-            return int(text), int(_text(Path(used)) or 0)
-    return -1, 0
+def cgroup_memory(groups: str, root: Path) -> tuple[int, int]:
+    """Return the memory limit that ends this process first (-1: none), and what is used of it.
+
+    groups: the text of /proc/self/cgroup; root: where the cgroup file systems are mounted. A group
+    is bound by the limits of all groups above it. In a container its own group may be the root.
+    """
+    limits = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, used = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = base / path.strip("/")
+        while folder.is_relative_to(base):
+            text = _text(folder / limit)
+            # Version 1 writes "no limit" as a number that no machine has.
+            if text.isdigit() and int(text) < 2**60:
+                limits.append((int(text), int(_text(folder / used) or 0)))
+            folder = folder.parent
+    return min(limits, key=lambda each: each[0] - each[1], default=(-1, 0))
 
 
 def _capabilities() -> int:

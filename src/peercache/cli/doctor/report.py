@@ -26,7 +26,9 @@ def as_text(facts: Facts, findings: Sequence[Finding]) -> str:
         for port in facts.ports:
             lines += _port_lines(port, dict(facts.chosen))
     problems = sum(finding.level == PROBLEM for finding in findings)
-    lines += ["", f"{problems} problem{'s' * (problems != 1)}" if problems else "no problems"]
+    notes = sum(finding.level == ADVICE for finding in findings)
+    told = f"{problems} problem{'s' * (problems != 1)}" if problems else "no problems"
+    lines += ["", f"{told}, {notes} note{'s' * (notes != 1)}" if notes else told]
     return "\n".join(lines) + "\n"
 
 

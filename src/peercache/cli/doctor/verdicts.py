@@ -6,10 +6,19 @@ from collections.abc import Iterator
 
 import attrs
 
-from peercache.cli.doctor.facts import Facts, JoinFact, PortFact, TrustFact, packet_bytes
+from peercache.cli.doctor.facts import (
+    AddressFact,
+    DiskFact,
+    Facts,
+    JoinFact,
+    PortFact,
+    TrustFact,
+    packet_bytes,
+)
 from peercache.config.quantities import written_size
 from peercache.memory.huge_pages import SIZES, more
 from peercache.memory.layout import Layout
+from peercache.node.standalone import DESCRIPTORS_MIN
 from peercache.rdma.device import ROCE_V2
 
 GOOD = "good"
@@ -20,6 +29,9 @@ PROBLEM = "problem"
 
 NOFILE_MIN = 4096
 """Connections of a hundred peers, with room."""
+
+DISK_MIN = 16 * 2**20
+"""The least disk_size there is: with less room no page is ever written."""
 
 MTU_MIN = 4200
 """An interface that carries less cuts READs into packets of 2048 bytes or 1024."""
@@ -43,8 +55,11 @@ class Finding:
 def judge(facts: Facts) -> list[Finding]:
     """Return every verdict, in the order in which a person would look."""
     return [
+        *_parts(facts),
         *judge_trust(facts.trust),
+        *_addresses(facts),
         *_pool(facts),
+        *_disk(facts.disk),
         *_files(facts),
         *_devices(facts),
         *_libraries(facts),
@@ -96,6 +111,74 @@ def _joined(join: JoinFact) -> Finding:
     )
 
 
+def _parts(facts: Facts) -> Iterator[Finding]:
+    for problem, remedy in facts.parts_missing:
+        yield Finding(PROBLEM, "installation", problem, remedy)
+
+
+def _addresses(facts: Facts) -> Iterator[Finding]:
+    for each in facts.addresses:
+        if not each.hosts:
+            yield Finding(
+                PROBLEM,
+                "addresses",
+                f"{each.setting}: the name in {each.written} does not resolve on this host",
+                f"getent hosts {each.written.rpartition(':')[0] or each.written}  (what the "
+                "resolver says), or an IP address",
+            )
+        elif each.setting != "discovery_addr" and not each.is_own:
+            yield _not_own(each)
+
+
+def _not_own(each: AddressFact) -> Finding:
+    of_whom = f"{each.setting} names {each.written} ({', '.join(each.hosts)})"
+    if each.setting == "advertise":
+        return Finding(
+            ADVICE,
+            "addresses",
+            f"{of_whom}, which is no address of this host: other nodes reach it only where a "
+            "router or a container's host forwards that address",
+            "ip -brief address  (this host's), or leave advertise out",
+        )
+    return Finding(
+        PROBLEM,
+        "addresses",
+        f"{of_whom}, which is no address of this host: nothing can listen there",
+        f"ip -brief address  (this host's), or {each.setting} = :PORT for every interface",
+    )
+
+
+def _disk(disk: DiskFact | None) -> Iterator[Finding]:
+    if disk is None:
+        return
+    could = disk.room + disk.held
+    if disk.problem:
+        yield Finding(
+            PROBLEM,
+            "disk",
+            f"disk_path {disk.path} cannot be used: {disk.problem}",
+            "disk_path in a folder that this user may write to, or disk_enabled = false",
+        )
+    elif could < DISK_MIN:
+        yield Finding(
+            PROBLEM,
+            "disk",
+            f"the file system of {disk.path} is full: above disk_free_floor there are "
+            f"{written_size(disk.room)}",
+            "free space there, name another disk_path, or lower disk_free_floor",
+        )
+    elif could < disk.wanted:
+        yield Finding(
+            ADVICE,
+            "disk",
+            f"disk_size is {written_size(disk.wanted)}, and {disk.path} has room for "
+            f"{written_size(could)} above disk_free_floor",
+            f"--disk-size {could // GIB}GiB" if could >= GIB else "another disk_path",
+        )
+    else:
+        yield Finding(GOOD, "disk", f"{written_size(disk.wanted)} fit into {disk.path}")
+
+
 def _pool(facts: Facts) -> Iterator[Finding]:
     memory, wanted = facts.memory, facts.pool_size
     if facts.hugepages_wanted != "off":
@@ -128,14 +211,23 @@ def _pool(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             GOOD, "pool", f"{written_size(wanted)} fit into {facts.shm_dir}, {free} are free there"
         )
+    if memory.available < wanted:
+        yield Finding(
+            PROBLEM,
+            "pool",
+            f"the pool of {written_size(wanted)} is larger than the free memory of this host, "
+            f"{written_size(memory.available)}",
+            "lower pool_size, or end what uses the memory",
+        )
     if 0 <= memory.cgroup_limit < memory.cgroup_used + wanted:
         yield Finding(
             PROBLEM,
             "pool",
-            f"this container may use {written_size(memory.cgroup_limit)}, of which "
+            f"this cgroup may use {written_size(memory.cgroup_limit)} of memory, of which "
             f"{written_size(memory.cgroup_used)} are in use: the pool of {written_size(wanted)} "
             "would have it killed",
-            f"docker: --memory={_gib_up(memory.cgroup_used + wanted) + 1}g, or lower pool_size",
+            f"docker: --memory={_gib_up(memory.cgroup_used + wanted) + 1}g  (systemd: MemoryMax=), "
+            "or lower pool_size",
         )
 
 
@@ -166,7 +258,7 @@ def _files(facts: Facts) -> Iterator[Finding]:
     # A node raises its soft limit to the hard one by itself.
     if 0 <= facts.nofile_hard < NOFILE_MIN:
         yield Finding(
-            ADVICE,
+            PROBLEM if facts.nofile_hard < DESCRIPTORS_MIN else ADVICE,
             "open files",
             f"at most {facts.nofile_hard}, enough for some {facts.nofile_hard // 40} peers",
             "LimitNOFILE=65536 in the systemd unit, or docker: --ulimit nofile=65536",

@@ -1,0 +1,88 @@
+"""What the doctor finds out about the places that a configuration names: addresses, the disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from peercache.cli.doctor.facts import AddressFact, DiskFact
+from peercache.config.quantities import format_address, parse_address
+from peercache.config.settings import Config
+from peercache.node.reach import is_ours, look_up
+
+WILDCARDS = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+NAMED_PORT = 1
+"""The resolver wants a port: which one does not matter."""
+
+
+def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
+    """Return every address that the configuration names, and what its name stands for."""
+    return tuple(
+        AddressFact(name, written, tuple(sorted(hosts)), is_own=any(map(is_ours, hosts)))
+        for name, written, address in _named(config)
+        for hosts in [look_up(address)]
+    )
+
+
+def _named(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (setting, as it is written, HOST:PORT) of addresses that are looked up."""
+    for name, written in (("listen", config.listen), ("http_listen", config.http_listen)):
+        host, _ = parse_address(written, default_port=NAMED_PORT)
+        if host not in WILDCARDS:
+            yield name, written, format_address(host, NAMED_PORT)
+    if config.advertise:
+        yield "advertise", config.advertise, format_address(config.advertise, NAMED_PORT)
+    for address in config.discovery_addr:
+        yield "discovery_addr", address, address
+
+
+def look_at_disk(config: Config) -> DiskFact | None:
+    """Return what the folder of the disk tier offers; None without a disk tier."""
+    if not config.disk_enabled:
+        return None
+    path = Path(config.disk_path)
+    nearest = next(
+        each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink()
+    )
+    problem = _problem_of(nearest)
+    free = total = 0
+    if not problem:
+        found = os.statvfs(nearest)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return DiskFact(
+        path=str(path),
+        wanted=config.disk_size,
+        problem=problem,
+        held=_held_bytes(path),
+        room=max(0, free - int(total * config.disk_free_floor)),
+    )
+
+
+def _problem_of(folder: Path) -> str:
+    """Return why a node can keep no file below a folder that exists, "" if it can."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    try:
+        # Only a write tells: root may do all that permissions forbid, and not what the file system
+        # does. The file has no name, so nothing is left of it.
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return f"no file can be written in {folder}: {error.strerror}"
+    return ""
+
+
+def _held_bytes(path: Path) -> int:
+    """Return the bytes that nodes' folders take already: they count as room."""
+    held = 0
+    for entry in path.glob("[0-9]*/*"):
+        try:
+            held += entry.lstat().st_blocks * 512
+        except OSError:  # noqa: PERF203 - a running node removes files
+            continue
+    return held

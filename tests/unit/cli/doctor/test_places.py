@@ -1,0 +1,222 @@
+"""What the doctor says about addresses, the disk, the cgroup and compiled parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from click.testing import CliRunner
+
+from peercache.cli.doctor import host, places
+from peercache.cli.doctor.command import doctor
+from peercache.cli.doctor.facts import AddressFact, DiskFact
+from peercache.cli.doctor.host import cgroup_memory
+from peercache.cli.doctor.places import look_at_addresses, look_at_disk
+from peercache.cli.doctor.report import as_text
+from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, judge
+from peercache.config.settings import Config
+from peercache.errors import BrokenInstallation
+from tests.unit.cli.doctor.test_verdicts import GIB, HOST, worst
+
+DISK = DiskFact(path="/data/peercache", wanted=100 * GIB, room=200 * GIB)
+NO_ADDRESS = "203.0.113.9"
+"""Of documentation: of no host."""
+
+
+def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
+    """A host without a disk tier hears nothing of one."""
+    assert not any(finding.topic == "disk" for finding in judge(HOST))
+    (found,) = [each for each in judge(attrs.evolve(HOST, disk=DISK)) if each.topic == "disk"]
+    assert (found.level, found.text) == (GOOD, "100.0 GiB fit into /data/peercache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "says"),
+    [
+        ({"problem": "/data is not a folder", "room": 0}, PROBLEM, "/data is not a folder"),
+        ({"room": 0}, PROBLEM, "is full"),
+        ({"room": 50 * GIB}, ADVICE, "room for 50.0 GiB"),
+        # What lies there already is room.
+        ({"room": 50 * GIB, "held": 40 * GIB}, ADVICE, "room for 90.0 GiB"),
+    ],
+)
+def test_disk_that_a_node_cannot_use_is_said(
+    changes: dict[str, Any], level: str, says: str
+) -> None:
+    """A node would start without it, and say so in its log only."""
+    (finding,) = worst(attrs.evolve(HOST, disk=attrs.evolve(DISK, **changes)))
+
+    assert (finding.level, finding.topic) == (level, "disk")
+    assert says in finding.text
+    assert finding.fix
+
+
+def test_disk_folder_is_tried_by_writing(tmp_path: Path) -> None:
+    """A folder that is still to be made counts as the nearest one that is there."""
+
+    def found(path: Path) -> DiskFact:
+        disk = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(path)}))
+        assert disk is not None
+        return disk
+
+    file = tmp_path / "file"
+    file.write_text("no folder")
+
+    assert found(tmp_path / "new" / "deep").problem == ""
+    assert found(tmp_path / "new").room > 0
+    assert "is not a folder" in found(file / "below").problem
+    assert "no file can be written in /proc" in found(Path("/proc/none/x")).problem
+    assert sorted(tmp_path.iterdir()) == [file], "the doctor leaves nothing behind"
+
+
+def test_disk_folder_that_is_full_already_by_us_has_room(tmp_path: Path) -> None:
+    """The slabs of a node that runs are no reason for a warning."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "slab-0").write_bytes(b"x" * 2**20)
+
+    disk = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(tmp_path)}))
+
+    assert disk is not None
+    assert disk.held >= 2**20
+
+
+@pytest.mark.parametrize(
+    ("fact", "level", "says"),
+    [
+        (AddressFact("discovery_addr", "head:31998"), PROBLEM, "head:31998 does not resolve"),
+        (AddressFact("advertise", "me.example"), PROBLEM, "me.example does not resolve"),
+        (AddressFact("listen", "a:1", (NO_ADDRESS,)), PROBLEM, "nothing can listen there"),
+        (AddressFact("advertise", "a", (NO_ADDRESS,)), ADVICE, "no address of this host"),
+    ],
+)
+def test_address_that_cannot_be_right_is_said(fact: AddressFact, level: str, says: str) -> None:
+    """An address behind a router may be advertised, so that one is only a note."""
+    (finding,) = worst(attrs.evolve(HOST, addresses=(fact,)))
+
+    assert (finding.level, finding.topic) == (level, "addresses")
+    assert says in finding.text
+    assert finding.fix
+
+
+def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wildcards are no address; a node to join need not be this host."""
+    names = {"head:31998": {NO_ADDRESS}, "gone:5": set[str]()}
+    known = places.look_up
+    monkeypatch.setattr(places, "look_up", lambda at: names[at] if at in names else known(at))
+    settings = {"listen": ":31998", "http_listen": "127.0.0.1", "advertise": NO_ADDRESS}
+
+    found = look_at_addresses(
+        Config.load({**settings, "insecure": "x", "discovery_addr": "head,gone:5"})
+    )
+
+    assert [(each.setting, each.hosts, each.is_own) for each in found] == [
+        ("http_listen", ("127.0.0.1",), True),
+        ("advertise", (NO_ADDRESS,), False),
+        ("discovery_addr", (NO_ADDRESS,), False),
+        ("discovery_addr", (), False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "max"}, (-1, 0)),
+        ("0::/\n", {"memory.max": "900", "memory.current": "5"}, (900, 5)),
+        # A systemd service: the limit is its own group's, not the root's.
+        (
+            "0::/system.slice/peercache.service\n",
+            {
+                "system.slice/peercache.service/memory.max": "700",
+                "system.slice/peercache.service/memory.current": "100",
+                "system.slice/memory.max": "max",
+            },
+            (700, 100),
+        ),
+        # The one above has less left.
+        (
+            "0::/pod/box\n",
+            {
+                "pod/box/memory.max": "700",
+                "pod/memory.max": "800",
+                "pod/memory.current": "600",
+            },
+            (800, 600),
+        ),
+        (
+            "4:memory:/process/one\n0::/\n",
+            {
+                "memory/process/one/memory.limit_in_bytes": "500",
+                "memory/process/one/memory.usage_in_bytes": "50",
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+            },
+            (500, 50),
+        ),
+    ],
+)
+def test_limit_of_memory_is_that_of_this_process(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    """A pool over the limit is killed without a word, so each group above counts."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+
+    assert cgroup_memory(groups, tmp_path) == expected
+
+
+def test_pool_larger_than_free_memory_is_a_problem() -> None:
+    """A tmpfs may be larger than the memory that is left."""
+    memory = attrs.evolve(HOST.memory, available=10 * GIB)
+
+    (finding,) = worst(attrs.evolve(HOST, memory=memory))
+
+    assert finding.level == PROBLEM
+    assert "larger than the free memory of this host, 10.0 GiB" in finding.text
+
+
+def _broken() -> None:
+    raise BrokenInstallation("the compiled library x.so is missing", "pip install it")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problems"),
+    [
+        ("load", {}, 1),
+        ("load_tls", {}, 0),
+        ("load_tls", {"tls_ca": "a", "tls_cert": "b", "tls_key": "c"}, 1),
+    ],
+)
+def test_missing_compiled_part_is_a_problem_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, str],
+    problems: int,
+) -> None:
+    """The part for TLS is missing on many hosts, and needed with certificates only."""
+    monkeypatch.setattr(host, name, _broken)
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+
+    told = CliRunner().invoke(doctor, ["--quick", "--json", *flags], standalone_mode=False)
+
+    findings = json.loads(told.output)["findings"]
+    missing = [each for each in findings if each["topic"] == "installation"]
+    assert [each["text"] for each in missing] == ["the compiled library x.so is missing"] * problems
+    assert all(each["fix"] == "pip install it" for each in missing)
+
+
+def test_few_open_files_are_a_problem() -> None:
+    """A node refuses to start there."""
+    (finding,) = worst(attrs.evolve(HOST, nofile_hard=64))
+
+    assert (finding.level, finding.topic) == (PROBLEM, "open files")
+
+
+def test_notes_are_counted_beside_problems() -> None:
+    """`no problems` alone would hide them."""
+    facts = attrs.evolve(HOST, disk=attrs.evolve(DISK, room=50 * GIB))
+
+    assert as_text(facts, judge(facts)).endswith("\nno problems, 1 note\n")
+    assert as_text(HOST, judge(HOST)).endswith("\nno problems\n")
