@@ -7,6 +7,7 @@
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
+#   make peers     measures PeerCache beside other stores, and writes what docs/ shows of it
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit properties slow \
-	sims sglang sglang-engines ttft docs docs-site release-check clean
+	sims sglang sglang-engines ttft peers docs docs-site release-check clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -110,6 +111,7 @@ sglang-engines: $(STAMP)
 
 # The figures of docs/explanation/performance.md, with SGLang's environment, on a quiet machine: four
 # minutes. A run that fails leaves the old figures.
+PEERS := benchmarks/peers.json
 TTFT := benchmarks/ttft_sglang.json
 SGLANG_PYTHON := $${PEERCACHE_SGLANG_VENV:-$${XDG_CACHE_HOME:-$$HOME/.cache}/peercache/sglang-0.5.23}/bin/python
 ttft: $(STAMP)
@@ -117,6 +119,14 @@ ttft: $(STAMP)
 	@PYTHONPATH=src "$(SGLANG_PYTHON)" -m benchmarks.ttft_sglang --json > $(TTFT).new \
 		|| { rm -f $(TTFT).new; exit 1; }
 	@mv $(TTFT).new $(TTFT)
+	@$(MAKE) --no-print-directory docs
+
+# The figures of docs/explanation/performance.md beside Mooncake, PyPI's peercache and Redis, on a
+# quiet machine: eight minutes. Their environments are made in the user's cache folder the first time.
+peers: $(STAMP)
+	@$(BIN)/python -m benchmarks.peers --json $(PEERS).new $(PEERS_FLAGS) \
+		|| { rm -f $(PEERS).new; exit 1; }
+	@mv $(PEERS).new $(PEERS)
 	@$(MAKE) --no-print-directory docs
 
 # Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it

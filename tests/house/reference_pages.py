@@ -1,6 +1,6 @@
 """The parts of docs that are made from the code: `make docs` writes them.
 
-Each page has a part of its own between two markers; what people wrote around it stays.
+Each page has parts of its own between two markers; what people wrote around them stays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks import ttft_report
+from benchmarks import peers_report, ttft_report
 from peercache import errors
 from peercache.config.settings import SETTINGS
 from peercache.model.member import Member
@@ -172,33 +172,48 @@ def folders() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+def beside_others() -> str:
+    """Return the tables of the figures that `make peers` has measured."""
+    return peers_report.markdown(peers_report.measured())
+
+
 def time_to_first_token() -> str:
     """Return the tables of the figures that `make ttft` has measured."""
     return ttft_report.markdown(ttft_report.measured())
 
 
-MADE: dict[str, Callable[[], str]] = {
-    "configuration.md": configuration,
-    "metrics.md": metrics,
-    "wire-protocol.md": messages,
-    "errors.md": exceptions,
-    "log-events.md": log_events,
-    "../explanation/architecture.md": folders,
-    "../explanation/performance.md": time_to_first_token,
+MADE: dict[str, tuple[Callable[[], str], ...]] = {
+    "configuration.md": (configuration,),
+    "metrics.md": (metrics,),
+    "wire-protocol.md": (messages,),
+    "errors.md": (exceptions,),
+    "log-events.md": (log_events,),
+    "../explanation/architecture.md": (folders,),
+    "../explanation/performance.md": (beside_others, time_to_first_token),
 }
+"""The made parts of each page, in their order."""
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
+        peers_report.measured()
+    ),
+    "../explanation/exists-beside-others.svg": lambda: peers_report.asking_picture(
+        peers_report.measured()
+    ),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),
 }
 
 
 def with_made_part(page: str, text: str) -> str:
-    """Return the text of a page with its made part as the code has it now."""
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not found or not closed:
-        raise ValueError(f"{page} has no place for its made part")
-    return f"{before}{BEGIN}\n\n{MADE[page]()}\n\n{END}{after}"
+    """Return the text of a page with its made parts as the code has them now."""
+    done, rest = "", text
+    for make in MADE[page]:
+        before, found, rest = rest.partition(BEGIN)
+        _, closed, rest = rest.partition(END)
+        if not found or not closed:
+            raise ValueError(f"{page} has no place for its made part")
+        done += f"{before}{BEGIN}\n\n{make()}\n\n{END}"
+    return done + rest
 
 
 if __name__ == "__main__":

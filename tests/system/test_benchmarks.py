@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import peers_engine, peers_report
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.model.seal import SEAL
@@ -90,3 +93,126 @@ def test_tax_prints_the_loss_of_each_shape() -> None:
         assert figures[f"tax_{shape}"] < 1
         assert figures[f"tax_{shape}_floor"] < 1
         assert figures[f"tax_{shape}_served_gb_s"] > 0
+
+
+class KeptPages:
+    """A store in memory; `spoil` is what it does to a page that it returns."""
+
+    def __init__(self, settings: dict[str, Any], memory: list[Any]) -> None:
+        self.pages: dict[str, Any] = {}
+        self.limit = settings.get("limit", 10**9)
+        self.spoil = settings["spoil"]
+
+    def places(self, addresses: list[int], page_bytes: int) -> list[Any]:
+        kind = ctypes.c_ubyte * page_bytes
+        return [np.frombuffer(kind.from_address(address), np.uint8) for address in addresses]
+
+    def set(self, keys: list[str], places: list[Any]) -> list[bool]:
+        stored = [len(self.pages) + number < self.limit for number in range(len(keys))]
+        kept = zip(keys, places, stored, strict=True)
+        self.pages.update({key: place.copy() for key, place, ok in kept if ok})
+        return stored
+
+    def get(self, keys: list[str], places: list[Any], fabric: str) -> list[bool]:
+        for key, place in zip(keys, places, strict=True):
+            if key in self.pages:
+                place[:] = self.pages[key]
+                self.spoil(place)
+        return [key in self.pages for key in keys]
+
+    def exists(self, keys: list[str], fabric: str = "") -> int:
+        return sum(key in self.pages for key in keys)
+
+
+def kept_pages(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> peers_engine.Engine:
+    """Return an engine of `benchmarks.peers` with 512 pages in such a store."""
+    monkeypatch.setitem(peers_engine.STORES, "kept", KeptPages)
+    engine = peers_engine.Engine()
+    settings = {"spoil": lambda page: None, **settings}
+    engine.open("kept", settings, page_bytes=64, batch=128, total_bytes=512 * 64)
+    return engine
+
+
+@pytest.mark.parametrize("byte", [0, 30, 63])
+def test_peers_count_a_hit_with_one_wrong_byte(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    """Another store's bytes are judged as ours are: every byte of every page."""
+
+    def spoil(page: Any) -> None:
+        page[byte] ^= 1
+
+    sound, broken = kept_pages(monkeypatch), kept_pages(monkeypatch, spoil=spoil)
+    for engine, wrong in ((sound, 0), (broken, 512)):
+        assert engine.set(1)["done"] == 512
+        answer = engine.get(1)
+        assert (answer["done"], answer["pages"], answer["wrong"]) == (512, 512, wrong)
+
+
+def test_peers_count_a_page_of_another_generation_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that serves last round's page under this round's key has wrong bytes."""
+    engine = kept_pages(monkeypatch)
+    engine.set(1)
+    store = engine._store
+    store.pages = dict(zip(engine._keys(2, range(512)), store.pages.values(), strict=True))
+
+    assert engine.get(2)["wrong"] == 512
+
+
+def test_peers_count_pages_that_were_refused_and_keys_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that stores nothing is not fast, and one that knows nothing answers wrongly."""
+    engine = kept_pages(monkeypatch, limit=128)
+
+    assert engine.set(1)["done"] == 128
+    assert engine.get(1)["done"] == 128
+    known = engine.exists_known(1, calls=2)
+    assert (known["done"], known["pages"]) == (128, 256)
+    unknown = engine.exists_unknown(calls=2)
+    assert (unknown["done"], unknown["pages"]) == (256, 256)
+
+
+def shown(**medians: Any) -> dict[str, Any]:
+    """Return figures of one row of rates: a median, or a median and a share, for each store."""
+    cells = {}
+    for name, value in medians.items():
+        median, share = value if isinstance(value, tuple) else (value, 1.0)
+        cells[name] = {"median": median, "least": median, "greatest": median, "share": share}
+    return {"rows": {"row": cells}, "versions": dict.fromkeys(peers_report.TITLES, "1")}
+
+
+def test_peers_best_other_is_one_that_did_what_it_was_asked() -> None:
+    """More is better for rates, less for times; half of the pages stored is no rate to beat."""
+    rates = peers_report.Row("set", "row")
+    times = peers_report.Row("exists", "row", less=True)
+
+    assert peers_report.ratio(rates, shown(ours=6.0, mooncake=2.0, redis=3.0)) == 2.0
+    assert peers_report.ratio(times, shown(ours=6.0, mooncake=2.0, redis=3.0)) == 3.0
+    assert peers_report.ratio(rates, shown(ours=6.0, mooncake=2.0, redis=(3.0, 0.5))) == 3.0
+    assert peers_report.ratio(rates, shown(ours=6.0)) is None
+
+
+@pytest.mark.slow  # it starts three nodes and three engines, five times
+def test_peers_measures_ours_alone(tmp_path: Path) -> None:
+    """Every row has a figure, every page came, and every byte was right."""
+    file = tmp_path / "peers.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", "--quick", "--beside", "none",
+         "--json", str(file)],
+        capture_output=True, text=True, check=False, timeout=300, cwd=ROOT,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert not figures["problems"]
+    assert not any(figures["wrong_pages"].values())
+    rows = [
+        *peers_report.moving_rows(figures), *peers_report.ASKING_ROWS,
+        *peers_report.FAULT_RATES, *peers_report.FAULT_TIMES,
+    ]  # fmt: skip
+    assert rows
+    for row in rows:
+        assert figures["rows"][row.name][row.ours]["median"] > 0, row
+    assert all(row.label in done.stdout for row in rows)
+    for name in ("get", "set", "set full"):
+        cells = figures["rows"][f"{name} {figures['sizes'][0]['name']}"]
+        assert {cell["share"] for cell in cells.values()} == {1.0}, (name, cells)

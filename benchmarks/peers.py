@@ -1,0 +1,441 @@
+"""`python -m benchmarks.peers`: PeerCache beside the other stores that install on this machine.
+
+Three nodes and three engines of each store are processes of their own on one machine. The stores
+take turns at each step, in an order that rotates, and the machine's memory copy is measured in
+the same rounds: so what slows the machine for a while slows all of them. Every byte that a get
+returns is compared with what was set.
+
+`make peers` keeps the figures for the documentation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from benchmarks import peers_report
+from benchmarks.peers_clusters import (
+    Cluster,
+    NotInstalled,
+    Overdue,
+    Size,
+    StoreFailed,
+    start,
+    version,
+)
+from benchmarks.peers_install import LEFT_OUT, RECIPES
+from peercache.cli.bench.limits import percentile
+from peercache.cli.main import run
+from peercache.cli.terminal import tell
+from peercache.errors import PeerCacheError
+
+MIB = 2**20
+OURS = "ours"
+
+ASKED_PAGE_BYTES = 16 * 1024
+"""Pages whose bytes do not matter, because they are only looked up."""
+
+HUNG_S = 15.0
+"""A call beside a dead or stopped node that takes longer is not waited for."""
+
+TURN_S = 0.15
+"""How often a set, an exists and a get are made beside one, at most."""
+
+FAULT_S = 15.0
+"""How long the turns beside a dead or stopped node may take, the last call apart."""
+
+POOL_MIN_BYTES = 64 * MIB
+"""Mooncake refuses segments that are much smaller."""
+
+
+@attrs.frozen
+class Plan:
+    """How much is measured. calls: of each exists; known_calls: with keys that are stored."""
+
+    sizes: tuple[Size, ...]
+    asked: Size
+    rounds: int
+    calls: int
+    fault_rounds: int
+    fault_turns: int
+    busy_s: float
+
+    @property
+    def known_calls(self) -> int:
+        """Batches of 128 keys that the pages of `asked` make up."""
+        return min(self.calls, self.asked.total_bytes // self.asked.page_bytes // 128)
+
+
+def full_plan() -> Plan:
+    """Return what the documentation shows: some eight minutes."""
+    total = 256 * MIB
+    shapes = ((MIB, 32), (MIB, 128), (128 * 1024, 32), (64 * 1024, 128))
+    return Plan(
+        sizes=tuple(Size(page_bytes, batch, total) for page_bytes, batch in shapes),
+        asked=Size(ASKED_PAGE_BYTES, 128, 64 * MIB),
+        rounds=5, calls=100, fault_rounds=2, fault_turns=24, busy_s=4.0,
+    )  # fmt: skip
+
+
+def quick_plan() -> Plan:
+    """Return enough to see that everything works; its figures mean nothing."""
+    return Plan(
+        sizes=(Size(64 * 1024, 32, 8 * MIB),), asked=Size(ASKED_PAGE_BYTES, 128, 4 * MIB),
+        rounds=1, calls=10, fault_rounds=1, fault_turns=3, busy_s=0.5,
+    )  # fmt: skip
+
+
+@attrs.define(eq=False)
+class Samples:
+    """What was measured: the figures of each round, by row and by column."""
+
+    figures: dict[str, dict[str, list[float]]] = attrs.Factory(dict)
+    problems: list[str] = attrs.Factory(list)
+    wrong: dict[str, int] = attrs.Factory(dict)
+    short: dict[str, dict[str, list[float]]] = attrs.Factory(dict)
+
+    def add(self, row: str, column: str, figure: float) -> None:
+        """Keep the figure of a round."""
+        self.figures.setdefault(row, {}).setdefault(column, []).append(figure)
+
+    def add_share(self, row: str, column: str, answer: dict[str, Any]) -> None:
+        """Keep which share of the pages was stored, found or fetched."""
+        self.wrong[column] = self.wrong.get(column, 0) + answer.get("wrong", 0)
+        share = answer["done"] / max(1, answer["pages"])
+        self.short.setdefault(row, {}).setdefault(column, []).append(share)
+
+    def problem(self, text: str) -> None:
+        """Keep what went wrong, once."""
+        if text not in self.problems:
+            self.problems.append(text)
+            tell(text)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the median of each figure, its least and greatest, and the share of the pages."""
+        rows: dict[str, Any] = {}
+        for row, columns in self.figures.items():
+            rows[row] = {
+                column: {
+                    "median": statistics.median(values), "least": min(values),
+                    "greatest": max(values),
+                }
+                for column, values in columns.items()
+            }  # fmt: skip
+            for column, shares in self.short.get(row, {}).items():
+                rows[row][column]["share"] = statistics.mean(shares)
+        return rows
+
+
+def column(cluster: Cluster, fabric: str = "") -> str:
+    """Return the column of a store: ours has one for each fabric that it reads by."""
+    return f"{OURS} {fabric}" if fabric else cluster.store
+
+
+class Measuring:
+    """One run: a plan, the stores that take turns, and what was measured."""
+
+    def __init__(self, plan: Plan, stores: list[str], folder: Path) -> None:
+        """Begin without figures."""
+        self.plan, self.stores, self.folder = plan, list(stores), folder
+        self.samples = Samples()
+        self._counts = False
+        """Whether the round is measured, and not the one that warms up."""
+
+    def run(self) -> None:
+        """Measure everything."""
+        for size in self.plan.sizes:
+            tell(f"set and get, {size.name}")
+            self._in_rounds(size, self.plan.rounds, self._moving, ("set", "get"), ("full",))
+        tell("exists")
+        self._in_rounds(self.plan.asked, self.plan.rounds, self._asking, ASKING)
+        tell("exists beside a node that serves at full rate")
+        self._in_rounds(self._first_size(), self.plan.rounds, self._busy, ("prepare", "busy"))
+        for fault in FAULTS:
+            for number in range(self.plan.fault_rounds):
+                tell(f"beside a {fault} node, round {number + 1}")
+                for store in self._turns(number):
+                    self._beside(fault, store)
+
+    def _first_size(self) -> Size:
+        return self.plan.sizes[0]
+
+    def _turns(self, number: int) -> list[str]:
+        """Return the stores in the order of a round: each is first in its turn."""
+        first = number % len(self.stores)
+        return self.stores[first:] + self.stores[:first]
+
+    def _start(self, store: str, size: Size, more_bytes: int = 0) -> Cluster | None:
+        pool_bytes = max(POOL_MIN_BYTES, 2 * size.total_bytes + more_bytes)
+        try:
+            return start(store, size, pool_bytes, self.folder)
+        except (StoreFailed, OSError, NotInstalled) as error:
+            self.samples.problem(f"{store} did not start: {error}")
+            return None
+
+    def _in_rounds(
+        self,
+        size: Size,
+        rounds: int,
+        measure: Callable[[Cluster, Size, str], None],
+        *phases: tuple[str, ...],
+    ) -> None:
+        """Let the stores take turns at each step; the first round of a phase warms them up."""
+        with ExitStack() as stack:
+            clusters: dict[str, Cluster] = {}
+            for store in self.stores:
+                cluster = self._start(store, size)
+                if cluster is not None:
+                    stack.callback(cluster.close)
+                    clusters[store] = cluster
+            for steps in phases:
+                for number in range(rounds + 1):
+                    self._counts = number > 0
+                    if self._counts and clusters:
+                        copier = next(iter(clusters.values())).writer
+                        self.samples.add(f"copy {size.name}", "machine", copier.do("copy"))
+                    for step in steps:
+                        for store in self._turns(number):
+                            if store in clusters:
+                                self._guarded(clusters, store, measure, size, step)
+
+    def _guarded(
+        self,
+        clusters: dict[str, Cluster],
+        store: str,
+        measure: Callable[[Cluster, Size, str], None],
+        size: Size,
+        step: str,
+    ) -> None:
+        try:
+            measure(clusters[store], size, step)
+        except StoreFailed as error:
+            clusters[store].is_hung = True
+            del clusters[store]
+            self.samples.problem(f"{store}, {size.name}, {step}: {error}; not asked further")
+
+    # --- set and get ------------------------------------------------------------------------------
+
+    def _moving(self, cluster: Cluster, size: Size, step: str) -> None:
+        if step == "set":
+            cluster.writer.do("clear")
+            answer = cluster.writer.do("set", generation=cluster.next_generation())
+            self._rate(f"set {size.name}", column(cluster), size, answer)
+        elif step == "get":
+            for fabric in cluster.fabrics:
+                answer = cluster.reader.do("get", generation=cluster.generation, fabric=fabric)
+                self._rate(f"get {size.name}", column(cluster, fabric), size, answer)
+        else:
+            sets = 1 if self._counts else math.ceil(1.1 * cluster.capacity / size.total_bytes)
+            for _ in range(sets):  # The first round fills the pool.
+                answer = cluster.writer.do("set", generation=cluster.next_generation())
+            self._rate(f"set full {size.name}", column(cluster), size, answer)
+
+    def _rate(self, row: str, name: str, size: Size, answer: dict[str, Any]) -> None:
+        """Keep the rate of the median call; pages that were refused or missed do not count."""
+        if self._counts:
+            done = answer["done"] / max(1, answer["pages"])
+            median_s = statistics.median(answer["seconds"])
+            self.samples.add(row, name, done * size.batch_bytes / median_s / 1e9)
+            self.samples.add_share(row, name, answer)
+
+    # --- exists -----------------------------------------------------------------------------------
+
+    def _asking(self, cluster: Cluster, size: Size, step: str) -> None:
+        del size
+        calls, known_calls = self.plan.calls, self.plan.known_calls
+        generation = cluster.generation
+        if step == "prepare":
+            cluster.writer.do("clear")
+            cluster.writer.do("set", generation=cluster.next_generation())
+            return
+        if step == "exists known":
+            answer = cluster.reader.do("exists_known", generation=generation, calls=known_calls)
+        elif step == "exists hot":
+            answer = cluster.reader.do("exists_hot", generation=generation, calls=calls)
+        else:
+            how = step.split(maxsplit=1)[0]
+            answer = cluster.reader.do("exists_unknown", calls=calls, how=how)
+        if self._counts and answer["seconds"]:
+            self._times(step, column(cluster), answer)
+
+    def _times(self, row: str, name: str, answer: dict[str, Any]) -> None:
+        seconds = answer["seconds"]
+        self.samples.add(row, name, statistics.median(seconds) * 1e6)
+        self.samples.add(f"{row} p99", name, percentile(seconds, 0.99) * 1e6)
+        self.samples.add_share(row, name, answer)
+
+    def _busy(self, cluster: Cluster, size: Size, step: str) -> None:
+        """Ask from a third engine while the writer's node serves the reader over tcp."""
+        if step == "prepare":
+            cluster.writer.do("clear")
+            cluster.writer.do("set", generation=cluster.next_generation())
+            return
+        seconds, fabric = self.plan.busy_s, cluster.fabrics[-1]
+        cluster.reader.begin(
+            "get_for", generation=cluster.generation, fabric=fabric, seconds=seconds
+        )
+        try:
+            time.sleep(seconds / 10)
+            calls = max(1, int(seconds * 0.8 / 0.005 / 2))
+            answer = cluster.third.do("exists_unknown", calls=calls, pause_s=0.005)
+        finally:
+            served = cluster.reader.finish()
+        if self._counts:
+            self._times("exists busy", column(cluster), answer)
+            self.samples.add("served busy", column(cluster), served["gb_s"])
+        del size
+
+    # --- beside a node that died, or stands still -------------------------------------------------
+
+    def _beside(self, fault: str, store: str) -> None:
+        size = attrs.evolve(self._first_size(), total_bytes=self._first_size().total_bytes // 2)
+        # What is set meanwhile evicts nothing that is read.
+        cluster = self._start(store, size, self.plan.fault_turns * size.batch_bytes)
+        if cluster is None:
+            return
+        try:
+            kept = cluster.next_generation()
+            cluster.writer.do("set", generation=kept)
+            for fabric in cluster.fabrics:  # What is slow the first time is not the fault's.
+                cluster.reader.do("get", generation=kept, fabric=fabric)
+            cluster.reader.do("exists_unknown", calls=10)
+            cluster.third_node(FAULTS[fault])
+            self._call_beside(fault, cluster, size, kept)
+        except StoreFailed as error:
+            cluster.is_hung = True
+            self.samples.problem(f"{store}, beside a {fault} node: {error}")
+        finally:
+            cluster.close()
+
+    def _call_beside(self, fault: str, cluster: Cluster, size: Size, kept: int) -> None:
+        """Set, get and ask in turn for some seconds after the fault; keep the longest calls."""
+        name = column(cluster)
+        answers: dict[str, list[dict[str, Any]]] = {"set": [], "get": [], "exists": []}
+        until = time.monotonic() + FAULT_S
+        for number in range(self.plan.fault_turns):
+            began_s = time.monotonic()
+            if began_s > until:
+                break
+            for call, ask in self._calls(cluster, kept, number):
+                try:
+                    answers[call].append(ask())
+                except Overdue:  # noqa: PERF203 - some dozens of calls
+                    self.samples.add(f"{fault} {call} longest", name, HUNG_S * 1e3)
+                    raise
+            time.sleep(max(0.0, began_s + TURN_S - time.monotonic()))
+        for call, taken in answers.items():
+            seconds = [answer["seconds"][0] for answer in taken]
+            row = f"{fault} {call} longest"
+            self.samples.add(row, name, max(seconds) * 1e3)
+            both = {key: sum(answer[key] for answer in taken) for key in ("done", "pages")}
+            both["wrong"] = sum(answer.get("wrong", 0) for answer in taken)
+            self.samples.add_share(row, name, both)
+            median_s = statistics.median(seconds)
+            if call == "exists":
+                self.samples.add(f"{fault} exists", name, median_s * 1e6)
+            else:
+                done = both["done"] / max(1, both["pages"])
+                rate = done * size.batch_bytes / median_s / 1e9
+                self.samples.add(f"{fault} {call}", name, rate)
+
+    @staticmethod
+    def _calls(
+        cluster: Cluster, kept: int, number: int
+    ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the calls of one turn; each is timed by the engine."""
+        generation = cluster.next_generation()
+        one: dict[str, Any] = {"count": 1, "limit_s": HUNG_S}
+        fabric = cluster.fabrics[-1]
+        yield "set", lambda: cluster.writer.do("set", generation=generation, first=number, **one)
+        yield "exists", lambda: cluster.reader.do("exists_unknown", calls=1, limit_s=HUNG_S)
+        yield (
+            "get",
+            lambda: cluster.reader.do(
+                "get", generation=kept, fabric=fabric, first=number, ask=False, **one
+            ),
+        )
+
+
+ASKING = ("prepare", "exists known", "exists hot", "exists unknown", "contains unknown")
+
+FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+
+
+def measure(plan: Plan, stores: list[str]) -> dict[str, Any]:
+    """Measure PeerCache and these stores; return figures as peers_report shows them."""
+    versions: dict[str, str] = {}
+    missing = dict(LEFT_OUT)
+    for store in [OURS, *stores]:
+        try:
+            versions[store] = version(store)
+        except NotInstalled as error:  # noqa: PERF203 - a handful of stores
+            missing[store] = f"cannot be installed here: {error}"
+    started = time.monotonic()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="peercache-peers-") as folder:
+        measuring = Measuring(plan, list(versions), Path(folder))
+        measuring.run()
+    samples = measuring.samples
+    return {
+        "rows": samples.summary(),
+        "versions": versions,
+        "missing": missing,
+        "problems": samples.problems,
+        "wrong_pages": samples.wrong,
+        "rounds": plan.rounds,
+        "fault_rounds": plan.fault_rounds,
+        "sizes": [attrs.asdict(size) | {"name": size.name} for size in plan.sizes],
+        "hung_ms": HUNG_S * 1e3,
+        "processors": len(os.sched_getaffinity(0)),
+        "machine": _processor(),
+        "load_average": load,
+        "minutes": (time.monotonic() - started) / 60,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@click.command
+@click.option("--quick", is_flag=True, help="Little data, one round: to see that it works.")
+@click.option(
+    "--beside", type=click.Choice([*RECIPES, "none"]), multiple=True,
+    help="Measure beside these stores only, or beside none; default: all of them.",
+)  # fmt: skip
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures into this file too.",
+)  # fmt: skip
+def peers(*, quick: bool, beside: tuple[str, ...], json_file: Path | None) -> None:
+    """Measure PeerCache beside the other stores that install here."""
+    stores = [store for store in beside or RECIPES if store != "none"]
+    figures = measure(quick_plan() if quick else full_plan(), stores)
+    print(peers_report.text(figures))
+    if any(count for name, count in figures["wrong_pages"].items() if name.startswith(OURS)):
+        raise PeerCacheError("a page of PeerCache had other bytes than were set")
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(peers, "benchmarks.peers", sys.argv[1:]))
