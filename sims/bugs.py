@@ -17,7 +17,7 @@ from peercache.actors.directory.holdings import Holdings
 from peercache.actors.effects import Send, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
-from peercache.actors.membership import view_merge
+from peercache.actors.membership import view_log, view_merge
 from peercache.actors.pool import actor as pool
 from peercache.actors.pool import on_disk, reservations
 from peercache.actors.pool.granting import Shares
@@ -33,7 +33,7 @@ from peercache.model.seal import ODD
 from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
-from peercache.paths import locating, reading, reserving, writing
+from peercache.paths import home_tie, locating, reading, reserving, writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import StreamSummary
 from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
@@ -512,3 +512,28 @@ def _ended_while_copied(right: Any) -> Any:
 
 
 PORTION_NOT_LISTED: Patches = ((writing._Round, "_reserve", _ended_while_copied),)
+
+
+def _on_any_base(_: Any) -> Any:
+    def changed_view(view: Any, changes: Any) -> Any:
+        if not changes.base:
+            return None
+        changed = view.without(changes.gone).merge(changes.view)[0]
+        # What it was told that it has now is what it asks with from here on.
+        return attrs.evolve(changed, digest=int.from_bytes(changes.digest, "little"))
+
+    return changed_view
+
+
+def _the_newest_only(right: Any) -> Any:
+    def since(self: Any, digest: bytes) -> Any:
+        changed = right(self, digest)
+        return changed and changed[-1:]
+
+    return since
+
+
+CHANGES_ON_A_WRONG_BASE: Patches = (
+    (home_tie, "changed_view", _on_any_base),
+    (view_log.ViewLog, "since", _the_newest_only),
+)

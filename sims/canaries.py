@@ -248,6 +248,12 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.MAILBOX_WITHOUT_BOUND,
     ),
     Canary(
+        "changes-on-a-wrong-base",
+        "a client takes changes of a view that is not the one it has",
+        20,
+        patches=bugs.CHANGES_ON_A_WRONG_BASE,
+    ),
+    Canary(
         "hearsay-believed",
         "a node believes what members that are no masters say of others",
         50,

@@ -36,6 +36,7 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewChangesAsked,
     ViewCompared,
     ViewShared,
 )
@@ -67,7 +68,14 @@ class PeerAnswered:
 
 
 MembershipHears: TypeAlias = (
-    Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked | ViewCompared | PeerAnswered
+    Join
+    | Heartbeat
+    | HeartbeatSeen
+    | ViewShared
+    | ViewAsked
+    | ViewChangesAsked
+    | ViewCompared
+    | PeerAnswered
 )
 
 

@@ -55,6 +55,8 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewChanges,
+    ViewChangesAsked,
     ViewCompared,
     ViewShared,
 )
@@ -162,7 +164,7 @@ class NodeMailboxes:
                 return self.promote.offer(sender, message, size_bytes)
             case (
                 Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked()
-                | ViewCompared()
+                | ViewChangesAsked() | ViewCompared()
             ):  # fmt: skip
                 return self.membership.offer(sender, message, size_bytes)
             case OpenChannel() | ChannelsHeld():
@@ -171,7 +173,7 @@ class NodeMailboxes:
                 raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
             case (
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
-                | Stats() | Promoted() | ChannelOpened()
+                | Stats() | Promoted() | ChannelOpened() | ViewChanges()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

@@ -22,7 +22,7 @@ from peercache.paths.reading import Touches
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.envelope import Message
-from peercache.wire.messages.membership import ViewAsked, ViewShared
+from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
 from peercache.wire.messages.pool import Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome
 
@@ -160,17 +160,31 @@ class Tie(Generic[Memory]):
         """Fetch the view from the home node, or from another member while that is lost."""
         attached = self.attached
         now = self._clock()
-        asked = ViewAsked(0, self._view.digest())
-        if attached is not None and (yield from self._view_from(attached.incarnation, asked)):
+        if attached is not None and (yield from self._view_from(attached.incarnation)):
             return True
         for peer in self.cluster.members:
             if attached is not None and peer == attached.incarnation:
                 continue
-            if self._breakers.available(peer, now) and (yield from self._view_from(peer, asked)):
+            if self._breakers.available(peer, now) and (yield from self._view_from(peer)):
                 break
         return False
 
-    def _view_from(self, peer: int, asked: ViewAsked) -> Path[bool]:
+    def _view_from(self, peer: int) -> Path[bool]:
+        """Bring the view up to date by what has changed, or else by the whole of it."""
+        if self.has_view:
+            asked_changes = ViewChangesAsked(0, self._view.digest())
+            answer = (yield Ask(((peer, asked_changes),), self._clock() + LOST_BEAT_S))[0]
+            if not isinstance(answer, ViewChanges):
+                return False
+            changed = changed_view(self._view, answer)
+            if changed is not None:
+                if changed is not self._view:
+                    self._take(changed)
+                return True
+        return (yield from self._whole_view_from(peer))
+
+    def _whole_view_from(self, peer: int) -> Path[bool]:
+        asked = ViewAsked(0, self._view.digest())
         members: list[Member] = []
         for _ in range(VIEW_PARTS_MAX):
             answer = (yield Ask(((peer, asked),), self._clock() + LOST_BEAT_S))[0]
@@ -207,3 +221,18 @@ class Tie(Generic[Memory]):
             handover_until=handover_until,
             newcomer=self._newcomer,
         )
+
+
+def changed_view(view: View, changes: ViewChanges) -> View | None:
+    """Return a client's view with these changes in it; None if they are not those of this view.
+
+    What a view becomes must have the digest that was told: an entry that is missing in the changes,
+    or in the view, is found at once, and the whole view is asked for.
+    """
+    if changes.base != view.digest():
+        return None
+    if changes.digest == changes.base:
+        return view
+    replaced = [*changes.gone, *(member.incarnation for member in changes.view)]
+    changed = view.without(replaced).merge(changes.view)[0]
+    return changed if changed.digest() == changes.digest else None

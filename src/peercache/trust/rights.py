@@ -50,6 +50,8 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewChanges,
+    ViewChangesAsked,
     ViewCompared,
     ViewShared,
 )
@@ -136,6 +138,7 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     Refused: _NONE,
     SayHello: _NONE,
     Located: _NONE,
+    ViewChanges: _NONE,
     Granted: _NONE,
     Committed: _NONE,
     Stats: _NONE,
@@ -148,6 +151,7 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     HeartbeatSeen: _NODES,
     ViewShared: _NODES,
     ViewAsked: _EVERY,
+    ViewChangesAsked: _EVERY,
     ViewCompared: _NODES,
     # Records: holders publish their own, owners acknowledge.
     Put: _NODES,

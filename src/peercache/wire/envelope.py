@@ -36,6 +36,8 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewChanges,
+    ViewChangesAsked,
     ViewCompared,
     ViewShared,
 )
@@ -77,6 +79,7 @@ Message: TypeAlias = (
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
     | Doubted | RevocationsTold | ViewCompared | ReserveMirror
+    | ViewChangesAsked | ViewChanges
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -511,7 +511,7 @@ async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
             return super().ring()
 
     async with running(tmp_path) as board:
-        board.board.perform(Build((1, 2, 3), 16, 2))
+        board.board.perform(Build((1, 2, 3), ("a", "b", "c"), 16, 2))
         await until(lambda: len(board.mailboxes.ring) == 1)
         ((name, _, fact),) = board.waiting()
 

@@ -17,7 +17,7 @@ from peercache.paths.home_tie import Tie
 from peercache.paths.reading import Touches
 from peercache.paths.steps import Ask, Greet, Step
 from peercache.wire.envelope import WIRE_VERSION, Message
-from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.membership import ViewChanges, ViewChangesAsked, ViewShared
 from peercache.wire.messages.pool import RESERVED, Granted
 from peercache.wire.messages.session import Refused, Welcome
 from tests.contracts.fabric_suite import member_of
@@ -63,9 +63,15 @@ class Nodes:
                 self.asked.append(step.url)
                 answer = self.greeting
             if isinstance(step, Ask):
-                ((peer, _),) = step.questions
+                ((peer, question),) = step.questions
                 self.asked.append(peer)
-                answer = [self.views.get(peer)]
+                view = self.views.get(peer)
+                if isinstance(question, ViewChangesAsked) and isinstance(view, ViewShared):
+                    # A node that knows nothing of the view that the client has.
+                    answer = [ViewChanges(0, b"", b"", (), ())]
+                    self.asked.pop()
+                else:
+                    answer = [view]
 
     def _open(self, member: Member) -> str:
         return f"memory of {member.incarnation}"

@@ -48,6 +48,8 @@ TABLE = {
     "HeartbeatSeen":    (True,  False, False, False),
     "ViewShared":       (True,  False, False, False),
     "ViewAsked":        (True,  True,  True,  True),
+    "ViewChangesAsked": (True,  True,  True,  True),
+    "ViewChanges":      (False, False, False, False),
     "ViewCompared":     (True,  False, False, False),
     "Lookup":           (False, True,  True,  False),
     "Located":          (False, False, False, False),

@@ -1,8 +1,8 @@
 """Membership: which nodes are in the cluster, by their own messages and by their silence.
 
 Owns    this node's view, its own entry in it, and the failure detector's clocks.
-Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked, ViewCompared; PeerAnswered from the
-        node; a tick four times a heartbeat.
+Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked, ViewChangesAsked, ViewCompared;
+        PeerAnswered from the node; a tick four times a heartbeat.
 Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
         ViewShared in answer, ViewCompared to peers whose view is another one, ViewShared to
         candidates; ViewChanged to ring and directory, Republish to the publisher.
@@ -12,9 +12,10 @@ Keeps   its own entry is in its view, and alive until `leave`; it refutes every 
         tell it, so that it can refute. A dead incarnation comes back only by its own counter.
         A node becomes a member when it has answered at its own address; what others say of it
         before is an address to try. Only masters are believed about others. Peers get the entries
-        in which their view differs, and no more; a message costs what it changes, not the view.
+        in which their view differs, and no more: a peer whose view this node had lately is told
+        what has changed since. A message costs what it changes, not the view.
 Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `tombstones`, `reconnect`,
-        `claims` and `exchange`; LEAVE_MAX goodbyes.
+        `claims`, `exchange` and `view_log`; LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
@@ -27,16 +28,9 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import (
-    Effect,
-    Send,
-    SendTo,
-    TellDirectory,
-    TellPublisher,
-    TellRemoval,
-    TellRing,
-)
-from peercache.actors.mailboxes import MembershipHears, PeerAnswered, Republish, ViewChanged
+from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
+from peercache.actors.mailboxes import MembershipHears, PeerAnswered, Republish
+from peercache.actors.membership.announcing import Announcing
 from peercache.actors.membership.candidates import Candidates
 from peercache.actors.membership.claims import Claims
 from peercache.actors.membership.exchange import ViewExchange
@@ -44,29 +38,24 @@ from peercache.actors.membership.failure_detector import FailureDetector
 from peercache.actors.membership.places import Places
 from peercache.actors.membership.reconnect import Reconnect
 from peercache.actors.membership.tombstones import Tombstones
+from peercache.actors.membership.view_log import ViewLog
 from peercache.actors.membership.view_merge import (
     COUNTER_JUMP_MAX,
     introduced,
     judge_view,
     speaks_for_itself,
 )
-from peercache.actors.membership.view_parts import part_asked, parts_of_sender
+from peercache.actors.membership.view_parts import changes_asked, part_asked, parts_of_sender
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
-from peercache.model.view import (
-    MEMBERS_MAX,
-    STATE_NAMES,
-    View,
-    is_live,
-    is_newer,
-    may_replace,
-)
+from peercache.model.view import MEMBERS_MAX, View, is_live, is_newer, may_replace
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
     Join,
     ViewAsked,
+    ViewChangesAsked,
     ViewCompared,
     ViewShared,
 )
@@ -76,14 +65,6 @@ TICKS_PER_BEAT = 4
 
 DIAL_MAX_S = 5.0
 """Longest back-off, or three heartbeats if that is less: partitions heal in ten seconds."""
-
-ANNOUNCED_AT_ONCE_MAX = 64
-"""Members of a view each change of which is told at once: that takes less than a tenth of a
-millisecond."""
-
-ANNOUNCE_GAP_S = 0.1
-"""Least time between two announcements of a larger view: a thousand members that come within some
-seconds are not a thousand rings."""
 
 LEAVE_MAX = 256
 """Goodbyes said when leaving, masters first; the other nodes hear it from a master."""
@@ -120,7 +101,8 @@ class Membership:
         self._suspect_s = suspect_s
         self._dead_s = dead_s
         self._turn_s = heartbeat_s / TICKS_PER_BEAT
-        self._metrics = metrics
+        self._announcing = Announcing(metrics)
+        self._log = ViewLog(heartbeat_s=heartbeat_s)
         self._reconnect = Reconnect(
             {
                 address: rank
@@ -144,8 +126,6 @@ class Membership:
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
         # When another node last showed that this one is a member for it.
         self._held_at = -math.inf
-        self._announced_at = -math.inf
-        self._announce_at = math.inf
         self._republish_owed = False
         # The highest counter with which this node was dead for another.
         self._dead_at = -1
@@ -186,7 +166,7 @@ class Membership:
         self._ran_at = now
         self._turn_at = now + self._turn_s
         self._beat_at = self._shares_until = now + self._heartbeat_s
-        return [*self._announce(now), *self._dial(now)]
+        return [*self._announcing.tell(self._view, now), *self._dial(now)]
 
     def leave(self, now: float) -> list[Effect]:
         """Say goodbye. Final for this incarnation: afterwards it hears and says nothing."""
@@ -225,6 +205,8 @@ class Membership:
                 return self._on_view(sender, members, now)
             case ViewAsked():
                 return [Send(_way_back(sender), part_asked(self._view, message))]
+            case ViewChangesAsked():
+                return [Send(_way_back(sender), changes_asked(self._view, self._log, message))]
             case ViewCompared(buckets):
                 return self._on_compared(sender, buckets)
             case PeerAnswered(address, member):
@@ -236,7 +218,7 @@ class Membership:
         if self._me.state == LEFT:
             return []
         self._notice_pause(now)
-        told = self._announce(now) if now >= self._announce_at else []
+        told = self._announcing.tell(self._view, now) if now >= self._announcing.due else []
         if now < min(self._turn_at, self._beat_at):
             return told
         self._turn_at = now + self._turn_s
@@ -254,7 +236,7 @@ class Membership:
         """Return when the next turn is due."""
         if self._me.state == LEFT:
             return math.inf
-        return min(self._turn_at, self._beat_at, self._announce_at)
+        return min(self._turn_at, self._beat_at, self._announcing.due)
 
     def check(self) -> None:
         """Assert what must hold after every step."""
@@ -289,7 +271,8 @@ class Membership:
         if known is not None and not is_live(known):
             effects += self._tell_end(sender, known)
         self._held_at = now
-        return [*effects, *self._greet(sender), *self._compare(sender.identity, digest, now)]
+        effects += [*self._catch_up(sender, digest, now), *self._greet(sender)]
+        return [*effects, *self._compare(sender.identity, digest, now)]
 
     def _on_compared(self, sender: Origin, buckets: bytes) -> list[Effect]:
         """Tell a member in what this view differs from its own."""
@@ -367,11 +350,20 @@ class Membership:
         is_back = lives is not None and is_live(lives)
         return self._share(sender, (self._me, before)) if is_back else []
 
+    def _catch_up(self, sender: Origin, digest: bytes, now: float) -> list[Effect]:
+        """Tell a member whose view is one that this node had lately what has changed since."""
+        changed = (self._log.since(digest) if self._log.was(digest, now) else None) or []
+        entries = [self._view.get(incarnation) for incarnation in changed]
+        others = tuple([entry for entry in entries if entry not in (None, self._me)])
+        return self._share(sender, (self._me, *others)) if changed else []
+
     def _compare(self, peer: int, digest: bytes, now: float) -> list[Effect]:
         """Ask a member whose view is another one in what it differs, when its turn comes."""
         known = self._view.get(peer)
         if digest == self._view.digest() or known is None or not is_live(known):
             return []
+        if self._log.was(digest, now):
+            return []  # It is behind: it is told, or asks itself.
         self._exchange.differs(peer, digest)
         return self._ask_next(now)
 
@@ -528,6 +520,8 @@ class Membership:
         old, self._view = self._view, view
         pairs = [(old.get(one), view.get(one), one == self._me.incarnation) for one in touched]
         changed = [(before, after) for before, after, _ in pairs if before is not after]
+        touched = [one.incarnation for pair in changed if (one := pair[1] or pair[0]) is not None]
+        self._log.changed(old.digest(), view.digest(), touched, now)
         for before, after, is_me in pairs:
             if not is_me:
                 self._places.change(before, after)
@@ -542,10 +536,7 @@ class Membership:
             for _, after in changed:
                 if after is not None and is_live(after) and after is not self._me:
                     self._detector.watch(after.incarnation, now)
-        if len(view) > ANNOUNCED_AT_ONCE_MAX and now - self._announced_at < ANNOUNCE_GAP_S:
-            self._announce_at = self._announced_at + ANNOUNCE_GAP_S
-            return []
-        return self._announce(now)
+        return self._announcing.changed(view, now)
 
     def _find_masters(self, now: float) -> None:
         masters = self._view.masters(self._max_masters)
@@ -585,15 +576,6 @@ class Membership:
             return []
         parts = parts_of_sender(self._me, members[1:])
         return [Send(_way_back(to), ViewShared(0, part)) for part in parts]
-
-    def _announce(self, now: float) -> list[Effect]:
-        self._announced_at, self._announce_at = now, math.inf
-        changed = ViewChanged(self._view.members())
-        if self._metrics is not None:
-            for state, name in enumerate(STATE_NAMES):
-                count = sum([member.state == state for member in changed.members])
-                self._metrics.members.labels(state=name).set(count)
-        return [TellRing(changed), TellDirectory(changed), TellRemoval(changed)]
 
 
 def _way_back(sender: Origin) -> int | Origin:

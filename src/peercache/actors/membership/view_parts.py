@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from peercache.actors.membership.view_log import ViewLog
 from peercache.model.member import Member
-from peercache.model.view import View
-from peercache.wire.messages.membership import ViewAsked, ViewShared
+from peercache.model.view import View, is_live
+from peercache.wire.messages.membership import (
+    ViewAsked,
+    ViewChanges,
+    ViewChangesAsked,
+    ViewShared,
+)
 
 PART_BYTES_MAX = 192 * 1024
 """Bytes of the entries in one message, three quarters of what a message may have: about 1,200."""
@@ -48,6 +54,20 @@ def part_asked(view: View, asked: ViewAsked) -> ViewShared:
     left = [member for member in view.live() if member.incarnation > asked.after]
     parts = parts_of(left)
     return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
+
+
+def changes_asked(view: View, log: ViewLog, asked: ViewChangesAsked) -> ViewChanges:
+    """Return what a client needs that holds an earlier view of this node's, or of an equal one."""
+    digest = view.digest()
+    if asked.digest == digest:
+        return ViewChanges(asked.request, digest, digest, (), ())
+    changed = log.since(asked.digest)
+    if changed is None:
+        return ViewChanges(asked.request, b"", digest, (), ())
+    found = [(incarnation, view.get(incarnation)) for incarnation in changed]
+    live = tuple([entry for _, entry in found if entry is not None and is_live(entry)])
+    gone = tuple([i for i, entry in found if entry is None or not is_live(entry)])
+    return ViewChanges(asked.request, asked.digest, digest, live, gone)
 
 
 def bytes_of(member: Member) -> int:

@@ -61,3 +61,26 @@ class ViewCompared:
     """
 
     buckets: bytes
+
+
+@attrs.frozen
+class ViewChangesAsked:
+    """Ask for what has changed in the view of live members since it had this digest."""
+
+    request: int
+    digest: bytes
+
+
+@attrs.frozen
+class ViewChanges:
+    """Answer a ViewChangesAsked: what makes a view with digest `base` one with `digest`.
+
+    view: the live entries that are new or other ones. gone: the incarnations that live no more.
+    base: empty if the answerer cannot say: then ask for the whole view.
+    """
+
+    request: int
+    base: bytes
+    digest: bytes
+    view: tuple[Member, ...]
+    gone: tuple[int, ...]
