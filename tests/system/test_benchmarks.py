@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from benchmarks import peers_engine, peers_report
+from benchmarks import set_pages
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
+from peercache.cli.bench.engine import WorkingSet
 from peercache.model.seal import SEAL
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,33 @@ def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
 
     assert outcome.hits.all()
     assert outcome.pages_by_fabric == {"rdma": BATCH}
+
+
+@pytest.mark.slow
+def test_set_pages_measures_every_row_and_reads_back_what_it_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small pools and batches: both clusters, one node stopped, and no wrong byte."""
+    work = WorkingSet(64 * 2**10, 32, 16)
+    for name, value in {
+        "SIZES": (work,),
+        "FRESH_BYTES": 2 * work.total_bytes,
+        "FULL_BYTES": work.total_bytes * 5 // 4,
+        "SETTLED_S": 0.5,
+    }.items():
+        monkeypatch.setattr(set_pages, name, value)
+
+    rows = set_pages.measure_all(2, "", 4, say=lambda _: None)
+
+    kinds = ["3 nodes, fresh", "3 nodes, full", "4 nodes, fresh", "4 nodes, full"]
+    stopped = ["4 nodes, one stopped, first set", "4 nodes, one stopped, fresh"]
+    assert list(rows) == [f"16 x 64 KiB, {kind}" for kind in kinds + stopped]
+    for name, row in rows.items():
+        steps = sum(row[step] for step in set_pages.STEPS)
+        assert 0 < row["copy_step_ms"] < steps, name
+        assert row["ratio"] > 0
+        assert row.get("wrong_bytes", 0) == 0
+    assert "16 x 64 KiB" in set_pages.table(rows)
 
 
 WALK_MAX = {
