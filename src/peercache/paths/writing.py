@@ -342,7 +342,8 @@ class _Round:
         count: int = yield Place(slots.offsets[wanted], runs.take(wanted), until)
         done = wanted[:count]
         written[done] = 1
-        sampled = np.intersect1d(wants_checksum(portion.keys, self._verify), done)
+        sampled = wants_checksum(portion.keys, self._verify)
+        sampled = sampled[written[sampled] == 1]
         for part in checksum_portions(sampled, runs.lengths):
             # A late page is lost; without a checksum its generation still verifies it.
             if self._clock() >= copied_by:
@@ -435,9 +436,10 @@ class _Round:
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
         outcome.stored[places[stored]] = True
-        for place in places[stored].tolist():
+        if any(outcome.reasons):
             # An earlier round may have found no room for it.
-            outcome.reasons[place] = ""
+            for place in places[stored].tolist():
+                outcome.reasons[place] = ""
         outcome.copied += int(ours.sum())
         outcome.copied_bytes += int(portion.runs.lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())

@@ -60,6 +60,21 @@ class Shares:
             return left >= 0 or not together
         return left >= 0 and own + size <= (self.each_max or left)
 
+    def allow_all(self, size: int, count: int, own: int, together: int) -> bool:
+        """Return whether a writer may have `count` more pages, as `allow` would say one by one.
+
+        Each page leaves less than the one before, so the last one decides.
+        """
+        before = (count - 1) * size
+        left = self.together_max - together - before - size
+        return left >= 0 and own + before + size <= (self.each_max or left)
+
+
+def _one_size(states: bytearray, granules: list[int]) -> int:
+    """Return the granules of every page of a batch that is all RESERVED; 0 for any other batch."""
+    is_plain = states.count(RESERVED) == len(states) > 0
+    return granules[0] if is_plain and granules.count(granules[0]) == len(granules) else 0
+
 
 def take_slots(
     slots: SlotAllocator,
@@ -77,6 +92,14 @@ def take_slots(
     """
     taken: list[Slot | None] = [None] * len(states)
     evicted: list[Slot] = []
+    if (size := _one_size(states, granules)) and (
+        shares is None or shares.allow_all(size, len(states), own, slots.reserved_granules)
+    ):
+        # What nearly every batch is.
+        many = slots.take_many(size, len(states), untouched_since=untouched_since, evicted=evicted)
+        taken[: len(many)] = many
+        states[len(many) :] = bytes((REFUSED_FULL,)) * (len(states) - len(many))
+        return taken, evicted
     full: dict[int, None] = {}
     take = slots.take
     for index, state in enumerate(states):

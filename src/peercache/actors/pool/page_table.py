@@ -14,6 +14,7 @@ each later change of a page's record has the greater number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Final, final
 
 import attrs
@@ -90,6 +91,8 @@ class PageTable:
         RESERVED stands where a slot is wanted; whether there is one remains to be found out.
         """
         states = bytearray((RESERVED,)) * len(keys)
+        if keys and self.are_new(keys) and min(lengths) > 0 and max(lengths) <= bytes_max:
+            return states, []
         first: dict[bytes, int] = {}
         here: list[Page] = []
         for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
@@ -120,15 +123,16 @@ class PageTable:
         checksums: Sequence[int],
     ) -> list[Page]:
         """Enter pages that are new under rising generations; `publish` then stores their words."""
-        assert self.are_new(keys), "a page entered twice"
-        generation = 2 * self._sequence
-        self._sequence += len(keys)
-        added: list[Page] = []
-        for key, slot, length, checksum in zip(keys, slots, lengths, checksums, strict=True):
-            generation += 2
-            page = Page(key, slot, length, generation, namespace, checksum)
-            self._by_key[key] = self._by_slot[slot.first] = page
-            added.append(page)
+        count = len(keys)
+        assert count == len(slots) == len(lengths) == len(checksums), "a part of a page is missing"
+        first = 2 * self._sequence + 2
+        self._sequence += count
+        generations = range(first, first + 2 * count, 2)
+        added = list(map(Page, keys, slots, lengths, generations, repeat(namespace), checksums))
+        before = len(self._by_key)
+        self._by_key.update(zip(keys, added, strict=True))
+        self._by_slot.update(zip([slot.first for slot in slots], added, strict=True))
+        assert len(self._by_key) == before + count, "a page entered twice"
         self.stored_bytes += sum(lengths)
         return added
 

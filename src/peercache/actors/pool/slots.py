@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 from typing import Final, final
 
 import attrs
@@ -181,6 +182,72 @@ class SlotAllocator:
         self.reserved_granules += granules
         return slot
 
+    def take_many(
+        self, granules: int, count: int, *, untouched_since: int, evicted: list[Slot]
+    ) -> list[Slot]:
+        """Return slots of one size, as that many calls of `take` do; fewer where there is no room.
+
+        Free slots, and evictions that need no look at other sizes, are taken without a step a slot.
+        """
+        taken: list[Slot] = []
+        while len(taken) < count:
+            size_class = self._classes.get(granules)
+            some = size_class and self._take_simply(
+                size_class, count - len(taken), untouched_since, evicted
+            )
+            if some:
+                taken += some
+                continue
+            slot = self.take(granules, untouched_since=untouched_since, evicted=evicted)
+            if slot is None:
+                break
+            taken.append(slot)
+        return taken
+
+    def _take_simply(
+        self, size_class: SizeClass, most: int, untouched_since: int, evicted: list[Slot]
+    ) -> list[Slot]:
+        """Take slots that are free or cut, else the coldest ones until `take` must look further."""
+        taken: list[Slot] = []
+        while size_class.free and len(taken) < most:
+            if (slot := size_class.free.popleft()).extent.live:
+                assert slot.state == FREE, f"slot {slot.first} was given out in state {slot.state}"
+                taken.append(slot)
+        if len(taken) < most and size_class.cutting is not None:
+            taken += self._cut(size_class.cutting, most - len(taken))
+        if not taken and not self._may_assign(size_class) and not size_class.mirrors:
+            # The next look at other sizes is due after so many evictions.
+            most = min(most, -size_class.evictions % DONOR_CHECK_EVERY)
+            for slot in islice(size_class.held.values(), most):
+                if slot.touched > untouched_since:
+                    break
+                slot.extent.held -= 1
+                taken.append(slot)
+            for _ in taken:
+                size_class.held.popitem(last=False)
+            size_class.evictions += len(taken)
+            evicted += taken
+            self.held_granules -= size_class.granules * len(taken)
+            self.held_count -= len(taken)
+        for slot in taken:
+            slot.state = RESERVED
+            slot.extent.reserved += 1
+        self.reserved_granules += size_class.granules * len(taken)
+        return taken
+
+    def _cut(self, extent: Extent, most: int) -> list[Slot]:
+        """Return new slots of an extent that has some left to cut."""
+        granules, begin = extent.size_class.granules, len(extent.slots)
+        end = min(begin + most, extent.slots_max)
+        places = range(
+            extent.first_granule + begin * granules, extent.first_granule + end * granules, granules
+        )
+        cut = [Slot(first, extent) for first in places]
+        extent.slots += cut
+        if end == extent.slots_max:
+            extent.size_class.cutting = None
+        return cut
+
     def take_mirror(
         self, granules: int, *, most: int, untouched_since: int, evicted: list[Slot]
     ) -> Slot | None:
@@ -281,13 +348,7 @@ class SlotAllocator:
             if slot.extent.live:
                 return slot
         extent = size_class.cutting
-        if extent is None:
-            return None
-        slot = Slot(extent.first_granule + len(extent.slots) * size_class.granules, extent)
-        extent.slots.append(slot)
-        if len(extent.slots) == extent.slots_max:
-            size_class.cutting = None
-        return slot
+        return self._cut(extent, 1)[0] if extent is not None else None
 
     def _make_room(
         self, size_class: SizeClass, untouched_since: int, evicted: list[Slot]
@@ -319,10 +380,15 @@ class SlotAllocator:
                 donors[other.granules] = None
         return donors
 
+    def _may_assign(self, size_class: SizeClass) -> bool:
+        """Return whether unassigned units may hold an extent of this class."""
+        least = -(-size_class.granules // self.unit)
+        return self._unassigned >= least and size_class.searched != self._version
+
     def _assign_free(self, size_class: SizeClass) -> bool:
         """Give the class an extent of unassigned units, the longest unassigned first."""
         least = -(-size_class.granules // self.unit)
-        if self._unassigned < least or size_class.searched == self._version:
+        if not self._may_assign(size_class):
             return False
         wanted = self._units_wanted(size_class.granules)
         if self._fits(self._fresh, wanted, size_class.granules):
