@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import peers_engine, peers_report
-from benchmarks import set_pages
+from benchmarks import peers_engine, peers_report, set_pages
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
