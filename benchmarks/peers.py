@@ -87,7 +87,7 @@ def full_plan() -> Plan:
     return Plan(
         sizes=tuple(Size(page_bytes, batch, total) for page_bytes, batch in shapes),
         asked=Size(ASKED_PAGE_BYTES, 128, 64 * MIB),
-        rounds=5, calls=100, fault_rounds=2, fault_turns=24, busy_s=4.0,
+        rounds=5, calls=100, fault_rounds=2, fault_turns=24, busy_s=2.5,
     )  # fmt: skip
 
 
@@ -152,18 +152,32 @@ class Measuring:
         """Begin without figures."""
         self.plan, self.stores, self.folder = plan, list(stores), folder
         self.samples = Samples()
+        self.seconds: dict[str, float] = {}
+        """What each part took."""
         self._counts = False
         """Whether the round is measured, and not the one that warms up."""
 
-    def run(self) -> None:
-        """Measure everything."""
+    def run(self, parts: tuple[str, ...]) -> None:
+        """Measure these parts."""
+        for part in parts:
+            began_s = time.monotonic()
+            getattr(self, f"_{part}_part")()
+            self.seconds[part] = time.monotonic() - began_s
+
+    def _pages_part(self) -> None:
         for size in self.plan.sizes:
             tell(f"set and get, {size.name}")
             self._in_rounds(size, self.plan.rounds, self._moving, ("set", "get"), ("full",))
+
+    def _exists_part(self) -> None:
         tell("exists")
         self._in_rounds(self.plan.asked, self.plan.rounds, self._asking, ASKING)
+
+    def _busy_part(self) -> None:
         tell("exists beside a node that serves at full rate")
         self._in_rounds(self._first_size(), self.plan.rounds, self._busy, ("prepare", "busy"))
+
+    def _faults_part(self) -> None:
         for fault in FAULTS:
             for number in range(self.plan.fault_rounds):
                 tell(f"beside a {fault} node, round {number + 1}")
@@ -375,7 +389,10 @@ ASKING = ("prepare", "exists known", "exists hot", "exists unknown", "contains u
 FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
 
-def measure(plan: Plan, stores: list[str]) -> dict[str, Any]:
+PARTS = ("pages", "exists", "busy", "faults")
+
+
+def measure(plan: Plan, stores: list[str], parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
     """Measure PeerCache and these stores; return figures as peers_report shows them."""
     versions: dict[str, str] = {}
     missing = dict(LEFT_OUT)
@@ -388,7 +405,7 @@ def measure(plan: Plan, stores: list[str]) -> dict[str, Any]:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="peercache-peers-") as folder:
         measuring = Measuring(plan, list(versions), Path(folder))
-        measuring.run()
+        measuring.run(parts)
     samples = measuring.samples
     return {
         "rows": samples.summary(),
@@ -404,6 +421,7 @@ def measure(plan: Plan, stores: list[str]) -> dict[str, Any]:
         "machine": _processor(),
         "load_average": load,
         "minutes": (time.monotonic() - started) / 60,
+        "seconds": {part: round(took) for part, took in measuring.seconds.items()},
     }
 
 
@@ -423,16 +441,24 @@ def _processor() -> str:
     help="Measure beside these stores only, or beside none; default: all of them.",
 )  # fmt: skip
 @click.option(
+    "--part", "parts", type=click.Choice(PARTS), multiple=True,
+    help="Measure these parts only; default: all of them.",
+)  # fmt: skip
+@click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
     help="Write the figures into this file too.",
 )  # fmt: skip
-def peers(*, quick: bool, beside: tuple[str, ...], json_file: Path | None) -> None:
+def peers(
+    *, quick: bool, beside: tuple[str, ...], parts: tuple[str, ...], json_file: Path | None
+) -> None:
     """Measure PeerCache beside the other stores that install here."""
     stores = [store for store in beside or RECIPES if store != "none"]
-    figures = measure(quick_plan() if quick else full_plan(), stores)
+    figures = measure(quick_plan() if quick else full_plan(), stores, parts or PARTS)
     print(peers_report.text(figures))
     if any(count for name, count in figures["wrong_pages"].items() if name.startswith(OURS)):
         raise PeerCacheError("a page of PeerCache had other bytes than were set")
+    if any(problem.startswith(OURS) for problem in figures["problems"]):
+        raise PeerCacheError("PeerCache did not do what was asked, as it says above")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
 

@@ -210,6 +210,8 @@ def text(figures: Figures) -> str:
     """Return what a terminal shows."""
     parts = [setting(figures)]
     for caption, lines in tables(figures):
+        if len(lines) == 1:
+            continue
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from benchmarks import peers_engine, peers_report, set_pages
+from benchmarks import peers, peers_engine, peers_report, set_pages
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
@@ -217,6 +218,25 @@ def test_peers_best_other_is_one_that_did_what_it_was_asked() -> None:
     assert peers_report.ratio(times, shown(ours=6.0, mooncake=2.0, redis=3.0)) == 3.0
     assert peers_report.ratio(rates, shown(ours=6.0, mooncake=2.0, redis=(3.0, 0.5))) == 3.0
     assert peers_report.ratio(rates, shown(ours=6.0)) is None
+
+
+@pytest.mark.parametrize(
+    "fault", [{"problems": ["ours, set: it hung"]}, {"wrong_pages": {"ours tcp": 1}}]
+)
+def test_peers_keeps_no_figures_of_a_run_that_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    """`make peers` then leaves the old ones; what another store does wrong is a figure."""
+    file = tmp_path / "peers.json"
+    figures = peers_report.measured() | {
+        "problems": ["redis: it hung"],
+        "wrong_pages": {"redis": 1},
+    }
+    for shown, is_kept in ((figures | fault, False), (figures, True)):
+        monkeypatch.setattr(peers, "measure", lambda *_, shown=shown: shown)
+        done = CliRunner().invoke(peers.peers, ["--json", str(file)])
+        assert (done.exit_code == 0) == is_kept, done.output
+        assert file.exists() == is_kept
 
 
 @pytest.mark.slow  # it starts three nodes and three engines, five times
