@@ -19,7 +19,7 @@ from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
 from peercache.actors.membership import view_log, view_merge
 from peercache.actors.pool import actor as pool
-from peercache.actors.pool import on_disk, reservations
+from peercache.actors.pool import mirrors, on_disk, reservations
 from peercache.actors.pool.granting import Shares
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.promote.promotions import Promotions
@@ -33,7 +33,7 @@ from peercache.model.seal import ODD
 from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
-from peercache.paths import home_tie, locating, reading, reserving, writing
+from peercache.paths import home_tie, locating, mirroring, reading, reserving, writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import StreamSummary
 from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
@@ -384,6 +384,27 @@ def _is_not_told(_: Any) -> Any:
 
 
 DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_told),)
+
+
+def _unverified_too(right: Any) -> Any:
+    def keep(self: Any, hits: Any, until: float) -> Any:
+        return right(self, np.ones_like(hits), until)
+
+    return keep
+
+
+MIRROR_UNVERIFIED: Patches = ((mirroring.MirroredBatch, "keep", _unverified_too),)
+
+
+def _nothing_is_void(_: Any) -> Any:
+    def is_void(self: Any, namespace: int, asked_at: float) -> bool:
+        del self, namespace, asked_at
+        return False
+
+    return is_void
+
+
+REMOVED_COMES_BACK: Patches = ((mirrors.Mirrors, "is_void", _nothing_is_void),)
 
 
 SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)

@@ -308,6 +308,18 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.WAITS_BY_ANOTHER_CLOCK,
     ),
     Canary(
+        "mirror-unverified",
+        "a copy is kept of whatever a get has read, verified or not",
+        50,
+        patches=bugs.MIRROR_UNVERIFIED,
+    ),
+    Canary(
+        "removed-comes-back",
+        "a mirrored page that was read before a removal is committed after it",
+        100,
+        patches=bugs.REMOVED_COMES_BACK,
+    ),
+    Canary(
         SET_ORDER,
         "owners are asked in the order of a set of strings",
         5,

@@ -6,7 +6,6 @@ is odd, and nothing touches a caller's buffer after its call has returned.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import attrs
@@ -18,6 +17,7 @@ from peercache.model.records import RESIDENT, Records
 from peercache.model.seal import SEAL, Seals
 from sims.content import POISON, Page, version_of
 from sims.planted import KEY_AFTER_WORD, planted
+from sims.removals import Removals, Stay
 from sims.trace import Violation
 
 REGION_BITS = 32
@@ -72,16 +72,6 @@ class Buffers:
         return region, address & ((1 << REGION_BITS) - 1)
 
 
-@attrs.define(eq=False)
-class Stay:
-    """The life of one page in one node's memory."""
-
-    incarnation: int
-    version: int
-    since: float
-    until: float = math.inf
-
-
 class Truth:
     """History of commits: the content that a hit may return."""
 
@@ -93,6 +83,7 @@ class Truth:
         """By owner, holder and key: under which generation a record has come to an owner."""
         self.nodes: set[int] = set()
         """Every incarnation that ever was."""
+        self.removals = Removals()
         self.hits = 0
 
     def committed_at(self, key: bytes, incarnation: int) -> bool:
@@ -192,7 +183,10 @@ class NodeMemory:
             self._latest[index] = (key, length)
             stay = Stay(self.incarnation, version, now)
             self._stays[index] = (stay, end)
-            self._truth.stays.setdefault(key, []).append(stay)
+            stays = self._truth.stays.setdefault(key, [])
+            stays.append(stay)
+            same = [earlier for earlier in stays if earlier.version == version]
+            self._truth.removals.judge(key, same, now)
 
     def write(self, offset: int, slot_offset: int, data: Page, client: int) -> None:
         """Store bytes of a page whose slot begins at `slot_offset`, in the name of a client."""

@@ -20,6 +20,7 @@ from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.publisher.actor import Publisher
+from peercache.actors.removal.actor import Remover
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, Mailbox
 from peercache.model import records
 from peercache.model.member import ALIVE, SUSPECT, Member
@@ -91,6 +92,10 @@ class WatchedActor:
         elif isinstance(actor, Pool):
             effects = actor.on_message(sender, message, self.place.local(now))
             check_shares(actor)
+        elif isinstance(actor, Remover):
+            pending = dict(actor._pending)
+            effects = actor.on_message(sender, message, self.place.local(now))
+            self.truth.removals.look(sender, message, pending, actor._pending, now)
         elif not isinstance(actor, DirectoryShard):
             effects = actor.on_message(sender, message, self.place.local(now))
         else:

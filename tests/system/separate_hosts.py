@@ -3,8 +3,9 @@
     with separate_hosts("host-a", "host-b") as ((a, b), _):
         a.run("ping -c 1 host-b")
 
-Each host resolves the others' names, and sees folders of its own below the paths that `folders`
-names. Nothing of the machine itself changes. Making them needs root: `skip_reason` says why not.
+Each host has a boot id of its own, resolves the others' names, and sees folders of its own below
+the paths that FOLDERS names. Nothing of the machine itself changes. Making them needs root:
+`skip_reason` says why not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +63,8 @@ class Host:
         # The machine may lack the folders, and must not get them: their parents are overlays.
         steps += [_overlay(parent, self.root) for parent in ("/etc", "/run")]
         steps += [f"mount --bind {self.root}/etc/hosts /etc/hosts"]
+        # PeerCache tells hosts apart by it.
+        steps += [f"mount --bind {self.root}/boot_id /proc/sys/kernel/random/boot_id"]
         # /dev/shm last: the files of all hosts lie below it.
         steps += [f"mkdir -p {each} && mount --bind {self.root}{each} {each}" for each in FOLDERS]
         script = f'{" && ".join(steps)} && exec "$@"'
@@ -135,6 +139,7 @@ def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list
             ip(f"-n {host.namespace} link set eth0 up")
             for each in (*FOLDERS, "/etc"):
                 host.path(each).mkdir(parents=True, exist_ok=True)
+            host.path("boot_id").write_text(f"{uuid.uuid4()}\n")
             hosts.append(host)
         table = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in hosts)
         for host in hosts:

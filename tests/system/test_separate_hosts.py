@@ -168,6 +168,40 @@ def test_a_trial_on_two_hosts_wants_one_flag(tmp_path: Path) -> None:
     assert found["keys"] > 0
 
 
+def test_copies_of_a_prompt_outlive_the_host_that_produced_it() -> None:
+    """Two hosts have read it and kept copies, which a third one reads when the producer is gone."""
+    with separate_hosts("host-a", "host-b", "host-c", "host-d") as ((a, b, c, d), _):
+        (command,) = lines("trial")
+        start_node(a, command)
+        for host in (b, c, d):
+            start_node(host, command, "--discovery", "host-a:31998")
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        producer, late = (open_client(host, **home) for host in (a, d))
+        readers = [open_client(host, **home, mirror_pulls="all") for host in (b, c)]
+        for client in (producer, late, *readers):
+            members_at(client, 4)
+        assert producer.ask("set", "prompt", PAGES) == PAGES
+        for reader in readers:
+            # What there is no time for is copied when it is read again.
+            wait_until(lambda reader=reader: (  # type: ignore[misc]
+                reader.ask("get", "prompt", PAGES) == PAGES
+                and reader.ask("stats")["home_pool_bytes_mirrored"] == PAGES * 128 * 1024
+            ))  # fmt: skip
+            before = reader.ask("stats")
+            assert reader.ask("get", "prompt", PAGES) == PAGES
+            after = reader.ask("stats")
+            assert after["pages_hit_shm"] - before.get("pages_hit_shm", 0) == PAGES
+
+        for process in a.started:
+            process.kill()
+
+        wait_until(lambda: late.ask("get", "prompt", PAGES) == PAGES)
+        members_at(late, 3)
+        assert late.ask("get", "prompt", PAGES) == PAGES
+        assert late.ask("stats")["pages_hit_tcp"] >= PAGES
+        assert "pages_mirrored" not in late.ask("stats")
+
+
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[list[Host], str, Path]]:
     """Three hosts, secured and started by the commands of the page; the folder has `pki`."""
