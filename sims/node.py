@@ -108,6 +108,9 @@ class SimNode:
             metrics=self.metrics,
         )
         self.crew.pool.mirrors.lately_s = options.mirror_lately_s
+        # Time is exact here, so that no tick is late, and ticks are most of a quiet run's events.
+        self.crew.directory.clock, self.crew.directory.tick_s = place.now, 0.07
+        self.crew.publisher.former_s = options.handover_s
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0
         self.memory.may_write = self._has_reserved

@@ -24,12 +24,14 @@ from peercache.wire.messages.directory import (
     Delete,
     Disputed,
     Doubted,
+    HandedOver,
     Lookup,
     Put,
     Repair,
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -135,9 +137,24 @@ class RingChanged:
 StreamMessage: TypeAlias = Put | Delete | Repair
 """One numbered change of a holder's records."""
 
+Summary: TypeAlias = StreamSummary | HandedOver
+
+
+@attrs.frozen
+class CommitAnswered:
+    """publisher → directory: answer `origin`, now that the own pool's records are in the shard.
+
+    The pool tells the shard of them before it tells the publisher of the commit.
+    """
+
+    origin: Origin
+    committed: Committed
+
+
 DirectoryHears: TypeAlias = (
-    Lookup | Disputed | StreamMessage | StreamSummary | RecordsChanged | ViewChanged | RingChanged
-)
+    Lookup | Disputed | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
+    | CommitAnswered
+)  # fmt: skip
 
 
 # --- publisher ------------------------------------------------------------------------------------
@@ -161,7 +178,7 @@ class PagesCommitted:
     """pool → publisher: new records, and the client that waits until they are published.
 
     The publisher answers `origin` with Committed(request, sequence, states, records, published) as
-    soon as each record has one owner's acknowledgement, or after patience_s.
+    soon as all owners that are not lagging have acknowledged, or after patience_s.
     """
 
     origin: Origin
@@ -185,7 +202,8 @@ OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 
 PublisherHears: TypeAlias = (
     PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-)
+    | SummaryWanted
+)  # fmt: skip
 
 
 # --- pool -----------------------------------------------------------------------------------------

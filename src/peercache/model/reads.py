@@ -8,6 +8,11 @@ from peercache.model.member import Member
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import Seals
 
+TICK_AGE_MAX_S = 0.08
+"""How long ago the owner of a directory table may have been at work, for an absent key to count as
+absent: less than a set waits for an owner, so that a stopped owner's table counts no longer when a
+set has given it up."""
+
 
 @attrs.frozen(eq=False)
 class PeerRead:

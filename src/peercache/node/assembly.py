@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any, final
 
@@ -63,8 +64,9 @@ class Crew:
             virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
         )
         # Not of `rng`, whose other numbers peers see: with the seed keys can be made that collide.
+        seed = secrets.token_bytes(SEED_BYTES)
         self.directory = DirectoryShard(
-            incarnation=me.incarnation, metrics=metrics, seed=secrets.token_bytes(SEED_BYTES)
+            incarnation=me.incarnation, metrics=metrics, seed=seed, clock=time.monotonic
         )
         self.publisher = Publisher(
             incarnation=me.incarnation,

@@ -42,6 +42,7 @@ from peercache.wire.messages.directory import (
     Delete,
     Disputed,
     Doubted,
+    HandedOver,
     Located,
     Lookup,
     Put,
@@ -49,6 +50,7 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -148,7 +150,11 @@ class NodeMailboxes:
         match message:
             case Lookup() | Disputed() | Put() | Delete() | StreamSummary() | Repair():
                 return self.directory.offer(sender, message, size_bytes)
+            case HandedOver():
+                return self.directory.offer(sender, message, size_bytes)
             case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
+                return self.publisher.offer(sender, message, size_bytes)
+            case SummaryWanted():
                 return self.publisher.offer(sender, message, size_bytes)
             case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)

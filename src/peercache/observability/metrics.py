@@ -31,7 +31,8 @@ class Metrics:
         self.pages_set = counter("pages_set", "Pages committed, or already held.", "outcome")
         self.sets_refused = counter("sets_refused", "Pages that a set did not store.", "reason")
         self.pages_unpublished = counter(
-            "pages_unpublished", "Pages committed that no directory owner acknowledged in time."
+            "pages_unpublished",
+            "Pages committed that not every directory owner acknowledged in time.",
         )
         self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
         self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")

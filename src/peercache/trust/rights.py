@@ -37,6 +37,7 @@ from peercache.wire.messages.directory import (
     Delete,
     Disputed,
     Doubted,
+    HandedOver,
     Located,
     Lookup,
     Put,
@@ -44,6 +45,7 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -162,6 +164,8 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     SummaryDiffers: _NODES,
     SummaryMatches: _NODES,
     Doubted: _NODES,
+    HandedOver: _NODES,
+    SummaryWanted: _NODES,
     # Reading. A Disputed deletes nothing: the holder is asked to say what it has.
     Lookup: _CLIENTS,
     Disputed: _CLIENTS,

@@ -23,6 +23,7 @@ from peercache.wire.messages.directory import (
     Delete,
     Disputed,
     Doubted,
+    HandedOver,
     Located,
     Lookup,
     Put,
@@ -30,6 +31,7 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -79,7 +81,7 @@ Message: TypeAlias = (
     | Touched | Remove | Clear | Removed | StatsAsked | Stats
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
     | Doubted | RevocationsTold | ViewCompared | ReserveMirror
-    | ViewChangesAsked | ViewChanges
+    | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import random
 
-from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import PagesCommitted, RingChanged
+from peercache.actors.effects import Effect, Send, TellDirectory
+from peercache.actors.mailboxes import CommitAnswered, PagesCommitted, RingChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.actor import Publisher
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import Records, from_bytes
 from peercache.observability.metrics import Metrics
 from peercache.wire.envelope import Message
-from peercache.wire.messages.directory import Acknowledged, Delete, Put, Repair
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    HandedOver,
+    Put,
+    Repair,
+    StreamSummary,
+)
 from peercache.wire.messages.pool import Committed
 from tests.unit.actors.record_cluster import NO_RECORDS, Cluster, key_of, records_of
 
 ME, A, B, C = 5, 11, 12, 13
 CLIENT = Origin(99, 7)
+SUMMARIES = (StreamSummary, HandedOver)
 
 
 def ring_of(*members: int, replicas: int = 2) -> HashRing:
     return HashRing(members, virtual_nodes=16, replicas=replicas)
 
 
-def publisher_in(ring: HashRing, *, rate: float = 50_000.0, summary_s: float = 2.0) -> Publisher:
+def publisher_in(
+    ring: HashRing, *, rate: float = 50_000.0, summary_s: float = 2.0, former_s: float = 0.0
+) -> Publisher:
     made = Publisher(
         incarnation=ME,
         republish_rate=rate,
         summary_s=summary_s,
         rng=random.Random(1),
         metrics=Metrics(),
+        former_s=former_s,
     )
     heard(made, ME, RingChanged(ring), 0.0)
     return made
@@ -53,10 +64,15 @@ def commit_of(records: Records, *, request: int = 1, patience_s: float = 1.0) ->
     return PagesCommitted(CLIENT, request, 3, b"s", records, NO_RECORDS, patience_s)
 
 
-def sent(effects: list[Effect], kind: type[Message]) -> list[tuple[int, Message]]:
+def sent(
+    effects: list[Effect], kind: type[Message] | tuple[type[Message], ...]
+) -> list[tuple[int, Message]]:
     """Return (target, message) of the messages of a kind, in order."""
     found = []
-    for effect in effects:
+    for told in effects:
+        effect = told
+        if isinstance(told, TellDirectory) and isinstance(told.fact, CommitAnswered):
+            effect = Send(told.fact.origin, told.fact.committed)
         assert isinstance(effect, Send)
         target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
         if isinstance(effect.message, kind):

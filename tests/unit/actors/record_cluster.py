@@ -38,6 +38,7 @@ from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Disputed,
+    HandedOver,
     Located,
     Lookup,
     Put,
@@ -45,11 +46,12 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.pool import Committed
 
-TO_DIRECTORY = (Put, Delete, Repair, StreamSummary, Lookup, Disputed)
-TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers)
+TO_DIRECTORY = (Put, Delete, Repair, StreamSummary, HandedOver, Lookup, Disputed)
+TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted)
 NO_DROPS = np.zeros(0, DROP)
 NO_RECORDS = np.zeros(0, RECORD)
 
@@ -127,6 +129,7 @@ class Cluster:
     replicas: int | str = 2
     summary_s: float = 2.0
     republish_rate: float = 50_000.0
+    former_s: float = 0.0
     now: float = 0.0
     nodes: dict[int, Node] = attrs.field(factory=dict)
     flying: list[Envelope] = attrs.field(factory=list)
@@ -147,6 +150,7 @@ class Cluster:
                 summary_s=self.summary_s,
                 rng=random.Random(incarnation),
                 metrics=metrics,
+                former_s=self.former_s,
             ),
             metrics,
         )

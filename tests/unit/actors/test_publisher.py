@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 
+import attrs
 import pytest
 
-from peercache.actors.effects import Send, TellPool
-from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, ReserveAhead, RingChanged
+from peercache.actors.effects import TellDirectory, TellPool
+from peercache.actors.mailboxes import (
+    CommitAnswered,
+    PagesCommitted,
+    RecordsChanged,
+    ReserveAhead,
+    RingChanged,
+)
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import pending as waiting
 from peercache.actors.publisher.actor import Publisher
@@ -17,6 +24,7 @@ from peercache.wire.messages.pool import Committed, Reserve
 from tests.unit.actors.lone_publisher import (
     CLIENT,
     ME,
+    SUMMARIES,
     A,
     B,
     C,
@@ -58,26 +66,31 @@ def test_commit_puts_one_batch_to_each_owner() -> None:
     assert [m.number for _, m in sent(effects, Put) if isinstance(m, Put)] == [1, 1, 1]
 
 
-def test_commit_is_answered_when_each_record_has_one_owner() -> None:
-    """One acknowledgement a record is enough; the answer carries what the client needs."""
+def test_commit_is_answered_when_all_owners_know_its_records() -> None:
+    """One acknowledgement is not enough; the answer carries what the client needs."""
     made = publisher_in(ring_of(A, B))
     records, here = records_of(ME, [1, 2], 2), records_of(ME, [9], 50)
     effects = heard(made, ME, PagesCommitted(CLIENT, 4, 3, b"abc", records, here, 1.0), 0.0)
 
     first = heard(made, A, Acknowledged(1), 0.0)
+    second = heard(made, B, Acknowledged(1), 0.0)
 
     packed = records.tobytes() + here.tobytes()
-    assert answers(effects) == []
-    assert first == [Send(CLIENT, Committed(4, 3, b"abc", packed, 3))]
+    assert answers(effects) == answers(first) == []
+    answer = Committed(4, 3, b"abc", packed, 3)
+    assert second == [TellDirectory(CommitAnswered(CLIENT, answer))]
 
 
-def test_commit_counts_our_own_shard_as_an_owner() -> None:
-    """Our shard hears the pool directly: a record that we own ourselves is published at once."""
+def test_our_own_shard_is_no_owner_that_has_acknowledged() -> None:
+    """Other hosts must know: a page that this host alone can find is not published."""
     made = publisher_in(ring_of(ME, A, B, replicas=3))
 
     effects = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
+    first = heard(made, A, Acknowledged(1), 0.0)
+    second = heard(made, B, Acknowledged(1), 0.0)
 
-    assert [a.published for a in answers(effects)] == [2]
+    assert answers(effects) == answers(first) == []
+    assert [a.published for a in answers(second)] == [2]
     assert set(puts(effects)) == {A, B}
 
 
@@ -87,11 +100,55 @@ def test_commit_waits_for_every_record() -> None:
     made = publisher_in(ring)
     heard(made, ME, commit_of(records_of(ME, list(range(50)), 2)), 0.0)
 
-    first = heard(made, A, Acknowledged(1), 0.0)
-    second = heard(made, B, Acknowledged(1), 0.0)
+    early = [answers(heard(made, owner, Acknowledged(1), 0.0)) for owner in (A, B)]
+    last = heard(made, C, Acknowledged(1), 0.0)
 
-    assert answers(first) == []
-    assert [a.published for a in answers(second)] == [50]
+    assert early == [[], []]
+    assert [a.published for a in answers(last)] == [50]
+
+
+def test_an_owner_that_misses_one_patience_is_waited_for_no_longer_until_it_knows_all() -> None:
+    """A stopped owner costs one patience once; what it does not know counts as unpublished."""
+    made = publisher_in(ring_of(A, B))
+    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.1)
+    heard(made, ME, patient, 0.0)
+    heard(made, A, Acknowledged(1), 0.01)
+    (late,) = answers(ticked(made, 0.1))
+
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
+    (quick,) = answers(heard(made, A, Acknowledged(2), 0.21))
+    summaries = [(o, m) for o, m in sent(ticked(made, 4.0), SUMMARIES) if o == B]
+    ((_, summary),) = summaries
+    heard(made, B, SummaryMatches(summary.number), 4.0)
+    heard(made, ME, commit_of(records_of(ME, [3], 6), request=3), 4.1)
+    waits = answers(heard(made, A, Acknowledged(made._streams[A].number), 4.1))
+    (whole,) = answers(heard(made, B, Acknowledged(made._streams[B].number), 4.2))
+
+    assert [a.published for a in (late, quick, whole)] == [0, 0, 1]
+    assert waits == []
+
+
+def test_patience_that_was_short_says_nothing_about_an_owner() -> None:
+    """A commit whose deadline is near is answered; the next one waits for the owner as ever."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.01), 0.0)
+    ticked(made, 0.01)
+
+    effects = heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.02)
+
+    assert answers(effects) == []
+    assert [a.request for a in answers(heard(made, A, Acknowledged(2), 0.03))] == [2]
+
+
+def test_commits_that_wait_for_an_owner_end_with_it() -> None:
+    """A member that leaves the ring acknowledges nothing more."""
+    made = publisher_in(ring_of(A, B))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    heard(made, A, Acknowledged(1), 0.0)
+
+    effects = heard(made, ME, RingChanged(ring_of(A)), 0.1)
+
+    assert [a.published for a in answers(effects)] == [0]
 
 
 def test_commit_is_answered_once() -> None:
@@ -100,8 +157,8 @@ def test_commit_is_answered_once() -> None:
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
     told = answers(heard(made, A, Acknowledged(1), 0.0))
 
-    told += answers(heard(made, A, Acknowledged(1), 0.1))
-    told += answers(heard(made, B, Acknowledged(1), 0.2))
+    told += answers(heard(made, B, Acknowledged(1), 0.1))
+    told += answers(heard(made, A, Acknowledged(1), 0.2))
     told += answers(heard(made, B, SummaryMatches(1), 0.3))
     told += answers(ticked(made, 5.0))
 
@@ -118,12 +175,13 @@ def test_commit_is_answered_when_patience_is_over() -> None:
     )
     heard(made, ME, commit, 10.0)
     heard(made, A, Acknowledged(1), 10.1)
+    heard(made, B, Acknowledged(1), 10.1)
 
     early = ticked(made, 10.19)
     late = ticked(made, 10.2)
 
     assert answers(early) == []
-    assert [a.published for a in answers(late)] == [len(owned_by(ring, A, names)) + 1]
+    assert [a.published for a in answers(late)] == [50 - len(owned_by(ring, C, names)) + 1]
 
 
 @pytest.mark.parametrize("heard_at", [10.1, 10.3])
@@ -169,14 +227,14 @@ def test_commit_of_a_lone_node_is_answered_at_once() -> None:
 
 
 def test_commit_without_patience_is_answered_at_once() -> None:
-    """With what its own directory knows: no turn of the loop, and no tick, goes by before."""
+    """Nothing is published yet: no turn of the loop, and no tick, goes by before."""
     ring = ring_of(ME, A, B)
     made = publisher_in(ring)
     names = range(50)
 
     effects = heard(made, ME, commit_of(records_of(ME, list(names), 2), patience_s=0.0), 3.0)
 
-    assert [a.published for a in answers(effects)] == [len(owned_by(ring, ME, names))]
+    assert [a.published for a in answers(effects)] == [0]
     assert answers(ticked(made, made.deadline())) == []
 
 

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Send
+from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RecordsChanged, Republish
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import streams
-from peercache.actors.publisher.actor import ASK_AGAIN_S
+from peercache.actors.publisher.pending import LAGGING_S
+from peercache.actors.publisher.streams import ASK_FIRST_S
 from peercache.model.member import DEAD
+from peercache.paths.writing import PUBLISH_PATIENCE_S
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     Doubted,
+    HandedOver,
     Put,
     Repair,
     StreamSummary,
@@ -25,6 +28,7 @@ from peercache.wire.messages.directory import (
 )
 from tests.unit.actors.lone_publisher import (
     ME,
+    SUMMARIES,
     A,
     B,
     C,
@@ -42,6 +46,7 @@ from tests.unit.actors.lone_publisher import (
 )
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
+    NO_RECORDS,
     Cluster,
     drops_of,
     held_of,
@@ -56,7 +61,7 @@ from tests.unit.actors.record_cluster import (
 
 
 def test_lost_put_is_repaired_and_its_commit_answered() -> None:
-    """A page is hidden for a quarter of a second, and only its bucket is sent anew."""
+    """It is sent anew well within a commit's patience, and nothing else is."""
     made = publisher_in(ring_of(A))
     shard = DirectoryShard(incarnation=A)
     shard.on_message(Origin(A), view(ME, A), 0.0)
@@ -67,19 +72,56 @@ def test_lost_put_is_repaired_and_its_commit_answered() -> None:
     acknowledge(made, first, 0.0)
     assert len(sent(lost, Put)) == 1
 
-    ((_, summary),) = sent(ticked(made, ASK_AGAIN_S), StreamSummary)
+    ((_, summary),) = sent(ticked(made, ASK_FIRST_S), SUMMARIES)
     (differs,) = shard.on_message(Origin(ME), summary, 0.0)
     assert isinstance(differs, Send)
-    ((_, repair),) = sent(heard(made, A, differs.message, 0.3), Repair)
-    assert isinstance(repair, Repair)
-    shard.on_message(Origin(ME), repair, 0.3)
-    done = heard(made, A, Acknowledged(repair.number), 0.3)
+    (anew,) = heard(made, A, differs.message, ASK_FIRST_S)
+    assert isinstance(anew, Send)
+    assert isinstance(anew.message, Put)
+    (acknowledged,) = shard.on_message(Origin(ME), anew.message, ASK_FIRST_S)
+    assert isinstance(acknowledged, Send)
+    done = heard(made, A, acknowledged.message, ASK_FIRST_S)
 
-    assert repair.buckets == bytes([key_of(200)[0]])
+    assert ASK_FIRST_S < LAGGING_S / 2 < PUBLISH_PATIENCE_S / 2
+    assert puts([anew]) == {A: keys(200)}
     assert len(located(shard, [200])) == 1
     assert [(a.request, a.published) for a in answers(done)] == [(2, 1)]
+
+
+def test_put_that_is_lost_twice_is_repaired_by_buckets() -> None:
+    """What is sent anew and still missing is sought where the digests differ."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [200], 900)), 0.0)
+    effects: list[Effect] = []
+    for at in (0.1, 0.4):
+        ((_, summary),) = sent(ticked(made, at), SUMMARIES)
+        assert isinstance(summary, (StreamSummary, HandedOver))
+        effects += heard(made, A, SummaryDiffers(summary.number, bytes(2048)), at)
+
+    ((_, repair),) = sent(effects, Repair)
+    assert isinstance(repair, Repair)
+    done = heard(made, A, Acknowledged(repair.number), 0.4)
+
+    assert repair.buckets == bytes([key_of(200)[0]])
+    assert puts(effects) == {A: keys(200)}
+    assert [a.published for a in answers(done)] == [1]
     assert made.metrics is not None
     assert made.metrics.repairs._value.get() == 1
+
+
+def test_a_page_that_is_gone_is_not_sent_anew_and_its_commit_is_answered() -> None:
+    """Its Put was lost, and then it was evicted: no owner can know it, and none needs to."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1, 2], 10)), 0.0)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [10])), 0.01)
+    ((_, summary),) = sent(ticked(made, 0.1), SUMMARIES)
+    assert isinstance(summary, (StreamSummary, HandedOver))
+
+    effects = heard(made, A, SummaryDiffers(summary.number, bytes(2048)), 0.1)
+    done = heard(made, A, Acknowledged(made._streams[A].number), 0.1)
+
+    assert puts(effects) == {A: keys(2)}
+    assert [a.published for a in answers(effects) + answers(done)] == [2]
 
 
 def test_lost_delete_is_repaired() -> None:
@@ -90,7 +132,7 @@ def test_lost_delete_is_repaired() -> None:
 
     cluster.drop(ME, [2])
     cluster.flying.clear()
-    cluster.run(ASK_AGAIN_S + 0.05)
+    cluster.run(ASK_FIRST_S + 0.05)
 
     cluster.assert_whole()
     assert len(located(cluster.nodes[A].shard, [2])) == 0
@@ -121,14 +163,14 @@ def test_acknowledgement_speaks_for_its_own_message_only() -> None:
 def test_summary_that_differs_is_repaired_once() -> None:
     """Only the answer to the last summary counts, and its repetition calls no second repair."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    ((_, summary),) = sent(ticked(made, ASK_AGAIN_S), StreamSummary)
-    assert isinstance(summary, StreamSummary)
+    acknowledge(made, heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0), 0.0)
+    ((_, summary),) = sent(ticked(made, 4.0), SUMMARIES)
+    assert isinstance(summary, SUMMARIES)
     nothing = SummaryDiffers(summary.number, bytes(2048))
 
-    stale = heard(made, A, SummaryDiffers(summary.number - 1, bytes(2048)), 0.3)
-    first = heard(made, A, nothing, 0.3)
-    again = heard(made, A, nothing, 0.3)
+    stale = heard(made, A, SummaryDiffers(summary.number - 1, bytes(2048)), 4.1)
+    first = heard(made, A, nothing, 4.1)
+    again = heard(made, A, nothing, 4.1)
 
     assert stale == again == []
     assert len(sent(first, Repair)) == 1
@@ -138,8 +180,8 @@ def test_summary_that_differs_is_judged_by_what_was_asked() -> None:
     """A commit between question and answer is no difference."""
     made = publisher_in(ring_of(A))
     acknowledge(made, heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0), 0.0)
-    ((_, summary),) = sent(ticked(made, 4.0), StreamSummary)
-    assert isinstance(summary, StreamSummary)
+    ((_, summary),) = sent(ticked(made, 4.0), SUMMARIES)
+    assert isinstance(summary, SUMMARIES)
     without_2 = publisher_in(ring_of(A))
     heard(without_2, ME, commit_of(records_of(ME, [1], 2)), 0.0)
     theirs = without_2._streams[A].content.buckets.tobytes()
@@ -155,7 +197,7 @@ def test_malformed_digests_are_ignored_and_counted() -> None:
     """A peer that sends half a digest gets no repair, and no exception."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    ticked(made, ASK_AGAIN_S)
+    ticked(made, ASK_FIRST_S)
 
     assert heard(made, A, SummaryDiffers(1, bytes(1000)), 0.3) == []
     assert made.metrics is not None
@@ -219,11 +261,11 @@ def test_republish_asks_until_every_owner_has_answered() -> None:
     made = publisher_in(ring_of(A, B), summary_s=100.0)
     heard(made, ME, Republish(), 1.0)
 
-    first = [owner for owner, _ in sent(ticked(made, made.deadline()), StreamSummary)]
+    first = [owner for owner, _ in sent(ticked(made, made.deadline()), SUMMARIES)]
     heard(made, B, SummaryMatches(0), 1.1)
-    second = [owner for owner, _ in sent(ticked(made, made.deadline()), StreamSummary)]
+    second = [owner for owner, _ in sent(ticked(made, made.deadline()), SUMMARIES)]
     heard(made, A, SummaryMatches(0), 1.3)
-    third = sent(ticked(made, made.deadline()), StreamSummary)
+    third = sent(ticked(made, made.deadline()), SUMMARIES)
 
     assert (first, second, third) == ([A, B], [A], [])
 
@@ -250,8 +292,8 @@ def test_owner_that_lost_everything_gets_the_hottest_first(monkeypatch: pytest.M
     monkeypatch.setattr(publisher_module, "RECORDS_A_MESSAGE_MAX", 100)
     made = publisher_in(ring_of(A), rate=1000.0)
     acknowledge(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
-    ((_, summary),) = sent(ticked(made, 5.0), StreamSummary)
-    assert isinstance(summary, StreamSummary)
+    ((_, summary),) = sent(ticked(made, 5.0), SUMMARIES)
+    assert isinstance(summary, SUMMARIES)
 
     effects = heard(made, A, SummaryDiffers(summary.number, bytes(2048)), 5.0)
 
@@ -263,8 +305,8 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
     """Buckets go in groups, as many as the rate allows, and no summary asks in between."""
     made = publisher_in(ring_of(A), rate=1000.0)
     acknowledge(made, heard(made, ME, commit_of(records_of(ME, list(range(400)), 2)), 0.0), 0.0)
-    ((_, summary),) = sent(ticked(made, 5.0), StreamSummary)
-    assert isinstance(summary, StreamSummary)
+    ((_, summary),) = sent(ticked(made, 5.0), SUMMARIES)
+    assert isinstance(summary, SUMMARIES)
 
     effects = heard(made, A, SummaryDiffers(summary.number, bytes([1]) * 2048), 5.0)
     first = sent(effects, Repair)
@@ -275,7 +317,7 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
 
     assert 1 <= len(first) <= 2
     repairs = [m for _, m in sent(effects, Repair) if isinstance(m, Repair)]
-    asked = [m.number for _, m in sent(effects, StreamSummary) if isinstance(m, StreamSummary)]
+    asked = [m.number for _, m in sent(effects, SUMMARIES) if isinstance(m, SUMMARIES)]
     assert set(asked) <= {repairs[-1].number}
     assert sorted(b"".join(m.buckets for m in repairs)) == list(range(256))
     assert sum(len(m.records) // 56 for m in repairs) == 400
@@ -295,7 +337,9 @@ def test_a_bucket_larger_than_a_message_is_replaced_and_the_rest_is_put(
     shard = DirectoryShard(incarnation=A)
     shard.on_message(Origin(A), view(A, ME), 0.0)
     shard.on_message(Origin(ME), Put(1, held[:1].tobytes()), 0.0)
-    ((_, summary),) = sent(ticked(made, 10.0), StreamSummary)
+    heard(made, A, Acknowledged(made._streams[A].number), 0.0)
+    made._streams[A].pending.clear()
+    ((_, summary),) = sent(ticked(made, 10.0), SUMMARIES)
     (differs,) = shard.on_message(Origin(ME), summary, 10.0)  # type: ignore[arg-type]
     assert isinstance(differs, Send)
 

@@ -6,9 +6,10 @@ import numpy as np
 
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.actors.publisher.actor import SLICE_S
-from peercache.wire.messages.directory import Acknowledged, Delete, Put, Repair, StreamSummary
+from peercache.wire.messages.directory import Acknowledged, Delete, HandedOver, Put, Repair
 from tests.unit.actors.lone_publisher import (
     ME,
+    SUMMARIES,
     A,
     B,
     C,
@@ -184,10 +185,10 @@ def test_owner_of_nothing_is_still_asked() -> None:
     """It may hold what it once owned: an empty summary finds that."""
     made = publisher_in(ring_of(ME, A, B))
 
-    ((first, summary), (second, _)) = sent(ticked(made, 10.0), StreamSummary)
+    ((first, summary), (second, _)) = sent(ticked(made, 10.0), SUMMARIES)
 
     assert (first, second) == (A, B)
-    assert summary == StreamSummary(0, 0, 0)
+    assert summary == HandedOver(0, 0, 0, made._ring.version)
 
 
 def test_summaries_of_many_streams_do_not_come_in_step() -> None:

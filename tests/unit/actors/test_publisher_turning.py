@@ -13,9 +13,10 @@ from peercache.actors.publisher import turning
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.publisher.streams import ABSENT, RecordTable
 from peercache.actors.publisher.turning import Turning
-from peercache.wire.messages.directory import Delete, Put, StreamSummary, SummaryMatches
+from peercache.wire.messages.directory import Delete, Put, SummaryMatches
 from tests.unit.actors.lone_publisher import (
     ME,
+    SUMMARIES,
     A,
     B,
     C,
@@ -190,7 +191,7 @@ def test_summaries_of_many_streams_do_not_grow_with_the_cluster() -> None:
             now = max(now, made.deadline()) + 1e-6
             for effect in ticked(made, now):
                 assert isinstance(effect, Send)
-                if isinstance(effect.message, StreamSummary):
+                if isinstance(effect.message, SUMMARIES):
                     asked += now > 40.0
                     heard(made, int(effect.to), SummaryMatches(effect.message.number), now)  # type: ignore[arg-type]
         rates[others] = asked / 50.0
@@ -212,7 +213,7 @@ def test_a_lost_message_is_asked_about_soon_however_many_streams_there_are() -> 
     while now < 100.3:
         now = max(now, made.deadline())
         asked |= (
-            {owner for owner, _ in sent(ticked(made, now), StreamSummary)} if now < 100.3 else set()
+            {owner for owner, _ in sent(ticked(made, now), SUMMARIES)} if now < 100.3 else set()
         )
 
     assert lost <= asked

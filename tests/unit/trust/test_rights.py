@@ -74,6 +74,8 @@ TABLE = {
     "StatsAsked":       (False, True,  True,  True),
     "Stats":            (False, False, False, False),
     "SummaryMatches":   (True,  False, False, False),
+    "HandedOver":       (True,  False, False, False),
+    "SummaryWanted":    (True,  False, False, False),
     "Doubted":   (True,  False, False, False),
     "Counted":          (False, False, True,  False),
     "Promote":          (False, True,  True,  False),

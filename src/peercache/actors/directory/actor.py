@@ -1,14 +1,16 @@
 """Directory shard: which nodes hold which pages, as far as this node was told.
 
 Owns    the records that holders publish to this node, and those of its own pool.
-Hears   Lookup and Disputed, from readers; Put, Delete, Repair and StreamSummary, from holders;
-        RecordsChanged, from the own pool; ViewChanged, from membership.
-Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers and Doubted, to
-        holders.
+Hears   Lookup and Disputed, from readers; Put, Delete, Repair, StreamSummary and HandedOver, from
+        holders; RecordsChanged, from the own pool; CommitAnswered, from the publisher; ViewChanged,
+        from membership; RingChanged, from the ring.
+Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted
+        and Doubted, to holders; Committed, to the client of a commit.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
         newer one of its holder, to a delete that is not older, or to a repair: no other node's word
-        removes it. A stream goes on after a number that its holder never sent.
+        removes it. A stream goes on after a number that its holder never sent. Its table has
+        authority only while it lacks nothing that it owns of a live holder.
 Limits  RECORDS_MAX in all and each member's share of them; UNKNOWN_HOLDERS_MAX,
         UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDERS_TOLD_MAX, LOOKUP_KEYS_MAX, LOCATED_MAX,
         DISPUTES_MAX, SWEEP_KEYS_MAX, GROWTH_SLOTS_MAX, ROWS_MAX.
@@ -21,26 +23,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import final
 
 import attrs
 import numpy as np
 from typing_extensions import assert_never
 
+from peercache.actors.directory.authority import TICK_S, ShardAuthority
 from peercache.actors.directory.holdings import NAME_BYTES, Holdings
 from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
+    CommitAnswered,
     DirectoryHears,
     RecordsChanged,
     RingChanged,
     StreamMessage,
+    Summary,
     ViewChanged,
 )
 from peercache.actors.origin import Origin
 from peercache.model import records
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
+from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import DROP_BYTES, RECORD_BYTES
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
@@ -48,6 +55,7 @@ from peercache.wire.messages.directory import (
     Delete,
     Disputed,
     Doubted,
+    HandedOver,
     Located,
     Lookup,
     Put,
@@ -55,6 +63,7 @@ from peercache.wire.messages.directory import (
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 from peercache.wire.messages.session import Refused
 
@@ -81,10 +90,6 @@ number that is further ahead of a summary was never sent by the holder."""
 STREAM_LATE_S = 3.0
 """How long all summaries of a holder may be behind the number held, before it counts as false: a
 message that was overtaken is not late for so long."""
-
-BEHIND_S = 30.0
-"""How long an owner says that it is behind because of one holder: one that differs without end
-must not double all questions."""
 
 DISPUTES_MAX = 4096
 """Disputed records that are passed on to their holders in DISPUTES_S; further ones are dropped:
@@ -122,6 +127,9 @@ class DirectoryShard:
     records_max: int = RECORDS_MAX
     seed: bytes = bytes(SEED_BYTES)
     """What keys are hashed with. A node has one of its own, which no peer can find out."""
+    clock: Callable[[], float] | None = None
+    """CLOCK_MONOTONIC, with which readers compare the table's tick; None: the actors' time."""
+    tick_s: float = TICK_S
     _table: DirectoryTable = attrs.field(init=False)
     _held: dict[int, Holdings] = attrs.field(factory=dict, init=False)
     _serving: set[int] = attrs.field(factory=set, init=False)
@@ -132,8 +140,8 @@ class DirectoryShard:
     """Holders that no view has named, oldest first, and since when."""
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
     """The last stream number of members that are dead or left, should one refute."""
-    _behind: dict[int, float] = attrs.field(factory=dict, init=False)
-    """Holders of which this shard lacks records, and since when."""
+    authority: ShardAuthority = attrs.field(init=False)
+    _tick_at: float = attrs.field(default=math.inf, init=False)
     _disputed: dict[bytes, None] = attrs.field(factory=dict, init=False)
     """What was passed on to holders lately: key, holder, offset and generation of each record."""
     _disputed_until: float = attrs.field(default=-math.inf, init=False)
@@ -146,6 +154,9 @@ class DirectoryShard:
     def __attrs_post_init__(self) -> None:
         """Serve the own pool's records from the start, whatever a view says of this node."""
         self._table = DirectoryTable(self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX)
+        self.authority = ShardAuthority(
+            incarnation=self.incarnation, table=self._table, held=self._held
+        )
         own = self._begun(self.incarnation, is_served=True)
         assert own is not None, "a new table has no room for one holder"
         self._held[self.incarnation] = own
@@ -157,6 +168,7 @@ class DirectoryShard:
 
     def on_message(self, sender: Origin, message: DirectoryHears, now: float) -> list[Effect]:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""
+        self._notice_stall(now)
         match message:
             case Lookup(request, keys):
                 count = len(keys) // KEY_BYTES
@@ -164,10 +176,10 @@ class DirectoryShard:
                     detail = f"{count} keys in one Lookup, {LOOKUP_KEYS_MAX} at most"
                     return [Send(sender, Refused(request, "malformed", detail))]
                 located = self._locate(keys, sender.identity)
-                return [Send(sender, Located(request, located, self._is_behind(now)))]
+                return [Send(sender, Located(request, located, self.authority.is_behind(now)))]
             case Put() | Delete() | Repair():
                 return self._apply(sender, message, now)
-            case StreamSummary():
+            case StreamSummary() | HandedOver():
                 return self._compare(sender, message, now)
             case Disputed(disputed):
                 return self._dispute(disputed, now)
@@ -180,8 +192,13 @@ class DirectoryShard:
             case ViewChanged():
                 self._follow(message, now)
                 return []
-            case RingChanged():
+            case RingChanged(ring):
+                self.authority.turn(ring, now)
+                if self._tick_at == math.inf:
+                    self._tick_at = now
                 return []
+            case CommitAnswered(origin, committed):
+                return [Send(origin, committed)]
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -196,12 +213,18 @@ class DirectoryShard:
             is_growing = self._table.is_growing and self._table.tend(GROWTH_SLOTS_MAX)
             has_more = self._sweeping or is_growing
             self._sweep_at = now + SWEEP_EVERY_S if has_more else math.inf
-        return []
+        if self._tick_at > now or self._tick_at == math.inf:
+            return []
+        self._notice_stall(now)
+        wanted: list[Effect] = [Send(h, SummaryWanted()) for h in self.authority.due(now)]
+        self._tick_at = now + self.tick_s
+        self._table.tick(now if self.clock is None else self.clock())
+        return wanted
 
     def deadline(self) -> float:
         """Return when the table is to be tended, or the oldest unknown holder is given up."""
         oldest = next(iter(self._unknown.values()), math.inf)
-        return min(self._sweep_at, oldest + UNKNOWN_S)
+        return min(self._sweep_at, oldest + UNKNOWN_S, self._tick_at)
 
     def check(self) -> None:
         """Assert the invariants that cost nothing to look at."""
@@ -223,9 +246,11 @@ class DirectoryShard:
             _, found = self._table.locate(keys, asker, fewer)
         return found
 
-    def _is_behind(self, now: float) -> bool:
-        """Return whether this shard lacks records of a holder: then "absent" is not certain."""
-        return any(now - since < BEHIND_S for since in self._behind.values())
+    def _notice_stall(self, now: float) -> None:
+        """Doubt everything if this process stood still for longer than its readers put up with."""
+        if now - self._tick_at > TICK_AGE_MAX_S - self.tick_s:
+            self.authority.doubt_all(now)
+            self._tick_at = now
 
     def _dispute(self, disputed: bytes, now: float) -> list[Effect]:
         """Ask holders about the disputed records that are held here: only they withdraw them."""
@@ -269,7 +294,8 @@ class DirectoryShard:
             return self._acknowledge(sender, held, message.number)
         if not self._has_room(holder, held, message):
             self._refuse("too_many", _items(message))
-            self._behind.setdefault(holder, now)
+            held.is_whole = False
+            self.authority.note_differing(holder, now)
             return []
         match message:
             case Put(_, packed):
@@ -282,14 +308,18 @@ class DirectoryShard:
         if change.refused:
             # This host has no memory for them. The holder must not count on what is not here.
             self._refuse("too_many", change.refused)
-            self._behind.setdefault(holder, now)
+            held.is_whole = False
+            self.authority.note_differing(holder, now)
             return []
         # A gap is no reason to refuse: each change is safe by itself, and the summary finds what
         # was lost.
+        if held.is_whole and message.number != held.number + 1:
+            held.is_whole = False
+            self.authority.look(holder, now)
         held.number, held.late_since = message.number, math.inf
         return self._acknowledge(sender, held, message.number)
 
-    def _compare(self, sender: Origin, summary: StreamSummary, now: float) -> list[Effect]:
+    def _compare(self, sender: Origin, summary: Summary, now: float) -> list[Effect]:
         """Tell a holder whether its summary is what is held of it."""
         holder = sender.identity
         held = self._holdings_of(holder, now)
@@ -304,9 +334,13 @@ class DirectoryShard:
         if content.count == summary.count and content.digest() == summary.digest:
             # Whatever was lost on the way is of no interest any more, and must not come late.
             held.number = summary.number
-            self._behind.pop(holder, None)
+            held.is_whole, held.heard_at = True, now
+            if isinstance(summary, HandedOver):
+                held.complete = summary.ring
+            self.authority.note_matching(holder, now)
             return [Send(sender, SummaryMatches(summary.number))]
-        self._behind.setdefault(holder, now)
+        held.is_whole = False
+        self.authority.note_differing(holder, now)
         return [Send(sender, SummaryDiffers(summary.number, content.buckets.tobytes()))]
 
     def _acknowledge(self, sender: Origin, held: Holdings, number: int) -> list[Effect]:
@@ -331,7 +365,7 @@ class DirectoryShard:
             self._unknown[holder] = now
         if holder in self._ended:
             # It was dead, and its records are gone: its next summary brings them back.
-            self._behind[holder] = now
+            self.authority.note_differing(holder, now)
         held.number = self._ended.pop(holder, 0)
         self._held[holder] = held
         return held
@@ -380,6 +414,7 @@ class DirectoryShard:
 
     def _follow(self, view: ViewChanged, now: float) -> None:
         self._states = {member.incarnation: member.state for member in view.members}
+        self.authority.states = self._states
         for holder, held in list(self._held.items()):
             state = self._states.get(holder)
             if holder == self.incarnation or (state is None and holder in self._unknown):
@@ -393,11 +428,16 @@ class DirectoryShard:
             self._ended[holder] = held.number
         # A member that the view has forgotten does not come back.
         self._ended = {h: number for h, number in self._ended.items() if h in self._states}
+        for holder, held in self._held.items():
+            if self._states.get(holder) == SUSPECT:
+                # What it has sent may be lost with it; it says so itself when it is back.
+                held.is_whole = False
+        self.authority.look_at_all(now)
 
     def _end(self, holder: int, now: float) -> None:
         """Stop serving a holder now; its keys are swept later, a few at a time."""
         held = self._held.pop(holder)
-        self._behind.pop(holder, None)
+        self.authority.forget(holder, now)
         self._serving.discard(holder)
         self._table.serve(held.entry, is_served=False)
         self._count -= held.count

@@ -19,12 +19,18 @@ class Holdings:
 
     number:  the number of the last message of the stream that was applied.
     late_since: since when all summaries have had lower numbers; inf if the last one had not.
+    is_whole:  a summary has matched, and each message since then has followed the one before.
+    complete:  the version of the ring on which the holder has told all that this node owns of it.
+    heard_at:  when a summary matched last.
     """
 
     table: DirectoryTable
     entry: int
     number: int = 0
     late_since: float = math.inf
+    is_whole: bool = False
+    complete: bytes = b""
+    heard_at: float = -math.inf
 
     def put(self, packed: bytes) -> Change:
         """Take the records that are newer than those held."""

@@ -2,16 +2,18 @@
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
-        from membership; Acknowledged, SummaryMatches, SummaryDiffers and Doubted, from owners.
-Says    Put, Delete, Repair and StreamSummary, to owners; Committed, to the client of a commit.
+        from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted and Doubted,
+        from owners.
+Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered, to the
+        directory, for the client of a commit.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
-        former owner keeps a record until each new one has acknowledged it; a commit is answered
-        exactly once.
-Limits  HAND_OVER_ROWS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those of `pending`,
-        `streams` and `turning`.
+        former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
+        a commit is answered exactly once, as soon as all owners that are not lagging know it.
+Limits  HAND_OVER_ROWS_MAX, FORMER_RINGS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those
+        of `pending`, `streams` and `turning`.
 
-Nothing is sent to this node itself: its shard hears the pool directly, and so counts as an owner
-that has acknowledged.
+Nothing is sent to this node itself: its shard hears the pool directly. It counts as no owner that
+has acknowledged.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from peercache.wire.messages.directory import (
     Repair,
     SummaryDiffers,
     SummaryMatches,
+    SummaryWanted,
 )
 
 SLICE_S = 0.05
@@ -73,8 +76,19 @@ SLICE_S = 0.05
 STEP_S = 0.005
 """Pause between two steps of one slice: other messages come in between."""
 
-ASK_AGAIN_S = 0.25
-"""How long an acknowledgement may be missing before a summary asks: hides a lost page briefly."""
+FORMER_S = 600.0
+"""How long after a change former owners keep records, and hear of new ones: hosts that come and go
+during an upgrade cost no second hand-over, and a reader with an older view finds what is stored."""
+
+FORMER_MIN_S = 10.0
+"""The same after a change that comes late in that time: as long as a view needs to spread."""
+
+FORMER_RINGS_MAX = 4
+"""Former rings whose owners hear of new records: with more changes within FORMER_S, many nodes come
+and go, and few owners change with each."""
+
+SPREAD_S = 0.0005
+"""Pause between two streams that are told of a new ring: a thousand take half a second."""
 
 HAND_OVER_ROWS_MAX = 4096
 """Rows handed over in one step, shared among the rings that they may have been told by."""
@@ -90,7 +104,7 @@ ALL_STREAMS_ROWS_MAX = 64
 SUMMARIES_A_SECOND = 8
 """Regular summaries that a node sends: 16 owners are asked every two seconds, a thousand each in
 two minutes. What is lost is not found by them: a message without acknowledgement is asked about
-within ASK_AGAIN_S."""
+within ASK_FIRST_S."""
 
 
 @final
@@ -103,10 +117,17 @@ class Publisher:
     summary_s: float
     rng: random.Random
     metrics: Metrics | None = None
+    former_s: float = FORMER_S
     _table: RecordTable = attrs.field(factory=RecordTable, init=False)
     _streams: dict[int, OutgoingStream] = attrs.field(factory=dict, init=False)
     """By owner, in the ring's order."""
     _ring: HashRing = attrs.field(init=False)
+    _former_until: float = attrs.field(default=-math.inf, init=False)
+    """Until then former owners keep what they have, and hear of new records."""
+    _is_leaving: bool = attrs.field(default=False, init=False)
+    """Former owners are still to be left when that time is over."""
+    _is_complete: bool = attrs.field(default=False, init=False)
+    """Nothing waits to be handed over on this ring."""
     _number_floor: int = attrs.field(default=0, init=False)
     """No less than the number of any stream that ended: the same owner may come back, and numbers
     that it has seen would be late to it."""
@@ -139,21 +160,37 @@ class Publisher:
                 return self._withdraw_stale(sender.identity, from_bytes(doubted), now)
             case RingChanged(ring):
                 return self._turn(ring, now)
+            case SummaryWanted():
+                stream = self._streams.get(sender.identity)
+                if stream is not None:
+                    # Not before the next question is due anyhow: its answer may be on the way.
+                    stream.unsure, stream.complete = True, b""
+                    self._due = self._next_due(now)
+                return []
             case Republish():
                 for stream in self._streams.values():
-                    stream.unsure = True
+                    stream.ask_soon(now)
                 self._due = now
                 return []
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Answer commits whose patience is over, go on re-publishing, send overdue summaries."""
-        effects = [*self._waiting.expire(now), *self._republish(now)]
+        effects, lagging = self._waiting.expire(now)
+        for owner in sorted(lagging & self._streams.keys()):
+            self._streams[owner].lagging = True
+            effects += self._waiting.give_up(owner)
+        if self._is_leaving and self._former_until <= now and self._turning.is_idle:
+            self._is_leaving = False
+            self._turning.leave()
+        effects += self._republish(now)
         for owner, stream in self._streams.items():
             # An owner that is known to differ is not asked until it has been repaired.
-            if _ask_at(stream) <= now and not stream.repairing:
+            if stream.ask_at() <= now and not stream.repairing:
                 next_at = now + self._summary_s() * (0.9 + 0.2 * self.rng.random())
-                effects.append(Send(owner, stream.summary(now, next_at)))
+                is_told = stream.complete == self._ring.version or not self._is_complete
+                ring = b"" if is_told else self._ring.version
+                effects.append(Send(owner, stream.summary(now, next_at, ring)))
         self._due = self._next_due(now)
         return effects
 
@@ -171,7 +208,7 @@ class Publisher:
     # --- the pool ---------------------------------------------------------------------------------
 
     def _commit(self, committed: PagesCommitted, now: float) -> list[Effect]:
-        """Publish what was committed; answer when each record has an owner's acknowledgement."""
+        """Publish what was committed; answer when all owners know it that are not lagging."""
         waiter = self._waiting.admit(committed, now)
         effects = self._publish(committed.records, now, waiter)
         self._due = min(self._due, self._waiting.deadline())
@@ -192,19 +229,34 @@ class Publisher:
             assert (old <= records["generation"][updated]).all(), "an older record after a newer"
             elsewhere = self._retract_everywhere(rows, updated)
         rows = table.store(keys, rows, records)
-        owners = self._ring.owners(records["key"])
-        if waiter:
-            own = np.flatnonzero((owners == np.uint64(self.incarnation)).any(axis=1))
-            self._waiting.acknowledge(waiter, own)
+        tables = self._owners(rows, now)
+        owners = np.concatenate(tables, axis=1)
+        if waiter and not len(self._ring):
+            # Before the first view nothing is known of owners, and nothing published.
+            self._waiting.expect(waiter, 0, np.arange(len(rows)), is_awaited=True)
         effects: list[Effect] = []
-        for owner, owned in self._by_owner(owners):
-            effects += self._put(self._streams[owner], rows, owned, now, waiter)
+        for owner, owned in self._by_owner(*tables):
+            stream = self._streams.get(owner)
+            if stream is None:
+                continue  # An owner on a former ring, which has left.
+            if waiter:
+                self._waiting.expect(waiter, owner, owned, is_awaited=not stream.lagging)
+            effects += self._put(stream, rows, owned, now, waiter)
             if (told := elsewhere.pop(owner, None)) is not None:
                 also = told[(owners[told] != np.uint64(owner)).all(axis=1)]
                 effects += self._put(self._streams[owner], rows, also, now)
         for owner, positions in elsewhere.items():
             effects += self._put(self._streams[owner], rows, positions, now)
         return effects
+
+    def _owners(self, rows: Rows, now: float) -> list[npt.NDArray[np.uint64]]:
+        """Return the owners of new rows, on this ring and on those of shortly before."""
+        keys = self._table.records["key"][rows]
+        former = (self._turning.former or [])[-FORMER_RINGS_MAX:]
+        if now >= self._former_until or not former:
+            return [self._ring.owners(keys)]
+        self._table.moving[rows] = True
+        return [self._ring.owners(keys), *(ring.owners(keys) for ring in former)]
 
     def _retract_everywhere(
         self, rows: Rows, updated: npt.NDArray[np.intp]
@@ -263,9 +315,19 @@ class Publisher:
                 # Also to an owner of nothing: it may still hold what it once owned.
                 streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
         self._number_floor = max([self._number_floor, *(s.number for s in self._streams.values())])
+        effects: list[Effect] = []
+        for gone in sorted(self._streams.keys() - streams.keys()):
+            effects += self._waiting.give_up(gone)
         self._streams = streams
+        self._is_complete = False
+        if len(before):
+            if self._former_until <= now:
+                self._former_until = now + self.former_s
+            least_until = now + min(self.former_s, FORMER_MIN_S)
+            self._former_until = max(self._former_until, least_until)
+            self._is_leaving = self.former_s > 0
         self._turning.begin(before)
-        return self._go_on(now)
+        return [*effects, *self._go_on(now)]
 
     def _new_stream(self, owner: int, now: float) -> OutgoingStream:
         return OutgoingStream(
@@ -301,7 +363,14 @@ class Publisher:
                 self._allowance -= 1 + len(part.records) // RECORD_BYTES
         if turning.has_more and self._allowance > 0:
             effects += self._hand_over(turning.take(self._slice(self._rows_a_step())), now)
-        turning.settled()
+        if now >= self._former_until:
+            turning.settled()
+        if turning.is_idle and not self._is_complete:
+            self._is_complete = True
+            for turn, stream in enumerate(self._streams.values()):
+                if stream.complete != self._ring.version:
+                    stream.ask_soon(now + turn * SPREAD_S)
+            self._due = now
         return effects
 
     def _rows_a_step(self) -> int:
@@ -324,6 +393,8 @@ class Publisher:
 
     def _settle(self, rows: Rows, now: float) -> list[Effect]:
         """Withdraw rows from former owners, where all that own them now have acknowledged."""
+        if now < self._former_until:
+            return []
         rows = rows[self._table.live[rows] & self._table.moving[rows]]
         if not len(rows):
             return []
@@ -364,9 +435,9 @@ class Publisher:
             return []  # It left the ring while it answered.
         match answer:
             case Acknowledged(number):
-                return self._settled(stream.confirm(number), now)
+                return self._settled(owner, stream.confirm(number), now)
             case SummaryMatches(number):
-                return self._settled(stream.confirm_all(number), now)
+                return self._settled(owner, stream.confirm_all(number), now)
             case SummaryDiffers(number, buckets):
                 if len(buckets) == 8 * BUCKETS:
                     return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
@@ -374,11 +445,11 @@ class Publisher:
                     self.metrics.messages_dropped.labels("malformed").inc()
                 return []
 
-    def _settled(self, messages: list[Sent], now: float) -> list[Effect]:
+    def _settled(self, owner: int, messages: list[Sent], now: float) -> list[Effect]:
         """Answer the commits of these messages, and withdraw the rows that they handed over."""
         effects: list[Effect] = []
         for sent in messages:
-            self._waiting.acknowledge(sent.waiter, sent.positions)
+            self._waiting.acknowledge(sent.waiter, owner, sent.positions)
             effects += self._waiting.answer_if_done(sent.waiter)
             effects += self._settle(sent.rows, now)
         return effects
@@ -403,6 +474,10 @@ class Publisher:
         self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float
     ) -> list[Effect]:
         """Send anew what an owner holds otherwise than it should."""
+        puts, settled = stream.send_anew(number, now)
+        if puts or settled:
+            anew = [self._send(stream, put, now) for put in puts]
+            return [*anew, *self._settled(stream.owner, settled, now)]
         unchanged = number == stream.number
         if not stream.differ(number, theirs):
             return []
@@ -411,7 +486,11 @@ class Publisher:
         if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
             # It has let go of everything: publish anew, hottest first, instead of by bucket.
             stream.restart()
+            stream.lagging = True
+            effects = self._waiting.give_up(stream.owner)
+            self._is_complete = False
             self._turning.begin(None)
+            return [*effects, *self._go_on(now)]
         return self._go_on(now)
 
     # --- sending ----------------------------------------------------------------------------------
@@ -440,7 +519,7 @@ class Publisher:
         ]
 
     def _send(self, stream: OutgoingStream, message: Put | Delete | Repair, now: float) -> Effect:
-        self._due = min(self._due, now + ASK_AGAIN_S)
+        self._due = min(self._due, max(now, stream.ask_at()))
         return Send(stream.owner, message)
 
     def _burst(self) -> float:
@@ -451,22 +530,19 @@ class Publisher:
 
     def _next_due(self, now: float) -> float:
         turning, due = self._turning, self._waiting.deadline()
+        if self._is_leaving and turning.is_idle:
+            due = min(due, max(self._former_until, now + STEP_S))
         is_repairing = False
         for stream in self._streams.values():
             if stream.repairing:
                 is_repairing = True
             else:
-                due = min(due, _ask_at(stream))
+                due = min(due, stream.ask_at())
         if turning.is_looking:
             return min(due, now + STEP_S)
         if turning.has_more or is_repairing:
             return min(due, now + (STEP_S if self._allowance > 0 else SLICE_S))
         return due
-
-
-def _ask_at(stream: OutgoingStream) -> float:
-    """Return when a summary is due: soon after an acknowledgement should have come."""
-    return min(stream.summary_at, stream.waits_since() + ASK_AGAIN_S)
 
 
 def _parts(positions: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:

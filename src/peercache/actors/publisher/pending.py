@@ -1,8 +1,8 @@
 """Commits that wait to hear that their records are published.
 
 A client's set is done when its pages are in the pool; it also wants to know that others can find
-them. Each commit waits here until every record has one owner's acknowledgement, or until its
-patience is over, and is answered exactly once.
+them. Each commit waits here until all owners that are not lagging have acknowledged its records, or
+until its patience is over, and is answered exactly once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Send, TellPool
-from peercache.actors.mailboxes import PagesCommitted
+from peercache.actors.effects import Effect, TellDirectory, TellPool
+from peercache.actors.mailboxes import CommitAnswered, PagesCommitted
 from peercache.wire.messages.pool import Committed
 
 WAITERS_MAX = 4096
@@ -25,10 +25,21 @@ PATIENCE_MAX_S = 60.0
 """Longest that a commit may wait: far beyond any operation's deadline."""
 
 
+LAGGING_S = 0.05
+"""An owner that has let a commit wait for so long is lagging; the patience of a commit whose
+deadline is near is shorter, and says nothing about the owner."""
+
+
 @attrs.define(eq=False)
 class _Waiter:
+    """unknown: how many owners of each record have not acknowledged it; awaited: by owner, so many
+    records of those that the answer waits for.
+    """
+
     committed: PagesCommitted
-    acknowledged: npt.NDArray[np.bool_]
+    since: float
+    unknown: npt.NDArray[np.int32]
+    awaited: dict[int, int] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -47,7 +58,8 @@ class WaitingCommits:
     def admit(self, committed: PagesCommitted, now: float) -> int:
         """Let a commit wait; return its number."""
         self._last += 1
-        self._waiters[self._last] = _Waiter(committed, np.zeros(len(committed.records), np.bool_))
+        unknown = np.zeros(len(committed.records), np.int32)
+        self._waiters[self._last] = _Waiter(committed, now, unknown)
         until = now + min(committed.patience_s, PATIENCE_MAX_S)
         heappush(self._patience, (until, self._last))
         if len(self._patience) > 2 * WAITERS_MAX:
@@ -55,11 +67,33 @@ class WaitingCommits:
             heapify(self._patience)
         return self._last
 
-    def acknowledge(self, waiter: int, positions: npt.NDArray[np.intp]) -> None:
-        """Note that these of its records have an owner that knows them."""
+    def expect(
+        self, waiter: int, owner: int, positions: npt.NDArray[np.intp], *, is_awaited: bool
+    ) -> None:
+        """Note that an owner is told of these of its records; the answer may wait for it."""
+        waiting = self._waiters[waiter]
+        waiting.unknown[positions] += 1
+        if is_awaited and len(positions):
+            waiting.awaited[owner] = waiting.awaited.get(owner, 0) + len(positions)
+
+    def acknowledge(self, waiter: int, owner: int, positions: npt.NDArray[np.intp]) -> None:
+        """Note that an owner knows these of its records."""
         waiting = self._waiters.get(waiter)
-        if waiting is not None:
-            waiting.acknowledged[positions] = True
+        if waiting is None:
+            return
+        waiting.unknown[positions] -= 1
+        if owner in waiting.awaited:
+            waiting.awaited[owner] -= len(positions)
+            if not waiting.awaited[owner]:
+                del waiting.awaited[owner]
+
+    def give_up(self, owner: int) -> list[Effect]:
+        """Wait for an owner no longer; answer the commits that waited for it alone."""
+        effects: list[Effect] = []
+        for waiter, waiting in list(self._waiters.items()):
+            if waiting.awaited.pop(owner, None) is not None:
+                effects += self.answer_if_done(waiter)
+        return effects
 
     def answer_if_done(self, waiter: int) -> list[Effect]:
         """Answer a commit if it has nothing to wait for, no patience, or if too many wait."""
@@ -67,16 +101,21 @@ class WaitingCommits:
         if waiting is None:
             return []
         has_patience = waiting.committed.patience_s > 0
-        if waiting.acknowledged.all() or not has_patience or len(self._waiters) > WAITERS_MAX:
+        if not waiting.awaited or not has_patience or len(self._waiters) > WAITERS_MAX:
             return self._answer(waiter)
         return []
 
-    def expire(self, now: float) -> list[Effect]:
-        """Answer those whose patience is over, with what is acknowledged so far."""
+    def expire(self, now: float) -> tuple[list[Effect], set[int]]:
+        """Answer those whose patience is over; return the owners too that are lagging."""
         effects: list[Effect] = []
+        lagging: set[int] = set()
         while self._patience and self._patience[0][0] <= now:
-            effects += self._answer(heappop(self._patience)[1])
-        return effects
+            waiter = heappop(self._patience)[1]
+            waiting = self._waiters.get(waiter)
+            if waiting is not None and now - waiting.since >= LAGGING_S:
+                lagging.update(waiting.awaited)
+            effects += self._answer(waiter)
+        return effects, lagging
 
     def deadline(self) -> float:
         """Return when the next patience is over, at the earliest; inf if no commit is pending."""
@@ -93,8 +132,9 @@ class WaitingCommits:
             committed.sequence,
             committed.states,
             committed.records.tobytes() + committed.here.tobytes(),
-            int(waiting.acknowledged.sum()) + len(committed.here),
+            int(np.count_nonzero(waiting.unknown == 0)) + len(committed.here),
             committed.ahead,
             committed.offsets,
         )
-        return [Send(committed.origin, answer), *(TellPool(fact) for fact in committed.then)]
+        told = TellDirectory(CommitAnswered(committed.origin, answer))
+        return [told, *(TellPool(fact) for fact in committed.then)]

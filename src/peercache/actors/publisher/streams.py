@@ -24,7 +24,7 @@ from peercache.model.records import (
     buckets_of,
     digest_of,
 )
-from peercache.wire.messages.directory import Delete, Put, Repair, StreamSummary
+from peercache.wire.messages.directory import Delete, HandedOver, Put, Repair, StreamSummary
 
 Rows = npt.NDArray[np.intp]
 """Numbers of rows in a RecordTable."""
@@ -36,6 +36,16 @@ CONFIRMED = 2
 
 PENDING_MAX = 1024
 """Messages of one stream whose acknowledgement is awaited: at 128 records, 131,072 records."""
+
+ASK_FIRST_S = 0.02
+"""How long an acknowledgement may be missing before a summary asks: a Put that was lost is there
+again well within a commit's patience. Each further question takes twice as long."""
+
+ASK_DOUBLINGS_MAX = 7
+
+SENT_ANEW_MAX = 64
+"""Messages of a stream that are sent anew at once: 8,192 records, a long set. What lacks more is
+repaired by buckets, at a rate."""
 
 _ROWS_AT_FIRST = 1024
 NO_ROWS: Rows = np.empty(0, np.intp)
@@ -104,6 +114,7 @@ class Sent:
     rows, generations: the records it put into force.
     waiter, positions: the commit that waits, and for which of its records; 0: none.
     repairs: it puts whole buckets into force, and with them what earlier messages said of those.
+    again:   it repeats a message that was lost.
     """
 
     at: float
@@ -112,6 +123,7 @@ class Sent:
     waiter: int = 0
     positions: npt.NDArray[np.intp] = NO_ROWS
     repairs: bool = False
+    again: bool = False
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -123,6 +135,8 @@ class OutgoingStream:
     pending:   the messages not acknowledged, in order of their numbers.
     repairing: buckets that the owner holds otherwise wait for their repair.
     unsure:      the owner may have let go of the records: ask until it answers.
+    lagging:   it has let a commit wait for a whole patience, and no summary has matched since.
+    complete:  the version of the ring on which the owner knows that it has everything.
     """
 
     owner: int
@@ -131,12 +145,17 @@ class OutgoingStream:
     summary_at: float
     asked_at: float = -np.inf
     unsure: bool = False
+    lagging: bool = False
+    complete: bytes = b""
     content: Content = attrs.field(factory=Content)
     pending: dict[int, Sent] = attrs.field(factory=dict)
     repairing: bool = False
     _differing: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.bool_))
     _state: npt.NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
+    _asks: int = 0
+    """Questions since the last summary that matched."""
     _asked_number: int = -1
+    _asked_ring: bytes = b""
     _asked_buckets: npt.NDArray[np.uint64] = attrs.field(
         factory=lambda: np.zeros(BUCKETS, np.uint64)
     )
@@ -148,12 +167,18 @@ class OutgoingStream:
         return self._states()[rows]
 
     def put(
-        self, rows: Rows, now: float, waiter: int = 0, positions: npt.NDArray[np.intp] = NO_ROWS
+        self,
+        rows: Rows,
+        now: float,
+        waiter: int = 0,
+        positions: npt.NDArray[np.intp] = NO_ROWS,
+        *,
+        again: bool = False,
     ) -> Put:
         """Send these rows' records, new to the owner or not."""
         self._add(rows[self.state(rows) == ABSENT])
         records = self.table.records[rows]
-        self._await(Sent(now, rows, records["generation"], waiter, positions))
+        self._await(Sent(now, rows, records["generation"], waiter, positions, again=again))
         return Put(self.number, records.tobytes())
 
     def delete(self, rows: Rows, generations: npt.NDArray[np.uint64], now: float) -> Delete:
@@ -199,18 +224,70 @@ class OutgoingStream:
         settled = [self.pending.pop(n) for n in list(self.pending) if n <= number]
         for sent in settled:
             self._confirm_rows(sent)
-        self.unsure = False
+        if number == self._asked_number and self._asked_ring:
+            self.complete = self._asked_ring
+        self.unsure = self.lagging = False
+        self._asks = 0
         if 0 < self._forgotten <= number:
             settled.append(self._confirm_forgotten())
         return settled
 
-    def summary(self, now: float, next_at: float) -> StreamSummary:
-        """State what the owner should hold; remember it, to compare with the answer."""
+    def summary(self, now: float, next_at: float, ring: bytes = b"") -> StreamSummary | HandedOver:
+        """State what the owner should hold; remember it, to compare with the answer.
+
+        ring: the version of the ring on which this is all that the owner owns, b"" for none.
+        """
+        if ring and self._asked_number == self.number:
+            self.number += 1  # An answer to the last question says nothing about this one.
         self.summary_at = next_at
         self.asked_at = now
+        self._asks = min(self._asks + 1, ASK_DOUBLINGS_MAX)
         self._asked_number = self.number
+        self._asked_ring = ring
         self._asked_buckets = self.content.buckets.copy()
-        return StreamSummary(self.number, self.content.count, self.content.digest())
+        stated = (self.number, self.content.count, self.content.digest())
+        return HandedOver(*stated, ring) if ring else StreamSummary(*stated)
+
+    def ask_at(self) -> float:
+        """Return when a summary is due: soon after an answer should have come."""
+        pause_s: float = ASK_FIRST_S * 2**self._asks
+        return min(self.summary_at, self.waits_since() + pause_s)
+
+    def ask_soon(self, at: float) -> None:
+        """Ask at a time, and again until a summary matches."""
+        self.unsure = True
+        self._asks = 0
+        self.asked_at = at - ASK_FIRST_S
+
+    def send_anew(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
+        """Put anew what the owner has not acknowledged of the messages up to a number.
+
+        Returns those messages, and what of the earlier ones is of no interest any more. A message
+        is repeated once: what differs then is repaired by buckets.
+        """
+        if number != self._asked_number:
+            return [], []
+        lost = [n for n, s in self.pending.items() if n <= number and len(s.rows)]
+        if len(lost) > SENT_ANEW_MAX or any(self.pending[n].again for n in lost):
+            return [], []
+        if lost:
+            self._asked_number = -1
+            self.unsure = True
+        puts: list[Put] = []
+        settled: list[Sent] = []
+        for sent in [self.pending.pop(n) for n in lost]:
+            same = self.table.records["generation"][sent.rows] == sent.generations
+            same &= self.state(sent.rows) != ABSENT
+            positions = sent.positions if len(sent.positions) else np.arange(len(sent.rows))
+            if same.any():
+                puts.append(
+                    self.put(sent.rows[same], now, sent.waiter, positions[same], again=True)
+                )
+            if sent.waiter and not same.all():
+                # Its page is gone, or stored anew: the later message speaks for it.
+                rest = Sent(now, NO_ROWS, sent.generations[:0], sent.waiter, positions[~same])
+                settled.append(rest)
+        return puts, settled
 
     def differ(self, number: int, theirs: npt.NDArray[np.uint64]) -> bool:
         """Take the digests that an owner holds instead; return whether there is now a repair due.
@@ -255,6 +332,7 @@ class OutgoingStream:
         self.content = Content()
         self._state = np.zeros(len(self._state), np.uint8)
         self.pending.clear()
+        self.complete = b""
         self._differing[:] = False
         self.repairing = False
 

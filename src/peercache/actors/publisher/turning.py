@@ -51,6 +51,8 @@ class Turning:
     former: list[HashRing] | None = attrs.field(factory=list, init=False)
     _before: HashRing | None = attrs.field(default=None, init=False)
     """What the rows not looked at were told by; None: by several rings, so each row is taken."""
+    _is_moving_only: bool = attrs.field(default=False, init=False)
+    """Rows that move already are looked at again, and no others."""
     _next: int = attrs.field(default=0, init=False)
     _end: int = attrs.field(default=0, init=False)
     """The rows from `_next` to `_end` were not looked at yet."""
@@ -74,6 +76,11 @@ class Turning:
         """Whether there are rows that were not looked at yet."""
         return self._next < self._end
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row waits, looked at or not."""
+        return not (self.is_looking or self._count)
+
     def begin(self, before: HashRing | None) -> None:
         """Look at all rows, after the ring has turned from `before`; None: from whatever it was.
 
@@ -87,6 +94,15 @@ class Turning:
                 self.former = []
         if before is not None and self.former is not None:
             self.former = [*self.former, before] if len(self.former) < RINGS_MAX else None
+        self._is_moving_only = False
+        self._start()
+
+    def leave(self) -> None:
+        """Look again at all rows that are on their way: their former owners may be left now."""
+        self._before, self._is_moving_only = None, True
+        self._start()
+
+    def _start(self) -> None:
         # Rows that come later are told by the ring as it is now.
         self._next, self._end = 0, len(self.table.live)
         self._count = 0
@@ -105,6 +121,8 @@ class Turning:
                 other = np.flatnonzero((old != new).any(axis=1))
                 before, after = np.sort(old[other], axis=1), np.sort(new[other], axis=1)
                 rows = rows[other[(before != after).any(axis=1)]]
+        if self._is_moving_only:
+            rows = rows[table.moving[rows]]
         if not len(rows):
             return
         table.moving[rows] = True

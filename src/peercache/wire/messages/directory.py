@@ -92,6 +92,24 @@ class Doubted:
 
 
 @attrs.frozen
+class HandedOver:
+    """State as a StreamSummary, and that this is all that the owner owns of the sender on a ring.
+
+    ring: the version of that ring, 8 bytes.
+    """
+
+    number: int
+    count: int
+    digest: int
+    ring: bytes
+
+
+@attrs.frozen
+class SummaryWanted:
+    """Ask a holder for a summary: this owner may lack records of it."""
+
+
+@attrs.frozen
 class SummaryMatches:
     """Answer a summary that matches: all earlier messages are in force, too."""
 
