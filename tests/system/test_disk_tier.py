@@ -124,6 +124,27 @@ def test_everything_is_read_back_after_every_node_was_restarted(
     assert all(read_all(client, names)), "the client that was there all the time finds it too"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["through", "on_evict"])
+def test_graceful_restart_keeps_every_page(
+    cluster: LocalCluster, tmp_path: Path, policy: str
+) -> None:
+    """Pages that are only in memory at SIGTERM are written before the node ends, and it says so."""
+    flags = [*flags_of(tmp_path, "a"), "--write-policy", policy]
+    node = cluster.start("one", pool="32MiB", flags=flags)
+    client = cluster.client(node)
+    names = names_of(0, PAGES)
+    open_disk(client)
+    store_all(client, names)
+
+    assert node.terminate() == 0
+    again = cluster.start("one", pool="32MiB", flags=flags)
+    fresh = cluster.client(again)
+
+    assert all(read_all(fresh, names))
+    assert '"pages_left": 0' in node.said()
+
+
 def test_removed_pages_stay_removed_over_a_restart(cluster: LocalCluster, tmp_path: Path) -> None:
     """What was removed from disk is not there after a restart either."""
     names = names_of(0, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -140,6 +141,35 @@ def test_sigterm_is_a_goodbye_that_the_others_hear_at_once() -> None:
         assert not Path(third.ready["home"].removeprefix("ipc://")).exists()
         assert "node.stopped" in third.said()
         del second
+
+
+@pytest.mark.slow
+def test_every_signal_that_ends_a_node_ends_it_cleanly() -> None:
+    """SIGUSR1 and SIGUSR2 end nothing; SIGHUP, of a closed terminal, is a goodbye."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, LocalCluster() as cluster:
+        node = cluster.start(flags=("--shm-dir", folder))
+        node.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: '"signal": "SIGUSR1"' in node.said())
+        node.process.send_signal(signal.SIGUSR2)
+        wait_until(lambda: '"signal": "SIGUSR2"' in node.said())
+
+        node.process.send_signal(signal.SIGHUP)
+
+        assert node.process.wait(PATIENCE_S) == 0
+        assert "node.stopped" in node.said()
+        assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.slow
+def test_too_few_open_files_are_an_error_at_start() -> None:
+    """A node with 64 would refuse connections at random, without a word."""
+    limited = ["prlimit", "--nofile=64:64", sys.executable, "-m", "peercache.node"]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    assert done.returncode == 2
+    assert "64 open files are too few for a node" in done.stderr
+    assert "ulimit -n 65536" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_node_leaves_no_segment_behind() -> None:

@@ -262,6 +262,11 @@ class ColdestAsked:
 
 
 @attrs.frozen
+class HeldAsked:
+    """disk → pool: which pages are in memory only? Answered by PagesHeld."""
+
+
+@attrs.frozen
 class PagesSought:
     """promote → pool → disk: where are these pages? The disk answers with PagesFound.
 
@@ -287,7 +292,8 @@ class PromoteAnswered:
 PoolHears: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | ReserveAhead | ClientGone | PoolGrew
-    | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | PagesSought | PromoteAnswered
+    | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
+    | PromoteAnswered
 )  # fmt: skip
 
 
@@ -367,9 +373,21 @@ class LoadWanted:
     until: float
 
 
+@attrs.frozen
+class PagesHeld:
+    """pool → disk: the pages that are in memory only, by namespace, hottest first."""
+
+    groups: tuple[PagesStored, ...]
+
+
+@attrs.frozen
+class FlushWanted:
+    """node → disk: the node stops; write every page that is in memory only."""
+
+
 DiskHears: TypeAlias = (
-    PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesSought | LoadWanted
-    | DiskIndexed | DiskFact
+    PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesHeld | PagesSought
+    | LoadWanted | FlushWanted | DiskIndexed | DiskFact
 )  # fmt: skip
 
 

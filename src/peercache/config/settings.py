@@ -236,6 +236,13 @@ class Config:
         "does not write them.",
         low=0,
     )
+    disk_flush_s: float = setting(
+        SECONDS,
+        5.0,
+        "Seconds that a graceful stop may take to write pages that are only in memory to disk, "
+        "hottest first; 0 writes none. A node embedded in an engine takes one second at most.",
+        low=0,
+    )
     disk_promote_rate: int = setting(
         SIZE,
         256 * 2**20,

@@ -44,6 +44,7 @@ from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
+from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish
@@ -110,6 +111,7 @@ class Node:
         self.sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
         self.log = get_logger(node=name_of(self.incarnation))
         self._stopping = trio.Event()
+        self._cut_short = trio.Event()
         self.stopped = trio.Event()
         self._admission: Admission | None = None
         self._home = ""
@@ -119,7 +121,12 @@ class Node:
         self._authorities_dropped = 0
 
     def stop(self) -> None:
-        """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop."""
+        """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop.
+
+        A second call ends the wait for the disk.
+        """
+        if self._stopping.is_set():
+            self._cut_short.set()
         self._stopping.set()
 
     async def run(self, *, task_status: trio.TaskStatus[Ready] = trio.TASK_STATUS_IGNORED) -> None:
@@ -410,9 +417,26 @@ class Node:
 
     async def _leave(self) -> None:
         self.log.info("node.leave_started")
+        await self._flush()
         for effect in self._crew.membership.leave(trio.current_time()):
             self._switchboard.perform(effect)
         await self._switchboard.flush(GOODBYE_S)
+
+    async def _flush(self) -> None:
+        """Write what is only in memory to disk, while the others still read from this node."""
+        within_s = self.config.disk_flush_s
+        if self._in_process:
+            within_s = min(within_s, EMBEDDED_S)
+        if self._disk is None or not within_s:
+            return
+        await flush_disk(
+            self._disk,
+            self._crew.disk,
+            lambda wanted: self._crew.mailboxes.disk.tell(SELF, wanted),
+            within_s=within_s,
+            cut_short=self._cut_short,
+            log=self.log,
+        )
 
     def health(self) -> Health:
         """Return whether this node serves."""

@@ -17,13 +17,20 @@ from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.node.node import Node, Ready
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP is a terminal that was closed. There is nothing to read again: new certificate files are
+used without a signal."""
+
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2)
+"""Log rotation and supervisors send them by mistake; their default ends a process uncleaned."""
+
 DESCRIPTORS_MIN = 256
 """A node, its home clients and a handful of peers take so many descriptors; with fewer it refuses
 connections at random."""
 
 
 def run_standalone(config: Config, ready_file: str | None) -> None:
-    """Run a node until SIGTERM or SIGINT; write its ready line to stdout, and to a file if named.
+    """Run a node until one of STOPS; write its ready line to stdout, and to a file if named.
 
     Raises what keeps the node from serving, mostly in an exception group.
     """
@@ -72,10 +79,13 @@ async def _serve(config: Config, ready_file: str | None) -> None:
 async def _stop_on_signal(
     node: Node, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*STOPS, *IGNORED) as signals:
         task_status.started()
-        async for _ in signals:
-            node.stop()
+        async for number in signals:
+            if number in STOPS:
+                node.stop()
+            else:
+                node.log.warning("node.signal_ignored", signal=signal.Signals(number).name)
 
 
 def _announce(ready: Ready, ready_file: str | None) -> None:

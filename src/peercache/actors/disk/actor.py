@@ -2,12 +2,12 @@
 
 Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
         loads in flight.
-Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest and PagesSought, from the
-        pool; LoadWanted, from the promote actor; the facts of the page store
-        (`actors.storage_port`).
-Says    PagesSpilled, PagesForgotten, ResidentAsked and ColdestAsked to the pool, which numbers and
-        tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the promote actor;
-        Removed to clients; Spill, Load, Forget and NoteUse to the page store.
+Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
+        from the pool; LoadWanted, from the promote actor; FlushWanted, from the node; the facts of
+        the page store (`actors.storage_port`).
+Says    PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked and HeldAsked to the pool, which
+        numbers and tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
+        promote actor; Removed to clients; Spill, Load, Forget and NoteUse to the page store.
 Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
         was removed is not told again. A place that the store may still write to stays taken.
 Limits  the bytes that wait to be written; those of `spills` and `removals`.
@@ -24,6 +24,7 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
+from peercache.actors.disk.flush import Flush
 from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.disk.loads import DiskLoads
 from peercache.actors.disk.open_index import OpenIndex, indexed_of
@@ -39,11 +40,13 @@ from peercache.actors.mailboxes import (
     ColdestAsked,
     DiskHears,
     DiskIndexed,
+    FlushWanted,
     LoadWanted,
     PagesColdest,
     PagesDemoted,
     PagesForgotten,
     PagesFound,
+    PagesHeld,
     PagesRemoved,
     PagesSought,
     PagesStored,
@@ -107,6 +110,9 @@ class DiskTier:
     open_index: OpenIndex = attrs.field(init=False)
     spills: Spills = attrs.field(init=False)
     loads: DiskLoads = attrs.field(init=False)
+    _flush: Flush = attrs.field(init=False)
+    _is_behind: bool = False
+    """Whether pages were stored before the disk was open."""
     _untold: bytes = b""
     """Keys of pages that lay there at the start, hottest first, or that are to be withdrawn."""
     _tell_at: float = inf
@@ -125,6 +131,7 @@ class DiskTier:
         self.open_index = OpenIndex(self.metrics)
         self.spills = Spills(self.open_index, self.queue_bytes_max, self.spill_delay_s)
         self.loads = DiskLoads(self.open_index)
+        self._flush = Flush(self.spills)
 
     @property
     def index(self) -> DiskIndex | None:
@@ -140,6 +147,7 @@ class DiskTier:
         """Take one message; the effects must be performed in the order of the list."""
         effects = self._apply(message, now)
         if self.is_open:
+            self._flush.feed(now)
             effects += self.spills.pump(now)
         return effects
 
@@ -147,7 +155,8 @@ class DiskTier:
         match message:
             case PagesStored():
                 effects = self.spills.note_stored(message)
-                if self.writes_through:
+                self._is_behind |= not self.is_open
+                if self.writes_through or self._flush.is_final:
                     self.spills.add(message, now)
                 return effects
             case PagesDemoted(keys):
@@ -159,6 +168,12 @@ class DiskTier:
             case PagesColdest():
                 self._write_ahead(message, now)
                 return []
+            case PagesHeld():
+                self._flush.take(message)
+                return []
+            case FlushWanted():
+                self._flush.is_final = True
+                return self._flush.ask()
             case PagesSought():
                 return self._find(message)
             case LoadWanted():
@@ -197,6 +212,10 @@ class DiskTier:
             return due
         return min(due, self.spills.deadline(), self._looks_at, self._ahead_at)
 
+    def flush_left(self) -> int | None:
+        """Return how many pages a final flush still has to write; None while that is not known."""
+        return self._flush.left()
+
     def check(self) -> None:
         """Assert the sums, in constant time."""
         assert 0 <= self.spills.waiting_bytes <= self.queue_bytes_max, "the queue is too long"
@@ -231,8 +250,10 @@ class DiskTier:
         self._noted_clock = index.clock
         if not self.writes_through:
             self._ahead_at = now
+        # Pages that clients stored meanwhile were not written.
+        behind = self._flush.ask() if self.writes_through and self._is_behind else []
         # The pool was told of none of these pages, so only their rows go.
-        return self.open_index.rows_gone(self._early.take(index).places)
+        return [*self.open_index.rows_gone(self._early.take(index).places), *behind]
 
     def _ended(self, ended: DiskEnded, now: float) -> list[Effect]:
         """Go on without a disk: pages that were on it only are found no longer."""
@@ -241,6 +262,7 @@ class DiskTier:
             self._untold = index.entries(index.hottest_first())["key"].tobytes()
             self._tell_at = now
         self.spills.stop()
+        self._flush.stop()
         self._early.stop()
         self._show()
         return [TellPromote(ended), *self._removals.expire(inf)]

@@ -99,6 +99,18 @@ class Spills:
         """Return whether nothing waits and nothing is written."""
         return not self._waiting and not self._asked and not self._jobs
 
+    @property
+    def pages_left(self) -> int:
+        """Return how many pages wait or are being written."""
+        waiting = sum(len(records) for _, records, _ in self._waiting)
+        asked = sum(len(records) for records, _ in self._asked.values())
+        return waiting + asked + sum(len(job.entries) for job in self._jobs.values())
+
+    def fitting(self, records: Records) -> int:
+        """Return how many of these pages, from the first one on, the queue has room for."""
+        sizes = np.cumsum(records["length"].astype(np.int64))
+        return int((sizes <= self.queue_bytes_max - self._waiting_bytes).sum())
+
     def begin(self, newest_sequence: int) -> None:
         """Number what is written after what lies there."""
         self._sequence = newest_sequence

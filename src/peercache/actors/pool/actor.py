@@ -4,14 +4,13 @@ Owns    the page memory of one node: its slots, the generation words, the pages 
         the reservations of its clients.
 Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear;
         ClientGone, PoolGrew, and ReserveAhead from the publisher. From the disk actor:
-        PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked. From the promote actor:
-        PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
+        PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the promote
+        actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
 Says    Granted, Removed, Refused to the client that asked, and Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
         which answers the Commit. With a disk tier:
-        PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesSought to the disk
-        actor; Granted,
-        Committed, PoolGrew to the promote actor; Promoted to readers.
+        PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
+        the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd.
@@ -49,6 +48,7 @@ from peercache.actors.mailboxes import (
     PROMOTER,
     ClientGone,
     ColdestAsked,
+    HeldAsked,
     PagesColdest,
     PagesForgotten,
     PagesRemoved,
@@ -71,6 +71,7 @@ from peercache.actors.pool.granting import (
     Shares,
     coldest_pages,
     granules_of,
+    held_pages,
     problem_of,
     states_ahead,
     take_slots,
@@ -207,6 +208,8 @@ class Pool:
             case ColdestAsked(full_part):
                 groups = coldest_pages(self._slots, self._pages, full_part)
                 return [TellDisk(PagesColdest(tuple(groups)))]
+            case HeldAsked():
+                return [TellDisk(held_pages(self._slots, self._pages))]
             case PagesSought(number, keys):
                 return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():

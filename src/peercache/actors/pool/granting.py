@@ -7,7 +7,7 @@ from typing import final
 
 import attrs
 
-from peercache.actors.mailboxes import PagesStored
+from peercache.actors.mailboxes import PagesHeld, PagesStored
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.keys import KEY_BYTES
@@ -156,3 +156,14 @@ def coldest_pages(slots: SlotAllocator, pages: PageTable, full_part: float) -> l
         for page in pages.in_slots(islice(held, COLDEST_MAX)):
             by_namespace.setdefault(page.namespace, []).append(page)
     return [PagesStored(pages.records(some), tag) for tag, some in by_namespace.items()]
+
+
+def held_pages(slots: SlotAllocator, pages: PageTable) -> PagesHeld:
+    """Return all pages that are not on disk, hottest first; a pass over all, for a stop."""
+    by_namespace: dict[int, list[Page]] = {}
+    for held in slots.coldest_first():
+        for page in reversed(pages.in_slots(held)):
+            if not page.disk_length:
+                by_namespace.setdefault(page.namespace, []).append(page)
+    groups = [PagesStored(pages.records(some), tag) for tag, some in by_namespace.items()]
+    return PagesHeld(tuple(groups))
