@@ -336,7 +336,8 @@ class Reader:
             )
             for at, theirs, _ in groups
         )
-        asked = [(read.member.incarnation, int(read.lengths.sum())) for read in reads]
+        # About: the pages of a batch have one size nearly always.
+        asked = [(r.member.incarnation, int(r.lengths[0]) * len(r.lengths)) for r in reads]
         began = [self._loads.begin(holder, size) for holder, size in asked]
         answers: Sequence[Fetched] = ()
         try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from peercache.actors.pool.slots import MIRROR_AGE_FACTOR, Slot, SlotAllocator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peercache.actors.pool.slots import HELD, MIRROR_AGE_FACTOR, Slot, SlotAllocator
+from tests.examples import examples
 
 
 def pool(granules: int = 8) -> SlotAllocator:
@@ -62,29 +66,34 @@ def test_a_mirrored_page_goes_before_pages_of_its_age_and_after_much_older_ones(
     slots = pool()
     copy = mirror(slots)
     assert copy is not None
-    put(slots, 7)
+    *_, hottest = put(slots, 7)
     slots.touch(copy)
     evicted: list[Slot] = []
     slots.take(1, untouched_since=slots.clock, evicted=evicted)
     assert evicted[0] is not copy, "it was just read"
 
-    for _ in range(2 * MIRROR_AGE_FACTOR):
-        slots.touch(next(s for s in slots._classes[1].held.values()))
+    for _ in range(3):
+        slots.touch(hottest)
+    coldest = next(iter(slots._classes[1].held.values()))
+    assert slots.clock - copy.touched < slots.clock - coldest.touched
+    assert (slots.clock - copy.touched) * MIRROR_AGE_FACTOR > slots.clock - coldest.touched
     slots.take(1, untouched_since=slots.clock, evicted=evicted)
-    assert evicted[1] is copy, "pages of the node's own are hardly older"
+    assert evicted[1] is copy, "pages of the node's own are not that much older"
     assert slots.mirror_granules == 0
 
 
 def test_a_mirrored_page_that_was_touched_in_the_batch_lets_another_go() -> None:
     """What is not to be evicted now does not hide what may be."""
-    slots = pool(2)
-    (own,) = put(slots)
+    slots = pool(3)
+    own, hottest = put(slots, 2)
+    slots.touch(own)
     copy = mirror(slots)
     assert copy is not None
-    since = own.touched
+    for _ in range(8):
+        slots.touch(hottest)
     evicted: list[Slot] = []
 
-    assert slots.take(1, untouched_since=since, evicted=evicted) is own
+    assert slots.take(1, untouched_since=own.touched, evicted=evicted) is own
     assert evicted == [own]
 
 
@@ -132,3 +141,46 @@ def test_candidates_for_the_disk_are_pages_of_the_nodes_own() -> None:
     mirror(slots)
 
     assert [list(some) for some in slots.coldest_first()] == [[own]]
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["own", "mirror", "hold", "touch", "adopt", "release"]),
+        st.integers(1, 4),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(100))
+@given(steps=STEPS, most=st.integers(0, 12))
+def test_the_sums_hold_whatever_happens(steps: list[tuple[str, int, int]], most: int) -> None:
+    """Of what is mirrored, against a slow count; what was touched after a moment is not evicted."""
+    slots, live = pool(12), list[Slot]()
+    for kind, size, number in steps:
+        since, evicted = slots.clock - number, list[Slot]()
+        touched = {id(slot): slot.touched for slot in live}
+        chosen = live[number % len(live)] if live else None
+        if kind in ("own", "mirror"):
+            if kind == "own":
+                slot = slots.take(size, untouched_since=since, evicted=evicted)
+            else:
+                slot = slots.take_mirror(size, most=most, untouched_since=since, evicted=evicted)
+            assert all(touched[id(gone)] <= since for gone in evicted)
+            live = [each for each in live if each not in evicted] + ([slot] if slot else [])
+        elif chosen is not None and kind == "release":
+            slots.release(chosen)
+            live.remove(chosen)
+        elif chosen is not None and kind == "hold" and chosen.state != HELD:
+            slots.hold([chosen])
+        elif chosen is not None and chosen.state == HELD:
+            if kind == "touch":
+                slots.touch(chosen)
+            elif kind == "adopt" and chosen.is_mirror:
+                slots.adopt(chosen)
+        slots.check()
+        mirrored = [slot.extent.size_class.granules for slot in live if slot.is_mirror]
+        assert slots.mirror_granules == sum(mirrored) <= most
+        held = sum(slot.state == HELD for slot in live)
+        assert slots.held_count == held
