@@ -28,7 +28,9 @@ from peercache.cli.bench import limits
 from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
 from peercache.client.bridge import Bridge
+from peercache.client.client import Client
 from peercache.net.talking import Talking
+from peercache.paths.reserving import ClientReservations
 from peercache.wire.messages.pool import Commit, Reserve
 
 KIB, MIB = 2**10, 2**20
@@ -44,21 +46,28 @@ SMALL_BYTES = 16 * MIB
 SETTLED_S = 2.5
 """After which a new client has populated its page tables."""
 
+WHOLE_BYTES = 2**62
+"""Least bytes of a portion, so that there is one."""
+
 STOPPED_SETS = 6
 """Sets that follow the first one after a node was stopped, before it counts as dead."""
+
+VARIANTS = ("", "one portion", "no slots ahead")
+"""Rows with a part taken out, which alternate with the others: what that part is worth."""
 
 STEPS = ("reserve_step_ms", "copy_step_ms", "commit_step_ms", "other_step_ms")
 
 
 @attrs.define(eq=False)
 class Row:
-    """The samples of one row, in seconds. steps: of each set, by name."""
+    """The samples of one row, in seconds. steps: of each set, by name; missed: when read back."""
 
     name: str
     sets: list[float] = attrs.field(factory=list)
     copies: list[float] = attrs.field(factory=list)
     steps: list[dict[str, float]] = attrs.field(factory=list)
     faults: list[int] = attrs.field(factory=list)
+    missed: float = 0.0
 
     def figures(self, batch_bytes: int) -> dict[str, float]:
         """Return what is printed of it."""
@@ -69,6 +78,7 @@ class Row:
             "ratio": at(self.copies, 0.5) / at(self.sets, 0.5),
             "ratio_fastest_fifth": at(self.copies, 0.2) / at(self.sets, 0.2),
             "set_p99_ms": at(self.sets, 0.99) * 1e3,
+            "missed": self.missed,
             "page_faults": float(np.median(self.faults)),
         }
         for step in STEPS:
@@ -189,6 +199,7 @@ class Run:
 
     rounds: int
     say: Callable[[str], None]
+    variants: tuple[str, ...] = ("",)
     rows: dict[str, dict[str, float]] = attrs.field(factory=dict)
     steps: Steps = attrs.field(factory=Steps)
 
@@ -196,18 +207,25 @@ class Run:
         """Measure sets into the fresh and the full pool, each set after a copy."""
         engine = cluster.engine(work)
         name = f"{work.batch} x {work.page_bytes // KIB} KiB, {cluster.count} nodes{suffix}"
-        rows = {pool: Row(f"{name}, {pool}") for pool in ("fresh", "full")}
+        rows = {
+            (pool, variant): Row(f"{name}, {pool}{variant and ', ' + variant}")
+            for variant in self.variants
+            for pool in ("fresh", "full")
+        }
         wrong_bytes = 0.0
         for number in range(self.rounds):
             self.say(f"{name}: round {number + 1} of {self.rounds}")
-            for pool, row in rows.items():
+            for (pool, variant), row in rows.items():
                 if pool == "fresh":
                     engine.clients[pool].clear()
                 keys = engine.new_keys()
-                for some in work.batches():
-                    self.one_set(engine, pool, keys, some, row)
+                with varied(engine.clients[pool], variant):
+                    for some in work.batches():
+                        self.one_set(engine, pool, keys, some, row)
                 engine.stored = keys
-                wrong_bytes += engine.get(pool, seconds=0.0)["wrong_bytes"]
+                read = engine.get(pool, seconds=0.0)
+                wrong_bytes += read["wrong_bytes"]
+                row.missed += read["missed"]
         for row in rows.values():
             self.rows[row.name] = row.figures(work.batch * work.page_bytes)
             self.rows[row.name]["wrong_bytes"] = wrong_bytes
@@ -254,11 +272,32 @@ class Run:
         row.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
+@contextmanager
+def varied(client: Client, variant: str) -> Iterator[None]:
+    """Take one part out of every set within the block; "" takes none out."""
+    writer = client._wiring.writer  # noqa: SLF001
+    owner, name, value = {
+        "": (writer, "_portion_bytes", writer._portion_bytes),  # noqa: SLF001
+        "one portion": (writer, "_portion_bytes", WHOLE_BYTES),
+        "no slots ahead": (ClientReservations, "ask_ahead", lambda *_: ()),
+    }[variant]
+    right = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
 def measure_all(
-    rounds: int, replicas: str, nodes: int, say: Callable[[str], None]
+    rounds: int,
+    replicas: str,
+    nodes: int,
+    say: Callable[[str], None],
+    variants: tuple[str, ...] = ("",),
 ) -> dict[str, dict[str, float]]:
     """Measure every row; return the figures of each by its name."""
-    run = Run(rounds, say)
+    run = Run(rounds, say, variants)
     with run.steps.watched():
         with NodeProcesses() as processes:
             three = Cluster(processes, 3, replicas)
@@ -273,12 +312,12 @@ def measure_all(
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Return the rows as people read them."""
-    head = f"{'ms':<52}{'set':>8}{'copy':>8}{'ratio':>8}{'fastest':>9}{'p99':>8}"
+    head = f"{'ms':<62}{'set':>8}{'copy':>8}{'ratio':>8}{'fastest':>9}{'p99':>8}"
     lines = [head + "".join(f"{step.removesuffix('_step_ms'):>9}" for step in STEPS)]
     for name, row in rows.items():
         shown = f"{row['set_ms']:8.1f}{row['copy_ms']:8.1f}{row['ratio']:8.2f}"
         shown += f"{row['ratio_fastest_fifth']:9.2f}{row['set_p99_ms']:8.1f}"
-        lines.append(f"{name:<52}{shown}" + "".join(f"{row[step]:9.2f}" for step in STEPS))
+        lines.append(f"{name:<62}{shown}" + "".join(f"{row[step]:9.2f}" for step in STEPS))
     return "\n".join(lines)
 
 
@@ -288,12 +327,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of two sets a row; 20")
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the larger cluster; 8")
     parser.add_argument("--replicas", default="", help="owners of a record; every node")
+    parser.add_argument(
+        "--variants", action="store_true", help="and without portions, and without slots ahead"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args()
     rows = measure_all(
         arguments.rounds,
         arguments.replicas,
         arguments.nodes,
+        variants=VARIANTS if arguments.variants else VARIANTS[:1],
         say=lambda text: print(f"\r{text:<70}", end="", file=sys.stderr, flush=True),
     )
     print(file=sys.stderr)

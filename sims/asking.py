@@ -219,6 +219,7 @@ class Talking:
         """Return the answer to a question, or None once the time is up."""
         talk, poll = self._talks[peer]
         talk.collect(number, until)
+        talk.turn(())
         await self._drive(talk, poll)
         return talk.answer()
 

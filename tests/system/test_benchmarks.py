@@ -19,6 +19,7 @@ from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
 from peercache.model.seal import SEAL
+from peercache.paths.writing import PORTION_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +59,9 @@ def test_what_is_timed_is_a_get_whose_every_page_is_a_hit(apart: int) -> None:
 def test_set_pages_measures_every_row_and_reads_back_what_it_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Small pools and batches: both clusters, one node stopped, and no wrong byte."""
-    work = WorkingSet(64 * 2**10, 32, 16)
+    """One batch of two portions: both clusters, one node stopped, and no wrong byte."""
+    work = WorkingSet(2**20, 128, 128)
+    assert work.total_bytes == 2 * PORTION_BYTES
     for name, value in {
         "SIZES": (work,),
         "FRESH_BYTES": 2 * work.total_bytes,
@@ -68,17 +70,22 @@ def test_set_pages_measures_every_row_and_reads_back_what_it_set(
     }.items():
         monkeypatch.setattr(set_pages, name, value)
 
-    rows = set_pages.measure_all(2, "", 4, say=lambda _: None)
+    rows = set_pages.measure_all(2, "", 4, lambda _: None, set_pages.VARIANTS)
 
-    kinds = ["3 nodes, fresh", "3 nodes, full", "4 nodes, fresh", "4 nodes, full"]
+    kinds = [
+        f"{nodes} nodes, {pool}{variant}"
+        for nodes in (3, 4)
+        for variant in ("", ", one portion", ", no slots ahead")
+        for pool in ("fresh", "full")
+    ]
     stopped = ["4 nodes, one stopped, first set", "4 nodes, one stopped, fresh"]
-    assert list(rows) == [f"16 x 64 KiB, {kind}" for kind in kinds + stopped]
+    assert list(rows) == [f"128 x 1024 KiB, {kind}" for kind in kinds + stopped]
     for name, row in rows.items():
         steps = sum(row[step] for step in set_pages.STEPS)
         assert 0 < row["copy_step_ms"] < steps, name
         assert row["ratio"] > 0
-        assert row.get("wrong_bytes", 0) == 0
-    assert "16 x 64 KiB" in set_pages.table(rows)
+        assert row.get("wrong_bytes", 0) == row["missed"] == 0
+    assert "128 x 1024 KiB" in set_pages.table(rows)
 
 
 WALK_MAX = {

@@ -209,6 +209,9 @@ class Talking:
         """Return the answer to a question, or None once the time is up."""
         talk, poll = self._talks[peer]
         talk.collect(number, until)
+        # A poll gives up the interpreter's lock, and a busy thread keeps that for 5 ms: what has
+        # come during the copy is taken without one.
+        talk.turn(())
         drive(talk, poll)
         return talk.answer()
 

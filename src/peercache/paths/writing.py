@@ -51,12 +51,13 @@ from peercache.wire.messages.pool import (
 RESERVE_PAGES_MAX = 2048
 """Pages of one Reserve, the most that a home node takes: 48 KiB of keys and lengths."""
 
-PORTION_BYTES = 32 * 2**20
-"""Least bytes of a portion: 3 ms of copying, which hide the round trips of its neighbours. Half of
-it hides less than the further messages cost, on two cores."""
+PORTION_BYTES = 64 * 2**20
+"""Least bytes of a portion: 5 ms of copying, as long as the Commit that it hides takes with its
+owners. Smaller portions hide less than their messages cost where two cores do all the work."""
 
 PORTIONS_MAX = 4
-"""Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs six messages."""
+"""Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs four messages to and from
+the home node, and two for each owner."""
 
 RESEND_S = STALL_S / 2
 """Silence after which the home node is asked again: a lost message costs a retry, and only a second
