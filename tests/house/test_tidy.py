@@ -61,10 +61,11 @@ LAYERS: dict[str, str] = {
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
     "fabric",
     "http": "trust model config observability",
+    "discovery": "config observability",
     # A node is put together from all of them, then the blocking client.
     "node": "trust model config wire wire.messages observability actors actors.membership "
     "actors.ring actors.directory actors.publisher actors.pool actors.disk actors.promote "
-    "actors.removal actors.rdma memory storage net fabric.tcp rdma http",
+    "actors.removal actors.rdma memory storage net fabric.tcp rdma http discovery",
     "client": "trust model config wire wire.messages observability paths memory net fabric "
     "fabric.tcp rdma node",
     "": "client",
@@ -88,12 +89,12 @@ HOMES: dict[str, frozenset[str]] = {
     "cbor2": frozenset({"wire"}),
     "click": frozenset({"cli"}),
     "cryptography": frozenset({"trust"}),
-    "h11": frozenset({"http"}),
+    "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),
     "rich": frozenset({"cli"}),
     "structlog": frozenset({"observability"}),
     "prometheus_client": frozenset({"observability", "http"}),
-    "trio": frozenset({"actors", "fabric", "http", "net", "node", "rdma"}),
+    "trio": frozenset({"actors", "discovery", "fabric", "http", "net", "node", "rdma"}),
     "xxhash": frozenset({"client", "storage"}),
     "tomli": frozenset({"config"}),
     "typing_extensions": frozenset({"actors", "node", "rdma"}),

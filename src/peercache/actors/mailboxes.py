@@ -69,6 +69,13 @@ class PeerAnswered:
     member: Member
 
 
+@attrs.frozen
+class AddressesFound:
+    """node → membership: discovery gives these addresses, and no others."""
+
+    addresses: tuple[str, ...]
+
+
 MembershipHears: TypeAlias = (
     Join
     | Heartbeat
@@ -78,6 +85,7 @@ MembershipHears: TypeAlias = (
     | ViewChangesAsked
     | ViewCompared
     | PeerAnswered
+    | AddressesFound
 )
 
 

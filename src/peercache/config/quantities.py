@@ -90,18 +90,6 @@ def parse_listen(value: Any) -> str:
     return text
 
 
-def parse_peers(value: Any) -> tuple[str, ...]:
-    """Return addresses to connect to, from a list or from one string with commas."""
-    return tuple([_peer(item) for item in parse_names(value, of="HOST:PORT")])
-
-
-def _peer(text: str) -> str:
-    host, port = parse_address(text, default_port=DEFAULT_CONTROL_PORT)
-    if not host or not port:
-        raise ValueError(f"{text!r} wants a host, and a port above 0, to connect to")
-    return format_address(host, port)
-
-
 def parse_names(value: Any, *, of: str = "a name") -> tuple[str, ...]:
     """Return names, from a list or from one string with commas."""
     if isinstance(value, str):

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from peercache.config.discovery import is_source
 from peercache.config.other_names import REMOVED, SGLANG_KEYS
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
 from peercache.config.sources import Given, from_environment, read_toml
@@ -99,8 +100,9 @@ class Config:
     discovery_addr: tuple[str, ...] = setting(
         PEERS,
         (),
-        "One or several HOST:PORT of nodes to join; the first ones that are reached become head "
-        "masters. Empty: start a cluster alone.",
+        "One or several HOST:PORT of nodes to join, the first ones of which become head masters; "
+        "or what gives addresses: dns://NAME:PORT, etcd://HOST:PORT[,HOST:PORT]/PREFIX or "
+        "k8s://SERVICE[.NAMESPACE][:PORT]. Empty: start a cluster alone.",
         aliases=("--discovery",),
     )
     home: str = setting(
@@ -560,7 +562,7 @@ def _host_of(http_listen: str) -> str:
 
 
 def _is_on_this_host(address: str) -> bool:
-    return is_loopback(parse_address(address)[0])
+    return not is_source(address) and is_loopback(parse_address(address)[0])
 
 
 def _of_the_trial(config: Config) -> Config:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from peercache.config import quantities
+from peercache.config.discovery import parse_discovery
 from peercache.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PEERCACHE_"
@@ -44,7 +45,7 @@ FOLDER = attrs.evolve(TEXT, metavar="FOLDER")
 FILE = attrs.evolve(TEXT, metavar="FILE")
 HOST = attrs.evolve(TEXT, metavar="HOST")
 LISTEN = Kind("HOST:PORT", quantities.parse_listen)
-PEERS = Kind("HOST:PORT[,HOST:PORT...]", quantities.parse_peers, _written_list)
+PEERS = Kind("HOST:PORT[,HOST:PORT...]", parse_discovery, _written_list)
 HOME = Kind("ipc://PATH", quantities.parse_ipc)
 USERS = Kind("USER[,USER...]", quantities.parse_users, _written_list)
 DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from peercache.config.discovery import heads_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError, Rejected
@@ -115,13 +116,14 @@ def advertised_host(config: Config, bound_host: str, known: Mapping[str, set[str
         return config.advertise
     if bound_host:
         return bound_host
-    return routed_host(host for address in config.discovery_addr for host in sorted(known[address]))
+    heads = heads_of(config.discovery_addr)
+    return routed_host(host for address in heads for host in sorted(known[address]))
 
 
 def names_to_resolve(config: Config, control_port: int) -> tuple[str, ...]:
     """Return each HOST:PORT whose numeric hosts a node wants to know: its heads', and its own."""
     own = (format_address(config.advertise, control_port),) if config.advertise else ()
-    return (*config.discovery_addr, *own)
+    return (*heads_of(config.discovery_addr), *own)
 
 
 def is_host_fixed(config: Config, bound_host: str) -> bool:
@@ -138,7 +140,7 @@ def head_rank(config: Config, control: str, known: Mapping[str, set[str]]) -> in
         return 0
     host, port = parse_address(control)
     own = {host, *known.get(control, ())}
-    for rank, address in enumerate(config.discovery_addr):
+    for rank, address in enumerate(heads_of(config.discovery_addr)):
         hosts = known[address]
         is_own = bool(own & hosts) and parse_address(address)[1] == port
         if address == control or (is_own and all(each in own or is_ours(each) for each in hosts)):

@@ -10,6 +10,7 @@ import trio
 
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
+from peercache.config.discovery import heads_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.model.member import Member
@@ -67,7 +68,7 @@ class Advertising:
             if self.membership.is_joined:
                 self.reach.joined()
             else:
-                self.greet(self.config.discovery_addr)
+                self.greet(self.reach.asked)
                 await self._shake_hands()
             self._tell_problem()
             await trio.sleep(GREET_S)
@@ -113,7 +114,7 @@ class Advertising:
         host, port = parse_address(me.control)
         if not self.is_fixed:
             if is_news:
-                host = routed_host(_hosts(self.known, self.config.discovery_addr))
+                host = routed_host(_hosts(self.known, heads_of(self.config.discovery_addr)))
             host = self.reach.better_than(host)
         control = format_address(host, port)
         data = format_address(host, parse_address(me.data)[1])
@@ -131,7 +132,7 @@ class Advertising:
     def _rank(self, control: str) -> int:
         own = self.reach.own_head
         if own is not None:
-            return min(self.config.discovery_addr.index(own), addresses.NO_HEAD)
+            return min(heads_of(self.config.discovery_addr).index(own), addresses.NO_HEAD)
         return addresses.head_rank(self.config, control, self.known)
 
 

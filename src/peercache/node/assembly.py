@@ -22,6 +22,7 @@ from peercache.actors.rdma.actor import RdmaActor
 from peercache.actors.removal.actor import Remover
 from peercache.actors.ring.actor import RingActor
 from peercache.actors.runtime import NamedActor, run_actor
+from peercache.config.discovery import heads_of
 from peercache.config.settings import Config
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member
@@ -52,7 +53,7 @@ class Crew:
         """Make them; the pool has no memory yet: it hears of it as it is populated."""
         self.membership = Membership(
             me=me,
-            discovery_addr=config.discovery_addr,
+            discovery_addr=heads_of(config.discovery_addr),
             max_masters=config.max_masters,
             heartbeat_s=config.heartbeat_s,
             suspect_s=config.suspect_s,

@@ -19,12 +19,14 @@ import attrs
 import trio
 
 from peercache.actors.effects import TellDisk
-from peercache.actors.mailboxes import DiskHears, PoolGrew
+from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
+from peercache.config.discovery import heads_of, sources_of
 from peercache.config.quantities import format_address
 from peercache.config.settings import Config
+from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
@@ -183,7 +185,7 @@ class Node:
         self._crew = crew = Crew(
             config, me, page_bytes=segment.layout.page_bytes, rng=self._rng, metrics=self.metrics
         )
-        reach = Reach(config.discovery_addr, clock=trio.current_time)
+        reach = Reach(heads_of(config.discovery_addr), clock=trio.current_time)
         self._switchboard = switchboard = Switchboard(
             me=me,
             cluster=config.cluster,
@@ -228,6 +230,7 @@ class Node:
         nursery.start_soon(housekeeping.run)
         self._spread_revocations(nursery)
         nursery.start_soon(self._advertising(reach, bound_host, known).run)
+        nursery.start_soon(self._finder(reach).run)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
@@ -249,6 +252,24 @@ class Node:
             known=known,
             tls=self.tls,
         )
+
+    def _finder(self, reach: Reach) -> Finder:
+        """Return what follows the sources of addresses; raise ConfigError for a wrong one."""
+
+        def tell(addresses: tuple[str, ...]) -> None:
+            reach.follow(addresses)
+            self._crew.mailboxes.membership.tell(SELF, AddressesFound(addresses))
+
+        sources = [
+            source_of(
+                address,
+                name=name_of(self.incarnation),
+                own_address=lambda: self._crew.membership.me.control,
+                rng=self._rng,
+            )
+            for address in sources_of(self.config.discovery_addr)
+        ]
+        return Finder(sources, tell=tell, rng=self._rng, metrics=self.metrics, log=self.log)
 
     def _admit_at(self, home: str, local_secret: bytes, gate: Gate) -> Admission:
         return Admission(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fcntl import ioctl
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -29,6 +30,9 @@ ALONE_S = 10.0
 
 FRESH_S = 15.0
 """How long an answer of a peer is believed: one that has died meanwhile is no witness."""
+
+FOUND_MAX = 8
+"""Addresses of sources that are asked for the reason while the node is alone."""
 
 HOSTS_MAX = 8
 """Own addresses remembered: a host has one to each of its networks."""
@@ -160,6 +164,7 @@ class Reach:
     def __init__(self, heads: Iterable[str], *, clock: Callable[[], float]) -> None:
         """Follow the answers of the nodes at `heads`, the addresses of discovery."""
         self._heads = tuple(heads)
+        self._found: tuple[str, ...] = ()
         self._clock = clock
         self._hosts: dict[str, None] = {}
         # By address: when it first admitted this node since it is alone, and when last.
@@ -167,6 +172,19 @@ class Reach:
         self._refused: dict[str, tuple[str, float]] = {}
         self.own_head: str | None = None
         """The discovery address at which this very node has answered."""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The addresses whose answers are followed."""
+        return self._heads + self._found
+
+    def follow(self, found: Iterable[str]) -> None:
+        """Follow the answers at some addresses that sources give now, too."""
+        self._found = tuple(islice((each for each in found if each not in self._heads), FOUND_MAX))
+        for told in (self._welcomed, self._refused):
+            # A refusal may come meanwhile, from a thread of nng: it is forgotten when it is old.
+            for address in [each for each in list(told) if each not in self.asked]:
+                told.pop(address, None)
 
     def connected(self, own_host: str) -> None:
         """Note our end of a connection with another node."""
@@ -186,14 +204,14 @@ class Reach:
 
     def welcomed(self, address: str) -> None:
         """Note that the node at an address has admitted this one."""
-        if address in self._heads:
+        if address in self.asked:
             now = self._clock()
             self._refused.pop(address, None)
             self._welcomed[address] = (self._welcomed.get(address, (now, now))[0], now)
 
     def refused(self, address: str, problem: str) -> None:
         """Note that what answers at an address refuses this node, and why; from any thread."""
-        if address in self._heads:
+        if address in self.asked:
             self._welcomed.pop(address, None)
             self._refused[address] = (problem, self._clock())
 
@@ -203,10 +221,10 @@ class Reach:
         self._refused.clear()
 
     def silent_heads(self) -> tuple[str, ...]:
-        """Return the discovery addresses that have not admitted this node lately."""
+        """Return the addresses of `asked` that have not admitted this node lately."""
         now = self._clock()
         heard = {a for a, (_, last) in list(self._welcomed.items()) if now - last < FRESH_S}
-        return tuple(a for a in self._heads if a not in heard and a != self.own_head)
+        return tuple(a for a in self.asked if a not in heard and a != self.own_head)
 
     def better_than(self, host: str) -> str:
         """Return the address at which others reach this node, `host` if that is one."""

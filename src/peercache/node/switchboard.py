@@ -455,6 +455,7 @@ class Switchboard:
             self._links[address].greet_again()
         elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
             self._reach.answered_itself(address)
+            self.tell(TellMembership(PeerAnswered(address, self._me)))
         elif isinstance(message, Welcome):
             self._reach.welcomed(address)
             if address in self._answering:

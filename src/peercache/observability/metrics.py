@@ -68,7 +68,6 @@ class Metrics:
         self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
         self.reservations = gauge("reservations", "Live reservations.")
         self.directory_records = gauge("directory_records", "Records in this shard.")
-        self.members = gauge("members", "Members of the view.", "state")
         self.messages_received = counter("messages_received", "Control messages accepted.", "kind")
         self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
         self.connections = gauge("connections", "Open connections.", "port")
@@ -84,6 +83,7 @@ class Metrics:
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
         self._make_mirrors(counter, gauge)
         self._make_trust(counter, gauge)
+        self._make_discovery(counter, gauge)
         self._make_disk(registry, counter, gauge)
 
     def _make_mirrors(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
@@ -108,6 +108,24 @@ class Metrics:
         self.certificate_days.set(math.nan)
         self.http_refused = counter(
             "http_refused", "HTTP requests and handshakes refused.", "reason"
+        )
+
+    def _make_discovery(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of members, and of the sources of their addresses."""
+        self.members = gauge("members", "Members of the view.", "state")
+        self.discovery_answering = gauge(
+            "discovery_answering", "1 while a source of discovery_addr answers.", "source"
+        )
+        self.discovery_addresses = gauge(
+            "discovery_addresses", "Addresses that a source of discovery_addr gave last.", "source"
+        )
+        self.discovery_failures = counter(
+            "discovery_failures", "Times a source of discovery_addr failed.", "source"
+        )
+        self.discovery_dropped = counter(
+            "discovery_dropped",
+            "Addresses of sources that are no HOST:PORT, or too many.",
+            "source",
         )
 
     def _make_disk(

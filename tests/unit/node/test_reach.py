@@ -13,6 +13,7 @@ import trio
 from peercache.node import reach as module
 from peercache.node.reach import (
     ALONE_S,
+    FOUND_MAX,
     FRESH_S,
     HOSTS_MAX,
     Reach,
@@ -177,4 +178,20 @@ def test_only_discovery_addresses_are_witnesses(reach: Reach, clock: Clock) -> N
     reach.welcomed("10.0.0.3:1")
 
     assert reach.own_head == "head:1"
+    assert reach.problem("10.5.0.1:1") == ""
+
+
+def test_addresses_of_sources_are_witnesses_while_they_are_given(
+    reach: Reach, clock: Clock
+) -> None:
+    """A few of them; what they said is forgotten with them, and none is this node's rank."""
+    reach.follow(["head:1", *[f"10.7.0.{n}:1" for n in range(100)]])
+    assert len(reach.asked) == len(set(reach.asked)) == 2 + FOUND_MAX
+    reach.refused("10.7.0.1:1", "cluster: 'red', ours is 'blue'")
+    assert "10.7.0.1:1: cluster: 'red'" in reach.problem("10.5.0.1:1")
+
+    reach.answered_itself("10.7.0.2:1")
+    reach.follow(["10.7.0.2:1"])
+
+    assert reach.own_head is None
     assert reach.problem("10.5.0.1:1") == ""

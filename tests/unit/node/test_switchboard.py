@@ -26,7 +26,7 @@ from peercache.actors.effects import (
     StoreWords,
     TellPool,
 )
-from peercache.actors.mailboxes import PoolGrew, RingBuilt
+from peercache.actors.mailboxes import PeerAnswered, PoolGrew, RingBuilt
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF
 from peercache.memory.client_lock import LockProbe
@@ -440,6 +440,19 @@ async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
         await here.board.flush(5.0)
 
     assert found == [("membership", Origin(ME, 0), beat)] * 2
+
+
+async def test_membership_hears_that_a_dialled_address_is_the_nodes_own(tmp_path: Path) -> None:
+    """Discovery gives it under whatever name: it is dialled rarely from then on."""
+    async with running(tmp_path) as here:
+        _, port = here.address.split(":")
+        alias = f"localhost:{port}"
+        here.board.perform(SendTo(alias, Heartbeat(member(ME, here.address), b"digest")))
+        # The message itself comes too: membership takes none of its own.
+        await until(lambda: len(here.mailboxes.membership) == 2)
+
+        answered = PeerAnswered(alias, member(ME, here.address))
+        assert ("membership", Origin(0), answered) in here.waiting()
 
 
 async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Owns    this node's view, its own entry in it, and the failure detector's clocks.
 Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked, ViewChangesAsked, ViewCompared;
-        PeerAnswered from the node; a tick four times a heartbeat.
+        PeerAnswered and AddressesFound from the node; a tick four times a heartbeat.
 Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
         ViewShared in answer, ViewCompared to peers whose view is another one, ViewShared to
         candidates; ViewChanged to ring and directory, Republish to the publisher.
@@ -14,8 +14,8 @@ Keeps   its own entry is in its view, and alive until `leave`; it refutes every 
         before is an address to try. Only masters are believed about others. Peers get the entries
         in which their view differs, and no more: a peer whose view this node had lately is told
         what has changed since. A message costs what it changes, not the view.
-Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `tombstones`, `reconnect`,
-        `claims`, `exchange` and `view_log`; LEAVE_MAX goodbyes.
+Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `found`, `tombstones`,
+        `reconnect`, `claims`, `exchange` and `view_log`; LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import attrs
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
-from peercache.actors.mailboxes import MembershipHears, PeerAnswered, Republish
+from peercache.actors.mailboxes import AddressesFound, MembershipHears, PeerAnswered, Republish
 from peercache.actors.membership.announcing import Announcing
 from peercache.actors.membership.candidates import Candidates
 from peercache.actors.membership.claims import Claims
@@ -211,6 +211,9 @@ class Membership:
                 return self._on_compared(sender, buckets)
             case PeerAnswered(address, member):
                 return self._on_answered(address, member, now)
+            case AddressesFound(addresses):
+                self._candidates.found(addresses, now)
+                return self._try_candidates(now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -284,7 +287,7 @@ class Membership:
 
     def _on_answered(self, address: str, member: Member, now: float) -> list[Effect]:
         """Take a member that has answered at an address that this node dialled."""
-        self._candidates.answered(address)
+        self._candidates.answered(address, now)
         incarnation = member.incarnation
         if incarnation == self._me.incarnation or member.state != ALIVE:
             return self._try_candidates(now)
@@ -316,7 +319,8 @@ class Membership:
 
     def _try_candidates(self, now: float) -> list[Effect]:
         me = ViewShared(0, (self._me,))
-        return [SendTo(address, me) for address in self._candidates.due(now)]
+        due = self._candidates.due(now, reached=self._places.reached, own=self._me.control)
+        return [SendTo(address, me) for address in due]
 
     def _meet(self, member: Member, now: float) -> list[Effect]:
         known = introduced(

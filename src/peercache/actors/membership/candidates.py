@@ -1,4 +1,4 @@
-"""Candidates: addresses at which gossip says that members are, until they answer themselves. Pure.
+"""Candidates: addresses at which members may be, by gossip or discovery, until they answer. Pure.
 
 What others say of a node that this one does not know is an address to try, and never a member: a
 peer may name thousands that do not exist. A few are dialled at a time, taking turns among those
@@ -8,8 +8,11 @@ that named them, so that no peer's inventions keep out what another one names.
 from __future__ import annotations
 
 import random
+from collections.abc import Container, Iterable
 
 import attrs
+
+from peercache.actors.membership.found import FoundAddresses
 
 AT_ONCE_MAX = 8
 """Candidates dialled at one time: each is a link of some descriptors. An honest one answers within
@@ -66,15 +69,16 @@ class Candidates:
         self._count = 0
         self._dialled: dict[str, float] = {}
         self._failed: dict[str, _Failed] = {}  # oldest first
+        self._found = FoundAddresses(rng=rng)
 
     def __len__(self) -> int:
-        """Return how many addresses wait to be dialled."""
+        """Return how many addresses that peers have named wait to be dialled."""
         return self._count
 
     @property
     def dialled(self) -> frozenset[str]:
         """The addresses that are being dialled."""
-        return frozenset(self._dialled)
+        return frozenset(self._dialled).union(self._found.tried)
 
     def name(self, address: str, source: int, now: float, *, is_own: bool = False) -> None:
         """Try this address, which a peer has named; not again while it is known not to answer.
@@ -98,13 +102,21 @@ class Candidates:
             named.order.append(address)
             self._count += 1
 
-    def answered(self, address: str) -> None:
+    def found(self, addresses: Iterable[str], now: float) -> None:
+        """Try the addresses that discovery gives, and no longer those that it gave before."""
+        self._found.replace(addresses, now)
+
+    def answered(self, address: str, now: float) -> None:
         """Note that a process has answered there."""
+        self._found.answered(address, now)
         self._dialled.pop(address, None)
         self._failed.pop(address, None)
 
-    def due(self, now: float) -> list[str]:
-        """Return the addresses to dial now; give up those that did not answer in time."""
+    def due(self, now: float, *, reached: Container[str] = (), own: str = "") -> list[str]:
+        """Return the addresses to dial now; give up those that did not answer in time.
+
+        reached, own: addresses of live members and of this node, which discovery may give too.
+        """
         for address in [one for one, until in self._dialled.items() if until <= now]:
             del self._dialled[address]
             self._fail(address, now)
@@ -120,7 +132,8 @@ class Candidates:
             if address not in self._dialled:
                 self._dialled[address] = now + ANSWER_S
                 found.append(address)
-        return found
+        more = self._found.due(now, reached=reached, own=own)
+        return found + [address for address in more if address not in self._dialled]
 
     def _fail(self, address: str, now: float) -> None:
         before = self._failed.pop(address, None)

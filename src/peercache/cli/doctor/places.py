@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from peercache.cli.doctor.facts import AddressFact, DiskFact
+from peercache.config.discovery import hosts_to_ask
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.node.reach import is_ours, look_up
@@ -35,7 +36,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
             yield name, written, format_address(host, NAMED_PORT)
     if config.advertise:
         yield "advertise", config.advertise, format_address(config.advertise, NAMED_PORT)
-    for address in config.discovery_addr:
+    for address in [each for entry in config.discovery_addr for each in hosts_to_ask(entry)]:
         yield "discovery_addr", address, address
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 
 from peercache.cli.doctor.facts import JoinFact, TrustFact
+from peercache.config.discovery import heads_of
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.observability.log import get_logger
@@ -32,7 +33,9 @@ def look_at_trust(config: Config) -> TrustFact:
         identity=tls.files.identity.uri(),
         days_left=tls.days_left,
         revoked=len(tls.revocations),
-        joins=tuple(_join(address, context, tls) for address in config.discovery_addr[:JOINS_MAX]),
+        joins=tuple(
+            _join(address, context, tls) for address in heads_of(config.discovery_addr)[:JOINS_MAX]
+        ),
     )
 
 

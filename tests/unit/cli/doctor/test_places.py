@@ -109,7 +109,7 @@ def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"listen": ":31998", "http_listen": "127.0.0.1", "advertise": NO_ADDRESS}
 
     found = look_at_addresses(
-        Config.load({**settings, "insecure": "x", "discovery_addr": "head,gone:5"})
+        Config.load({**settings, "insecure": "x", "discovery_addr": "head,dns://gone:5,k8s://pc"})
     )
 
     assert [(each.setting, each.hosts, each.is_own) for each in found] == [

@@ -1,0 +1,1 @@
+"""Discovery: where addresses of nodes to try come from, beside those that the settings name."""

@@ -1,0 +1,221 @@
+"""etcd://HOST:PORT/PREFIX: every node writes its address below a prefix, and reads all of them.
+
+A node's key has a lease that the node keeps alive, so that the addresses of dead nodes go. It is
+etcd's JSON gateway (3.4 and later) that is asked. A watch only says that something has changed:
+then all keys are read again, so no order and no loss of events matters.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, final
+
+import trio
+
+from peercache.config.discovery import EtcdAddress
+from peercache.discovery.port import SourceFailed, Tell, printable, reading
+from peercache.discovery.resolving import Resolver
+from peercache.discovery.web import OK, Request, WebServer
+
+LEASE_S = 30
+"""How long the address of a dead node stays; one that is dialled in vain costs little."""
+
+KEEP_S = 10.0
+"""How often the lease is kept alive: two attempts may fail."""
+
+KEYS_AT_ONCE = 1000
+"""Keys of one answer: 150 KB, and a millisecond of the loop."""
+
+GAP_MIN_S = 1.0
+GAP_MAX_S = KEEP_S
+GAP_OF_ONE_S = 0.01
+"""Least time between two readings, and how it grows with the addresses: a thousand nodes that start
+at once are not a thousand readings of a thousand keys a second."""
+
+GOODBYE_S = 0.5
+"""How long a stop may take to give the lease back."""
+
+
+@final
+class EtcdSource:
+    """The addresses below one prefix, and this node's own among them."""
+
+    def __init__(
+        self,
+        address: EtcdAddress,
+        *,
+        name: str,
+        own_address: Callable[[], str],
+        rng: random.Random,
+    ) -> None:
+        """Write `own_address` under `name`, which no other node has."""
+        self._address = address
+        self._name = name
+        self._own_address = own_address
+        self._rng = rng
+        resolver = Resolver(address.text)
+        self._servers = [
+            WebServer(address.text, host, port, resolver) for host, port in address.servers
+        ]
+        self._lease = ""
+        self._written = ""
+
+    @property
+    def text(self) -> str:
+        """The entry of `discovery_addr`."""
+        return self._address.text
+
+    async def follow(self, tell: Tell) -> None:
+        """Write the own address, and tell all of them; raise SourceFailed."""
+        # The next attempt asks the next member of the etcd cluster.
+        self._servers.append(self._servers.pop(0))
+        self._lease = ""
+        try:
+            await self._keep_telling(tell)
+        except trio.Cancelled:
+            with trio.CancelScope(deadline=trio.current_time() + GOODBYE_S, shield=True):
+                await self._give_back()
+            raise
+
+    async def _keep_telling(self, tell: Tell) -> None:
+        await self._register()
+        keep_at = trio.current_time() + KEEP_S
+        addresses, revision = await self._read()
+        tell(addresses)
+        while True:
+            left_s = keep_at - trio.current_time()
+            has_news = left_s > 0 and await self._watch(revision + 1, left_s)
+            if trio.current_time() >= keep_at or self._own_address() != self._written:
+                await self._keep()
+                keep_at = trio.current_time() + KEEP_S
+            if has_news:
+                gap_s = min(GAP_MAX_S, GAP_MIN_S + len(addresses) * GAP_OF_ONE_S)
+                await trio.sleep(gap_s * self._rng.uniform(0.5, 1.0))
+                addresses, revision = await self._read()
+                tell(addresses)
+
+    async def _register(self) -> None:
+        granted = await self._ask("/v3/lease/grant", TTL=LEASE_S)
+        with self._reading():
+            self._lease = str(int(granted["ID"]))
+        await self._write()
+
+    async def _write(self) -> None:
+        own = self._own_address()
+        key = f"{self._address.prefix}/{self._name}"
+        await self._ask("/v3/kv/put", key=_raw(key), value=_raw(own), lease=self._lease)
+        self._written = own
+
+    async def _keep(self) -> None:
+        """Keep the own key alive, or write it anew: etcd may have been away for longer."""
+        kept = await self._ask("/v3/lease/keepalive", ID=self._lease)
+        with self._reading():
+            is_alive = int(kept["result"].get("TTL", 0)) > 0
+        if not is_alive:
+            await self._register()
+        elif self._own_address() != self._written:
+            await self._write()
+
+    async def _give_back(self) -> None:
+        if self._lease:
+            with suppress(SourceFailed):
+                await self._ask("/v3/lease/revoke", ID=self._lease)
+
+    async def _read(self) -> tuple[list[str], int]:
+        """Return all addresses, and the revision of the first answer."""
+        addresses: list[str] = []
+        first, end, revision = f"{self._address.prefix}/", f"{self._address.prefix}0", 0
+        begin = first.encode()
+        while True:
+            # A later page may be newer: the watch begins at the first one.
+            page = await self._ask(
+                "/v3/kv/range", key=_raw(begin), range_end=_raw(end), limit=KEYS_AT_ONCE
+            )
+            with self._reading():
+                revision = revision or int(page["header"]["revision"])
+                keys = [base64.b64decode(row["key"]) for row in page.get("kvs", ())]
+                addresses += [_text(row.get("value", "")) for row in page.get("kvs", ())]
+                is_all = not page.get("more") or not keys or keys[-1] < begin
+            if is_all:
+                return addresses, revision
+            begin = keys[-1] + b"\0"
+
+    async def _watch(self, revision: int, within_s: float) -> bool:
+        """Return whether a key has changed since before this revision, once it has."""
+        heard = False
+
+        def is_news(line: bytes) -> bool:
+            nonlocal heard
+            heard = not _is_created(line)
+            return heard
+
+        create = {
+            "key": _raw(f"{self._address.prefix}/"),
+            "range_end": _raw(f"{self._address.prefix}0"),
+            "start_revision": revision,
+        }
+        body = json.dumps({"create_request": create}).encode()
+        server = self._servers[0]
+        ends_at = trio.current_time() + within_s
+        status = await server.hear(Request("POST", "/v3/watch", body=body), is_news, within_s)
+        if status != OK:
+            raise self._refused(status, "it refuses to watch")
+        # A watch that ends early is not begun anew at once, and may have missed something.
+        return heard or trio.current_time() < ends_at
+
+    async def _ask(self, path: str, **body: Any) -> Any:
+        server = self._servers[0]
+        request = Request("POST", path, body=json.dumps(body).encode())
+        answer = await server.ask(request)
+        if answer.status != OK:
+            raise self._refused(answer.status, _error(answer.body))
+        with self._reading():
+            # A stream of one message, such as that of keepalive, is a line.
+            found = json.loads(answer.body)
+            if not isinstance(found, dict):
+                raise TypeError("no object")
+        return found
+
+    def _refused(self, status: int, said: str) -> SourceFailed:
+        todo = "look at its log"
+        if status == 404:
+            todo = "it must be etcd 3.4 or later, with its gRPC gateway"
+        elif status in (400, 401, 403):
+            todo = "allow clients without a user to read and write below the prefix"
+        at = self._servers[0].address
+        return SourceFailed(
+            f"discovery_addr: {self.text}: etcd at {at} refuses ({status}: {said}): {todo}"
+        )
+
+    def _reading(self) -> Any:
+        return reading(self.text, self._servers[0].address)
+
+
+def _raw(text: str | bytes) -> str:
+    raw = text if isinstance(text, bytes) else text.encode()
+    return base64.b64encode(raw).decode()
+
+
+def _text(value: str) -> str:
+    return base64.b64decode(value).decode(errors="replace")
+
+
+def _is_created(line: bytes) -> bool:
+    """Return whether a line only says that the watch has begun."""
+    try:
+        result = json.loads(line)["result"]
+        return bool(result.get("created")) and not result.get("events")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        # Whatever it is: the keys are read again.
+        return False
+
+
+def _error(body: bytes) -> str:
+    with suppress(LookupError, TypeError, ValueError, RecursionError):
+        found = json.loads(body)
+        return printable(found.get("message") or found["error"]) if isinstance(found, dict) else ""
+    return printable(body.decode(errors="replace"))

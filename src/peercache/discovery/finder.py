@@ -1,0 +1,108 @@
+"""The finder: follows every source of a node, for as long as the node runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+import trio
+
+from peercache.config.discovery import DnsAddress, EtcdAddress, SourceAddress
+from peercache.discovery.dns import DnsSource
+from peercache.discovery.etcd import EtcdSource
+from peercache.discovery.kubernetes import ApiServer, KubernetesSource
+from peercache.discovery.port import AddressSource, SourceFailed, cleaned, printable
+from peercache.observability.metrics import Metrics
+
+AGAIN_MIN_S = 1.0
+AGAIN_MAX_S = 30.0
+"""Back-off of a source that fails: a thousand nodes do not keep a server from its start."""
+
+
+def source_of(
+    address: SourceAddress, *, name: str, own_address: Callable[[], str], rng: random.Random
+) -> AddressSource:
+    """Return what asks a source.
+
+    name, own_address: under which name this node may be found, and where. Raises ConfigError.
+    """
+    if isinstance(address, DnsAddress):
+        return DnsSource(address)
+    if isinstance(address, EtcdAddress):
+        return EtcdSource(address, name=name, own_address=own_address, rng=rng)
+    return KubernetesSource(address, ApiServer.of_this_pod(address.text), rng=rng)
+
+
+@final
+class Finder:
+    """Collects what all sources say; one that fails keeps what it said last."""
+
+    def __init__(
+        self,
+        sources: Sequence[AddressSource],
+        *,
+        tell: Callable[[tuple[str, ...]], None],
+        rng: random.Random,
+        metrics: Metrics,
+        log: Any,
+    ) -> None:
+        """Tell the addresses of all sources together whenever they have changed."""
+        self._sources = sources
+        self._tell = tell
+        self._rng = rng
+        self._metrics = metrics
+        self._log = log
+        self._found: dict[str, frozenset[str]] = {}
+        self._problems: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for source in self._sources:
+                nursery.start_soon(self._follow, source)
+
+    async def _follow(self, source: AddressSource) -> None:
+        pause_s = AGAIN_MIN_S
+        while True:
+            began = trio.current_time()
+            try:
+                await source.follow(partial(self._take, source.text))
+            except SourceFailed as failure:
+                self._fail(source.text, str(failure))
+            except Exception as error:
+                # Nothing that a source sends ends a node.
+                self._fail(source.text, f"discovery_addr: {source.text}: {printable(repr(error))}")
+            if trio.current_time() - began > AGAIN_MAX_S:
+                # It has worked for a while.
+                pause_s = AGAIN_MIN_S
+            await trio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+
+    def _take(self, text: str, raw: Iterable[str]) -> None:
+        answer = cleaned(raw)
+        self._metrics.discovery_answering.labels(text).set(1)
+        self._metrics.discovery_addresses.labels(text).set(len(answer.addresses))
+        self._metrics.discovery_dropped.labels(text).inc(answer.dropped)
+        if self._problems.pop(text, ""):
+            self._log.info("discovery.source_answers_again", source=text)
+        before = self._found.get(text)
+        if before == answer.addresses:
+            return
+        self._log.info(
+            "discovery.addresses_changed",
+            source=text,
+            count=len(answer.addresses),
+            dropped=answer.dropped,
+        )
+        self._found[text] = answer.addresses
+        # In one order on every host: the answer of a name has none.
+        self._tell(tuple(sorted(frozenset().union(*self._found.values()))))
+
+    def _fail(self, text: str, problem: str) -> None:
+        self._metrics.discovery_answering.labels(text).set(0)
+        self._metrics.discovery_failures.labels(text).inc()
+        if text not in self._problems:
+            self._log.warning("discovery.source_failed", source=text, problem=problem)
+        self._problems[text] = problem

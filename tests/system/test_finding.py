@@ -1,0 +1,215 @@
+"""Nodes that find each other by a real etcd and a real DNS server, which die and come back."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.system import separate_hosts
+from tests.system.nodes import (
+    LocalCluster,
+    NodeProcess,
+    keys_of,
+    pages_of,
+    read,
+    state_of,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "peercache/nodes"
+NAME = "nodes.peercache.test"
+
+
+@attrs.define(eq=False)
+class Etcd:
+    """One etcd on loopback; its data outlive its process."""
+
+    folder: Path
+    port: int
+    peer_port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        client = f"http://127.0.0.1:{self.port}"
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        self.process = subprocess.Popen(
+            ["etcd", "--data-dir", str(self.folder), "--listen-client-urls", client,
+             "--advertise-client-urls", client, "--listen-peer-urls", peer,
+             "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            self.values()
+        except OSError:
+            return False
+        return True
+
+    def values(self) -> set[str]:
+        """Return what is written below the prefix."""
+        begin, end = (base64.b64encode(f"{PREFIX}{c}".encode()).decode() for c in "/0")
+        body = json.dumps({"key": begin, "range_end": end}).encode()
+        url = f"http://127.0.0.1:{self.port}/v3/kv/range"
+        with urllib.request.urlopen(url, data=body, timeout=5) as answer:
+            rows = json.load(answer).get("kvs", [])
+        return {base64.b64decode(row["value"]).decode() for row in rows}
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: all(state_of(thread) == "T" for thread in threads.iterdir()))
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    if shutil.which("etcd") is None:
+        pytest.skip("there is no etcd: apt-get install etcd-server")
+    with tempfile.TemporaryDirectory() as folder:
+        server = Etcd(Path(folder), free_port(), free_port())
+        try:
+            server.start()
+            yield server
+        finally:
+            if server.process is not None:
+                server.kill()
+
+
+def test_cluster_that_etcd_brings_together_needs_it_no_more(etcd: Etcd) -> None:
+    """Killed, started again, cut off: the cluster serves, and newcomers come when it is back."""
+    with LocalCluster() as cluster:
+        source = f"etcd://127.0.0.1:{etcd.port}/{PREFIX}"
+
+        def start() -> NodeProcess:
+            return cluster.start(flags=["--insecure", cluster.name, "--discovery-addr", source])
+
+        nodes = [start() for _ in range(3)]
+        for node in nodes:
+            cluster.wait_for_members(node, 3)
+        assert etcd.values() == {node.ready["control"] for node in nodes}
+
+        etcd.kill()
+        wait_until(lambda: all("discovery.source_failed" in node.said() for node in nodes))
+        pages_go_round(cluster, nodes, "dead")
+        nodes.append(start())
+        wait_until(lambda: "discovery.source_failed" in nodes[3].said())
+        cluster.wait_for_members(nodes[3], 1)
+        etcd.start()
+        for node in nodes:
+            cluster.wait_for_members(node, 4)
+
+        etcd.pause()
+        nodes.append(start())
+        wait_until(lambda: "does not answer within" in nodes[4].said())
+        pages_go_round(cluster, nodes[:4], "cut")
+        for node in nodes[:4]:
+            cluster.wait_for_members(node, 4)
+        etcd.resume()
+        for node in nodes:
+            cluster.wait_for_members(node, 5)
+
+        assert nodes[0].terminate() == 0
+        wait_until(lambda: etcd.values() == {node.ready["control"] for node in nodes[1:]})
+
+
+def pages_go_round(cluster: LocalCluster, nodes: list[NodeProcess], name: str) -> None:
+    """Store pages at the first node, and read them at the last."""
+    keys = keys_of(name, 8)
+    with cluster.client(nodes[0]) as writer, cluster.client(nodes[-1]) as reader:
+        assert all(writer.batch_set(keys, pages_of(keys)))
+        wait_until(lambda: all(read(reader, keys)))
+    cluster.clients = []
+
+
+def members_on(host: separate_hosts.Host, ready: dict[str, str]) -> int:
+    """Return how many live members the node of a host counts."""
+    asked = f"import urllib.request as u; print(u.urlopen('http://{ready['http']}/healthz').read())"
+    said = host.run(shlex.join([sys.executable, "-c", asked])).stdout
+    marked = said.partition('"members_alive": ')[2] or said.partition('"members_alive":')[2]
+    return int(marked.partition(",")[0] or 0)
+
+
+def test_nodes_behind_one_name_find_each_other(tmp_path: Path) -> None:
+    """A records come, go, and the DNS server dies: a newcomer is found, and the others stay."""
+    reason = separate_hosts.skip_reason()
+    if reason:
+        pytest.skip(reason)
+    if shutil.which("dnsmasq") is None:
+        pytest.skip("there is no dnsmasq: apt-get install dnsmasq-base")
+    with separate_hosts.separate_hosts("a", "b", "c", "d") as (hosts, _):
+        *nodes, names = hosts
+        records = names.path("/etc/peercache/records")
+        for host in hosts:
+            host.path("/etc/peercache/resolv.conf").write_text(f"nameserver {names.address}\n")
+
+        def publish(*published: separate_hosts.Host) -> None:
+            records.write_text("".join(f"{host.address} {NAME}\n" for host in published))
+
+        def serve_names() -> subprocess.Popen[str]:
+            return names.start(
+                "dnsmasq --keep-in-foreground --no-resolv --no-hosts --no-poll --user=root "
+                "--conf-file=/dev/null --pid-file= --addn-hosts=/etc/peercache/records"
+            )
+
+        def start(host: separate_hosts.Host) -> dict[str, str]:
+            flags = f"--insecure dns --pool-size 16MiB --log-format json --discovery dns://{NAME}"
+            home = "--home ipc:///run/peercache/home.ipc"
+            node = f"{sys.executable} -m peercache.node {flags} {home}"
+            bind = "mount --bind /etc/peercache/resolv.conf /etc/resolv.conf"
+            process = host.start(shlex.join(["sh", "-c", f"{bind} && exec {node}"]))
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, host.said()
+            return dict(json.loads(line))
+
+        publish(nodes[0], nodes[1])
+        server = serve_names()
+        ready = [start(host) for host in nodes[:2]]
+        for host, one in zip(nodes[:2], ready, strict=True):
+            wait_until(lambda host=host, one=one: members_on(host, one) == 2)  # type: ignore[misc]
+
+        server.kill()
+        server.wait()
+        ready.append(start(nodes[2]))
+        wait_until(lambda: "does not resolve" in nodes[2].said())
+        wait_until(lambda: "discovery.source_failed" in nodes[0].said())
+        assert [members_on(host, one) for host, one in zip(nodes, ready, strict=True)] == [2, 2, 1]
+
+        # Only another node's record: the newcomer's own has not come yet.
+        publish(nodes[1])
+        server = serve_names()
+        for host, one in zip(nodes, ready, strict=True):
+            wait_until(lambda host=host, one=one: members_on(host, one) == 3)  # type: ignore[misc]

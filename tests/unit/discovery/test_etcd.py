@@ -1,0 +1,135 @@
+"""What a node writes into etcd, and what it says of an etcd that refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from peercache.discovery import etcd
+from peercache.discovery.port import SourceFailed
+from tests.contracts.source_fakes import PORT, FakeEtcd
+from tests.pace import PATIENCE_S
+
+KEY = b"pc/nodes/me"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
+    """An etcd; leases are kept alive at once, and changes read at once."""
+    monkeypatch.setattr(etcd, "KEEP_S", 0.1)
+    monkeypatch.setattr(etcd, "GAP_MIN_S", 0.01)
+    monkeypatch.setattr(etcd, "GAP_MAX_S", 0.01)
+    return FakeEtcd()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what is certain to come."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the source has no event for a test
+            await trio.sleep(0.01)
+
+
+async def test_node_is_found_under_its_name_while_it_runs(server: FakeEtcd) -> None:
+    """Its key has a lease, follows its address, comes back when it was lost, and goes with it."""
+    own = f"10.9.9.9:{PORT}"
+    async with trio.open_nursery() as nursery:
+        await server.start(nursery)
+        source = server.source(own=lambda: own)
+        following = trio.CancelScope()
+
+        async def follow() -> None:
+            with following:
+                await source.follow(lambda addresses: None)
+
+        nursery.start_soon(follow)
+        await until(lambda: KEY in server.keys)
+        value, lease = server.keys[KEY]
+        assert value == own.encode()
+        assert server.leases[lease] == etcd.LEASE_S
+
+        own = f"10.9.9.10:{PORT}"
+        await until(lambda: server.keys[KEY][0] == own.encode())
+
+        server.expire(lease)
+        await until(lambda: KEY in server.keys and server.keys[KEY][1] != lease)
+
+        following.cancel()
+        await until(lambda: not server.keys and not server.leases)
+        nursery.cancel_scope.cancel()
+
+
+async def test_stop_waits_for_no_etcd_that_hangs(server: FakeEtcd) -> None:
+    """Giving back the lease has half a second."""
+    async with trio.open_nursery() as nursery:
+        await server.start(nursery)
+        source = server.source()
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as inner:
+                inner.start_soon(source.follow, lambda addresses: None)
+                await until(lambda: KEY in server.keys)
+                server.hang()
+                began = trio.current_time()
+                inner.cancel_scope.cancel()
+        # Not the seconds that a request may take.
+        assert trio.current_time() - began < etcd.GOODBYE_S + 4
+        nursery.cancel_scope.cancel()
+
+
+async def test_watch_that_always_ends_at_once_is_not_asked_in_a_circle(
+    server: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new watch waits as long as a new reading does."""
+    monkeypatch.setattr(etcd, "KEEP_S", 1000.0)
+    reads = 0
+
+    def count(addresses: object) -> None:
+        nonlocal reads
+        reads += 1
+
+    async with trio.open_nursery() as nursery:
+        await server.start(nursery)
+        source = server.source()
+        nursery.start_soon(source.follow, count)
+        await until(lambda: reads > 0)
+        server._watch = _ended_at_once  # type: ignore[method-assign]
+        server.news()
+        await until(lambda: reads > 5)
+        nursery.cancel_scope.cancel()
+
+    watches = sum(path == "/v3/watch" for path, _ in server.web.requests)
+    assert watches <= reads + 2
+
+
+async def _ended_at_once(exchange: object, since: int, header: object) -> None:
+    await exchange.begin()  # type: ignore[attr-defined]
+    await exchange.end()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "todo"),
+    [
+        ((400, "etcdserver: user name is empty"), "allow clients without a user"),
+        ((404, "Not Found"), "etcd 3.4 or later"),
+        ((503, "etcdserver: no leader"), "look at its log"),
+    ],
+)
+async def test_refusal_says_what_to_do(
+    server: FakeEtcd, refusal: tuple[int, str], todo: str
+) -> None:
+    """One sentence names the setting, the server, its reason, and the way out."""
+    server.refusal = refusal
+    async with trio.open_nursery() as nursery:
+        await server.start(nursery)
+        source = server.source()
+        with pytest.raises(SourceFailed) as caught:
+            await source.follow(lambda addresses: None)
+        nursery.cancel_scope.cancel()
+
+    said = str(caught.value)
+    assert said.startswith("discovery_addr: etcd://127.0.0.1:")
+    assert refusal[1] in said
+    assert todo in said
+    assert re.search(r"\n", said) is None
