@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _start(args: argparse.Namespace) -> int:
     start = Start(nodes=args.nodes, ranks=args.ranks, seed=args.seed)
     try:
-        report = start.play(at_most_s=args.within)
+        report = start.play(at_most_s=args.within, deaths=True)
     except AssertionError as error:
         _say(f"seed {args.seed}: {error}")
         return 1

@@ -36,8 +36,15 @@ from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
 from peercache.paths.reading import Touches
 from peercache.paths.steps import Ask, Greet, Post
 from peercache.wire.envelope import WIRE_VERSION
-from peercache.wire.messages.membership import Heartbeat, Join, ViewCompared, ViewShared
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    Join,
+    ViewChanges,
+    ViewCompared,
+    ViewShared,
+)
 from peercache.wire.messages.session import Welcome
+from sims.dying import Death, die
 
 HEADS = 3
 CLUSTER = "start"
@@ -88,6 +95,7 @@ class Report:
     messages, kilobytes: sent by a node until then: the median, and the busiest.
     quiet_messages: a second and node afterwards: the median, and the busiest.
     behind_s: how far the loop of a node was behind at worst.
+    deaths: what followed when a process ended afterwards.
     links: of a node at one time, the median and the most; links_quiet: the median at the end.
     """
 
@@ -103,12 +111,14 @@ class Report:
     behind_s: float
     links: tuple[int, int]
     links_quiet: int
+    deaths: tuple[Death, ...]
     events: int
     wall_s: float
 
     def lines(self) -> list[str]:
         """Return it as people read it."""
-        return f"""\
+        return (
+            f"""\
 {self.nodes} nodes, {self.clients} clients; {self.events} events in {self.wall_s:.0f} s
 every node has every member after {self.admitted_s:.1f} s, and the ring of all after \
 {self.ringed_s:.1f} s
@@ -119,6 +129,8 @@ then {self.quiet_messages[0]:.1f} messages, {self.quiet_kilobytes[0]:.1f} KB a s
 the busiest {self.quiet_messages[1]:.1f}, {self.quiet_kilobytes[1]:.1f} KB
 a loop was behind by {self.behind_s:.3f} s at most
 links of a node: {self.links[1]} at most, {self.links_quiet} at the end""".splitlines()
+            + [line for death in self.deaths for line in death.lines()]
+        )
 
 
 class _Node:
@@ -185,10 +197,14 @@ class _Node:
 
     def hears(self, sender: Origin, message: Any) -> None:
         """Take a message off the wire: handle it when the loop comes to it."""
+        if not self.is_up:
+            return
         entries = len(message.view) if isinstance(message, ViewShared) else 0
         costs = self.start.costs
 
         def handle() -> None:
+            if not self.is_up:
+                return
             self.perform(self.membership.on_message(sender, message, self.start.now))
             self.membership.check()
             self.wake()
@@ -202,7 +218,7 @@ class _Node:
             self.start.at(max(when, self.start.now), lambda: self.tick(when))
 
     def tick(self, when: float) -> None:
-        if self.wakes_at == when:
+        if self.wakes_at == when and self.is_up:
             self.wakes_at = -1.0
             self.perform(self.membership.on_tick(self.start.now))
             self.wake()
@@ -235,9 +251,10 @@ class _Node:
 
     def count(self, message: Any) -> None:
         told = 0
-        if isinstance(message, ViewShared):
+        if isinstance(message, (ViewShared, ViewChanges)):
             told = len(message.view)
             size = sum([self.start.size_of(member) for member in message.view])
+            size += 40 + 9 * len(message.gone) if isinstance(message, ViewChanges) else 0
         elif isinstance(message, (Heartbeat, Join)):
             size = self.bytes_of_me
         else:
@@ -267,6 +284,8 @@ class _Node:
         start.at(at, lambda: start.by_address[address].hears(sender, message))
 
     def keep_house(self) -> None:
+        if not self.is_up:
+            return
         kept = {*self.start.heads, *self.membership.dialled()}
         for address in self.links.surplus(self.start.now, kept=kept):
             self.links.ended(address)
@@ -428,6 +447,8 @@ class Start:
     def greet(self, dialler: _Node, address: str) -> None:
         """Say Hello at an address; the Welcome tells the dialler which member is there."""
         node = self.by_address[address]
+        if not node.is_up:
+            return
 
         def welcome() -> None:
             fact = PeerAnswered(address, node.membership.me)
@@ -446,19 +467,22 @@ class Start:
             self.now + self.costs.latency * (node is not client.home), lambda: client.then(message)
         )
 
-    def play(self, *, at_most_s: float) -> Report:
-        """Run until all know all, and on; raise AssertionError if that takes too long."""
+    def play(self, *, at_most_s: float, deaths: bool = False) -> Report:
+        """Run until all know all, and on; raise AssertionError if that takes too long.
+
+        deaths: then let a node die, and a master.
+        """
         began = time.monotonic()
         # A million events make no cycles, and every look for some would pass over all of them.
         gc.freeze()
         gc.disable()
         try:
-            return self._play(began, at_most_s)
+            return self._play(began, at_most_s, deaths=deaths)
         finally:
             gc.enable()
             gc.unfreeze()
 
-    def _play(self, began: float, at_most_s: float) -> Report:
+    def _play(self, began: float, at_most_s: float, *, deaths: bool) -> Report:
         everyone = {node.incarnation for node in self.nodes}
         count = len(everyone)
         members = tuple(sorted(everyone))
@@ -480,6 +504,9 @@ class Start:
         self.run_until(self.now + WATCHED_S)
         self._check_all_know_all(members)
         quiet = [(n.sent - s, n.sent_bytes - b) for n, (s, b) in zip(self.nodes, sent, strict=True)]
+        links_quiet = _spread([len(node.links) for node in self.nodes])[0]
+        victims = (("a node", -1), ("a master", 0)) if deaths else ()
+        dead = tuple([self._die(what, at) for what, at in victims])
         return Report(
             nodes=count,
             clients=len(self.clients),
@@ -492,9 +519,20 @@ class Start:
             quiet_kilobytes=_spread([b / 1000 / WATCHED_S for _, b in quiet]),
             behind_s=max(node.behind_s for node in self.nodes),
             links=_spread([node.links_most for node in self.nodes]),
-            links_quiet=_spread([len(node.links) for node in self.nodes])[0],
+            links_quiet=links_quiet,
+            deaths=dead,
             events=self.events,
             wall_s=time.monotonic() - began,
+        )
+
+    def _die(self, what: str, at: int) -> Death:
+        return die(
+            what,
+            self.nodes[at],
+            nodes=self.nodes,
+            clients=self.clients,
+            now=lambda: self.now,
+            run_until=self.run_until,
         )
 
     def _check_all_know_all(self, members: tuple[int, ...]) -> None:

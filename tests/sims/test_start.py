@@ -10,8 +10,11 @@ import attrs
 import pytest
 
 from peercache.actors.membership import candidates
+from peercache.actors.membership.view_log import ViewLog
+from sims import dying
 from sims.__main__ import main
-from sims.start import Start
+from sims.dying import AGREED_S
+from sims.start import Report, Start
 
 
 def test_a_hundred_nodes_and_their_engines_start_at_once() -> None:
@@ -31,6 +34,43 @@ def test_a_hundred_nodes_and_their_engines_start_at_once() -> None:
     assert report.quiet_kilobytes[1] < 10.0
     assert report.links == (99, 99)
     assert report.links_quiet < 10
+
+
+def test_what_a_death_costs_a_node_does_not_grow_with_the_cluster() -> None:
+    """Views are equal within 2 s (`sims.dying` asserts it), and a node is told the change alone."""
+    small, large = [deaths_in(nodes) for nodes in (12, 30)]
+
+    for few, many in zip(small.deaths, large.deaths, strict=True):
+        assert many.kilobytes[0] < 1.1 * few.kilobytes[0]
+        assert many.messages[0] < 1.1 * few.messages[0]
+        assert many.agreed_s < AGREED_S
+    assert large.quiet_kilobytes[0] < 1.1 * small.quiet_kilobytes[0]
+    assert large.quiet_messages[0] < 1.1 * small.quiet_messages[0]
+
+
+@pytest.mark.slow
+def test_without_a_log_of_changes_a_death_costs_more_in_a_larger_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bound of the test above can fail: views that are compared grow with the cluster."""
+    monkeypatch.setattr(ViewLog, "was", lambda *_: False)
+    monkeypatch.setattr(ViewLog, "since", lambda *_: None)
+
+    small, large = [deaths_in(nodes) for nodes in (16, 40)]
+
+    assert large.deaths[0].kilobytes[0] > 1.2 * small.deaths[0].kilobytes[0]
+
+
+def test_a_death_that_not_all_hear_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of a death can fail: members ask their masters once a second."""
+    monkeypatch.setattr(dying, "AGREED_S", 0.1)
+
+    with pytest.raises(AssertionError, match="hold it alive still"):
+        deaths_in(12)
+
+
+def deaths_in(nodes: int) -> Report:
+    return Start(nodes=nodes, ranks=1, seed=3).play(at_most_s=10.0, deaths=True)
 
 
 def test_the_same_seed_is_the_same_start() -> None:
