@@ -21,17 +21,29 @@ from peercache.errors import PeerCacheError
 from peercache.memory.client_lock import lock_name
 from peercache.model.ids import new_client_id
 from peercache.model.keys import Namespace, split_keys
-from peercache.model.reads import Fetched, PeerRead
+from peercache.model.reads import Fetched, Looked, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
 from peercache.paths.reading import Loads, Reader
-from peercache.paths.steps import Ask, Checksum, Collect, Drain, Fetch, Greet, Post, Step, Submit
+from peercache.paths.steps import (
+    Ask,
+    Checksum,
+    Collect,
+    Drain,
+    Fetch,
+    Greet,
+    Post,
+    ReadTable,
+    Step,
+    Submit,
+)
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
@@ -44,6 +56,7 @@ from sims.memory import Buffers, NodeMemory
 from sims.network import Network
 from sims.places import Place
 from sims.planted import READS_SOURCE_LATE, planted
+from sims.tables import SimTables
 from sims.trace import SimLog, Trace, Violation
 
 COPY_STOPPED_MAX_S = 6.0
@@ -82,6 +95,14 @@ class Heard:
                 if isinstance(answer, Located):
                     (self.behind if answer.behind else self.final)[key].add(peer)
 
+    def take_look(self, step: ReadTable, looked: Looked | None) -> None:
+        """Note what a table has said: it is its node's answer."""
+        if looked is None or not looked.is_final:
+            return
+        for key in split_keys(step.keys):
+            self.asked[key].add(step.peer)
+            self.final[key].add(step.peer)
+
 
 class SimClient:
     """One engine process with its client."""
@@ -109,9 +130,16 @@ class SimClient:
         self.breakers = Breakers()
         self.namespace = Namespace(name="sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
+        self.tables = SimTables(
+            place, linked, random.Random(f"look/{self.identity}"), self.identity
+        )
         loads = Loads(salt=self.identity, clock=place.now)
         locator = Locator(
-            cache=self.cache, breakers=self.breakers, clock=place.now, cost_of=loads.cost_of
+            cache=self.cache,
+            breakers=self.breakers,
+            clock=place.now,
+            cost_of=loads.cost_of,
+            tables=self.tables.nodes,
         )
         self.reader = Reader(
             locator=locator,
@@ -191,7 +219,7 @@ class SimClient:
     # --- life -------------------------------------------------------------------------------------
 
     async def run(self, work: Callable[[SimClient], Any]) -> None:
-        """Look after the home node, and do `work`, until the process ends."""
+        """ReadTable after the home node, and do `work`, until the process ends."""
         with self.scope:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -241,6 +269,8 @@ class SimClient:
                     answer = await self._do(step, home)
                 if heard is not None and isinstance(step, Ask):
                     heard.take(step, answer)
+                if heard is not None and isinstance(step, ReadTable):
+                    heard.take_look(step, answer)
         finally:
             talking.end()
             path.close()
@@ -248,6 +278,8 @@ class SimClient:
     async def _do(self, step: Step, home: NodeMemory | None) -> Any:
         if isinstance(step, Ask):
             return await self.asker.ask(step.questions, step.until, step.enough)
+        if isinstance(step, ReadTable):
+            return await self.tables.look(step)
         if isinstance(step, Post):
             return self.asker.post(step.messages)
         if isinstance(step, Drain):
@@ -339,6 +371,7 @@ class SimClient:
         for gone in before.members:
             if gone not in alive:
                 self.fabrics.forget(gone)
+        self.tables.follow(cluster.members.values())
 
     def _refused(self, peer: int, refused: Refused) -> None:
         if refused.reason == "protocol":

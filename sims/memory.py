@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.effects import StoreWords
 from peercache.model.records import RESIDENT, Records
 from peercache.model.seal import SEAL, Seals
@@ -125,6 +126,8 @@ class NodeMemory:
         self.words: npt.NDArray[np.uint64] = self.seals["word"]
         self.sent_bytes = 0
         """Bytes of pages that readers of other hosts have had from here."""
+        self.table: DirectoryTable | None = None
+        """The directory table that lies beside it."""
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
         self.may_write: Callable[[int, int], bool] = _any_client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -36,6 +37,7 @@ from sims.network import HOME, Network
 from sims.places import Place
 from sims.store import Image, Store
 from sims.swarm import GRANULE, Options
+from sims.tables import table_file
 from sims.trace import SimLog, Trace, Violation
 from sims.watch import BusyMailbox, WatchedActor
 
@@ -100,16 +102,20 @@ class SimNode:
             segment=f"/{self.incarnation:016x}",
             nonce=nonce,
         )
+        file = table_file(place.name)
         self.crew = Crew(
             self.config,
             self.me,
             page_bytes=granules * GRANULE,
             rng=rng,
             metrics=self.metrics,
+            table_file=file,
         )
         self.crew.pool.mirrors.lately_s = options.mirror_lately_s
+        os.close(file)
+        self.memory.table = self.crew.directory.table
         # Time is exact here, so that no tick is late, and ticks are most of a quiet run's events.
-        self.crew.directory.clock, self.crew.directory.tick_s = place.now, 0.07
+        self.crew.directory.clock, self.crew.directory.tick_s = trio.current_time, 0.07
         self.crew.publisher.former_s = options.handover_s
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0

@@ -11,6 +11,7 @@ from typing import final
 from peercache.client.bridge import Bridge
 from peercache.client.home import Home
 from peercache.client.restricted import HomeOnly
+from peercache.client.tables import Tables
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
 from peercache.fabric.port import Fabric, RegistersMemory
@@ -29,7 +30,8 @@ from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer
 from peercache.paths.reading import Loads, Reader
 from peercache.paths.writing import Writer
@@ -77,14 +79,9 @@ class Wiring:
             self._lock_name, self._secret = "", self._node.ready.local_secret
         self.breakers = Breakers()
         self.cache = LocationCache(entries_max=config.location_cache_entries)
-        loads = Loads(salt=self.identity, clock=self.clock)
-        locator = Locator(
-            cache=self.cache, breakers=self.breakers, clock=self.clock, cost_of=loads.cost_of
-        )
-        self.reader = Reader(
-            locator=locator, cache=self.cache, verify=config.verify,
-            space=namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(), loads=loads,
-        )  # fmt: skip
+        self._segment_folders = _segment_folders(config)
+        self._tables = self._make_tables()
+        self.reader = self._make_reader()
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
@@ -93,7 +90,6 @@ class Wiring:
             clock=self.clock,
         )
         self.asker = self._make_asker()
-        self._segment_folders = _segment_folders(config)
         self._shm = ShmFabric(
             boot_id=boot_id(), sharing=self._sharing, folders=self._segment_folders
         )
@@ -110,6 +106,7 @@ class Wiring:
             breakers=self.breakers,
             clock=self.clock,
             log=self.log,
+            tables=self._tables,
         )
         self.report = ClientReport(self.metrics)
         self.home = self._home_at(url)
@@ -119,6 +116,7 @@ class Wiring:
         self.home.stop()
         self.home.detach()
         self.bridge.close()
+        self._tables.close()
         self.asker.close()
         self._shm.close()
         if self._rdma is not None:
@@ -159,6 +157,33 @@ class Wiring:
             namespace_tag=self._namespace.tag(),
             clock=self.clock,
         )
+
+    def _make_tables(self) -> Tables:
+        return Tables(
+            boot_id=boot_id(),
+            shm_dir=self._config.shm_dir,
+            folders=self._segment_folders,
+            sharing=self._sharing,
+            asker=self.identity,
+            clock=self.clock,
+            metrics=self.metrics,
+            log=self.log,
+        )
+
+    def _make_reader(self) -> Reader:
+        loads = Loads(salt=self.identity, clock=self.clock)
+        locator = Locator(
+            cache=self.cache,
+            breakers=self.breakers,
+            clock=self.clock,
+            cost_of=loads.cost_of,
+            tables=self._tables.nodes,
+        )
+        return Reader(
+            locator=locator, cache=self.cache, verify=self._config.verify,
+            space=self._namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(),
+            loads=loads,
+        )  # fmt: skip
 
     def _make_asker(self) -> Asker:
         return Asker(
@@ -341,6 +366,9 @@ class Wiring:
             self._shm.forget(gone)
             self._forget_channels(gone)
         self._alive = alive
+        if not self._is_restricted:
+            # A table tells of every namespace.
+            self._tables.follow(self.home.tie.cluster.members.values())
 
 
 def _segment_folders(config: Config) -> set[str]:

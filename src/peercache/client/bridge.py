@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 import xxhash
 
+from peercache.client.tables import Tables
 from peercache.errors import PeerUnreachable
 from peercache.fabric.port import Fabric
 from peercache.memory.attached import AttachedSegment
@@ -38,6 +39,7 @@ from peercache.paths.steps import (
     Greet,
     Place,
     Post,
+    ReadTable,
     Step,
     Submit,
 )
@@ -47,7 +49,7 @@ FETCH_THREADS_MAX = 16
 
 Result = TypeVar("Result")
 
-AtOnce: TypeAlias = Ask | Post | Greet | Drain | Fetch | Place | Checksum
+AtOnce: TypeAlias = Ask | ReadTable | Post | Greet | Drain | Fetch | Place | Checksum
 """The steps that leave nothing behind for a later one."""
 
 
@@ -63,8 +65,10 @@ class Bridge:
         breakers: Breakers,
         clock: Callable[[], float],
         log: Any,
+        tables: Tables | None = None,
     ) -> None:
-        """Read through the first of `fabrics` that reaches a holder."""
+        """Read through the first of `fabrics` that reaches a holder; tables: None reads none."""
+        self._tables = tables
         self._asker = asker
         self._fabrics = fabrics
         self._breakers = breakers
@@ -122,6 +126,8 @@ class Bridge:
     def _do(self, step: AtOnce, home_segment: AttachedSegment | None) -> Any:
         if isinstance(step, Ask):
             return self._asker.ask(step.questions, step.until, step.enough)
+        if isinstance(step, ReadTable):
+            return None if self._tables is None else self._tables.look(step)
         if isinstance(step, Post):
             return self._asker.post(step.messages)
         if isinstance(step, Drain):

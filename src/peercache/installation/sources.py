@@ -12,8 +12,10 @@ SOURCES = (
     "installation/_identity.c",
     "actors/directory/_table.c",
     "actors/directory/_table_batches.c",
+    "actors/directory/_table_memory.c",
     "memory/_scatter.c",
     "memory/_seals.c",
+    "memory/_table_reading.c",
     "net/_handshakes.c",
     "fabric/tcp/_receiving.c",
     "fabric/tcp/_responding.c",
@@ -29,7 +31,12 @@ TLS_SOURCES = (
 )
 """What is compiled into the library with OpenSSL, which an installation may lack."""
 
-HEADERS = ("actors/directory/_table.h", "fabric/tcp/_serving.h", "fabric/tcp/_tls.h")
+HEADERS = (
+    "actors/directory/_table.h",
+    "memory/_table_layout.h",
+    "fabric/tcp/_serving.h",
+    "fabric/tcp/_tls.h",
+)
 """What sources of both libraries include."""
 
 

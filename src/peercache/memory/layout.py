@@ -35,7 +35,7 @@ _MAGIC = b"peercach"
 _HEADER = struct.Struct("<8sIIQQQ36s")
 _BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _BOOT_ID_CHARS = 36
-_NAME = re.compile(r"peercache-[0-9a-f]{16}", re.ASCII)
+_NAME = re.compile(r"peercache-(table-)?[0-9a-f]{16}", re.ASCII)
 
 assert _HEADER.size <= HEADER_BYTES, _HEADER.size
 
@@ -161,6 +161,11 @@ def segment_name(incarnation: int) -> str:
     return f"peercache-{name_of(incarnation)}"
 
 
-def is_segment_name(name: str) -> bool:
-    """Return whether a file of this name is a segment of some node."""
+def table_name(incarnation: int) -> str:
+    """Return the file name of a node's directory table."""
+    return f"peercache-table-{name_of(incarnation)}"
+
+
+def is_node_file(name: str) -> bool:
+    """Return whether a file of this name is the segment or the directory table of some node."""
     return _NAME.fullmatch(name) is not None

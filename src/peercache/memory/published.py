@@ -83,7 +83,7 @@ class PublishedSegment:
         # A hugetlbfs without a limit of its own says that it has none free.
         if not huge_page_bytes and free_bytes < layout.memory_bytes:
             raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
-        file = _create_locked(path)
+        file = create_locked(path)
         try:
             if sharing is not None:
                 sharing.open_to_group(file)
@@ -161,7 +161,7 @@ class PublishedSegment:
             raise _too_large(self.path, self.layout) from error
 
 
-def _create_locked(path: Path) -> int:
+def create_locked(path: Path) -> int:
     """Return a descriptor of a new file at `path` that we hold the lock of."""
     for _ in range(CREATE_ATTEMPTS_MAX):
         try:

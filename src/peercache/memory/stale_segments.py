@@ -1,4 +1,4 @@
-"""Removes the segments that dead processes left behind.
+"""Removes the segments and directory tables that dead processes left behind.
 
 An owner holds its file's lock for life, and the kernel releases it at death, SIGKILL included.
 So a file whose lock can be taken has no owner. Files are unlinked by name, never truncated,
@@ -11,13 +11,13 @@ import fcntl
 import os
 
 from peercache.errors import Rejected
-from peercache.memory.layout import is_segment_name
+from peercache.memory.layout import is_node_file
 from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
 
 
 def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = None) -> list[str]:
-    """Unlink the segments of dead processes; return their names, sorted.
+    """Unlink the segments and tables of dead processes; return their names, sorted.
 
     sharing: whose files may go; None is this process's user and root.
     Never raises for a single file: one that cannot be looked at stays.
@@ -35,7 +35,7 @@ def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = 
 
 def _removed(folder: int, sharing: Sharing) -> list[str]:
     removed = []
-    for name in sorted(name for name in os.listdir(folder) if is_segment_name(name)):
+    for name in sorted(name for name in os.listdir(folder) if is_node_file(name)):
         try:
             if _remove_if_dead(name, folder, sharing):
                 removed.append(name)

@@ -1,4 +1,4 @@
-"""Read requests to a fabric, and their results."""
+"""Read requests to a fabric, and their results; what a look into a directory table brings."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ class Fetched:
     seals: Seals
     failure: str
     fabric: str = ""
+
+
+@attrs.frozen(eq=False)
+class Looked:
+    """What a directory table says of a batch of keys.
+
+    records:    packed records, all holders that answers may name, at most a few a key.
+    is_final:   whether a key without a record is absent, if the table's node owns it on the ring
+                that was asked for: the table lacked nothing when the batch began.
+    is_at_work: whether the owner was at work lately.
+    """
+
+    records: bytes
+    is_final: bool
+    is_at_work: bool

@@ -49,8 +49,12 @@ class Crew:
         page_bytes: int,
         rng: random.Random,
         metrics: Metrics,
+        table_file: int = -1,
     ) -> None:
-        """Make them; the pool has no memory yet: it hears of it as it is populated."""
+        """Make them; the pool has no memory yet: it hears of it as it is populated.
+
+        table_file: descriptor of the file for the directory's table; -1 for private memory.
+        """
         self.membership = Membership(
             me=me,
             discovery_addr=heads_of(config.discovery_addr),
@@ -64,11 +68,7 @@ class Crew:
         self.ring = RingActor(
             virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
         )
-        # Not of `rng`, whose other numbers peers see: with the seed keys can be made that collide.
-        seed = secrets.token_bytes(SEED_BYTES)
-        self.directory = DirectoryShard(
-            incarnation=me.incarnation, metrics=metrics, seed=seed, clock=time.monotonic
-        )
+        self.directory = _shard(me.incarnation, metrics, table_file)
         self.publisher = Publisher(
             incarnation=me.incarnation,
             republish_rate=config.republish_rate,
@@ -117,3 +117,15 @@ class Crew:
             nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)
+
+
+def _shard(incarnation: int, metrics: Metrics, table_file: int) -> DirectoryShard:
+    # Its seed is not of the node's `rng`, whose other numbers peers see: with the seed keys can be
+    # made that collide.
+    return DirectoryShard(
+        incarnation=incarnation,
+        metrics=metrics,
+        seed=secrets.token_bytes(SEED_BYTES),
+        table_file=table_file,
+        clock=time.monotonic,
+    )

@@ -8,11 +8,12 @@ from typing import Any
 import trio
 
 from peercache.config.settings import Config
-from peercache.errors import ConfigError, PoolTooLarge
+from peercache.errors import ConfigError, PeerCacheError, PoolTooLarge
 from peercache.memory import huge_pages
 from peercache.memory.layout import Layout
 from peercache.memory.published import PublishedSegment
 from peercache.memory.stale_segments import remove_leftovers
+from peercache.memory.table_file import TableFile
 from peercache.model.ids import Incarnation
 from peercache.trust.sharing import Sharing
 
@@ -47,6 +48,21 @@ def publish(
     except OSError as error:
         name = "hugepages" if huge_page_bytes else "shm_dir"
         raise ConfigError(name, f"cannot use {folder}: {error.strerror}") from error
+
+
+def table_file(
+    config: Config, incarnation: Incarnation, sharing: Sharing | None, log: Any
+) -> TableFile | None:
+    """Create the file of the directory's table; None where that cannot be: then it is private.
+
+    Always in shm_dir: a hugetlbfs would give it whole huge pages.
+    """
+    remove_leftovers(config.shm_dir, sharing)
+    try:
+        return TableFile.create(config.shm_dir, incarnation, sharing)
+    except (OSError, PeerCacheError) as error:
+        log.warning("node.table_not_made", shm_dir=config.shm_dir, problem=str(error))
+        return None
 
 
 async def populate(

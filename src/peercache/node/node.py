@@ -36,6 +36,7 @@ from peercache.http.server import serve_http
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
+from peercache.memory.table_file import TableFile
 from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
 from peercache.net.peers import Gate
@@ -49,7 +50,7 @@ from peercache.node.disk import NodeDisk
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
-from peercache.node.memory import Source, populate, publish
+from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
@@ -118,6 +119,7 @@ class Node:
         self._admission: Admission | None = None
         self._home = ""
         self._disk: NodeDisk | None = None
+        self._table_file: TableFile | None = None
         self._queue_pairs: DeviceQueuePairs | None = None
         self._revocations: RevocationSpread | None = None
         self._authorities_dropped = 0
@@ -149,6 +151,9 @@ class Node:
         )
         listener = Listener(on_removed=pipe_ended, tls=self._control_tls)
         try:
+            self._table_file = await trio.to_thread.run_sync(
+                table_file, self.config, self.incarnation, self.sharing, self.log
+            )
             async with trio.open_nursery() as nursery:
                 task_status.started(await self._start(nursery, segment, listener))
                 await self._stopping.wait()
@@ -163,6 +168,8 @@ class Node:
             if self._disk is not None:
                 self._disk.close()
             segment.close()
+            if self._table_file is not None:
+                self._table_file.close()
             self.log.info("node.stopped")
             self.stopped.set()
 
@@ -182,9 +189,7 @@ class Node:
         control = format_address(host, control_port)
         rank = addresses.head_rank(config, control, known)
         me = self._member(segment, control, rank, format_address(host, data_port))
-        self._crew = crew = Crew(
-            config, me, page_bytes=segment.layout.page_bytes, rng=self._rng, metrics=self.metrics
-        )
+        self._crew = crew = self._make_crew(segment, me)
         reach = Reach(heads_of(config.discovery_addr), clock=trio.current_time)
         self._switchboard = switchboard = Switchboard(
             me=me,
@@ -236,6 +241,19 @@ class Node:
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
             http=http, local_secret=local_secret,
         )  # fmt: skip
+
+    def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
+        crew = Crew(
+            self.config,
+            me,
+            page_bytes=segment.layout.page_bytes,
+            rng=self._rng,
+            metrics=self.metrics,
+            table_file=-1 if self._table_file is None else self._table_file.file,
+        )
+        if not crew.directory.table.is_shared:
+            self.log.warning("node.table_private", shm_dir=self.config.shm_dir)
+        return crew
 
     def _advertising(
         self, reach: Reach, bound_host: str, known: dict[str, set[str]]

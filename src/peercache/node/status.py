@@ -67,6 +67,7 @@ class NodeStatus:
             "members_alive": sum(member.state == ALIVE for member in members),
             "masters": len(self.crew.membership.masters()),
             "directory_records": self.crew.directory.record_count,
+            "directory_shared": int(self.crew.directory.table.is_shared),
             **self.crew.pool.figures(),
             **self._disk_figures(),
             **self.crew.rdma.figures(),

@@ -67,7 +67,6 @@ class Metrics:
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
         self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
         self.reservations = gauge("reservations", "Live reservations.")
-        self.directory_records = gauge("directory_records", "Records in this shard.")
         self.messages_received = counter("messages_received", "Control messages accepted.", "kind")
         self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
         self.connections = gauge("connections", "Open connections.", "port")
@@ -77,10 +76,7 @@ class Metrics:
         self.rdma_registered_bytes = gauge(
             "rdma_registered_bytes", "Bytes of page memory that every rail serves."
         )
-        self.records_refused = counter(
-            "records_refused", "Records that this shard refused.", "reason"
-        )
-        self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
@@ -94,6 +90,19 @@ class Metrics:
         self.pool_bytes_mirrored = gauge(
             "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
         )
+
+    def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of the directory, and of those who read it."""
+        self.tables_unusable = counter(
+            "tables_unusable",
+            "Looks into directory tables of this host that failed; their nodes were asked instead.",
+            "reason",
+        )
+        self.directory_records = gauge("directory_records", "Records in this shard.")
+        self.records_refused = counter(
+            "records_refused", "Records that this shard refused.", "reason"
+        )
+        self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
 
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Make the metrics of who may do what."""

@@ -1,7 +1,7 @@
-"""Locating pages: the cache of locations, then the home node and directory owners, all at once.
+"""Locating pages: the cache, then directory tables of this host, then questions, all at once.
 
-The cache is always safe, because a stale record fails verification. It never remembers an absence:
-a page may appear anywhere at any moment.
+The tables of this host's nodes are read in their memory, without a question. What such a table
+lacks is absent only where it has authority for the key; otherwise another owner is asked.
 
 A search asks one question a peer and batch. An owner that does not answer is replaced by its
 replica at once; so is one that knows nothing, for `handover_s` after a view change, or if it says
@@ -11,23 +11,23 @@ costs one question.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property
-from itertools import islice, repeat
-from threading import Lock
-from typing import Any, TypeAlias, final
+from itertools import repeat
+from typing import Any, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
+from peercache.model.reads import Looked
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.steps import Ask, Step
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.steps import Ask, ReadTable, Step
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Located, Lookup
 
@@ -43,108 +43,6 @@ where every host owns every key, to ask them all would take as many round trips.
 EXISTS_TRUSTS_S = 1.0
 """How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
 only shortens the get that follows."""
-
-EVICTED_PART = 64
-"""A full cache drops 1/64 of its records at once. A dict walks over the gaps at its front whenever
-its oldest entry is looked up: one at a time, 128 of 262,144 took 9 ms, together 0.1."""
-
-_Entry: TypeAlias = tuple[float, int, bytes]
-"""When a record was stored (monotonic seconds), its holder, and the packed record."""
-
-NOT_RESIDENT = 0
-"""Stands for the holder of a page that is not in its holder's memory: no incarnation is 0."""
-
-
-@final
-class LocationCache:
-    """A bounded map from page key to the record last seen, least recently used first out."""
-
-    def __init__(self, *, entries_max: int) -> None:
-        """Hold at most `entries_max` records (about 250 bytes each); 0 remembers nothing.
-
-        Whenever there are more, a 64th of the oldest goes.
-        """
-        self._entries_max = entries_max
-        self._entries: dict[bytes, _Entry] = {}
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        """Return how many records are remembered."""
-        return len(self._entries)
-
-    def find(self, keys: Sequence[bytes], *, not_before: float = -np.inf) -> list[bytes | None]:
-        """Return the packed record of each key, or None; what was found becomes most recent.
-
-        not_before: records stored earlier than this (monotonic seconds) do not count.
-        """
-        with self._lock:
-            entries = self._entries
-            taken = list(map(entries.pop, keys, repeat(None)))
-            found = [entry for entry in taken if entry]
-            if len(found) == len(keys):
-                # The fast path of a get: moved to the end with few steps a key.
-                entries.update(zip(keys, found, strict=True))
-            else:
-                # A key that is repeated was there at its first place only.
-                known = {key: entry for key, entry in zip(keys, taken, strict=True) if entry}
-                entries.update(known)
-                taken = [known.get(key) for key in keys]
-        return [entry[2] if entry and entry[0] >= not_before else None for entry in taken]
-
-    def holders(self, keys: Sequence[bytes], *, not_before: float) -> set[int] | None:
-        """Return the holders of the keys, or None unless all are resident by records that new."""
-        try:
-            with self._lock:
-                found = [self._entries[key] for key in keys]
-        except KeyError:
-            return None
-        if not found or min(found)[0] < not_before:
-            return None
-        holders = {entry[1] for entry in found}
-        return None if NOT_RESIDENT in holders else holders
-
-    def has_any_at(self, holder: int, keys: Sequence[bytes]) -> bool:
-        """Return whether any of the keys was last seen in the memory of this holder."""
-        with self._lock:
-            get = self._entries.get
-            return any(entry[1] == holder for key in keys if (entry := get(key)) is not None)
-
-    def store(self, records: Records, now: float) -> None:
-        """Remember records, one a key."""
-        if not self._entries_max or not len(records):
-            return
-        keys, packed = records["key"].tolist(), records.view(ROW).tolist()
-        holders = np.where(records["flags"] & RESIDENT, records["holder"], NOT_RESIDENT).tolist()
-        with self._lock:
-            entries = self._entries
-            # A record that was there already moves to the end.
-            deque(map(entries.pop, keys, repeat(None)), maxlen=0)
-            entries.update(zip(keys, zip(repeat(now), holders, packed, strict=False), strict=True))
-            if len(entries) > self._entries_max:
-                kept = self._entries_max - self._entries_max // EVICTED_PART
-                for key in list(islice(entries, len(entries) - kept)):
-                    del entries[key]
-
-    def drop(self, records: Records) -> None:
-        """Forget these very records; a newer one under the same key stays."""
-        blob = records.tobytes()
-        with self._lock:
-            for start in range(0, len(blob), RECORD_BYTES):
-                record = blob[start : start + RECORD_BYTES]
-                entry = self._entries.get(record[:16])
-                if entry is not None and entry[2] == record:
-                    del self._entries[record[:16]]
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Forget the records of these keys."""
-        with self._lock:
-            for key in keys:
-                self._entries.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._entries.clear()
 
 
 @attrs.define(eq=False)
@@ -173,12 +71,15 @@ class Locator:
         breakers: Breakers,
         clock: Callable[[], float],
         cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
+        tables: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Share the cache and the breakers with the reader and the writer.
 
         cost_of: which of two holders that are equally far to read from: the one that costs less.
+        tables:  returns the nodes of this host whose directory tables can be read.
         """
         self._cost_of = cost_of
+        self._tables = tables
         self._cache = cache
         self._breakers = breakers
         self._clock = clock
@@ -211,6 +112,7 @@ class Locator:
         search.cost_of = self._cost_of
         if any(found):
             search.take_cached(*_unpacked(found))
+        yield from self._look(search, cluster)
         asked_home = False
         while not search.known.all():
             now = self._clock()
@@ -219,8 +121,10 @@ class Locator:
             targets = search.next_owners(
                 self._availability(now), in_handover=now < cluster.handover_until
             )
-            if not asked_home and cluster.home and self._breakers.available(cluster.home, now):
-                targets[cluster.home] = (~search.known).nonzero()[0]
+            left = search.left()
+            may_ask_home = cluster.home and not asked_home and len(left)
+            if may_ask_home and self._breakers.available(cluster.home, now):
+                targets[cluster.home] = left
             asked_home = True
             if not targets:
                 break
@@ -267,6 +171,19 @@ class Locator:
         return all(holder in cluster.members for holder in holders) and self._breakers.may_read(
             holders, self._clock()
         )
+
+    def _look(self, search: _Search, cluster: Cluster) -> Generator[Step, Any, None]:
+        """Read the directory tables of this host: the home node's, then those of other owners."""
+        for peer in sorted(self._tables(), key=lambda node: (node != cluster.home, node)):
+            if peer not in cluster.members:
+                continue
+            positions = search.to_look_up(peer)
+            if not len(positions):
+                continue
+            packed = search.keys[positions].tobytes()
+            looked = yield ReadTable(peer, packed, cluster.ring.version)
+            if looked is not None:
+                search.take_looked(peer, positions, looked)
 
     def _ask(
         self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
@@ -322,6 +239,7 @@ class _Search:
         self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
         """How many owners of each key have answered; more than a few do not count."""
         self._settled: Mask = np.zeros(count, np.bool_)
+        self._absent: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
         self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
         self._column = np.zeros(count, np.int64)
@@ -462,7 +380,7 @@ class _Search:
         """Return the keys to ask each peer for: a key goes to its next owner that is available."""
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
-        settled = self.known | (self.answered >= ANSWERS_MAX + in_handover)
+        settled = self.known | self._absent | (self.answered >= ANSWERS_MAX + in_handover)
         if not in_handover:
             settled |= self._settled
         left = (~settled).nonzero()[0]
@@ -488,14 +406,39 @@ class _Search:
         is_behind: it knows that it lacks records, so the next owner of what it lacks is asked too.
         """
         # Only an owner's answer can mean "absent": the home node answers for its own pages.
+        owned = self._owned(peer, positions)
+        self.answered[owned] += 1
+        if not is_behind:
+            self._settled[owned] = True
+
+    def left(self) -> npt.NDArray[np.intp]:
+        """Return the keys that are neither known nor absent by a table's word."""
+        left: npt.NDArray[np.intp] = (~(self.known | self._absent)).nonzero()[0]
+        return left
+
+    def to_look_up(self, peer: int) -> npt.NDArray[np.intp]:
+        """Return the keys to look for in a node's table: all for the home node, else its own."""
+        left = self.left()
+        return left if peer == self._cluster.home else self._owned(peer, left)
+
+    def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
+        """Take what a node's table says of the keys at these positions."""
+        self._untaken += looked.records
+        self.settle()
+        if self._missing and looked.is_final:
+            owned = self._owned(peer, positions)
+            self.answered[owned] += 1
+            self._absent[owned] = True
+
+    def _owned(self, peer: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return those of the positions whose keys a peer owns."""
         members = self._cluster.ring.members
         if peer not in members:
-            return  # A home node that the others do not know yet owns nothing.
+            return positions[:0]  # A home node that the others do not know yet owns nothing.
         place = members.index(peer)
-        owned = (self.owners[positions, : self._cluster.replicas] == place).any(axis=1)
-        self.answered[positions[owned]] += 1
-        if not is_behind:
-            self._settled[positions[owned]] = True
+        owners = self.owners[positions, : self._cluster.replicas]
+        owned: npt.NDArray[np.intp] = positions[(owners == place).any(axis=1)]
+        return owned
 
     def spread_repeats(self) -> None:
         """Copy the outcome of a repeated key from its last place to the others."""

@@ -25,11 +25,11 @@ from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import (
     EXISTS_TRUSTS_S,
-    LocationCache,
     Locator,
     Mask,
     names_of_records,
 )
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.promoting import Awaited, wishes
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step

@@ -25,6 +25,20 @@ class Ask:
     enough: Callable[[Message], bool] | None = None
 
 
+@attrs.frozen(eq=False)
+class ReadTable:
+    """Read the directory table of a node of this host.
+
+    The answer is Looked, or None where the table cannot be read now.
+
+    keys: packed. ring: the version of the ring by which the path knows the keys' owners.
+    """
+
+    peer: int
+    keys: bytes
+    ring: bytes
+
+
 @attrs.frozen
 class Post:
     """Send a message to each peer without an answer; it may be lost."""
@@ -97,5 +111,7 @@ class Checksum:
     runs: PageRuns
 
 
-Step: TypeAlias = Ask | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum
+Step: TypeAlias = (
+    Ask | ReadTable | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum
+)
 Answers: TypeAlias = Sequence[Message | None]

@@ -14,7 +14,7 @@ from peercache.memory.layout import (
     Header,
     Layout,
     boot_id,
-    is_segment_name,
+    is_node_file,
     pack_header,
     parse_header,
     segment_name,
@@ -109,7 +109,7 @@ def test_boot_id_fits_a_header() -> None:
 def test_only_segment_names_are_segment_names() -> None:
     """Other files of the folder are never taken for ours."""
     assert segment_name(0xABC) == "peercache-0000000000000abc"
-    assert is_segment_name(segment_name(2**64 - 1))
+    assert is_node_file(segment_name(2**64 - 1))
     for name in ("peercache-", "peercache-xyz", segment_name(1) + "~", "a" + segment_name(1),
                  segment_name(1) + "\n", segment_name(10).upper()):  # fmt: skip
-        assert not is_segment_name(name)
+        assert not is_node_file(name)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model.records import RECORD, Records
-from peercache.paths.locating import LocationCache, _unpacked
+from peercache.paths.locating import _unpacked
+from peercache.paths.location_cache import LocationCache
 from tests.unit.paths.world import named
 
 

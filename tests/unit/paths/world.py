@@ -15,17 +15,17 @@ import attrs
 import numpy as np
 
 from peercache.client.bridge import checksums_of
-from peercache.model.keys import PageKeys, page_keys
 from peercache.model.member import ALIVE, Member
-from peercache.model.reads import Fetched, PeerRead
+from peercache.model.reads import Fetched, Looked, PeerRead
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.records import from_bytes as records_from_bytes
-from peercache.model.runs import U64, PageRuns
+from peercache.model.runs import U64
 from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import ClientReservations
@@ -37,6 +37,7 @@ from peercache.paths.steps import (
     Fetch,
     Place,
     Post,
+    ReadTable,
     Step,
     Submit,
 )
@@ -56,31 +57,14 @@ from peercache.wire.messages.pool import (
 )
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
 from tests.unit.paths.got import Got, Page, scatter
+from tests.unit.paths.pages import PAGE, content_of, named, runs_of
 
 GRANULE = 4096
-PAGE = 512
 SLOTS = 512
 SPACE = 7
 """Of the one namespace of all pages."""
 
 Result = TypeVar("Result")
-
-
-def named(*names: str) -> PageKeys:
-    """Return page keys for readable names."""
-    return page_keys(names, bytes(16))
-
-
-def content_of(name: str, size: int = PAGE) -> Page:
-    """Return bytes that tell whose they are."""
-    unit = f"<{name}>".encode()
-    content: Page = np.frombuffer((unit * (size // len(unit) + 1))[:size], np.uint8).copy()
-    return content
-
-
-def runs_of(pages: Sequence[Page]) -> PageRuns:
-    """Return the runs of pages that are one piece each."""
-    return PageRuns.of([[(page.ctypes.data, page.nbytes)] for page in pages])
 
 
 @attrs.define(eq=False)
@@ -90,6 +74,8 @@ class Node:
     mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
     data_mood: the same of the data port, or "refusing", which will not serve us.
     is_behind: it says that its shard lacks records.
+    table:     "" is one that clients cannot open, "lost" one that they cannot read any more; "hint"
+               lacks authority, "final" has it.
     """
 
     member: Member
@@ -99,6 +85,7 @@ class Node:
     mood: str = "up"
     data_mood: str = "up"
     is_behind: bool = False
+    table: str = ""
     latency_s: float = 0.001
     sequence: int = 1000
     taken: int = 0
@@ -166,13 +153,16 @@ class Node:
         self.heard.append(message)
         return self.script.popleft()(message) if self.script else self.serve(message)
 
+    def tell(self, keys: bytes) -> bytes:
+        """Return the records of these keys that the shard has."""
+        known = [self.shard.get(keys[i : i + 16], []) for i in range(0, len(keys), 16)]
+        return b"".join(record for records in known for record in records)
+
     def serve(self, message: Message) -> Message | None:
         """Return what a correct node says."""
         match message:
             case Lookup(request, keys):
-                known = [self.shard.get(keys[i : i + 16], []) for i in range(0, len(keys), 16)]
-                told = b"".join(r for records in known for r in records)
-                return Located(request, told, self.is_behind)
+                return Located(request, self.tell(keys), self.is_behind)
             case Disputed(records):
                 for record in records_from_bytes(records):
                     kept = self.shard.get(record["key"].tobytes(), [])
@@ -303,7 +293,12 @@ class World:
         }
         self.breakers = Breakers()
         self.cache = LocationCache(entries_max=cache_entries)
-        self.locator = Locator(cache=self.cache, breakers=self.breakers, clock=self.clock)
+        self.locator = Locator(
+            cache=self.cache,
+            breakers=self.breakers,
+            clock=self.clock,
+            tables=lambda: [node.number for node in self.nodes.values() if node.table],
+        )
         self.mirrorer = (
             Mirrorer(
                 pulls=mirror_pulls,
@@ -461,6 +456,8 @@ class World:
         match step:
             case Ask():
                 return self._ask(step)
+            case ReadTable():
+                return self._read_table(step)
             case Post(messages):
                 self.posted.extend(messages)
                 for peer, message in messages:
@@ -504,6 +501,13 @@ class World:
         self.now = max(self.now, step.until)
         self.breakers.waited(peer, self.now - sent_at, self.now)
         return None
+
+    def _read_table(self, step: ReadTable) -> Looked | None:
+        node = self.nodes[step.peer]
+        assert step.ring == self.cluster.ring.version
+        if node.table == "lost":
+            return None
+        return Looked(node.tell(step.keys), node.table == "final", True)
 
     def _ask(self, step: Ask) -> list[Message | None]:
         answers: list[Message | None] = [None] * len(step.questions)

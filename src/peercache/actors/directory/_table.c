@@ -2,10 +2,12 @@
  *
  *   header | holders | index 0 | index 1 | rows
  *
- * All addresses in it are offsets or numbers, so it may lie anywhere. A row is one record of one
+ * All addresses in it are offsets or numbers, so it may lie anywhere: in a file that other processes
+ * of the host read (memory/_table_reading.c), or in private memory. A row is one record of one
  * holder. An index is open addressing with linear probing over slots of 8 bytes: the row's number,
  * and 32 bits of a keyed hash. All holders of a key are found by one probe sequence. The range is
- * reserved whole, without access; memory comes as rows and slots are used.
+ * reserved whole, without access; memory comes as rows and slots are used, set aside before it is
+ * touched: a full file system refuses a batch, and ends no process.
  *
  * Rows never move. What grows is the index: a new one is filled in pieces while both are looked
  * into, and the old one is given back in pieces. Each change of which indices count is a new epoch.
@@ -17,115 +19,18 @@
  *   an index   names a row after the row is whole, and no longer before the row is free.
  *   growth     a row is named by the new index before the old one forgets it: a reader looks into
  *              the old one first, and looks at the epoch again after the batch.
+ *   a holder   its entry is given to another one after all its rows are free, under a new epoch: a
+ *              reader looks at the holders of its rows before it looks at the epoch again.
+ *   memory     that a reader may look into is given back only while no reader is in a batch.
  */
-#define _GNU_SOURCE
-#include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "_table.h"
 
-#define PIECE_BYTES (1ull << 18) /* of an index that is given back, at a time */
-
-static uint64_t rounded(uint64_t bytes)
-{
-    return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-}
-
-/* --- memory ---------------------------------------------------------------------------------- */
-
-/* Make the first `bytes` of an area usable. Returns whether they are. Not with huge pages: a virtual
- * machine may take 6 ms to find one, and each would be a stop. */
-static int usable(struct table *t, uint64_t at, uint64_t bytes)
-{
-    return mprotect((char *)t + at, bytes, PROT_READ | PROT_WRITE) == 0;
-}
-
-/* Give pages back: they are as if never used. */
-static void give_back(struct table *t, uint64_t at, uint64_t bytes)
-{
-    /* Mapped anew, not only emptied: hosts that count promised memory count it no longer. */
-    mmap((char *)t + at, bytes, PROT_NONE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-}
-
-static uint64_t slots_for(uint64_t rows)
-{
-    uint64_t slots = rows * 17 / 9 + 1; /* 53 % full: with the rows 79 bytes a record */
-
-    return rounded(slots * 8) / 8;
-}
-
-/* Return an empty table of at most `rows_max` rows whose first index has `slots` slots; NULL with
- * errno if its memory cannot be had. `seed` must be secret: who knows it can make keys collide. */
-struct table *peercache_table_new(const uint64_t *seed, uint64_t rows_max, uint64_t slots)
-{
-    struct table plan = {.magic = TABLE_MAGIC, .version = TABLE_VERSION, .epoch = 1};
-    struct table *t;
-
-    if (rows_max < 1 || rows_max > ROWS_MAX || slots < 1 || slots > ROWS_MAX) {
-        errno = EINVAL;
-        return NULL;
-    }
-    memcpy(plan.seed, seed, sizeof(plan.seed));
-    plan.rows_max = rows_max;
-    plan.holders_at = rounded(sizeof(plan));
-    plan.slots_max = slots_for(rows_max) + rounded(slots * 8) / 8;
-    plan.index[0].at = plan.holders_at + rounded(HOLDERS_MAX * sizeof(struct holder));
-    plan.index[1].at = plan.index[0].at + plan.slots_max * 8;
-    plan.rows_at = plan.index[1].at + plan.slots_max * 8;
-    plan.bytes = plan.rows_at + rounded((rows_max + 1) * sizeof(struct row));
-    plan.slots_min = plan.index[0].capacity = rounded(slots * 8) / 8;
-    plan.rows_used = 1;
-    t = mmap(NULL, plan.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (t == MAP_FAILED)
-        return NULL;
-    if (!usable(t, 0, plan.holders_at) || !usable(t, plan.index[0].at, plan.slots_min * 8)) {
-        munmap(t, plan.bytes);
-        errno = ENOMEM;
-        return NULL;
-    }
-    *t = plan;
-    return t;
-}
-
-/* Give all memory of a table back. */
-void peercache_table_free(struct table *t)
-{
-    munmap(t, t->bytes);
-}
-
-/* --- keys and slots -------------------------------------------------------------------------- */
-
-#define ROTATED(word, by) ((word) << (by) | (word) >> (64 - (by)))
-#define ROUND                                                                                      \
-    do {                                                                                           \
-        v0 += v1, v1 = ROTATED(v1, 13), v1 ^= v0, v0 = ROTATED(v0, 32);                            \
-        v2 += v3, v3 = ROTATED(v3, 16), v3 ^= v2;                                                  \
-        v0 += v3, v3 = ROTATED(v3, 21), v3 ^= v0;                                                  \
-        v2 += v1, v1 = ROTATED(v1, 17), v1 ^= v2, v2 = ROTATED(v2, 32);                            \
-    } while (0)
-
-/* Return 32 bits of a key's SipHash-1-3. All keys have one length, so it is not hashed. */
-uint32_t peercache_rows_tag(const struct table *t, const uint8_t *key)
-{
-    uint64_t v0 = t->seed[0] ^ 0x736f6d6570736575, v1 = t->seed[1] ^ 0x646f72616e646f6d;
-    uint64_t v2 = t->seed[0] ^ 0x6c7967656e657261, v3 = t->seed[1] ^ 0x7465646279746573;
-    uint64_t halves[2];
-
-    memcpy(halves, key, sizeof(halves));
-    v3 ^= halves[0];
-    ROUND;
-    v0 ^= halves[0], v3 ^= halves[1];
-    ROUND;
-    v0 ^= halves[1], v2 ^= 0xff;
-    ROUND;
-    ROUND;
-    ROUND;
-    return (uint32_t)((v0 ^ v1 ^ v2 ^ v3) >> 32);
-}
+/* --- slots ----------------------------------------------------------------------------------- */
 
 /* Name a row in the current index. Its capacity has been made sure of. */
 static void name(struct table *t, uint32_t tag, uint32_t number)
@@ -166,7 +71,7 @@ static int forget_in(struct table *t, unsigned which, uint32_t tag, uint32_t num
 /* Return whether a growth is under way: `tend` has work. */
 int peercache_table_is_growing(const struct table *t)
 {
-    return t->next_capacity || t->index[!t->current].capacity || t->released_until;
+    return t->next_capacity || t->index[!t->current].capacity || t->index_ready[!t->current];
 }
 
 /* Begin to write the next index, and to move out of the other one. */
@@ -175,7 +80,7 @@ static void change_index(struct table *t)
     struct index *index = &t->index[!t->current];
 
     index->used = index->named = 0;
-    index->capacity = t->next_capacity;
+    __atomic_store_n(&index->capacity, t->next_capacity, __ATOMIC_RELEASE);
     t->next_capacity = t->moved = 0;
     __atomic_store_n(&t->current, !t->current, __ATOMIC_RELEASE);
     __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
@@ -184,24 +89,63 @@ static void change_index(struct table *t)
 /* The old index names nothing any more. */
 static void end_move(struct table *t, struct index *old)
 {
-    t->released_until = old->capacity * 8;
     old->used = 0;
     __atomic_store_n(&old->capacity, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
+}
+
+/* Set memory aside for the next index, up to so many bytes; return whether it has it. */
+static int has_slots_ready(struct table *t, uint64_t bytes)
+{
+    uint64_t *ready = &t->index_ready[!t->current];
+
+    if (bytes <= *ready)
+        return 1;
+    if (!peercache_table_usable(t, t->index[!t->current].at + *ready, bytes - *ready))
+        return 0;
+    *ready = bytes;
+    return 1;
+}
+
+/* Load and empty the next page of the next index. Returns 0 if there is no memory for it. */
+static int ready_page(struct table *t)
+{
+    uint64_t *slots = slots_of(t, !t->current), end = t->next_capacity * 8;
+    uint64_t piece = t->moved * 8 / PIECE_BYTES * PIECE_BYTES + PIECE_BYTES;
+
+    if (!has_slots_ready(t, piece < end ? piece : end))
+        return 0;
+    /* Memory that could not be given back still has the slots of an earlier index. */
+    memset(&slots[t->moved], 0, PAGE_BYTES);
+    t->moved += PAGE_BYTES / 8;
+    return 1;
+}
+
+/* Give back a piece of the memory of the index that does not count. Returns whether it was. */
+static int release_piece(struct table *t)
+{
+    uint64_t *ready = &t->index_ready[!t->current];
+    uint64_t bytes = *ready < PIECE_BYTES ? *ready : PIECE_BYTES;
+
+    if (!peercache_table_give_back(t, t->index[!t->current].at + *ready - bytes, bytes))
+        return 0;
+    *ready -= bytes;
+    return 1;
 }
 
 /* Do a bounded part of a growth: load the memory of `budget` slots of the next index, move half as
  * many out of the old one, or give its memory back. Returns whether there is more to do. */
 int peercache_table_tend(struct table *t, uint64_t budget)
 {
-    unsigned other = !t->current;
-    struct index *index = &t->index[other];
-    uint64_t *slots = slots_of(t, other);
+    struct index *index = &t->index[!t->current];
+    uint64_t *slots = slots_of(t, !t->current);
 
     /* Rows are named all over an index: without this a batch would wait for a page a row. */
     for (; t->next_capacity && budget >= PAGE_BYTES / 8; budget -= PAGE_BYTES / 8) {
-        __atomic_store_n(&slots[t->moved], EMPTY, __ATOMIC_RELAXED);
-        t->moved += PAGE_BYTES / 8;
+        if (!ready_page(t)) {
+            t->next_capacity = 0; /* Planned again when it is due again. */
+            return 0;
+        }
         if (t->moved >= t->next_capacity) {
             change_index(t);
             return 1;
@@ -220,15 +164,13 @@ int peercache_table_tend(struct table *t, uint64_t budget)
             __atomic_store_n(&slots[t->moved], TOMBSTONE, __ATOMIC_RELEASE);
         }
     }
-    while (!index->capacity && t->released_until && budget) {
-        /* A page is given back as fast as four of its slots are moved. */
-        uint64_t bytes = budget < PIECE_BYTES ? budget * (PAGE_BYTES / 4) : PIECE_BYTES;
+    /* A page is given back as fast as four of its slots are moved. */
+    while (!t->next_capacity && !index->capacity && t->index_ready[!t->current] && budget) {
+        uint64_t cost = PIECE_BYTES / (PAGE_BYTES / 4);
 
-        bytes = bytes < PIECE_BYTES ? rounded(bytes) : PIECE_BYTES;
-        bytes = bytes < t->released_until ? bytes : t->released_until;
-        t->released_until -= bytes;
-        give_back(t, index->at + t->released_until, bytes);
-        budget -= budget < bytes / (PAGE_BYTES / 4) ? budget : bytes / (PAGE_BYTES / 4);
+        if (!release_piece(t))
+            return 0; /* A reader is at work; another part of a growth, or of a batch, tries again. */
+        budget -= budget < cost ? budget : cost;
     }
     /* What was removed meanwhile may make the next one due. */
     if (!peercache_table_is_growing(t))
@@ -236,14 +178,14 @@ int peercache_table_tend(struct table *t, uint64_t budget)
     return peercache_table_is_growing(t);
 }
 
-/* Choose the size of the next index, and make it usable. Returns whether there is one. */
+/* Choose the size of the next index. Returns whether there can be one. */
 static int plan_index(struct table *t, uint64_t rows)
 {
-    uint64_t capacity = slots_for(rows);
+    uint64_t capacity = peercache_table_slots_for(rows);
 
     if (capacity < t->slots_min)
         capacity = t->slots_min;
-    if (capacity > t->slots_max || !usable(t, t->index[!t->current].at, capacity * 8))
+    if (capacity > t->slots_max)
         return 0;
     t->next_capacity = capacity;
     t->moved = 0;
@@ -259,16 +201,22 @@ int peercache_rows_have_slots(struct table *t, uint64_t more)
     uint64_t wanted = index->used + t->index[!t->current].named + more;
     uint64_t rows = t->rows_live + more;
     int is_sparse = index->capacity > t->slots_min && rows * 6 < index->capacity;
+    /* Memory that is not given back yet is used again. */
+    int is_moving = t->next_capacity || t->index[!t->current].capacity;
 
-    if (!peercache_table_is_growing(t) && (wanted * 25 > index->capacity * 18 || is_sparse) &&
-        !plan_index(t, rows))
+    if (!is_moving && (wanted * 25 > index->capacity * 18 || is_sparse) && !plan_index(t, rows))
         return wanted * 5 <= index->capacity * 4;
     if (wanted * 5 <= index->capacity * 4)
         return 1;
-    while (!t->next_capacity && peercache_table_tend(t, UINT64_MAX / PAGE_BYTES))
-        ;
+    while (!t->next_capacity && t->index[!t->current].capacity)
+        peercache_table_tend(t, UINT64_MAX / PAGE_BYTES);
     if (!plan_index(t, rows))
         return 0;
+    while (t->moved < t->next_capacity)
+        if (!ready_page(t)) {
+            t->next_capacity = 0;
+            return 0;
+        }
     change_index(t);
     return 1;
 }
@@ -278,7 +226,7 @@ int peercache_rows_have_slots(struct table *t, uint64_t more)
 /* Make `more` rows usable; return whether they are. */
 static int has_rows(struct table *t, uint64_t more)
 {
-    uint64_t wanted = t->rows_used + more, ready;
+    uint64_t wanted = t->rows_used + more, ready, from;
 
     if (t->rows_live + more > t->rows_max)
         return 0;
@@ -287,12 +235,15 @@ static int has_rows(struct table *t, uint64_t more)
         wanted = t->rows_max + 1;
     if (wanted <= t->rows_ready)
         return 1;
-    ready = rounded((wanted + wanted / 8) * sizeof(struct row)) / sizeof(struct row);
-    if (ready > t->rows_max + 1)
-        ready = t->rows_max + 1;
-    if (!usable(t, t->rows_at, rounded(ready * sizeof(struct row))))
+    from = table_rounded(t->rows_ready * sizeof(struct row));
+    ready = table_rounded(wanted * sizeof(struct row)) / PIECE_BYTES * PIECE_BYTES + PIECE_BYTES;
+    if (ready > table_rounded((t->rows_max + 1) * sizeof(struct row)))
+        ready = table_rounded((t->rows_max + 1) * sizeof(struct row));
+    if (!peercache_table_usable(t, t->rows_at + from, ready - from))
         return 0;
-    t->rows_ready = ready;
+    if (ready / sizeof(struct row) > t->rows_max + 1)
+        ready = (t->rows_max + 1) * sizeof(struct row);
+    __atomic_store_n(&t->rows_ready, ready / sizeof(struct row), __ATOMIC_RELEASE);
     return 1;
 }
 
@@ -421,7 +372,7 @@ void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_
                              uint32_t *tags, uint64_t count)
 {
     for (uint64_t at = 0; at < count; at++) {
-        tags[at] = peercache_rows_tag(t, keys + at * stride);
+        tags[at] = tag_of(t->seed, keys + at * stride);
         prefetch_slots(t, tags[at]);
     }
     for (uint64_t at = 0; at < count; at++)
@@ -470,20 +421,27 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
     int64_t entry = (int64_t)t->holder_free - 1;
     struct holder *holder;
 
-    if (entry >= 0)
+    if (entry >= 0) {
         t->holder_free = holder_at(t, entry)->next_free;
-    else {
+        /* A reader may have rows of the holder that was here, and not have asked who that is. */
+        __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    } else {
+        uint64_t from = table_rounded(t->holders_used * sizeof(struct holder));
+        uint64_t end = table_rounded((t->holders_used + 1) * sizeof(struct holder));
+
         entry = t->holders_used;
-        if (entry == HOLDERS_MAX)
-            return -1;
-        if (!usable(t, t->holders_at, rounded((entry + 1) * sizeof(struct holder))))
+        if (entry == HOLDERS_MAX || (end > from && !peercache_table_usable(t, t->holders_at + from, end - from)))
             return -1;
         t->holders_used++;
     }
     holder = holder_at(t, entry);
-    memset(holder, 0, sizeof(*holder));
-    holder->identity = identity;
+    holder->next_free = 0;
+    memset(&holder->count, 0, sizeof(*holder) - offsetof(struct holder, count));
+    __atomic_store_n(&holder->identity, identity, __ATOMIC_RELAXED);
     __atomic_store_n(&holder->state, is_served ? SERVED : KEPT, __ATOMIC_RELEASE);
+    if (t->holders_used > t->holders_ready)
+        __atomic_store_n(&t->holders_ready, t->holders_used, __ATOMIC_RELEASE);
     return entry;
 }
 
@@ -511,7 +469,7 @@ int64_t peercache_table_sweep(struct table *t, int64_t entry, uint64_t budget)
     for (uint32_t bucket = 0; bucket < BUCKETS && removed < budget; bucket++)
         for (uint32_t row; removed < budget && (row = holder->first[bucket]); removed++) {
             __builtin_prefetch(row_at(t, row_at(t, row)->next));
-            peercache_rows_remove(t, row, peercache_rows_tag(t, row_at(t, row)->key));
+            peercache_rows_remove(t, row, tag_of(t->seed, row_at(t, row)->key));
         }
     if (removed < budget) {
         __atomic_store_n(&holder->state, UNUSED, __ATOMIC_RELEASE);
@@ -545,7 +503,7 @@ void peercache_table_figures(const struct table *t, uint64_t *figures)
     figures[0] = t->epoch;
     figures[1] = t->rows_live;
     figures[2] = slots;
-    figures[3] = t->rows_used * sizeof(struct row) + slots * 8 + t->released_until +
+    figures[3] = t->rows_used * sizeof(struct row) + t->index_ready[0] + t->index_ready[1] +
                  t->holders_used * sizeof(struct holder);
     figures[4] = t->authority;
     figures[5] = t->tick_ns;

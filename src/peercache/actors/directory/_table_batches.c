@@ -121,7 +121,7 @@ int peercache_table_replace(struct table *t, int64_t entry, const uint8_t *bucke
         for (uint32_t row = named[bucket] ? holder->first[bucket] : 0, next; row; row = next) {
             next = row_at(t, row)->next;
             if (row_at(t, row)->previous & MARKED) {
-                peercache_rows_remove(t, row, peercache_rows_tag(t, row_at(t, row)->key));
+                peercache_rows_remove(t, row, tag_of(t->seed, row_at(t, row)->key));
                 change->gone++;
             }
         }
@@ -226,7 +226,7 @@ int peercache_table_has(const struct table *t, int64_t entry, const char *packed
         uint32_t number;
 
         memcpy(&record, packed + at * sizeof(record), sizeof(record));
-        number = peercache_rows_find(t, peercache_rows_tag(t, record.key), record.key, entry, NULL);
+        number = peercache_rows_find(t, tag_of(t->seed, record.key), record.key, entry, NULL);
         held[at] = number && holder->identity == record.holder &&
                    row_at(t, number)->offset == record.offset &&
                    row_at(t, number)->generation == record.generation;

@@ -127,6 +127,8 @@ class DirectoryShard:
     records_max: int = RECORDS_MAX
     seed: bytes = bytes(SEED_BYTES)
     """What keys are hashed with. A node has one of its own, which no peer can find out."""
+    table_file: int = -1
+    """Descriptor of the file that the table shall lie in; -1 for private memory."""
     clock: Callable[[], float] | None = None
     """CLOCK_MONOTONIC, with which readers compare the table's tick; None: the actors' time."""
     tick_s: float = TICK_S
@@ -153,7 +155,10 @@ class DirectoryShard:
 
     def __attrs_post_init__(self) -> None:
         """Serve the own pool's records from the start, whatever a view says of this node."""
-        self._table = DirectoryTable(self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX)
+        self._table = DirectoryTable(
+            self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX,
+            file=self.table_file, incarnation=self.incarnation,
+        )  # fmt: skip
         self.authority = ShardAuthority(
             incarnation=self.incarnation, table=self._table, held=self._held
         )
@@ -165,6 +170,11 @@ class DirectoryShard:
     def record_count(self) -> int:
         """How many records this shard holds, its own node's included."""
         return self._count
+
+    @property
+    def table(self) -> DirectoryTable:
+        """The table, for those who read it beside this actor."""
+        return self._table
 
     def on_message(self, sender: Origin, message: DirectoryHears, now: float) -> list[Effect]:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""

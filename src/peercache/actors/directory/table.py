@@ -1,6 +1,7 @@
 """The packed table of a shard's records: who holds which pages, 64 bytes a record and its index.
 
-Owns the memory of the table, which `_table.c` lays out and `_table_batches.c` works on. Each method
+Owns the memory of the table, a file or private (`_table_memory.c`), which `_table.c` and
+`_table_batches.c` work on. Each method
 is one compiled call a batch. The table knows no streams and no view: a holder is an entry with
 records that answers name or not.
 """
@@ -29,6 +30,9 @@ SEED_BYTES = 16
 RING_VERSION_BYTES = 8
 """Of `HashRing.version`; no ring has the version of zeros, which stands for none."""
 
+_BYTES_AT = 24
+"""Where `bytes` lies in the header (`memory/_table_layout.h`)."""
+
 _TABLE = ctypes.c_void_p
 _ENTRY = ctypes.c_int64
 _BYTES = (ctypes.c_char_p, ctypes.c_uint64)
@@ -39,7 +43,9 @@ def _call(name: str, result: Any, *arguments: Any) -> Any:
     return function(f"peercache_table_{name}", result, *arguments, keeps_gil=True)
 
 
-_new = _call("new", _TABLE, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
+_new = _call(
+    "new", _TABLE, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64
+)  # fmt: skip
 _free = _call("free", None, _TABLE)
 _begin = _call("begin", ctypes.c_int64, _TABLE, ctypes.c_uint64, ctypes.c_int)
 _serve = _call("serve", ctypes.c_int, _TABLE, _ENTRY, ctypes.c_int)
@@ -101,20 +107,31 @@ class DirectoryTable:
     """
 
     def __init__(
-        self, seed: bytes, *, told_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN
-    ) -> None:
+        self, seed: bytes, *, told_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN,
+        file: int = -1, incarnation: int = 0,
+    ) -> None:  # fmt: skip
         """Reserve address space; raise MemoryError if there is none.
 
         seed:     SEED_BYTES that no peer knows: with them keys can be made that collide.
         told_max: most records of one answer.
+        file:     descriptor of an empty file that the table shall lie in, so that other processes
+                  can read it; -1 for private memory, which a file without room becomes, too
+                  (`is_shared`). The caller may close it afterwards.
+        incarnation: the owner's, so that a reader knows whose table it is.
         """
         if len(seed) != SEED_BYTES:
             raise ValueError(f"{len(seed)} bytes of a seed, {SEED_BYTES} are needed")
-        table = _new(seed, rows_max, slots_min)
-        while not table and rows_max > slots_min:
-            # A limit of the address space (`ulimit -v`) leaves less.
-            rows_max //= 2
-            table = _new(seed, rows_max, slots_min)
+        table, self.is_shared = None, False
+        for each in [file, -1] if file >= 0 else [-1]:
+            rows = rows_max
+            table = _new(seed, rows, slots_min, each, incarnation)
+            while not table and rows > slots_min:
+                # A limit of the address space (`ulimit -v`), or of the size of files, leaves less.
+                rows //= 2
+                table = _new(seed, rows, slots_min, each, incarnation)
+            if table:
+                self.is_shared = each >= 0
+                break
         if not table:
             raise MemoryError(f"no address space for a directory of {rows_max} records")
         self._table = table
@@ -123,6 +140,11 @@ class DirectoryTable:
         self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
         self._change = (ctypes.c_uint64 * 3)()
         self._is_growing = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The address at which the table begins, and how many bytes it spans."""
+        return self._table, ctypes.c_uint64.from_address(self._table + _BYTES_AT).value
 
     @property
     def is_growing(self) -> bool:

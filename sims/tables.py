@@ -1,0 +1,204 @@
+"""The directory tables of a run: a client's compiled reader, with the owner's work in between.
+
+A batch is read in parts. Between two of them time passes, in which the actor changes its table,
+another incarnation comes, or the table's index is made anew; the process may be stopped, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Callable, Iterable
+
+import trio
+import trio.lowlevel
+
+from peercache.actors.directory.table import SLOTS_MIN, DirectoryTable
+from peercache.memory.table_reading import HOLDERS_MAX, TORN, TableReader, Unusable
+from peercache.model.keys import KEY_BYTES
+from peercache.model.member import Member
+from peercache.model.reads import Looked
+from peercache.model.records import RECORD_BYTES
+from peercache.paths.steps import ReadTable
+from sims.memory import NodeMemory
+from sims.places import Place
+from sims.trace import Violation
+
+TRIES = 4
+"""As the compiled batch has them."""
+
+STOPPED_S = (0.0, 0.0, 0.0, 0.0005, 0.02)
+"""How long a process may be off its processor between two parts: any time counts as a stop, since a
+batch takes microseconds."""
+
+STOPPED_MAX_S = 4.0
+
+
+class Header(ctypes.Structure):
+    """The beginning of a table, as `memory/_table_layout.h` has it."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint64),
+        ("version", ctypes.c_uint64),
+        ("incarnation", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("authority", ctypes.c_uint64),
+        ("tick_ns", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64 * 2),
+        ("holders_at", ctypes.c_uint64),
+        ("rows_at", ctypes.c_uint64),
+        ("index", ctypes.c_uint64 * 8),
+        ("current", ctypes.c_uint64),
+        ("rows_ready", ctypes.c_uint64),
+        ("holders_ready", ctypes.c_uint64),
+        ("slots_min", ctypes.c_uint64),
+        ("slots_max", ctypes.c_uint64),
+        ("rows_max", ctypes.c_uint64),
+        ("rows_used", ctypes.c_uint64),
+        ("rows_live", ctypes.c_uint64),
+        ("holders_used", ctypes.c_uint64),
+        ("index_ready", ctypes.c_uint64 * 2),
+        ("next_capacity", ctypes.c_uint64),
+        ("moved", ctypes.c_uint64),
+    )
+
+
+def header_of(table: DirectoryTable) -> Header:
+    """Return the header of a table, as it is in its memory."""
+    return Header.from_address(table.place[0])
+
+
+def table_file(name: str) -> int:
+    """Return a file for a table: private memory would be gone under a reader."""
+    return os.memfd_create(name)
+
+
+def make_index_anew(table: DirectoryTable) -> None:
+    """Have a table's index grow out of another one, which a run's few pages never would."""
+    header = header_of(table)
+    if not header.next_capacity and not table.is_growing:
+        header.moved = 0
+        header.next_capacity = SLOTS_MIN
+    while table.tend(SLOTS_MIN):
+        pass
+
+
+class Observed:
+    """What a table has said during one batch, as the owner itself would say it."""
+
+    def __init__(self, table: DirectoryTable, keys: bytes) -> None:
+        """Observe the beginning."""
+        self._table = table
+        self._keys = keys
+        self.always = self.ever = self._now()
+
+    def look(self) -> None:
+        """Observe the table before the batch reads on."""
+        now = self._now()
+        self.always = self.always & now
+        self.ever = self.ever | now
+
+    def check(self, looked: Looked, who: str) -> None:
+        """Fail unless the batch found what was there all the time, and nothing that never was."""
+        told = _split(looked.records)
+        for record in told:
+            if record not in self.ever:
+                raise Violation("table-record", f"{who} read {record.hex()}, which never was there")
+        for record in self.always.difference(told):
+            raise Violation("table-lost", f"{who} did not find {record.hex()}")
+
+    def _now(self) -> frozenset[bytes]:
+        _, records = self._table.locate(self._keys, 0, HOLDERS_MAX)
+        return frozenset(_split(records))
+
+
+class SimTables:
+    """The tables that one client reads."""
+
+    def __init__(
+        self,
+        place: Place,
+        linked: Callable[[int], NodeMemory | None],
+        rng: random.Random,
+        asker: int,
+    ) -> None:
+        """Open none yet. linked: the memory of an incarnation, by its file's name."""
+        self._place = place
+        self._linked = linked
+        self._rng = rng
+        self._asker = asker
+        self._opened: dict[int, DirectoryTable] = {}
+
+    def nodes(self) -> Iterable[int]:
+        """Return the nodes whose tables can be read now."""
+        return self._opened
+
+    def follow(self, members: Iterable[Member]) -> None:
+        """Open the tables of the live members of this host; keep those that are open."""
+        opened = {}
+        for member in members:
+            node = member.incarnation
+            if member.boot_id != self._place.host:
+                continue
+            memory = self._linked(node)
+            table = self._opened.get(node, memory.table if memory is not None else None)
+            if table is not None:
+                opened[node] = table
+        self._opened = opened
+
+    async def look(self, step: ReadTable) -> Looked | None:
+        """Perform a step, with time between its parts."""
+        table = self._opened.get(step.peer)
+        if table is None:
+            return None
+        for _ in range(TRIES):
+            looked = await self._batch(table, step)
+            if looked is not None:
+                return looked
+        return None
+
+    async def _batch(self, table: DirectoryTable, step: ReadTable) -> Looked | None:
+        try:
+            return await self._read(table, step)
+        except Unusable as unusable:
+            if unusable.reason != TORN:
+                raise Violation("table-unusable", f"{self._place.name}: {unusable}") from None
+            return None
+
+    async def _read(self, table: DirectoryTable, step: ReadTable) -> Looked:
+        address, size = table.place
+        reader = TableReader(address=address, file=-1, size_bytes=size, incarnation=step.peer)
+        count = len(step.keys) // KEY_BYTES
+        is_split = self._rng.random() < 0.5
+        ring, now_s = int.from_bytes(step.ring, "little"), trio.current_time()
+        observed = Observed(table, step.keys)
+        reader.begin(count)
+        at = 0
+        while at < count:
+            part = self._rng.randint(1, count - at) if is_split else count
+            keys = step.keys[at * KEY_BYTES : (at + part) * KEY_BYTES]
+            reader.look(keys, at, self._asker)
+            at += part
+            if is_split:
+                await self._pause(table)
+                observed.look()
+        looked = reader.end(ring, now_s)
+        observed.check(looked, self._place.name)
+        return looked
+
+    async def _pause(self, table: DirectoryTable) -> None:
+        stopped_s = self._rng.choice(STOPPED_S)
+        if self._rng.random() < 0.02:
+            stopped_s = self._rng.uniform(0.2, STOPPED_MAX_S)
+        if self._rng.random() < 0.1:
+            make_index_anew(table)
+        if stopped_s:
+            self._place.pause(trio.current_time(), stopped_s)
+        await trio.lowlevel.checkpoint()
+        await self._place.awake()
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]

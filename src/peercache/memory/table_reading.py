@@ -1,0 +1,163 @@
+"""Reads a directory table that another process writes: a batch of keys in one compiled call.
+
+`_table_reading.c` does the work, and says why it is right. Nothing in the table is believed before
+it is checked, and whatever does not fit ends the batch with a reason: the caller asks the owner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, final
+
+from peercache.installation.library import function
+from peercache.model.keys import KEY_BYTES
+from peercache.model.reads import TICK_AGE_MAX_S, Looked
+from peercache.model.records import RECORD_BYTES
+
+HOLDERS_MAX = 8
+"""Holders of one key that a look brings, as many as an owner's answer."""
+
+KEYS_MAX = 2048
+"""Keys of one compiled call, which keeps the interpreter's lock: half a millisecond."""
+
+_FOUND_BYTES = 64
+_LISTED_MAX = 64
+_TICK_AGE_MAX_NS = int(TICK_AGE_MAX_S * 1e9)
+
+TORN = "torn"
+"""The table changed under each try, or has a search without an end."""
+
+REASONS = {
+    -1: "cut_short",
+    -2: "foreign",
+    -3: "other_version",
+    -4: "malformed",
+    -5: TORN,
+}
+"""Why a table is not used, by what the compiled part returns."""
+
+
+class Unusable(Exception):
+    """A table that cannot be read now. reason: one of REASONS, or "closed"."""
+
+    def __init__(self, reason: str) -> None:
+        """Say why."""
+        super().__init__(f"a directory table is not used: {reason}")
+        self.reason = reason
+
+
+class _Reading(ctypes.Structure):
+    """As `struct reading` has it."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("file", ctypes.c_int64),
+        ("bytes", ctypes.c_uint64),
+        ("incarnation", ctypes.c_uint64),
+        ("found", ctypes.c_void_p),
+        ("found_max", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("steps", ctypes.c_uint64),
+        ("is_torn", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("authority", ctypes.c_uint64),
+        ("tick_ns", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 15),
+    )
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    # To get the GIL back may take five milliseconds, a call takes microseconds.
+    return function(
+        f"peercache_reading_{name}", ctypes.c_int64, ctypes.c_void_p, *arguments, keeps_gil=True
+    )
+
+
+_U64 = ctypes.c_uint64
+_begin = _call("begin")
+_look = _call("look", ctypes.c_char_p, _U64, _U64, _U64, _U64)
+_end = _call("end", ctypes.c_void_p)
+_batch = _call("batch", ctypes.c_char_p, _U64, _U64, _U64, ctypes.c_void_p)
+
+
+@final
+class TableReader:
+    """Reads one table. For one thread at a time: the caller sees to that."""
+
+    def __init__(self, *, address: int, file: int, size_bytes: int, incarnation: int) -> None:
+        """Read the table of a node, which stays where it is for as long as this is used.
+
+        address:    where the table is mapped, `size_bytes` of it; 0 to read the file by `pread`.
+        file:       its descriptor; -1 for memory of this process that no file has.
+        """
+        self._room = 0
+        self._found: Any = None
+        self._into: Any = None
+        self._reading = _Reading(
+            at=address or None, file=file, bytes=size_bytes, incarnation=incarnation
+        )
+        self._at = ctypes.addressof(self._reading)
+
+    def batch(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
+        """Look for keys; raise Unusable where this table cannot be read now.
+
+        ring:  version of the ring by which the caller knows the table's node as an owner, as a
+               number.
+        now_s: seconds of CLOCK_MONOTONIC, from before the call.
+        asker: a number of the caller's own: callers begin among many holders at different ones.
+        """
+        if len(keys) <= KEYS_MAX * KEY_BYTES:
+            return self._part(keys, ring, now_s, asker)
+        parts = [
+            self._part(keys[begin : begin + KEYS_MAX * KEY_BYTES], ring, now_s, asker)
+            for begin in range(0, len(keys), KEYS_MAX * KEY_BYTES)
+        ]
+        return Looked(
+            b"".join(part.records for part in parts),
+            all(part.is_final for part in parts),
+            all(part.is_at_work for part in parts),
+        )
+
+    def _part(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
+        count = len(keys) // KEY_BYTES
+        self._have_room(count)
+        told = _batch(self._at, keys, count, asker, HOLDERS_MAX, self._into)
+        return self._looked(told, ring, now_s)
+
+    # --- the parts of a batch, with the owner's work between them: for simulations and tests ----
+
+    def begin(self, keys_max: int) -> None:
+        """Begin a batch of at most so many keys; raise Unusable."""
+        self._have_room(keys_max)
+        _raised(_begin(self._at))
+
+    def look(self, keys: bytes, place: int, asker: int) -> None:
+        """Look for the batch's next keys, after `place` others; raise Unusable."""
+        _raised(_look(self._at, keys, len(keys) // KEY_BYTES, place, asker, HOLDERS_MAX))
+
+    def end(self, ring: int, now_s: float) -> Looked:
+        """Return what the batch has found; raise Unusable, with reason "torn" to begin again."""
+        return self._looked(_end(self._at, self._into), ring, now_s)
+
+    def _looked(self, told: int, ring: int, now_s: float) -> Looked:
+        _raised(told)
+        reading = self._reading
+        # A clock may stand before it, too: the owner has ticked since the caller looked at it.
+        is_at_work = abs(int(now_s * 1e9) - reading.tick_ns) <= _TICK_AGE_MAX_NS
+        is_final = is_at_work and ring != 0 and reading.authority == ring and not reading.is_torn
+        return Looked(ctypes.string_at(self._into, told * RECORD_BYTES), is_final, is_at_work)
+
+    def _have_room(self, keys: int) -> None:
+        if keys <= self._room:
+            return
+        found_max = keys * HOLDERS_MAX + _LISTED_MAX
+        self._found = ctypes.create_string_buffer(found_max * _FOUND_BYTES)
+        self._into = ctypes.create_string_buffer(found_max * RECORD_BYTES)
+        self._reading.found = ctypes.addressof(self._found)
+        self._reading.found_max = found_max
+        self._room = keys
+
+
+def _raised(result: int) -> None:
+    if result < 0:
+        raise Unusable(REASONS[result])

@@ -1,0 +1,124 @@
+"""Locating by the directory tables of this host: when it makes questions needless, and when not."""
+
+from __future__ import annotations
+
+from peercache.model.records import Records
+from peercache.observability import reasons
+from peercache.paths.steps import ReadTable
+from peercache.wire.messages.directory import Lookup
+from tests.unit.paths.world import Node, World
+
+
+def read(world: World) -> list[int]:
+    """Return whose tables were read, in order."""
+    return [step.peer for step in world.steps if isinstance(step, ReadTable)]
+
+
+def page_of(world: World, *, owners: set[int], others: set[int]) -> str:
+    """Return a page that these nodes own, and none of the others."""
+    for number in range(10_000):
+        owned = {node.number for node in world.owners(f"page-{number}")[: world.cluster.replicas]}
+        if owners <= owned and not owned & others:
+            return f"page-{number}"
+    raise AssertionError("there is no such page")
+
+
+def stored(world: World, name: str, *nodes: Node, holder: int = 4) -> Records:
+    record = world.nodes[holder].hold(name)
+    for node in nodes:
+        node.know(record)
+    return record
+
+
+def test_what_the_home_nodes_table_knows_costs_no_question() -> None:
+    """With authority or without: verification decides whether a record is true."""
+    world = World(4)
+    world.nodes[1].table = "hint"
+    for name in "ab":
+        stored(world, name, world.nodes[1])
+
+    assert world.get("a", "b").hits == [True, True]
+
+    assert world.asked(Lookup) == []
+    assert read(world) == [1]
+
+
+def test_absent_is_final_where_an_owners_table_has_authority() -> None:
+    """During a hand-over, too: the table lacks nothing on the present ring."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "final"
+    name = page_of(world, owners={1}, others=set())
+
+    outcome = world.get(name)
+
+    assert (outcome.hits, outcome.reasons) == ([False], [reasons.ABSENT])
+    assert world.asked(Lookup) == []
+
+
+def test_without_authority_owners_are_asked_for_what_was_not_found() -> None:
+    """The home node included: its answer may know what was on its way into the table."""
+    world = World(4, replicas=2)
+    world.nodes[1].table, world.nodes[1].is_behind = "hint", True
+    name = page_of(world, owners={1, 2}, others={4})
+    stored(world, name, world.nodes[2])
+    stored(world, "known", world.nodes[1])
+
+    assert world.exists("known", name) == [True, True]
+
+    asked = {peer for question in world.asked(Lookup) for peer in question}
+    assert asked == {1, 2}
+
+
+def test_authority_counts_for_keys_that_the_node_owns() -> None:
+    """Of others it knows only what it holds itself."""
+    world = World(5, replicas=2)
+    world.nodes[1].table = "final"
+    owned = page_of(world, owners={1}, others=set())
+    foreign = page_of(world, owners={2, 3}, others={1})
+    stored(world, foreign, world.nodes[2], world.nodes[3])
+
+    assert world.exists(owned, foreign) == [False, True]
+
+    assert all(len(message.keys) == 16 for message in world.nodes[1].heard)
+
+
+def test_other_tables_of_the_host_are_read_for_the_keys_that_their_nodes_own() -> None:
+    """And only for what the home node's table left open."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = world.nodes[2].table = world.nodes[3].table = "final"
+    known = page_of(world, owners={2, 3}, others={1})
+    stored(world, known, world.nodes[1])
+    foreign = next(
+        name
+        for name in (f"other-{n}" for n in range(10_000))
+        if 1 not in {node.number for node in world.owners(name)[:2]}
+        and 2 in {node.number for node in world.owners(name)[:2]}
+    )
+
+    assert world.exists(known, foreign) == [True, False]
+
+    assert read(world) == [1, 2]
+    assert world.asked(Lookup) == []
+
+
+def test_a_table_that_cannot_be_read_leaves_all_as_it_was() -> None:
+    """Its node is asked."""
+    world = World(4)
+    world.nodes[1].table = "lost"
+    stored(world, "a", world.nodes[1])
+
+    assert world.get("a").hits == [True]
+
+    assert world.asked(Lookup) != []
+
+
+def test_a_record_of_a_table_that_failed_verification_is_not_taken_again() -> None:
+    """Until its holder has withdrawn it; the owners are asked for another one."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "hint"
+    stale = stored(world, "a", world.nodes[1])
+    world.nodes[4].evict(stale, world.nodes[4].memory[:512])
+
+    assert world.get("a").hits == [False]
+
+    assert world.asked(Lookup) != []
