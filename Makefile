@@ -122,7 +122,7 @@ ttft: $(STAMP)
 	@$(MAKE) --no-print-directory docs
 
 # The figures of docs/explanation/performance.md beside Mooncake, PyPI's peercache and Redis, on a
-# quiet machine: eight minutes. Their environments are made in the user's cache folder the first time.
+# quiet machine: nine minutes. Their environments are made in the user's cache folder the first time.
 peers: $(STAMP)
 	@$(BIN)/python -m benchmarks.peers --json $(PEERS).new $(PEERS_FLAGS) \
 		|| { rm -f $(PEERS).new; exit 1; }
