@@ -76,8 +76,8 @@ EVICT_WITHOUT_ODD: Patches = ((PageTable, "protect", _silent),)
 
 
 def _early(right: Any) -> Any:
-    def grant(self: Any, origin: Any, reserve: Any) -> Any:
-        effects = right(self, origin, reserve)
+    def grant(self: Any, origin: Any, reserve: Any, *more: Any) -> Any:
+        effects = right(self, origin, reserve, *more)
         found = self._reservations.find(origin.identity, reserve.sequence)
         if not isinstance(found, reservations.Reservation):
             return effects

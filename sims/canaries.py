@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from sims import bugs, planted
+from sims import bugs, bugs_owners, planted
 from sims.play import play
 from sims.swarm import smaller
 
@@ -288,6 +288,12 @@ CANARIES: tuple[Canary, ...] = (
         "what an owner that is behind does not know is absent",
         50,
         patches=bugs.BEHIND_IGNORED,
+    ),
+    Canary(
+        "own-shard-counts",
+        "a commit is answered as known to its owners when the own shard knows it",
+        50,
+        patches=bugs_owners.OWN_SHARD_COUNTS,
     ),
     Canary(
         "pool-shares-taken-out",

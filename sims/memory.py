@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.effects import StoreWords
+from peercache.model.hash_ring import HashRing
 from peercache.model.records import RESIDENT, Records
 from peercache.model.seal import SEAL, Seals
 from sims.content import POISON, Page, version_of
@@ -82,8 +83,16 @@ class Truth:
         self.generations: dict[int, int] = {}
         self.arrived: dict[tuple[int, int, bytes], int] = {}
         """By owner, holder and key: under which generation a record has come to an owner."""
+        self.known: dict[bytes, dict[int, int]] = {}
+        """By key and holder: the generation of a record that all its owners have acknowledged."""
+        self.rings: dict[int, HashRing] = {}
+        """By node: the ring that its shard follows."""
+        self.waiting: dict[tuple[int, int, int], Records] = {}
+        """By node, client and sequence: the records of a commit that is not answered."""
         self.nodes: set[int] = set()
         """Every incarnation that ever was."""
+        self.living: set[int] = set()
+        """Those whose processes run."""
         self.removals = Removals()
         self.hits = 0
 

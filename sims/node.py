@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import trio
 
+from peercache.actors.directory.authority import HEARD_MAX_S
 from peercache.actors.effects import Effect, StoreWords, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, RecordsChanged
 from peercache.actors.runtime import SELF, Mailbox, run_actor
@@ -51,6 +52,9 @@ POPULATED_S = 0.2
 
 GOODBYE_S = 0.5
 
+FORMER_S = HEARD_MAX_S + 2.0
+"""Former owners are left in time for the second phase to see it."""
+
 
 class SimNode:
     """One incarnation of a node."""
@@ -81,6 +85,8 @@ class SimNode:
         self.metrics = Metrics()
         self.links: list[SimLink] = []
         self._options = options
+        self._truth = truth
+        truth.living.add(self.incarnation)
         self._rng = rng
         self._network = network
         self._trace = trace
@@ -116,7 +122,8 @@ class SimNode:
         self.memory.table = self.crew.directory.table
         # Time is exact here, so that no tick is late, and ticks are most of a quiet run's events.
         self.crew.directory.clock, self.crew.directory.tick_s = trio.current_time, 0.07
-        self.crew.publisher.former_s = options.handover_s
+        # Longer than a shard believes a holder of which it hears nothing.
+        self.crew.publisher.former_s = FORMER_S
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0
         self.memory.may_write = self._has_reserved
@@ -316,6 +323,7 @@ class SimNode:
         return cast("Link", link)
 
     def _ended(self) -> None:
+        self._truth.living.discard(self.incarnation)
         if self.place.alive:
             self.place.alive = False
             self._network.close(self.listener)

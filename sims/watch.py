@@ -27,6 +27,7 @@ from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP
 from peercache.model.view import View, is_live
 from peercache.wire.messages.directory import Delete, Disputed, Located, Put, Repair
+from sims import stored
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place
@@ -83,6 +84,7 @@ class WatchedActor:
         self.steps += 1
         check_bounds(self.mailbox, self.name)
         actor = self.actor
+        stored.note_heard(actor, message, self.truth)
         if isinstance(actor, Membership):
             view, masters = actor.view, actor.masters()
             effects = actor.on_message(sender, message, self.place.local(now))
@@ -103,6 +105,7 @@ class WatchedActor:
             effects = actor.on_message(sender, message, self.place.local(now))
             _check_kept(actor, before, type(message).__name__)
             _check_answers(actor, effects)
+            stored.check_absent(actor, message, effects, self.truth, self.truth.living)
             if isinstance(message, (Put, Repair)):
                 _note_held(actor, sender.identity, message.records, self.truth)
         self._note(type(message).__name__, effects)
@@ -128,6 +131,7 @@ class WatchedActor:
 
     def _note(self, cause: str, effects: list[Effect]) -> None:
         self.look(effects)
+        stored.note_said(self.actor, effects, self.truth)
         if isinstance(self.actor, Publisher):
             _check_hand_over(self.actor, effects, self.truth)
         kinds = [_kind(effect) for effect in effects]

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.actors.publisher.streams import RecordTable
+from peercache.actors.publisher.turning import Turning
 from peercache.model import records
+from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
     BUCKETS,
     DROP,
@@ -128,8 +130,11 @@ def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> N
     made["key"] = np.frombuffer(b"".join(bytes([n]) * 16 for n in range(4)), "V16")
     made["generation"] = [2, 4, 6, 8]
     made["flags"] = [RESIDENT, RESIDENT, ON_DISK, ON_DISK]
-    rows = table.store(keys_of(made), np.full(4, -1), made)
+    table.store(keys_of(made), np.full(4, -1), made)
+    turning = Turning(table)
+    turning.begin(None)
+    turning.look(HashRing([1], virtual_nodes=1, replicas=1))
 
-    hottest = table.records["generation"][table.hottest_first(rows)]
+    hottest = table.records["generation"][turning.take(4)]
 
     assert hottest.tolist() == [4, 2, 8, 6]

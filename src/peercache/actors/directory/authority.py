@@ -31,10 +31,11 @@ WANTED_MAX_S = 4.0
 """Pauses between two questions to a holder that is in doubt, the first and the longest. Most come
 into sync by themselves: a holder tells when it has handed over."""
 
-HEARD_MAX_S = 10.0
+HEARD_MAX_S = 5.0
 HEARD_MEMBER_S = 0.4
 """How long no summary of a holder may have come, and so much for each member: in a large cluster
-summaries are rare. A holder that cannot reach this node, though others reach both, is in doubt."""
+summaries are rare. A holder that cannot reach this node, though others reach both, is in doubt, and
+where no member reaches this node it has no authority by when they have it dead."""
 
 HEARD_LOOK_S = 1.0
 

@@ -135,7 +135,8 @@ class DirectoryTable:
         if not table:
             raise MemoryError(f"no address space for a directory of {rows_max} records")
         self._table = table
-        weakref.finalize(self, _free, table)
+        # Not when the interpreter ends: a node's thread may still tick, and the memory goes anyhow.
+        weakref.finalize(self, _free, table).atexit = False
         self._told_max = told_max
         self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
         self._change = (ctypes.c_uint64 * 3)()

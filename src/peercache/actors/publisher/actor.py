@@ -81,7 +81,8 @@ FORMER_S = 600.0
 during an upgrade cost no second hand-over, and a reader with an older view finds what is stored."""
 
 FORMER_MIN_S = 10.0
-"""The same after a change that comes late in that time: as long as a view needs to spread."""
+"""The same after a change that comes late in that time: longer than an owner with an older ring
+believes a holder of which it hears nothing."""
 
 FORMER_RINGS_MAX = 4
 """Former rings whose owners hear of new records: with more changes within FORMER_S, many nodes come
