@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.paths.writing import PUBLISH_PATIENCE_S
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.system.nodes import (
     CALL_S,
@@ -100,6 +101,32 @@ def test_a_paused_holder_is_read_over_shared_memory_as_ever() -> None:
         first.resume()
 
         assert answers == [[True] * 16] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stalls")
+def test_a_stopped_owner_costs_sets_one_patience_once() -> None:
+    """SIGSTOP: one set waits for it, the next do not; when it goes on it comes to know all."""
+    with LocalCluster() as cluster:
+        first, second, third = cluster.start_many(3)
+        client = cluster.client(first)
+        batches = [keys_of(f"stopped-{number}", 8) for number in range(8)]
+        client.batch_set(batches[0], pages_of(batches[0]))
+        reader = cluster.client(second)
+        wait_until(lambda: reader.batch_exists(batches[0]) == 8)
+
+        third.pause()
+        took_s = []
+        for keys in batches[1:]:
+            stored, seconds = timed(lambda keys=keys: client.batch_set(keys, pages_of(keys)))
+            assert stored == [True] * 8
+            took_s.append(seconds)
+        third.resume()
+
+        assert took_s[0] >= PUBLISH_PATIENCE_S * 0.9
+        assert min(took_s[1:]) < PUBLISH_PATIENCE_S / 2
+        late = cluster.client(third)
+        wait_until(lambda: [late.batch_exists(keys) for keys in batches] == [8] * 8)
 
 
 def test_a_home_node_that_restarts_is_found_again_within_five_seconds() -> None:
