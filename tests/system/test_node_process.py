@@ -173,19 +173,23 @@ def test_too_few_open_files_are_an_error_at_start() -> None:
 
 
 def test_a_node_leaves_no_segment_behind() -> None:
-    """SIGTERM removes it; a killed node's is removed by the next one that starts."""
+    """SIGTERM removes it and its table; a killed node's go when the next one starts."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, LocalCluster() as cluster:
         first = cluster.start(flags=("--shm-dir", folder))
         killed = cluster.start(flags=("--shm-dir", folder))
         killed.kill()
-        assert len(list(Path(folder).iterdir())) == 2
+        assert len(list(Path(folder).iterdir())) == 4
 
         third = cluster.start(flags=("--shm-dir", folder))
         left = {path.name for path in Path(folder).iterdir()}
         first.terminate()
         third.terminate()
 
-        assert left == {f"peercache-{node.ready['node']}" for node in (first, third)}
+        assert left == {
+            f"peercache-{kind}{node.ready['node']}"
+            for node in (first, third)
+            for kind in ("", "table-")
+        }
         assert list(Path(folder).iterdir()) == []
 
 
