@@ -320,12 +320,6 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.MIRROR_UNVERIFIED,
     ),
     Canary(
-        "removed-comes-back",
-        "a mirrored page that was read before a removal is committed after it",
-        100,
-        patches=bugs.REMOVED_COMES_BACK,
-    ),
-    Canary(
         SET_ORDER,
         "owners are asked in the order of a set of strings",
         5,
