@@ -35,7 +35,7 @@ def test_with_all_pages_mirrored_the_busiest_holder_sends_a_fifth(without: Repor
     assert sum(report.sent) == 6 * PROMPT_BYTES
     assert report.sent[0] * 5 <= without.sent[0]
     assert len(report.sent) > 1
-    assert report.waited_s * 3 < without.waited_s
+    assert report.waited_s * 1.5 < without.waited_s
 
 
 def test_with_hot_pages_mirrored_each_host_reads_from_others_twice(without: Report) -> None:
