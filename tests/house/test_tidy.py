@@ -63,9 +63,9 @@ LAYERS: dict[str, str] = {
     "http": "trust model config observability",
     "discovery": "config observability",
     # A node is put together from all of them, then the blocking client.
-    "node": "trust model config wire wire.messages observability actors actors.membership "
-    "actors.ring actors.directory actors.publisher actors.pool actors.disk actors.promote "
-    "actors.removal actors.rdma memory storage net fabric.tcp rdma http discovery",
+    "node": "trust model config wire wire.messages observability installation actors "
+    "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
+    "actors.promote actors.removal actors.rdma memory storage net fabric.tcp rdma http discovery",
     "client": "trust model config wire wire.messages observability paths memory net fabric "
     "fabric.tcp rdma node",
     "": "client",

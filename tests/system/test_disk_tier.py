@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
     NodeProcess,
+    free_port,
     keys_of,
     pages_of,
     wait_until,
@@ -174,6 +177,7 @@ def test_node_without_a_usable_folder_serves_from_memory(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     flags = ["--disk-enabled", "true", "--disk-path", str(blocked), "--disk-size", "64MiB"]
+    flags += ["--metrics-port", free_port()]
     node = cluster.start(pool="4MiB", flags=flags)
     client = cluster.client(node)
     names = names_of(0, 4)
@@ -184,6 +188,10 @@ def test_node_without_a_usable_folder_serves_from_memory(
     assert all(read_all(client, names))
     assert client.stats()["home_disk_open"] == 0
     assert "disk.ended" in node.said()
+    with urllib.request.urlopen(f"http://{node.ready['http']}/healthz") as health:
+        told = json.load(health)
+    assert told["status"] == "degraded"
+    assert str(blocked) in told["reason"]
 
 
 def test_two_nodes_do_not_share_a_folder(cluster: LocalCluster, tmp_path: Path) -> None:

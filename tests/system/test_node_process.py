@@ -78,7 +78,7 @@ def test_a_port_that_is_named_and_taken_is_an_error() -> None:
 def test_a_pool_that_does_not_fit_is_an_error_at_start(tmp_path: Path) -> None:
     """A file system too small for the pool is told by its name and figures, not by a bus error."""
     free = os.statvfs("/dev/shm")
-    too_much = free.f_bavail * free.f_frsize * 2 + 2**40
+    too_much = free.f_bavail * free.f_frsize + 2**30
 
     done = run_node("--listen", "127.0.0.1:0", "--pool-size", str(too_much))
 
@@ -108,7 +108,8 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
         with urllib.request.urlopen(f"http://{ready['http']}/") as overview:
             page = overview.read().decode()
         assert overview.headers["content-type"] == "text/html; charset=utf-8"
-        assert f"{ready['node']} (this node)" in page
+        assert f"{ready['control']} (this node)" in page
+        assert ready["node"] in page
         assert ready["control"] in page
 
 

@@ -53,15 +53,21 @@ def template() -> Template:
 def overview(
     *,
     problem: str,
+    degraded: str = "",
     facts: Mapping[str, int | float | str],
     members: Sequence[Member],
     registry: CollectorRegistry,
 ) -> str:
-    """Return the page. problem: why the node does not serve, "" while it does."""
+    """Return the page.
+
+    problem: why the node does not serve, "" while it does.
+    degraded: what does not work although it serves.
+    """
     node = str(facts.get("node", ""))
     shown = sorted(members, key=lambda m: (m.state, m.host_name, m.control))[:MEMBERS_SHOWN_MAX]
     return template().render(
         problem=problem,
+        degraded=degraded,
         facts={**_NOTHING, **facts},
         node=node,
         calls=list(_calls(registry)) or [("", "nothing yet", "", "")],
@@ -102,10 +108,11 @@ def _calls(registry: CollectorRegistry) -> Iterator[Row]:
 
 def _member(member: Member, node: str) -> Row:
     name, state = name_of(member.incarnation), member.state
+    # By its address: host names may be one for all, and the incarnation says nothing to a person.
     return (
-        f"{name} (this node)" if name == node else name,
+        f"{member.control} (this node)" if name == node else member.control,
         STATE_NAMES[state] if state < len(STATE_NAMES) else str(state),
         member.host_name,
-        member.control,
         member.data,
+        name,
     )

@@ -31,11 +31,13 @@ class Health:
 
     serving: whether a client that asks this node for its pages gets them.
     reason:  why not, in words for a person; "" while serving.
+    degraded: what does not work although clients get their pages; "" for nothing.
     facts:   figures that a person looks at next: members, pages, bytes …
     """
 
     serving: bool
     reason: str = ""
+    degraded: str = attrs.field(default="", kw_only=True)
     facts: dict[str, int | float | str] = attrs.Factory(dict)
 
 
@@ -87,6 +89,10 @@ class Pages:
         found, bug = self._health()
         if bug:
             return _told(503, {"status": "unknown", "reason": bug})
+        if found.serving and found.degraded:
+            # 200: a node that is restarted for its disk would lose its memory too.
+            told = {"status": "degraded", "reason": found.degraded}
+            return _told(200, {**told, **found.facts})
         if found.serving:
             return _told(200, {"status": "ok", **found.facts})
         return _told(503, {"status": "unavailable", "reason": found.reason, **found.facts})
@@ -96,6 +102,7 @@ class Pages:
         found, _ = self._health()
         page = overview(
             problem=found.reason,
+            degraded=found.degraded,
             facts=found.facts,
             members=self.members(),
             registry=self.registry,

@@ -28,6 +28,7 @@ from peercache.http.access import Access, HttpClient
 from peercache.http.overview import template
 from peercache.http.pages import UNAUTHORIZED, Answer, Health, Pages, unauthorized
 from peercache.model.member import Member
+from peercache.observability.log import get_logger
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
 ADDRESS_MAX = 32  # One host that opens many leaves half of the places to all others.
@@ -62,6 +63,11 @@ async def serve_http(
     template()  # Loaded before the node serves, so that no request delays the loop.
     listening = await _listening(host, port)
     address = format_address(*listening.getsockname()[:2])
+    if port == -1 and listening.getsockname()[1] != DEFAULT_METRICS_PORT:
+        # A scraper that is set up for the default port asks another node there, or none.
+        get_logger().warning(
+            "http.default_port_taken", wanted=DEFAULT_METRICS_PORT, serving_at=address
+        )
     connections = _Connections(Pages(registry, health, members), access)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:

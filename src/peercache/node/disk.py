@@ -15,6 +15,8 @@ from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.storage.store import DiskStore, PoolMemory
 
+OPENING = "it is being opened"
+
 
 @final
 class NodeDisk:
@@ -34,7 +36,7 @@ class NodeDisk:
 
         tell: hands a fact to the disk actor, on the loop.
         """
-        self.problem = "it is being opened"
+        self.problem = OPENING
         self._tell = tell
         self._log = log
         self._token = trio.lowlevel.current_trio_token()
@@ -51,6 +53,11 @@ class NodeDisk:
             log=log,
         )
         self._store.start()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the folder is being opened, and nothing is in the way of it."""
+        return self.problem == OPENING and not self._store.waits_for_room
 
     def perform(self, effect: DiskEffect) -> None:
         """Do what the disk actor says; never blocks."""

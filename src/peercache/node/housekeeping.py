@@ -7,6 +7,7 @@ the members.
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections import Counter
@@ -31,6 +32,9 @@ from peercache.observability.reasons import SILENT
 
 HOUSEKEEPING_S = 1.0
 """How soon the slots of a client that died come back; a probe is one system call a client."""
+
+ALONE_S = 2.0
+"""How long a start may take to meet the first other node: names resolve for a second."""
 
 CONTROL_SHARE = 0.25
 """Part of this process's descriptors for connections of the control plane: half are for the data
@@ -73,6 +77,8 @@ class Housekeeping:
         self._warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
         self._known: dict[int, int] = {}
         """The state of each member at the last look."""
+        self._alone_at = time.monotonic() + ALONE_S
+        """When a node that knows no other says that it is alone."""
         self.last_at = time.monotonic()
         """When the last round ended: a loop that is late shows here."""
 
@@ -103,8 +109,7 @@ class Housekeeping:
                 self._log.info(
                     "membership.member_changed", member=name, state=state, at=member.control
                 )
-        if not self._known and len(members) == 1 and heads:
-            self._log.info("node.started_alone", asked=list(heads))
+        self._tell_alone(members)
         self._known = {member.incarnation: member.state for member in members}
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
         # A link to a head shows whether it answers; one to a candidate waits for its Welcome.
@@ -112,6 +117,15 @@ class Housekeeping:
         self._switchboard.keep_links(kept | always, always=always)
         for number, word in enumerate(STATE_NAMES):
             self._metrics.members.labels(word).set(sum(m.state == number for m in members))
+
+    def _tell_alone(self, members: Sequence[Member]) -> None:
+        """Log once that the nodes to join do not answer; a normal join takes less than ALONE_S."""
+        heads = self._config.discovery_addr
+        if len(members) > 1 or not heads:
+            self._alone_at = math.inf
+        elif time.monotonic() >= self._alone_at:
+            self._alone_at = math.inf
+            self._log.info("node.started_alone", asked=list(heads))
 
     def _close_unauthenticated(self) -> None:
         """Close connections that never said Hello, after a while or when there are too many."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import trio
 
+from peercache.config.quantities import written_size
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, PeerCacheError, PoolTooLarge
 from peercache.memory import huge_pages
 from peercache.memory.layout import Layout
+from peercache.memory.limits import (
+    IN_MEMORY,
+    filesystem_of,
+    host_memory,
+    own_cgroup_memory,
+    text_of,
+)
 from peercache.memory.published import PublishedSegment
 from peercache.memory.stale_segments import remove_leftovers
 from peercache.memory.table_file import TableFile
 from peercache.model.ids import Incarnation
+from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
 
 POPULATE_STEP_BYTES = 256 * 2**20
@@ -37,7 +47,7 @@ def publish(
         if huge_page_bytes:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
             huge_pages.expect_enough(config.hugepages, layout)
-        return PublishedSegment.create(
+        segment = PublishedSegment.create(
             folder,
             incarnation=incarnation,
             page_bytes=config.pool_size // config.granule * config.granule,
@@ -48,6 +58,33 @@ def publish(
     except OSError as error:
         name = "hugepages" if huge_page_bytes else "shm_dir"
         raise ConfigError(name, f"cannot use {folder}: {error.strerror}") from error
+    try:
+        if not huge_page_bytes:
+            _expect_memory(config)
+    except ConfigError:
+        segment.close()
+        raise
+    return segment
+
+
+def _expect_memory(config: Config) -> None:
+    """Refuse a pool that this process can never have, and warn of one that lies on a disk."""
+    kind = filesystem_of(config.shm_dir, text_of(Path("/proc/mounts")))
+    if kind not in IN_MEMORY:
+        get_logger().warning(
+            "pool.on_a_disk", shm_dir=config.shm_dir, file_system=kind, remedy="shm_dir = /dev/shm"
+        )
+        return
+    limit, _ = own_cgroup_memory()
+    host = host_memory("MemTotal") + host_memory("SwapTotal")
+    # Without this, the kernel ends the process while it populates the pool, without a word.
+    for bound, of in ((limit, "this cgroup may use"), (host, "this host has")):
+        if 0 < bound < config.pool_size:
+            raise ConfigError(
+                "pool_size",
+                f"{written_size(config.pool_size)} are more than the {written_size(bound)} of "
+                f"memory that {of}: lower pool_size",
+            )
 
 
 def table_file(
@@ -90,10 +127,11 @@ async def populate(
         if done <= before:
             return  # The segment has been closed meanwhile.
         on_grown(done)
-        log.info("pool.grew", usable_bytes=done, of_bytes=total)
+        log.debug("pool.grew", usable_bytes=done, of_bytes=total)
         if not is_started:
             task_status.started()
             is_started = True
+    log.info("pool.populated", usable_bytes=done)
 
 
 class Source:

@@ -33,6 +33,7 @@ from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.access import Access
 from peercache.http.pages import Health
 from peercache.http.server import serve_http
+from peercache.installation.distribution import version
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
@@ -423,6 +424,7 @@ class Node:
         address = self.config.http_address(in_process=self._in_process)
         if address is None:
             return ""
+        self.metrics.describe_process(version())
         if self.tls is not None:
             tls = self.tls
             self.metrics.certificate_days.set_function(lambda: tls.days_left)

@@ -49,7 +49,16 @@ class NodeStatus:
         if not self.crew.pool.figures()["pool_bytes_usable"]:
             return Health(serving=False, reason="no page memory is populated yet", facts=facts)
         unreached = self.unreached()
-        return Health(serving=not unreached, reason=unreached, facts=facts)
+        return Health(
+            serving=not unreached, reason=unreached, degraded=self._disk_trouble(), facts=facts
+        )
+
+    def _disk_trouble(self) -> str:
+        """Return why pages do not get to the disk that was asked for, "" if they do."""
+        if self.disk is None or self.disk.is_opening:
+            return ""
+        problem = self.disk.problem or self.crew.disk.trouble
+        return f"the disk tier of {self.config.disk_path}: {problem}" if problem else ""
 
     def unreached(self) -> str:
         """Return what keeps this node out of its cluster, "" where nothing does."""
@@ -61,6 +70,7 @@ class NodeStatus:
         members = self.crew.membership.view.members()
         return {
             "node": name_of(self.incarnation),
+            "control": self.crew.membership.me.control,
             "cluster": self.config.cluster,
             "insecure": int(bool(self.config.insecure)),
             **({} if self.tls is None else {"certificate_days": round(self.tls.days_left, 2)}),

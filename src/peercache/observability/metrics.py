@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 _LATENCY_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
@@ -14,6 +15,8 @@ _LATENCY_BUCKETS_S = (
 
 class Metrics:
     """The metrics of one process, in a registry of their own."""
+
+    _describes_process: bool = False
 
     def __init__(self) -> None:
         """Make every metric; docs/reference/metrics.md lists them from here."""
@@ -104,8 +107,16 @@ class Metrics:
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
 
+    def describe_process(self, version: str) -> None:
+        """Add the process (CPU, memory, open files, start) and the build, for a node's /metrics."""
+        self.build_info.labels(version, platform.python_version()).set(1)
+        if not self._describes_process:
+            ProcessCollector(registry=self.registry)
+            self._describes_process = True
+
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of who may do what."""
+        """Make the metrics of what runs, and of who may do what."""
+        self.build_info = gauge("build_info", "1; the labels say what runs.", "version", "python")
         told = "Control messages that their senders may not send."
         self.messages_refused = counter("messages_refused", told, "reason", "message")
         self.insecure = gauge(

@@ -119,6 +119,8 @@ class DiskStore:
         self._log = log if log is not None else get_logger()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self.waits_for_room = False
+        """Whether the file system had no room yet for the few files of a new folder."""
         self._opened: _Opened | None = None
         self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
 
@@ -192,10 +194,12 @@ class DiskStore:
         while not self._closed.is_set():
             try:
                 self._open_folder(time.monotonic())
+                self.waits_for_room = False
                 return
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
+                self.waits_for_room = True
                 if not is_said:
                     self._log.warning("disk.space_ran_out", path=self._disk_path, error=str(error))
                     is_said = True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from peercache.actors.disk.actor import REOPEN_S
 from peercache.actors.mailboxes import FlushWanted
-from peercache.actors.storage_port import DISK_FAILED
+from peercache.actors.storage_port import DISK_CHANGED, DISK_FAILED, DISK_FULL
 from tests.unit.actors.disk_world import LENGTH, DiskWorld
 
 POOL = 8
@@ -105,6 +106,28 @@ def test_flush_ends_with_the_disk_and_with_a_disk_that_fails() -> None:
         failing.answer(job, DISK_FAILED)
 
     assert ended.tier.flush_left() == failing.tier.flush_left() == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"), [(DISK_FULL, "is full"), (DISK_FAILED, "writes to it fail")]
+)
+def test_trouble_of_the_disk_is_told_until_it_takes_pages_again(outcome: int, says: str) -> None:
+    """The health of the node shows it; the outcome of a page that changed is no trouble."""
+    world = DiskWorld()
+    world.set(1)
+    (job,) = world.working
+    world.answer(job, outcome)
+    assert says in world.tier.trouble
+
+    world.set(2)
+    (job,) = world.working
+    world.answer(job, DISK_CHANGED)
+    assert says in world.tier.trouble
+
+    world.wait(2 * REOPEN_S)
+    world.set(3)
+    world.finish()
+    assert world.tier.trouble == ""
 
 
 @pytest.mark.parametrize("on_evict", [False, True])

@@ -51,11 +51,9 @@ async def test_overview_shows_the_node_its_calls_and_its_members() -> None:
     assert ["get", "hit", "over", "rdma", "1,234", "1.2", "GiB"] in rows
     assert ["get", "miss:", "deadline", "5"] in rows
     assert ["set", "copied", "6", "6.0", "MiB"] in rows
-    ours = [f"{1:016x}", "(this", "node)", "alive", "alpha", "10.0.0.1:31998", "10.0.0.1:4000"]
+    ours = ["10.0.0.1:31998", "(this", "node)", "alive", "alpha", "10.0.0.1:4000", f"{1:016x}"]
     assert ours in rows
-    assert [f"{2:016x}", "dead", "beta", "10.0.0.2:31998", "10.0.0.2:4000"] in (
-        row[:5] for row in rows
-    )
+    assert ["10.0.0.2:31998", "dead", "beta", "10.0.0.2:4000", f"{2:016x}"] in rows
     assert rows.index(ours) < len(rows) - 1  # the living first
     assert "Members: 1 live" in page
     assert "77 records" in page
@@ -92,6 +90,18 @@ async def test_overview_of_a_node_that_is_not_well_says_why() -> None:
     assert "not serving: the loop is 9 s late" in late[1]
     assert "off: stuck &lt;sda&gt;" in late[1]
     assert "not serving: RuntimeError: no pool" in broken[1]
+
+
+async def test_overview_says_what_does_not_work_although_the_node_serves() -> None:
+    """Beside the address by which people know the node, not the number of its start."""
+    facts: dict[str, int | float | str] = {"node": "0123", "control": "10.0.0.1:31998"}
+    half = Health(serving=True, degraded="the disk is full", facts=facts)
+
+    async with served(health=lambda: half) as address:
+        _, page = await ask(address, "/")
+
+    assert "serving, degraded: the disk is full" in page
+    assert "<h1>PeerCache node <code>10.0.0.1:31998</code>" in page
 
 
 async def test_overview_shows_what_no_encoding_and_no_integer_holds() -> None:

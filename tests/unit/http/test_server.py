@@ -20,6 +20,7 @@ from peercache.http.pages import Health
 from peercache.http.server import ADDRESS_MAX, REQUEST_BYTES_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PATIENCE_S, PROMPT_S
+from tests.system.nodes import capture_logs
 from tests.unit.http.http_node import OK, ask, served
 
 
@@ -39,6 +40,32 @@ async def test_healthz_is_200_only_while_serving() -> None:
         "reason": "the pool is gone",
         "members": 3,
     }
+
+
+async def test_degraded_node_serves_and_says_what_does_not_work() -> None:
+    """A probe that restarts nodes leaves it alone; a person and an alert see the reason."""
+    half = attrs.evolve(OK, degraded="the disk is full")
+
+    async with served(health=lambda: half) as address:
+        status, body = await ask(address, "/healthz")
+
+    assert status == 200
+    assert json.loads(body) == {"status": "degraded", "reason": "the disk is full", "members": 3}
+
+
+async def test_metrics_describe_process_and_build() -> None:
+    """Which version runs, since when, and what it takes; asked for twice in one process."""
+    metrics = Metrics()
+    metrics.describe_process("1.2.3")
+    metrics.describe_process("1.2.3")
+
+    async with served(metrics=metrics) as address:
+        _, body = await ask(address, "/metrics")
+
+    assert 'peercache_build_info{python="' in body
+    assert 'version="1.2.3"} 1.0' in body
+    for name in ("start_time_seconds", "resident_memory_bytes", "open_fds", "max_fds"):
+        assert f"\nprocess_{name} " in body
 
 
 async def test_health_that_raises_is_not_healthy() -> None:
@@ -107,12 +134,15 @@ async def test_named_port_that_is_taken_is_an_error() -> None:
 
 async def test_default_port_gives_way_to_a_free_one() -> None:
     """Two nodes on one host both have metrics; one of them gets port 31997."""
-    async with served(port=-1) as first, served(port=-1) as second:
-        ports = [parse_address(address)[1] for address in (first, second)]
+    with capture_logs() as lines:
+        async with served(port=-1) as first, served(port=-1) as second:
+            ports = [parse_address(address)[1] for address in (first, second)]
 
-        assert (await ask(first, "/healthz"))[0] == (await ask(second, "/healthz"))[0] == 200
+            assert (await ask(first, "/healthz"))[0] == (await ask(second, "/healthz"))[0] == 200
 
     assert ports[0] != ports[1] != DEFAULT_METRICS_PORT
+    # A scrape of the default port misses this node.
+    assert any("http.default_port_taken" in line and second in line for line in lines)
 
 
 async def test_every_interface_is_both_families() -> None:

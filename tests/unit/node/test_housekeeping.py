@@ -11,9 +11,48 @@ import trio
 from peercache.actors.effects import Tell, TellRdma
 from peercache.actors.mailboxes import ClientsConnected
 from peercache.config.settings import Config
+from peercache.node import housekeeping as housekeeping_module
 from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
+from tests.pace import PATIENCE_S
+
+
+def _alone(monkeypatch: pytest.MonkeyPatch, alone_s: float) -> tuple[Housekeeping, list[str]]:
+    monkeypatch.setattr(housekeeping_module, "ALONE_S", alone_s)
+    said: list[str] = []
+    log: Any = SimpleNamespace(info=lambda event, **_: said.append(event))
+    parts: Any = SimpleNamespace()
+    housekeeping = Housekeeping(
+        Config.load({"discovery_addr": "127.0.0.1:5"}), own_address=str, admission=parts,
+        listener=parts, switchboard=parts, members=list, metrics=Metrics(), log=log,
+        dialled=frozenset,
+    )  # fmt: skip
+    return housekeeping, said
+
+
+def test_node_says_once_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the nodes to join had their time to answer, and not at every look."""
+    housekeeping, said = _alone(monkeypatch, 0.0)
+    me: Any = object()
+
+    housekeeping._tell_alone([me])
+    housekeeping._tell_alone([me])
+
+    assert said == ["node.started_alone"]
+
+
+def test_node_that_joins_does_not_say_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node knows itself only in its first moments; nor is one alone that others left."""
+    housekeeping, said = _alone(monkeypatch, PATIENCE_S)
+    me: Any = object()
+    housekeeping._tell_alone([me])
+    assert said == []
+
+    housekeeping, said = _alone(monkeypatch, 0.0)
+    housekeeping._tell_alone([me, me])
+    housekeeping._tell_alone([me])
+    assert said == []
 
 
 @pytest.mark.trio

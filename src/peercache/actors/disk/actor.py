@@ -212,6 +212,11 @@ class DiskTier:
             return due
         return min(due, self.spills.deadline(), self._looks_at, self._ahead_at)
 
+    @property
+    def trouble(self) -> str:
+        """Return why an open disk does not take pages, "" if it does."""
+        return self.spills.trouble if self.is_open else ""
+
     def flush_left(self) -> int | None:
         """Return how many pages a final flush still has to write; None while that is not known."""
         return self._flush.left()

@@ -14,6 +14,7 @@ from typing import Final, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import OpenIndex
@@ -22,6 +23,7 @@ from peercache.actors.mailboxes import PagesStored, Resident, ResidentAsked
 from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DONE,
+    DISK_FAILED,
     DISK_FULL,
     DISK_LATE,
     DISK_UNTRIED,
@@ -84,6 +86,8 @@ class Spills:
     _jobs: dict[int, _Job] = attrs.field(factory=dict)
     _late: dict[tuple[int, int], int] = attrs.field(factory=dict)
     """By job and index: the entries of pages that may still be written."""
+    trouble: str = ""
+    """Why the last pages were not written, "" where they were."""
     has_failed: bool = False
     """Whether a page was not written that may be at a retry; the retry resets it."""
     _sequence: int = 0
@@ -185,6 +189,7 @@ class Spills:
         if index is None:
             return []
         states = np.frombuffer(outcomes, np.uint8)
+        self._note_trouble(states)
         for state in np.unique(states[states != DISK_DONE]).tolist():
             self._drop(DROPPED.get(state, "failed"), int((states == state).sum()))
         effects = self._finish(index, job, np.flatnonzero(states == DISK_DONE))
@@ -196,6 +201,14 @@ class Spills:
         for at in np.flatnonzero(states == DISK_LATE).tolist():
             self._late[number, at] = int(job.entries[at])
         return effects
+
+    def _note_trouble(self, states: npt.NDArray[np.uint8]) -> None:
+        if (states == DISK_FULL).any():
+            self.trouble = "the file system is full, or at disk_free_floor"
+        elif (states == DISK_FAILED).any():
+            self.trouble = "writes to it fail"
+        elif (states == DISK_DONE).any():
+            self.trouble = ""
 
     def late_ended(self, number: int, indices: tuple[int, ...]) -> None:
         """Free the places that a late call may have written to until now."""

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from peercache.cli.doctor import host, places
 from peercache.cli.doctor.command import doctor
 from peercache.cli.doctor.facts import AddressFact, DiskFact
-from peercache.cli.doctor.host import cgroup_memory
 from peercache.cli.doctor.places import look_at_addresses, look_at_disk
 from peercache.cli.doctor.report import as_text
 from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, judge
 from peercache.config.settings import Config
 from peercache.errors import BrokenInstallation
+from peercache.memory.limits import cgroup_memory
 from tests.unit.cli.doctor.test_verdicts import GIB, HOST, worst
 
 DISK = DiskFact(path="/data/peercache", wanted=100 * GIB, room=200 * GIB)
