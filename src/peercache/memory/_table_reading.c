@@ -308,8 +308,9 @@ int64_t peercache_reading_look(struct reading *r, const uint8_t *keys, uint64_t 
 }
 
 /* Name the holders of the rows that were found, drop those that are not served, and look at the
- * epoch again. Returns how many records are left, TORN if the batch has to begin again. */
-int64_t peercache_reading_end(struct reading *r, struct record *into)
+ * epoch again. `places` become those of the records' keys in the batch. Returns how many records are
+ * left, TORN if the batch has to begin again. */
+int64_t peercache_reading_end(struct reading *r, struct record *into, uint32_t *places)
 {
     uint64_t told = 0, epoch, last = UINT64_MAX, identity = 0, state = UNUSED;
 
@@ -327,7 +328,8 @@ int64_t peercache_reading_end(struct reading *r, struct record *into)
         if ((uint32_t)state != SERVED || !identity)
             continue;
         into[told] = r->found[at].record;
-        into[told++].holder = identity;
+        into[told].holder = identity;
+        places[told++] = r->found[at].key;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (!load(r, offsetof(struct table, epoch), &epoch))
@@ -344,9 +346,11 @@ static int hold(const struct reading *r, short type)
 }
 
 /* Look for a batch of keys: all of the above, and again under another epoch. Returns how many records
- * were written to `into`, or what is wrong; not for two threads of one `reading` at once. */
+ * were written to `into`, and the places of their keys to `places`, or what is wrong; not for two
+ * threads of one `reading` at once. */
 int64_t peercache_reading_batch(struct reading *r, const uint8_t *keys, uint64_t count,
-                                uint64_t asker, uint64_t holders_max, struct record *into)
+                                uint64_t asker, uint64_t holders_max, struct record *into,
+                                uint32_t *places)
 {
     int64_t done = TORN;
 
@@ -357,7 +361,7 @@ int64_t peercache_reading_batch(struct reading *r, const uint8_t *keys, uint64_t
         if (!done)
             done = peercache_reading_look(r, keys, count, 0, asker, holders_max);
         if (!done)
-            done = peercache_reading_end(r, into);
+            done = peercache_reading_end(r, into, places);
     }
     hold(r, F_UNLCK);
     return done;

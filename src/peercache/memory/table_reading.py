@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, final
 
+import numpy as np
+
 from peercache.installation.library import function
 from peercache.model.keys import KEY_BYTES
 from peercache.model.reads import TICK_AGE_MAX_S, Looked
@@ -76,8 +78,8 @@ def _call(name: str, *arguments: Any) -> Any:
 _U64 = ctypes.c_uint64
 _begin = _call("begin")
 _look = _call("look", ctypes.c_char_p, _U64, _U64, _U64, _U64)
-_end = _call("end", ctypes.c_void_p)
-_batch = _call("batch", ctypes.c_char_p, _U64, _U64, _U64, ctypes.c_void_p)
+_end = _call("end", ctypes.c_void_p, ctypes.c_void_p)
+_batch = _call("batch", ctypes.c_char_p, _U64, _U64, _U64, ctypes.c_void_p, ctypes.c_void_p)
 
 
 @final
@@ -93,6 +95,7 @@ class TableReader:
         self._room = 0
         self._found: Any = None
         self._into: Any = None
+        self._places: Any = None
         self._reading = _Reading(
             at=address or None, file=file, bytes=size_bytes, incarnation=incarnation
         )
@@ -112,8 +115,10 @@ class TableReader:
             self._part(keys[begin : begin + KEYS_MAX * KEY_BYTES], ring, now_s, asker)
             for begin in range(0, len(keys), KEYS_MAX * KEY_BYTES)
         ]
+        places = [part.places + np.uint32(at * KEYS_MAX) for at, part in enumerate(parts)]
         return Looked(
             b"".join(part.records for part in parts),
+            np.concatenate(places),
             all(part.is_final for part in parts),
             all(part.is_at_work for part in parts),
         )
@@ -121,7 +126,7 @@ class TableReader:
     def _part(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
         count = len(keys) // KEY_BYTES
         self._have_room(count)
-        told = _batch(self._at, keys, count, asker, HOLDERS_MAX, self._into)
+        told = _batch(self._at, keys, count, asker, HOLDERS_MAX, self._into, self._places)
         return self._looked(told, ring, now_s)
 
     # --- the parts of a batch, with the owner's work between them: for simulations and tests ----
@@ -137,7 +142,7 @@ class TableReader:
 
     def end(self, ring: int, now_s: float) -> Looked:
         """Return what the batch has found; raise Unusable, with reason "torn" to begin again."""
-        return self._looked(_end(self._at, self._into), ring, now_s)
+        return self._looked(_end(self._at, self._into, self._places), ring, now_s)
 
     def _looked(self, told: int, ring: int, now_s: float) -> Looked:
         _raised(told)
@@ -145,7 +150,12 @@ class TableReader:
         # A clock may stand before it, too: the owner has ticked since the caller looked at it.
         is_at_work = abs(int(now_s * 1e9) - reading.tick_ns) <= _TICK_AGE_MAX_NS
         is_final = is_at_work and ring != 0 and reading.authority == ring and not reading.is_torn
-        return Looked(ctypes.string_at(self._into, told * RECORD_BYTES), is_final, is_at_work)
+        return Looked(
+            ctypes.string_at(self._into, told * RECORD_BYTES),
+            np.frombuffer(ctypes.string_at(self._places, told * 4), np.uint32),
+            is_final,
+            is_at_work,
+        )
 
     def _have_room(self, keys: int) -> None:
         if keys <= self._room:
@@ -153,6 +163,7 @@ class TableReader:
         found_max = keys * HOLDERS_MAX + _LISTED_MAX
         self._found = ctypes.create_string_buffer(found_max * _FOUND_BYTES)
         self._into = ctypes.create_string_buffer(found_max * RECORD_BYTES)
+        self._places = ctypes.create_string_buffer(found_max * 4)
         self._reading.found = ctypes.addressof(self._found)
         self._reading.found_max = found_max
         self._room = keys

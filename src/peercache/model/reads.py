@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from peercache.model.member import Member
 from peercache.model.runs import U64, PageRuns
@@ -54,11 +56,13 @@ class Looked:
     """What a directory table says of a batch of keys.
 
     records:    packed records, all holders that answers may name, at most a few a key.
+    places:     (records,) uint32, the place of each record's key in the batch.
     is_final:   whether a key without a record is absent, if the table's node owns it on the ring
                 that was asked for: the table lacked nothing when the batch began.
     is_at_work: whether the owner was at work lately.
     """
 
     records: bytes
+    places: npt.NDArray[np.uint32]
     is_final: bool
     is_at_work: bool

@@ -33,6 +33,7 @@ class Cluster:
     query_order: npt.NDArray[np.intp]
     replicas: int
     handover_until: float
+    _owned_arcs: dict[int, npt.NDArray[np.bool_]] = attrs.field(factory=dict, init=False)
 
     @classmethod
     def of(
@@ -66,6 +67,17 @@ class Cluster:
             replicas=ring.replicas,
             handover_until=handover_until,
         )
+
+    def owned_arcs(self, node: int) -> npt.NDArray[np.bool_]:
+        """Return which arcs of the ring a node owns, (arcs,) bool."""
+        owned = self._owned_arcs.get(node)
+        if owned is None:
+            members = self.ring.members
+            # A home node that the others do not know yet owns nothing.
+            place = members.index(node) if node in members else -1
+            owned = (self.ring.table[:, : self.replicas] == place).any(axis=1)
+            self._owned_arcs[node] = owned
+        return owned
 
     def distance(self, holder: int) -> int:
         """Return how far a holder is: 0 the home node, 1 this host, 2 another host."""

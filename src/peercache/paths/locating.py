@@ -133,6 +133,51 @@ class Locator:
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
+    def glance(
+        self, keys: PageKeys, cluster: Cluster
+    ) -> Generator[Step, Any, tuple[Mask, Records] | None]:
+        """Find every page by the directory tables of this host; None where that takes a search.
+
+        Returns which pages are in a memory that can be read, (n,) bool, and their records, in the
+        order of the keys; the other pages are absent for certain. The fast path of `exists`: what
+        an engine asks for every new prompt costs a look or two, and no search.
+        """
+        if not cluster.ring.members:
+            return None
+        records: Records = np.empty(len(keys), RECORD)
+        known: Mask = np.zeros(len(keys), np.bool_)
+        absent: Mask = np.zeros(len(keys), np.bool_)
+        left, told = np.arange(len(keys)), 0
+        arcs = cluster.ring.arcs(keys)
+        for peer in self._readable(cluster):
+            owned = left[cluster.owned_arcs(peer)[arcs[left]]]
+            asked = left if peer == cluster.home else owned
+            if not len(asked):
+                continue
+            looked = yield ReadTable(peer, keys[asked].tobytes(), cluster.ring.version)
+            if looked is None:
+                continue
+            if looked.is_final:
+                absent[owned] = True
+            if len(looked.places):
+                places = asked[looked.places]
+                records.view(ROW)[places] = np.frombuffer(looked.records, ROW)
+                known[places] = True
+                told += len(places)
+            left = (~(known | absent)).nonzero()[0]
+            if not len(left):
+                break
+        # Of several holders of a page a search takes the nearest.
+        if len(left) or told != np.count_nonzero(known):
+            return None
+        if not told:
+            return known, records[:0]
+        found = _picked(records, known)
+        if not self._are_readable(found, cluster):
+            return None
+        self._cache.store(found, self._clock())
+        return known, found
+
     def all_cached(self, keys: PageKeys, cluster: Cluster, since: float) -> bool:
         """Return whether every page is known since then, at a readable holder: the fast path.
 
@@ -174,9 +219,7 @@ class Locator:
 
     def _look(self, search: _Search, cluster: Cluster) -> Generator[Step, Any, None]:
         """Read the directory tables of this host: the home node's, then those of other owners."""
-        for peer in sorted(self._tables(), key=lambda node: (node != cluster.home, node)):
-            if peer not in cluster.members:
-                continue
+        for peer in self._readable(cluster):
             positions = search.to_look_up(peer)
             if not len(positions):
                 continue
@@ -184,6 +227,17 @@ class Locator:
             looked = yield ReadTable(peer, packed, cluster.ring.version)
             if looked is not None:
                 search.take_looked(peer, positions, looked)
+
+    def _readable(self, cluster: Cluster) -> list[int]:
+        """Return the members whose tables can be read, the home node first."""
+        nodes = [node for node in self._tables() if node in cluster.members]
+        return sorted(nodes, key=lambda node: (node != cluster.home, node))
+
+    def _are_readable(self, records: Records, cluster: Cluster) -> bool:
+        """Return whether all of these pages are in a memory that can be read."""
+        if not (records["flags"] & RESIDENT).all():
+            return False
+        return self._may_read(set(records["holder"].tolist()), cluster)
 
     def _ask(
         self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
@@ -269,8 +323,13 @@ class _Search:
         cluster = self._cluster
         if not cluster.ring.members:
             return np.empty((len(self.keys), 0), np.intp)
-        owners: npt.NDArray[np.intp] = cluster.query_order[cluster.ring.arcs(self.keys)]
+        owners: npt.NDArray[np.intp] = cluster.query_order[self._arcs]
         return owners
+
+    @cached_property
+    def _arcs(self) -> npt.NDArray[np.intp]:
+        """(n,): the arc that each key is on; not for a ring without members."""
+        return self._cluster.ring.arcs(self.keys)
 
     def take_cached(self, records: Records, known: Mask) -> None:
         """Begin with the cached records; the search changes them from now on."""
@@ -432,13 +491,11 @@ class _Search:
 
     def _owned(self, peer: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return those of the positions whose keys a peer owns."""
-        members = self._cluster.ring.members
-        if peer not in members:
-            return positions[:0]  # A home node that the others do not know yet owns nothing.
-        place = members.index(peer)
-        owners = self.owners[positions, : self._cluster.replicas]
-        owned: npt.NDArray[np.intp] = positions[(owners == place).any(axis=1)]
-        return owned
+        if not self._cluster.ring.members:
+            return positions[:0]
+        owned = self._cluster.owned_arcs(peer)[self._arcs[positions]]
+        chosen: npt.NDArray[np.intp] = positions[owned]
+        return chosen
 
     def spread_repeats(self) -> None:
         """Copy the outcome of a repeated key from its last place to the others."""

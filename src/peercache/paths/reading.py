@@ -202,6 +202,12 @@ class Reader:
         since = self._clock() - EXISTS_TRUSTS_S
         if not touch and self._locator.all_cached(keys, cluster, since):
             return np.ones(len(keys), np.bool_), [""] * len(keys)
+        glanced = yield from self._locator.glance(keys, cluster)
+        if glanced is not None:
+            known, records = glanced
+            if touch and len(records):
+                yield Post(_touches(records))
+            return known, ["" if is_known else reasons.ABSENT for is_known in known.tolist()]
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
         if touch:
             # Before the wishes: what is in memory shall not make room for what is loaded.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from peercache.model.records import Records
+from peercache.model.records import ON_DISK, Records
 from peercache.observability import reasons
-from peercache.paths.steps import ReadTable
+from peercache.paths.steps import Post, ReadTable
 from peercache.wire.messages.directory import Lookup
+from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.promote import Promote
+from tests.unit.paths.pages import named
 from tests.unit.paths.world import Node, World
 
 
@@ -122,3 +125,68 @@ def test_a_record_of_a_table_that_failed_verification_is_not_taken_again() -> No
     assert world.get("a").hits == [False]
 
     assert world.asked(Lookup) != []
+
+
+def test_a_page_of_which_no_table_is_an_owner_is_asked_for() -> None:
+    """However final the tables of other keys are."""
+    world = World(5, replicas=2)
+    world.nodes[1].table = world.nodes[2].table = "final"
+    foreign = page_of(world, owners={3, 4}, others={1, 2})
+    stored(world, foreign, world.nodes[3], world.nodes[4])
+
+    assert world.exists(foreign) == [True]
+
+    assert world.asked(Lookup) != []
+
+
+def test_pages_found_in_tables_are_touched_in_the_order_of_the_batch() -> None:
+    """The record says which holder keeps them."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = world.nodes[2].table = "final"
+    foreign = page_of(world, owners={2}, others={1})
+    stored(world, foreign, world.nodes[2])
+    stored(world, "home", world.nodes[1])
+
+    assert world.exists(foreign, "home", touch=True) == [True, True]
+
+    posts = [step for step in world.steps if isinstance(step, Post)]
+    ((peer, touched),) = posts[0].messages
+    assert isinstance(touched, Touched)
+    keys = [touched.drops[at : at + 16] for at in range(0, len(touched.drops), 24)]
+    assert (peer, keys) == (4, named(foreign, "home").tolist())
+    assert world.asked(Lookup) == []
+
+
+def test_a_page_that_is_only_on_disk_is_wished_for() -> None:
+    """A look alone would leave it there."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "final"
+    world.nodes[1].know(world.nodes[4].hold("a", flags=ON_DISK))
+
+    assert world.exists("a") == [True]
+
+    posts = [step for step in world.steps if isinstance(step, Post)]
+    assert [type(message) for post in posts for _, message in post.messages] == [Promote]
+
+
+def test_a_page_whose_holder_cannot_be_read_does_not_exist() -> None:
+    """A record in a table says nothing of the way to the holder."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "final"
+    stored(world, "a", world.nodes[1])
+    world.nodes[4].data_mood = "away"
+    world.get("a")
+
+    assert world.exists("a") == [False]
+
+
+def test_of_several_holders_the_nearest_is_touched() -> None:
+    """A table names all of them."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "final"
+    for holder in (4, 1, 3):
+        stored(world, "a", world.nodes[1], holder=holder)
+
+    assert world.exists("a", touch=True) == [True]
+
+    assert [peer for peer, message in world.posted if isinstance(message, Touched)] == [1]

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from peercache.client.bridge import checksums_of
+from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, Member
 from peercache.model.reads import Fetched, Looked, PeerRead
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
@@ -397,9 +398,10 @@ class World:
             outcome.mirrored,
         )
 
-    def exists(self, *names: str, timeout_s: float = 0.1) -> list[bool]:
+    def exists(self, *names: str, timeout_s: float = 0.1, touch: bool = False) -> list[bool]:
         """Ask which pages exist."""
-        path = self.reader.exists(named(*names), self.cluster, self.now + timeout_s)
+        until = self.now + timeout_s
+        path = self.reader.exists(named(*names), self.cluster, until, touch=touch)
         known: list[bool] = self.run(path)[0].tolist()
         return known
 
@@ -507,7 +509,10 @@ class World:
         assert step.ring == self.cluster.ring.version
         if node.table == "lost":
             return None
-        return Looked(node.tell(step.keys), node.table == "final", True)
+        told = node.tell(step.keys)
+        asked = [step.keys[at : at + KEY_BYTES] for at in range(0, len(step.keys), KEY_BYTES)]
+        places = [asked.index(key) for key in records_from_bytes(told)["key"].tolist()]
+        return Looked(told, np.array(places, np.uint32), node.table == "final", True)
 
     def _ask(self, step: Ask) -> list[Message | None]:
         answers: list[Message | None] = [None] * len(step.questions)
