@@ -226,10 +226,14 @@ class MirroredBatch:
         self._checksums[places[has]] = records["checksum"][has]
 
     def keep(self, hits: Mask, until: float) -> Generator[Step, Any, None]:
-        """Copy what was verified into its slots, and commit it. hits: (n,) bool, of all pages."""
+        """Copy what was verified into its slots, and commit it; nothing is written after that.
+
+        hits: (n,) bool, of all pages.
+        """
         reserved = np.flatnonzero(self._states == RESERVED)
         if not self._sequence or not len(reserved):
             return
+        self._states = np.empty(0, np.uint8)
         home, clock = self._home, self._mirrorer.clock
         chosen = reserved[hits[self._places[reserved]]]
         count = 0

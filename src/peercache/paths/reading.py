@@ -299,6 +299,9 @@ class Reader:
     ) -> Generator[Step, Any, None]:
         """Have pages loaded by their holders, and read each portion before the next is loaded."""
         while (now := self._clock()) < until:
+            if batch.mirrored is not None:
+                # The home node may have to load a page, too, and needs the room for it.
+                yield from batch.mirrored.keep(batch.hits, until)
             for holder in awaited.holders():
                 if not self._locator.may_ask(holder):
                     batch.fail(awaited.give_up(holder), reasons.PEER_UNREACHABLE)

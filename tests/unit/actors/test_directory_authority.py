@@ -121,20 +121,34 @@ def test_a_lone_node_has_authority_and_ticks() -> None:
     assert 0 < shard.deadline() - 3.1 <= TICK_S
 
 
-@pytest.mark.parametrize("is_handed_over", [False, True])
-def test_a_gap_in_the_numbers_ends_authority_until_a_summary_matches(
-    is_handed_over: bool,
-) -> None:
-    """A message may be lost: the next one tells, and the holder need not hand over again."""
+def test_a_gap_in_the_numbers_ends_authority_until_all_is_handed_over_again() -> None:
+    """A matching summary is not enough: the holder may have begun its stream anew.
+
+    Then it covers what was sent since, and a repair has removed what was told before.
+    """
     shard, records = shard_in_sync(), records_of(A, [1, 2], 10)
     hear(shard, A, Put(1, records[:1].tobytes()), 0.01)
     contiguous = has_authority(shard, 0.01)
 
     hear(shard, A, Put(3, records[1:].tobytes()), 0.01)
     after_gap = has_authority(shard, 0.01)
-    hear(shard, A, summary_of(3, records, RING.version if is_handed_over else b""), 0.01)
+    hear(shard, A, summary_of(3, records), 0.01)
+    after_summary = has_authority(shard, 0.01)
+    hear(shard, A, summary_of(3, records, RING.version), 0.01)
 
-    assert (contiguous, after_gap, has_authority(shard, 0.01)) == (True, False, True)
+    assert (contiguous, after_gap, after_summary) == (True, False, False)
+    assert has_authority(shard, 0.01)
+
+
+def test_a_holder_in_doubt_is_asked_until_it_has_handed_over_again() -> None:
+    """Its summary matches, and it does not know that it is in doubt."""
+    shard, records = shard_in_sync(), records_of(A, [1], 10)
+    hear(shard, A, Put(2, records.tobytes()), 0.01)
+    hear(shard, A, summary_of(2, records), 0.02)
+
+    asked = [peer for peer, message in tick(shard, 1.0) if message == SummaryWanted()]
+
+    assert set(asked) == {A}
 
 
 def test_a_summary_that_differs_ends_authority() -> None:
@@ -183,7 +197,7 @@ def test_a_new_incarnation_inherits_nothing() -> None:
     assert (before, shard.authority.ring) == (b"", again.version)
 
 
-def test_a_suspect_holder_ends_authority_until_its_summary_matches_again() -> None:
+def test_a_suspect_holder_ends_authority_until_all_is_handed_over_again() -> None:
     """It may have stored pages meanwhile, for which it waited for no answer of this node."""
     shard = shard_in_sync()
 
@@ -191,7 +205,7 @@ def test_a_suspect_holder_ends_authority_until_its_summary_matches_again() -> No
     suspected = has_authority(shard, 0.01)
     hear(shard, ME, view(ME, A, B), 0.02)
     refuted = has_authority(shard, 0.02)
-    hear(shard, B, StreamSummary(0, 0, 0), 0.02)
+    hear(shard, B, HandedOver(0, 0, 0, RING.version), 0.02)
 
     assert (suspected, refuted, has_authority(shard, 0.02)) == (False, False, True)
 

@@ -6,7 +6,17 @@ import numpy as np
 
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.actors.publisher.actor import SLICE_S
-from peercache.wire.messages.directory import Acknowledged, Delete, HandedOver, Put, Repair
+from peercache.model.records import BUCKETS
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    HandedOver,
+    Put,
+    Repair,
+    StreamSummary,
+    SummaryDiffers,
+    SummaryMatches,
+)
 from tests.unit.actors.lone_publisher import (
     ME,
     SUMMARIES,
@@ -168,7 +178,10 @@ def test_stale_records_do_not_come_back_after_join_evict_and_leave() -> None:
 
 
 def test_owner_that_comes_back_is_not_spoken_to_in_old_numbers() -> None:
-    """Wrongly believed dead, it remembers our stream: the new one goes on above the old numbers."""
+    """Wrongly believed dead, it remembers our stream: the new one goes on above the old numbers.
+
+    With a gap, which puts this holder in doubt until all is handed over: other pages were stored.
+    """
     made = publisher_in(ring_of(ME, A))
     for at in range(5):
         heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at)), 0.0)
@@ -177,8 +190,23 @@ def test_owner_that_comes_back_is_not_spoken_to_in_old_numbers() -> None:
     effects = heard(made, ME, RingChanged(ring_of(ME, A)), 2.0)
 
     numbers = [m.number for _, m in sent(effects, Put) if isinstance(m, Put)]
-    assert numbers == [6]
+    assert numbers == [7]
     assert puts(effects) == {A: keys(4, 3, 2, 1, 0)}
+
+
+def test_an_owner_that_differed_is_told_again_that_all_is_handed_over() -> None:
+    """It believes no summary alone after that."""
+    made = publisher_in(ring_of(ME, A))
+    ((_, first),) = sent(ticked(made, 10.0), SUMMARIES)
+    assert isinstance(first, HandedOver)
+    heard(made, A, SummaryMatches(first.number), 10.0)
+    ((_, regular),) = sent(ticked(made, 20.0), SUMMARIES)
+
+    assert isinstance(regular, StreamSummary)
+    heard(made, A, SummaryDiffers(regular.number, bytes([1]) * 8 * BUCKETS), 20.0)
+    again = [m for at in (21.0, 22.0, 23.0) for _, m in sent(ticked(made, at), SUMMARIES)]
+
+    assert {type(message) for message in again} == {HandedOver}
 
 
 def test_owner_of_nothing_is_still_asked() -> None:

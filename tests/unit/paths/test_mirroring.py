@@ -28,6 +28,7 @@ from peercache.wire.messages.pool import (
     Granted,
     ReserveMirror,
 )
+from peercache.wire.messages.promote import Promote
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, World, content_of, named
 
@@ -336,3 +337,18 @@ def test_few_pages_are_taken_for_read_that_were_not() -> None:
     recent.read(keys[:10_000], 0.0)
 
     assert recent.read(keys[10_000:], 1.0).mean() < 0.005 * 2
+
+
+def test_slots_for_copies_are_given_back_before_a_page_is_awaited_from_a_disk() -> None:
+    """The home node may need their room to load it, and would wait until the get gives up."""
+    world = far_world()
+    held(world, 3, "a", "b")
+    world.publish(world.nodes[1].keep("c"))
+
+    got = world.get("a", "b", "c")
+
+    kinds = [type(message) for message in world.nodes[1].heard]
+    assert got.hits == [True, True, True]
+    assert got.mirrored == 2
+    assert kinds.index(ReserveMirror) < kinds.index(Commit) < kinds.index(Promote)
+    assert kinds.count(Commit) == 1

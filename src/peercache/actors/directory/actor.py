@@ -344,9 +344,11 @@ class DirectoryShard:
         if content.count == summary.count and content.digest() == summary.digest:
             # Whatever was lost on the way is of no interest any more, and must not come late.
             held.number = summary.number
-            held.is_whole, held.heard_at = True, now
+            held.heard_at = now
             if isinstance(summary, HandedOver):
-                held.complete = summary.ring
+                # Only this ends a doubt: a holder that began its stream anew may match all the
+                # time while it still hands over, once a repair has removed what it told before.
+                held.is_whole, held.complete = True, summary.ring
             self.authority.note_matching(holder, now)
             return [Send(sender, SummaryMatches(summary.number))]
         held.is_whole = False

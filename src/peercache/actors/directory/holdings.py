@@ -19,7 +19,7 @@ class Holdings:
 
     number:  the number of the last message of the stream that was applied.
     late_since: since when all summaries have had lower numbers; inf if the last one had not.
-    is_whole:  a summary has matched, and each message since then has followed the one before.
+    is_whole:  the holder has handed over, and each message since then has followed the one before.
     complete:  the version of the ring on which the holder has told all that this node owns of it.
     heard_at:  when a summary matched last.
     """

@@ -315,7 +315,9 @@ class Publisher:
             if owner != self.incarnation:
                 # Also to an owner of nothing: it may still hold what it once owned.
                 streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
-        self._number_floor = max([self._number_floor, *(s.number for s in self._streams.values())])
+        # One is left out: an owner that knows the stream that ended notices the gap.
+        ended = (stream.number + 1 for stream in self._streams.values())
+        self._number_floor = max([self._number_floor, *ended])
         effects: list[Effect] = []
         for gone in sorted(self._streams.keys() - streams.keys()):
             effects += self._waiting.give_up(gone)
@@ -441,6 +443,8 @@ class Publisher:
                 return self._settled(owner, stream.confirm_all(number), now)
             case SummaryDiffers(number, buckets):
                 if len(buckets) == 8 * BUCKETS:
+                    # It doubts this stream until it hears again that all is handed over.
+                    stream.complete = b""
                     return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
                 if self.metrics is not None:
                     self.metrics.messages_dropped.labels("malformed").inc()
