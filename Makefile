@@ -81,7 +81,7 @@ unit: $(STAMP)
 	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not slow and not soak and not rdma" \
 		$(COVERAGE) $(PYTEST_FLAGS)
 
-# Every property with five times as many examples as in `make test`.
+# Every property with eight times as many examples as in `make test`.
 properties: $(STAMP)
 	$(PYTEST) $(PARALLEL) $(WORKERS) --hypothesis-profile=thorough \
 		-m "hypothesis and not sglang and not slow and not rdma" tests/unit tests/rdma $(PYTEST_FLAGS)

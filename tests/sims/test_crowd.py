@@ -10,6 +10,9 @@ import pytest
 from sims.__main__ import main
 from sims.crowd import Crowd, Report
 
+# One worker plays what the others are compared with.
+pytestmark = pytest.mark.xdist_group("crowd")
+
 PROMPT_BYTES = 32 * 2**20
 
 

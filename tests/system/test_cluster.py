@@ -26,6 +26,9 @@ from tests.system.nodes import (
     wait_until,
 )
 
+# One worker starts the nodes.
+pytestmark = pytest.mark.xdist_group("three nodes")
+
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalCluster]:

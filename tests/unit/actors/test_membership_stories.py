@@ -110,7 +110,11 @@ def test_outage_of_all_masters_leaves_every_other_in_every_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "seconds"), [*[(seed, [4.0, 30.0][seed % 2]) for seed in range(8)], (8, 1000.0)]
+    ("seed", "seconds"),
+    [
+        *[(seed, [4.0, 30.0][seed % 2]) for seed in range(8)],
+        pytest.param(8, 1000.0, marks=pytest.mark.slow),
+    ],
 )
 def test_healed_partition_ends_in_equal_views(seed: int, seconds: float) -> None:
     """Two sides, the head on one of them, apart for a while or for long (and even forgotten)."""
