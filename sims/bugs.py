@@ -35,7 +35,7 @@ from peercache.net.outbox import Outbox
 from peercache.node import switchboard
 from peercache.paths import home_tie, locating, mirroring, reading, reserving, writing
 from peercache.paths.steps import Post
-from peercache.wire.messages.directory import StreamSummary
+from peercache.wire.messages.directory import HandedOver, StreamSummary
 from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
 from sims.node import SimNode
 
@@ -245,12 +245,14 @@ SLOTS_AHEAD_USED_THOUGH_GIVEN_UP: Patches = (
 
 
 def _without_summaries(right: Any) -> Any:
+    summaries = (StreamSummary, HandedOver)
+
     def on_tick(self: Any, now: float) -> Any:
         effects = right(self, now)
         return [
             effect
             for effect in effects
-            if not (isinstance(effect, Send) and isinstance(effect.message, StreamSummary))
+            if not (isinstance(effect, Send) and isinstance(effect.message, summaries))
         ]
 
     return on_tick

@@ -219,7 +219,7 @@ class SimClient:
     # --- life -------------------------------------------------------------------------------------
 
     async def run(self, work: Callable[[SimClient], Any]) -> None:
-        """ReadTable after the home node, and do `work`, until the process ends."""
+        """Look after the home node, and do `work`, until the process ends."""
         with self.scope:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery

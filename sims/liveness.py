@@ -37,7 +37,7 @@ class Liveness:
     """Chooses a core, and waits for it to be whole."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        """ReadTable at this world."""
+        """Look at this world."""
         self._world = world
         self._rng = rng
         self._core = self._choose_core()

@@ -10,7 +10,7 @@ class SimLock:
     """A probe of one client's lock: held while its process lives, stopped or not."""
 
     def __init__(self, place: Place, name: str) -> None:
-        """ReadTable at a process."""
+        """Look at a process."""
         self._place = place
         self._name = name
 

@@ -63,7 +63,7 @@ class Home:
         log: Any,
         tls: ControlTls | None = None,
     ) -> None:
-        """ReadTable after the home node at `url`; `on_view` hears which incarnations live.
+        """Look after the home node at `url`; `on_view` hears which incarnations live.
 
         on_beat: called about once a second, in this thread.
         sharing: whose segments are mapped; None is this process's user and root.

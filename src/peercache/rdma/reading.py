@@ -151,8 +151,8 @@ class Transfer:
     def stand(self, seconds: float) -> None:
         """Note a time without progress; end the transfer if the device has forgotten it.
 
-        By then it owes a completion or an error. Soft-RoCE gives neither once its account of
-        outstanding READs is wrong, which happens when it sends many again.
+        By then it owes a completion or an error. Soft-RoCE gives neither about once in five
+        thousand reads on a busy machine; why is not known.
         """
         self._stood_s += seconds
         if self._under_way and self._stood_s >= self.channel.rail.gives_up_s:
