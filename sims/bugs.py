@@ -33,7 +33,7 @@ from peercache.model.seal import ODD
 from peercache.net.asking import Exchange
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
-from peercache.paths import home_tie, locating, mirroring, reading, reserving, writing
+from peercache.paths import home_tie, mirroring, reading, reserving, searching, writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
 from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
@@ -398,7 +398,7 @@ def _unverified_too(right: Any) -> Any:
 MIRROR_UNVERIFIED: Patches = ((mirroring.MirroredBatch, "keep", _unverified_too),)
 
 
-SET_ORDER: Patches = ((locating._Search, "next_owners", _in_order_of_a_set),)
+SET_ORDER: Patches = ((searching.Search, "next_owners", _in_order_of_a_set),)
 
 
 def _any_member_believed(right: Any) -> Any:
@@ -463,7 +463,7 @@ def _last_word(right: Any) -> Any:
     return note_answer
 
 
-BEHIND_IGNORED: Patches = ((locating._Search, "note_answer", _last_word),)
+BEHIND_IGNORED: Patches = ((searching.Search, "note_answer", _last_word),)
 
 
 def _all_allowed(_: Any) -> Any:

@@ -3,6 +3,9 @@
 The tables of this host's nodes are read in their memory, without a question. What such a table
 lacks is absent only where it has authority for the key; otherwise another owner is asked.
 
+The cache is always safe, because a stale record fails verification. It never remembers an absence:
+a page may appear anywhere at any moment.
+
 A search asks one question a peer and batch. An owner that does not answer is replaced by its
 replica at once; so is one that knows nothing, for `handover_s` after a view change, or if it says
 that it is behind: then ANSWERS_MAX owners have the last word. In a settled cluster an absent page
@@ -11,53 +14,132 @@ costs one question.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import cached_property
-from itertools import repeat
-from typing import Any, final
+from itertools import islice, repeat
+from threading import Lock
+from typing import Any, TypeAlias, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.reads import Looked
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
-from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.searching import Mask, Search, Whereabouts, picked, unpacked
 from peercache.paths.steps import Ask, ReadTable, Step
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Located, Lookup
 
-Mask = npt.NDArray[np.bool_]
-
 LOOKUP_KEYS_MAX = 2048
 """Keys of one Lookup, the most that an owner takes: its answer has room for two holders of each."""
-
-ANSWERS_MAX = 2
-"""Owners whose answers are enough, though all of them are behind, and one more during a hand-over:
-where every host owns every key, to ask them all would take as many round trips."""
 
 EXISTS_TRUSTS_S = 1.0
 """How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
 only shortens the get that follows."""
 
+EVICTED_PART = 64
+"""A full cache drops 1/64 of its records at once. A dict walks over the gaps at its front whenever
+its oldest entry is looked up: one at a time, 128 of 262,144 took 9 ms, together 0.1."""
 
-@attrs.define(eq=False)
-class Whereabouts:
-    """Where the pages of a batch are.
+_Entry: TypeAlias = tuple[float, int, bytes]
+"""When a record was stored (monotonic seconds), its holder, and the packed record."""
 
-    records: (n,) RECORD; valid where `known`.
-    fresh:   where the record came from an answer in this call, not from the cache.
-    reasons: why a page is not known, a miss reason each; "" where it is.
-    """
+NOT_RESIDENT = 0
+"""Stands for the holder of a page that is not in its holder's memory: no incarnation is 0."""
 
-    records: Records
-    known: Mask
-    fresh: Mask
-    reasons: list[str]
+
+@final
+class LocationCache:
+    """A bounded map from page key to the record last seen, least recently used first out."""
+
+    def __init__(self, *, entries_max: int) -> None:
+        """Hold at most `entries_max` records (about 250 bytes each); 0 remembers nothing.
+
+        Whenever there are more, a 64th of the oldest goes.
+        """
+        self._entries_max = entries_max
+        self._entries: dict[bytes, _Entry] = {}
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Return how many records are remembered."""
+        return len(self._entries)
+
+    def find(self, keys: Sequence[bytes], *, not_before: float = -np.inf) -> list[bytes | None]:
+        """Return the packed record of each key, or None; what was found becomes most recent.
+
+        not_before: records stored earlier than this (monotonic seconds) do not count.
+        """
+        with self._lock:
+            entries = self._entries
+            taken = list(map(entries.pop, keys, repeat(None)))
+            found = [entry for entry in taken if entry]
+            if len(found) == len(keys):
+                # The fast path of a get: moved to the end with few steps a key.
+                entries.update(zip(keys, found, strict=True))
+            else:
+                # A key that is repeated was there at its first place only.
+                known = {key: entry for key, entry in zip(keys, taken, strict=True) if entry}
+                entries.update(known)
+                taken = [known.get(key) for key in keys]
+        return [entry[2] if entry and entry[0] >= not_before else None for entry in taken]
+
+    def holders(self, keys: Sequence[bytes], *, not_before: float) -> set[int] | None:
+        """Return the holders of the keys, or None unless all are resident by records that new."""
+        try:
+            with self._lock:
+                found = [self._entries[key] for key in keys]
+        except KeyError:
+            return None
+        if not found or min(found)[0] < not_before:
+            return None
+        holders = {entry[1] for entry in found}
+        return None if NOT_RESIDENT in holders else holders
+
+    def has_any_at(self, holder: int, keys: Sequence[bytes]) -> bool:
+        """Return whether any of the keys was last seen in the memory of this holder."""
+        with self._lock:
+            get = self._entries.get
+            return any(entry[1] == holder for key in keys if (entry := get(key)) is not None)
+
+    def store(self, records: Records, now: float) -> None:
+        """Remember records, one a key."""
+        if not self._entries_max or not len(records):
+            return
+        keys, packed = records["key"].tolist(), records.view(ROW).tolist()
+        holders = np.where(records["flags"] & RESIDENT, records["holder"], NOT_RESIDENT).tolist()
+        with self._lock:
+            entries = self._entries
+            # A record that was there already moves to the end.
+            deque(map(entries.pop, keys, repeat(None)), maxlen=0)
+            entries.update(zip(keys, zip(repeat(now), holders, packed, strict=False), strict=True))
+            if len(entries) > self._entries_max:
+                kept = self._entries_max - self._entries_max // EVICTED_PART
+                for key in list(islice(entries, len(entries) - kept)):
+                    del entries[key]
+
+    def drop(self, records: Records) -> None:
+        """Forget these very records; a newer one under the same key stays."""
+        blob = records.tobytes()
+        with self._lock:
+            for start in range(0, len(blob), RECORD_BYTES):
+                record = blob[start : start + RECORD_BYTES]
+                entry = self._entries.get(record[:16])
+                if entry is not None and entry[2] == record:
+                    del self._entries[record[:16]]
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget the records of these keys."""
+        with self._lock:
+            for key in keys:
+                self._entries.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
 
 
 @final
@@ -108,10 +190,10 @@ class Locator:
             where = self._all_known(found, cluster, avoid)
             if where is not None:
                 return where
-        search = _Search(keys, names, cluster, avoid, failed, self._may_read)
+        search = Search(keys, names, cluster, avoid, failed, self._may_read)
         search.cost_of = self._cost_of
         if any(found):
-            search.take_cached(*_unpacked(found))
+            search.take_cached(*unpacked(found))
         yield from self._look(search, cluster)
         asked_home = False
         while not search.known.all():
@@ -172,7 +254,7 @@ class Locator:
             return None
         if not told:
             return known, records[:0]
-        found = _picked(records, known)
+        found = picked(records, known)
         if not self._are_readable(found, cluster):
             return None
         self._cache.store(found, self._clock())
@@ -203,7 +285,7 @@ class Locator:
         holders = set(records["holder"].tolist())
         if holders & avoid or not self._may_read(holders, cluster):
             return None
-        if not _is_somewhere(records).all():
+        if not (records["flags"] & (RESIDENT | ON_DISK)).all():
             return None
         count = len(records)
         return Whereabouts(
@@ -217,7 +299,7 @@ class Locator:
             holders, self._clock()
         )
 
-    def _look(self, search: _Search, cluster: Cluster) -> Generator[Step, Any, None]:
+    def _look(self, search: Search, cluster: Cluster) -> Generator[Step, Any, None]:
         """Read the directory tables of this host: the home node's, then those of other owners."""
         for peer in self._readable(cluster):
             positions = search.to_look_up(peer)
@@ -240,7 +322,7 @@ class Locator:
         return self._may_read(set(records["holder"].tolist()), cluster)
 
     def _ask(
-        self, search: _Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
+        self, search: Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
     ) -> Generator[Step, Any, None]:
         asked = [
             (peer, positions[begin : begin + LOOKUP_KEYS_MAX])
@@ -270,292 +352,3 @@ class Locator:
             return memo[peer]
 
         return is_available
-
-
-class _Search:
-    """The state of one search."""
-
-    def __init__(
-        self,
-        keys: PageKeys,
-        names: list[bytes],
-        cluster: Cluster,
-        avoid: frozenset[int],
-        failed: frozenset[bytes],
-        may_read: Callable[[Iterable[int], Cluster], bool],
-    ) -> None:
-        count = len(keys)
-        self.keys = keys
-        self.names = names
-        self.records: Records = np.zeros(count, RECORD)
-        self.known: Mask = np.zeros(count, np.bool_)
-        self.fresh: Mask = np.zeros(count, np.bool_)
-        self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
-        """How many owners of each key have answered; more than a few do not count."""
-        self._settled: Mask = np.zeros(count, np.bool_)
-        self._absent: Mask = np.zeros(count, np.bool_)
-        self._on_disk: Mask = np.zeros(count, np.bool_)
-        self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
-        self._column = np.zeros(count, np.int64)
-        self._position = dict(zip(self.names, range(count), strict=True))
-        self._cluster = cluster
-        self._avoid = avoid
-        self._failed = failed
-        self._may_read = may_read
-        self.cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
-        self._usable: dict[int, bool] = {}
-        # A key that is repeated in the batch is looked up once, at its last place.
-        self._repeats = len(self._position) < count
-        if self._repeats:
-            last = np.zeros(count, np.bool_)
-            last[list(self._position.values())] = True
-            self._shadow = ~last
-            self.known |= self._shadow
-        self._untaken = b""
-        self._missing = len(self._position)
-
-    @cached_property
-    def owners(self) -> npt.NDArray[np.intp]:
-        """(n, owners): the owners of each key in query order, as places in `ring.members`.
-
-        Owners of before the last view change stand last.
-        """
-        cluster = self._cluster
-        if not cluster.ring.members:
-            return np.empty((len(self.keys), 0), np.intp)
-        owners: npt.NDArray[np.intp] = cluster.query_order[self._arcs]
-        return owners
-
-    @cached_property
-    def _arcs(self) -> npt.NDArray[np.intp]:
-        """(n,): the arc that each key is on; not for a ring without members."""
-        return self._cluster.ring.arcs(self.keys)
-
-    def take_cached(self, records: Records, known: Mask) -> None:
-        """Begin with the cached records; the search changes them from now on."""
-        usable = known & self._reachable(records["holder"]) & _is_somewhere(records)
-        if self._repeats:
-            usable &= ~self._shadow
-        self.records = records
-        self.known |= usable
-        self._on_disk = usable & ((records["flags"] & RESIDENT) == 0)
-        self._missing = len(self.known) - int(np.count_nonzero(self.known))
-
-    def take(self, answer: Message) -> bool:
-        """Take one answer; return whether every page is found, and none only on a disk."""
-        if not isinstance(answer, Located):
-            return False
-        self._untaken += answer.records
-        if len(self._untaken) < self._missing * RECORD_BYTES:
-            # This cannot be all: the next answer comes soon, and both are settled at once.
-            return False
-        self.settle()
-        return not self._missing and not self._on_disk.any()
-
-    def settle(self) -> None:
-        """Apply the answers taken so far."""
-        if not self._untaken:
-            return
-        records, self._untaken = np.frombuffer(self._untaken, RECORD), b""
-        found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
-        places: npt.NDArray[np.intp] = np.array(found, np.intp)
-        usable = (places >= 0) & _is_somewhere(records)
-        if self._failed:
-            usable &= [name not in self._failed for name in names_of_records(records)]
-        reachable = self._reachable(records["holder"])
-        if not reachable.all():
-            self._held_out_of_reach[places[usable & ~reachable]] = True
-            usable &= reachable
-        if not usable.all():
-            records, places = _picked(records, usable), places[usable]
-        if len(set(found)) < len(found) or self.known[places].any():
-            self._choose(places, records)
-        else:
-            self._put(places, records)
-        self._missing = len(self.known) - int(np.count_nonzero(self.known))
-
-    def _choose(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Keep the best of several records for one place, an earlier one included."""
-        # Of one holder only the newest counts.
-        order = np.lexsort((records["generation"], records["holder"], places))
-        records, places = _picked(records, order), places[order]
-        is_newest = np.ones(len(places), np.bool_)
-        is_newest[:-1] = places[1:] != places[:-1]
-        is_newest[:-1] |= records["holder"][1:] != records["holder"][:-1]
-        there = _picked(self.records, places)
-        is_known = self.known[places]
-        is_newest &= ~(
-            is_known
-            & (there["holder"] == records["holder"])
-            & (there["generation"] >= records["generation"])
-        )
-        records, places = _picked(records, is_newest), places[is_newest]
-        holders = records["holder"].tolist()
-        best_last = sorted(dict.fromkeys(holders), key=self._worth, reverse=True)
-        rank = {holder: at for at, holder in enumerate(best_last)}
-        # The worst first, so that the best is written last and stays. Before all of them the
-        # pages that are on disk only: any copy in memory is better.
-        ranks = np.array([rank[holder] for holder in holders], np.int64)
-        order = np.lexsort((ranks, records["flags"] & RESIDENT))
-        records, places = _picked(records, order), places[order]
-        is_known = self.known[places]
-        for at in np.flatnonzero(is_known).tolist():
-            self._offer(int(places[at]), records[at])
-        self._put(places[~is_known], _picked(records, ~is_known))
-
-    def _put(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Set the records of these places; of several for one place the last stays."""
-        self.records.view(ROW)[places] = records.view(ROW)
-        self.known[places] = self.fresh[places] = True
-        self._on_disk[places] = (records["flags"] & RESIDENT) == 0
-
-    def found(self) -> Records:
-        """Return the records that came from answers, one a key."""
-        fresh = self.fresh & self.known
-        return self.records if fresh.all() else _picked(self.records, fresh)
-
-    def _worth(self, holder: int) -> tuple[int, tuple[int, int]]:
-        """Return how good it is to read from a holder: less is better, and near is best."""
-        return self._cluster.distance(holder), self.cost_of(holder)
-
-    def _offer(self, place: int, record: Any) -> None:
-        """Replace the record of a place if this one is better."""
-        there = self.records[place]
-        on_disk = not record["flags"] & RESIDENT
-        if there["holder"] == record["holder"]:
-            better = record["generation"] > there["generation"]
-        elif self._on_disk[place] != on_disk:
-            better = not on_disk
-        else:
-            better = self._worth(int(record["holder"])) < self._worth(int(there["holder"]))
-        if better:
-            self.records[place] = record
-            self.fresh[place] = True
-            self._on_disk[place] = on_disk
-
-    def next_owners(
-        self, is_available: Callable[[int], bool], *, in_handover: bool
-    ) -> dict[int, npt.NDArray[np.intp]]:
-        """Return the keys to ask each peer for: a key goes to its next owner that is available."""
-        owners, members = self.owners, self._cluster.ring.members
-        columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
-        settled = self.known | self._absent | (self.answered >= ANSWERS_MAX + in_handover)
-        if not in_handover:
-            settled |= self._settled
-        left = (~settled).nonzero()[0]
-        chosen = np.full(len(self.keys), -1, np.intp)
-        for column in range(columns):
-            places = left[self._column[left] <= column]
-            owner = owners[places, column]
-            closed = [one for one in _distinct(owner) if not is_available(members[one])]
-            if closed:
-                is_open = ~np.isin(owner, closed)
-                places, owner = places[is_open], owner[is_open]
-            chosen[places] = owner
-            self._column[places] = column + 1
-            left = left[chosen[left] < 0]
-            if not len(left):
-                break
-        asked = [owner for owner in _distinct(chosen) if owner >= 0]
-        return {members[owner]: (chosen == owner).nonzero()[0] for owner in asked}
-
-    def note_answer(self, peer: int, positions: npt.NDArray[np.intp], *, is_behind: bool) -> None:
-        """Note that a peer has answered for the keys at these positions.
-
-        is_behind: it knows that it lacks records, so the next owner of what it lacks is asked too.
-        """
-        # Only an owner's answer can mean "absent": the home node answers for its own pages.
-        owned = self._owned(peer, positions)
-        self.answered[owned] += 1
-        if not is_behind:
-            self._settled[owned] = True
-
-    def left(self) -> npt.NDArray[np.intp]:
-        """Return the keys that are neither known nor absent by a table's word."""
-        left: npt.NDArray[np.intp] = (~(self.known | self._absent)).nonzero()[0]
-        return left
-
-    def to_look_up(self, peer: int) -> npt.NDArray[np.intp]:
-        """Return the keys to look for in a node's table: all for the home node, else its own."""
-        left = self.left()
-        return left if peer == self._cluster.home else self._owned(peer, left)
-
-    def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
-        """Take what a node's table says of the keys at these positions."""
-        self._untaken += looked.records
-        self.settle()
-        if self._missing and looked.is_final:
-            owned = self._owned(peer, positions)
-            self.answered[owned] += 1
-            self._absent[owned] = True
-
-    def _owned(self, peer: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return those of the positions whose keys a peer owns."""
-        if not self._cluster.ring.members:
-            return positions[:0]
-        owned = self._cluster.owned_arcs(peer)[self._arcs[positions]]
-        chosen: npt.NDArray[np.intp] = positions[owned]
-        return chosen
-
-    def spread_repeats(self) -> None:
-        """Copy the outcome of a repeated key from its last place to the others."""
-        if not self._repeats:
-            return
-        for place in np.flatnonzero(self._shadow).tolist():
-            source = self._position[self.names[place]]
-            self.records[place] = self.records[source]
-            self.known[place] = self.known[source]
-            self.fresh[place] = self.fresh[source]
-            self.answered[place] = self.answered[source]
-            self._held_out_of_reach[place] = self._held_out_of_reach[source]
-
-    def whereabouts(self, *, timed_out: bool) -> Whereabouts:
-        whys = [""] * len(self.keys)
-        for place in (~self.known).nonzero()[0].tolist():
-            if self._held_out_of_reach[place]:
-                whys[place] = reasons.PEER_UNREACHABLE
-            elif self.answered[place]:
-                whys[place] = reasons.ABSENT
-            else:
-                whys[place] = reasons.DEADLINE if timed_out else reasons.PEER_UNREACHABLE
-        return Whereabouts(self.records, self.known, self.fresh, whys)
-
-    def _reachable(self, holders: npt.NDArray[np.uint64]) -> Mask:
-        usable, names = self._usable, holders.tolist()
-        for holder in dict.fromkeys(names):
-            if holder not in usable:
-                usable[holder] = holder not in self._avoid and self._may_read(
-                    (holder,), self._cluster
-                )
-        return np.array([usable[holder] for holder in names], np.bool_)
-
-
-def _unpacked(
-    found: Sequence[bytes | None],
-) -> tuple[Records, npt.NDArray[np.bool_]]:
-    """Return (records, known): one record a key, zeros where it is not known."""
-    known = np.array([record is not None for record in found], np.bool_)
-    blank = bytes(RECORD.itemsize)
-    return np.frombuffer(b"".join(record or blank for record in found), RECORD).copy(), known
-
-
-def names_of_records(records: Records) -> list[bytes]:
-    """Return what names each record's commit: key, holder, offset and generation."""
-    packed = records.tobytes()
-    return [packed[at : at + 40] for at in range(0, len(packed), RECORD_BYTES)]
-
-
-def _is_somewhere(records: Records) -> Mask:
-    somewhere: Mask = (records["flags"] & (RESIDENT | ON_DISK)) != 0
-    return somewhere
-
-
-def _picked(records: Records, which: npt.NDArray[Any]) -> Records:
-    """Return some records, by their places or a mask."""
-    picked: Records = records.view(ROW)[which].view(RECORD)
-    return picked
-
-
-def _distinct(places: npt.NDArray[np.intp]) -> list[int]:
-    """Return the different places, in their order."""
-    return sorted(set(places.tolist()))

@@ -27,7 +27,7 @@ from peercache.model.records import HAS_CHECKSUM, RECORD, Records
 from peercache.model.runs import U64, PageRuns
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Place, Post, Step
 from peercache.wire.envelope import Message

@@ -23,15 +23,10 @@ from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import (
-    EXISTS_TRUSTS_S,
-    Locator,
-    Mask,
-    names_of_records,
-)
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import EXISTS_TRUSTS_S, LocationCache, Locator
 from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.promoting import Awaited, wishes
+from peercache.paths.searching import Mask, names_of_records
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
 from peercache.paths.verify import (
     checksum_portions,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model.records import RECORD, Records
-from peercache.paths.locating import _unpacked
-from peercache.paths.location_cache import LocationCache
+from peercache.paths.locating import LocationCache
+from peercache.paths.searching import unpacked
 from tests.unit.paths.world import named
 
 
@@ -101,11 +101,11 @@ def test_a_key_that_is_repeated_is_found_at_each_place() -> None:
 
 def test_unpack_gives_zeros_for_what_is_not_known() -> None:
     """Zeros are no record: their generation and their holder are 0."""
-    records, known = _unpacked([record("a", 8).tobytes(), None])
+    records, known = unpacked([record("a", 8).tobytes(), None])
 
     assert known.tolist() == [True, False]
     assert records["generation"].tolist() == [8, 0]
-    assert _unpacked([])[1].tolist() == []
+    assert unpacked([])[1].tolist() == []
 
 
 @given(
