@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable
 import trio
 import trio.lowlevel
 
-from peercache.actors.directory.actor import LOCATED_MAX
 from peercache.actors.directory.table import SLOTS_MIN, DirectoryTable
 from peercache.memory.table_reading import HOLDERS_MAX, TORN, TableReader, Unusable
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import Member
 from peercache.model.reads import Looked
-from peercache.model.records import RECORD_BYTES
+from peercache.model.records import BUCKETS, RECORD_BYTES
 from peercache.paths.steps import ReadTable
 from sims.memory import NodeMemory
 from sims.places import Place
@@ -66,6 +65,11 @@ class Header(ctypes.Structure):
     )
 
 
+UNUSED, SERVED = 0, 2
+HOLDER_BYTES = 24 + BUCKETS * (8 + 4 + 4)
+"""A holder's entry, as `memory/_table_layout.h` has it; its state follows its identity."""
+
+
 def header_of(table: DirectoryTable) -> Header:
     """Return the header of a table, as it is in its memory."""
     return Header.from_address(table.place[0])
@@ -92,14 +96,13 @@ class Observed:
     def __init__(self, table: DirectoryTable, keys: bytes) -> None:
         """Observe the beginning."""
         self._table = table
-        self._keys = keys
-        self.always = self.ever = self._now()
+        self._keys = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+        self.ever: set[bytes] = set()
+        self.always = self._look()
 
     def look(self) -> None:
         """Observe the table before the batch reads on."""
-        now = self._now()
-        self.always = self.always & now
-        self.ever = self.ever | now
+        self.always &= self._look()
 
     def check(self, looked: Looked, who: str) -> None:
         """Fail unless the batch found what was there all the time, and nothing that never was."""
@@ -107,14 +110,30 @@ class Observed:
         for record in told:
             if record not in self.ever:
                 raise Violation("table-record", f"{who} read {record.hex()}, which never was there")
-        for record in self.always.difference(told):
+        for _, record in self.always:
             # Of many holders some are told, each asker of others.
-            if sum(other[:KEY_BYTES] == record[:KEY_BYTES] for other in told) < HOLDERS_MAX:
+            few = sum(other[:KEY_BYTES] == record[:KEY_BYTES] for other in told) < HOLDERS_MAX
+            if few and record not in told:
                 raise Violation("table-lost", f"{who} did not find {record.hex()}")
 
-    def _now(self) -> frozenset[bytes]:
-        _, records = self._table.locate(self._keys, 0, LOCATED_MAX)
-        return frozenset(_split(records))
+    def _look(self) -> set[tuple[int, bytes]]:
+        """Return the records that answers name, with the entry of their holder.
+
+        A holder that ends and comes back has another entry: its records were gone in between. What
+        a holder has that is not served yet may be told once it is.
+        """
+        served: set[tuple[int, bytes]] = set()
+        header = header_of(self._table)
+        for entry in range(header.holders_used):
+            at = self._table.place[0] + header.holders_at + entry * HOLDER_BYTES
+            state = ctypes.c_uint32.from_address(at + 8).value
+            if state == UNUSED:
+                continue
+            records = [r for r in _split(self._table.read(entry)) if r[:KEY_BYTES] in self._keys]
+            self.ever.update(records)
+            if state == SERVED:
+                served.update((entry, record) for record in records)
+        return served
 
 
 class SimTables:
