@@ -130,7 +130,11 @@ class SimClient:
         self.namespace = Namespace(name="sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         self.tables = SimTables(
-            place, linked, random.Random(f"look/{self.identity}"), self.identity
+            place,
+            linked,
+            random.Random(f"look/{self.identity}"),
+            self.identity,
+            may_stop=lambda: network.faults_on,
         )
         loads = Loads(salt=self.identity, clock=place.now)
         locator = Locator(

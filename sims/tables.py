@@ -145,12 +145,19 @@ class SimTables:
         linked: Callable[[int], NodeMemory | None],
         rng: random.Random,
         asker: int,
+        *,
+        may_stop: Callable[[], bool],
     ) -> None:
-        """Open none yet. linked: the memory of an incarnation, by its file's name."""
+        """Open none yet.
+
+        linked: the memory of an incarnation, by its file's name. may_stop: whether the process may
+        be stopped for long now.
+        """
         self._place = place
         self._linked = linked
         self._rng = rng
         self._asker = asker
+        self._may_stop = may_stop
         self._opened: dict[int, DirectoryTable] = {}
 
     def nodes(self) -> Iterable[int]:
@@ -212,7 +219,7 @@ class SimTables:
 
     async def _pause(self, table: DirectoryTable) -> None:
         stopped_s = self._rng.choice(STOPPED_S)
-        if self._rng.random() < 0.02:
+        if self._rng.random() < 0.02 and self._may_stop():
             stopped_s = self._rng.uniform(0.2, STOPPED_MAX_S)
         if self._rng.random() < 0.1:
             make_index_anew(table)
