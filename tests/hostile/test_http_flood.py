@@ -15,7 +15,7 @@ from peercache.observability.metrics import Metrics
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.unit.http.http_node import ask, served
 
-ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+ASKED = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def _large() -> Metrics:

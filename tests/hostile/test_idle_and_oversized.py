@@ -123,7 +123,7 @@ def use_every_descriptor() -> None:
 def healthz(node: NodeProcess) -> bytes:
     """Return what a probe gets."""
     with ports_of(node)["http"]() as connection:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: node\r\n\r\n")
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             return received(connection, 15)
         return b""

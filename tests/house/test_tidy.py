@@ -91,6 +91,7 @@ HOMES: dict[str, frozenset[str]] = {
     "cryptography": frozenset({"trust"}),
     "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),
+    "starlette": frozenset({"http"}),
     "rich": frozenset({"cli"}),
     "structlog": frozenset({"observability"}),
     "prometheus_client": frozenset({"observability", "http"}),

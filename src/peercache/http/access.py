@@ -14,7 +14,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.config.quantities import is_loopback
+from peercache.config.quantities import is_loopback, parse_address
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
 from peercache.observability.log import WarnOnce
@@ -67,9 +67,14 @@ class Access:
         if tls is not None:
             tls.on_change(self._renew)
 
-    def refusal(self, client: HttpClient, path: str, authorization: str) -> str:
-        """Return why this page is not for the client, in words for it; "" where it is."""
-        watchers, problem = self._watchers(client, authorization)
+    def refusal(
+        self, client: HttpClient, path: str, authorization: str = "", host: str = ""
+    ) -> str:
+        """Return why this page is not for the client, in words for it; "" where it is.
+
+        authorization, host: the headers of these names, "" without one.
+        """
+        watchers, problem = self._watchers(client, authorization, host)
         if may_read(path, watchers, is_open=self._is_open):
             return ""
         reason, detail = (problem.reason, problem.detail) if problem else ("unauthorized", "")
@@ -92,13 +97,13 @@ class Access:
         )
 
     def _watchers(
-        self, client: HttpClient, authorization: str
+        self, client: HttpClient, authorization: str, host: str
     ) -> tuple[frozenset[Watcher], Rejected | None]:
         """Return what the client has proved to be, and the first proof that failed."""
         proofs = (
             _proof(self._of_certificate, client),
             _proof(self._of_token, client, authorization),
-            _proof(self._of_process, client),
+            _proof(self._of_process, client, host),
         )
         found = {proof for proof in proofs if isinstance(proof, Watcher)}
         if self._is_trial:
@@ -124,9 +129,13 @@ class Access:
             raise Rejected("token", "the token is not this node's")
         return Watcher.TOKEN
 
-    def _of_process(self, client: HttpClient) -> Watcher | None:
+    def _of_process(self, client: HttpClient, host: str) -> Watcher | None:
         if not is_loopback(client.remote[0]):
             return None
+        if host and not _names_loopback(host):
+            # A browser is a process of the user's too: a web page whose name is made to resolve
+            # to this host would read what the user may read.
+            raise Rejected("host", "on this host ask at 127.0.0.1, [::1] or localhost")
         problem = self._sharing.tcp_peer_problem(client.local, client.remote)
         if problem:
             raise Rejected("owner", problem)
@@ -137,6 +146,15 @@ class Access:
             self.ssl_context = context_of(tls.files)
         except (OSError, ssl.SSLError) as error:
             self._log.error("http.certificate_rejected", problem=str(error))
+
+
+def _names_loopback(host: str) -> bool:
+    """Return whether a Host header names this host by a name that no DNS server gives."""
+    try:
+        name, _ = parse_address(host, default_port=0)
+    except ValueError:
+        return False
+    return is_loopback(name.lower())
 
 
 def _proof(prove: Callable[..., Watcher | None], *facts: object) -> Watcher | Rejected | None:

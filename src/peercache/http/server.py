@@ -1,33 +1,28 @@
-"""The HTTP server of a node: h11 on the node's own trio loop, no thread per connection.
+"""The HTTP server of a node: on the node's own trio loop, no thread per connection.
 
 Hears   one request a connection, in clear text or, with certificates, over TLS: the first byte
         tells which.
-Says    the answer of `Pages` where `Access` allows it, and closes.
+Says    the answer of an ASGI application where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.
-Limits  CONNECTIONS_MAX connections, ADDRESS_MAX of one address, CONNECTION_S seconds each,
-        REQUEST_BYTES_MAX of head. A new connection is always taken: it replaces the one that needs
-        its place least, so that clients which ask and read nothing keep no probe out.
+Limits  CONNECTIONS_MAX connections, ADDRESS_MAX of one address, CONNECTION_S seconds each, and
+        those of one request (`gateway`). A new connection is always taken: it replaces the one that
+        needs its place least, so that clients which ask and read nothing keep no probe out.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Sequence
-from enum import IntEnum
+from functools import partial
 
 import attrs
-import h11
 import trio
-from prometheus_client import CollectorRegistry
 
 from peercache.config.quantities import format_address
 from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
 from peercache.http.access import Access, HttpClient
-from peercache.http.overview import template
-from peercache.http.pages import UNAUTHORIZED, Answer, Health, Pages, unauthorized
-from peercache.model.member import Member
+from peercache.http.gateway import RECEIVE_BYTES, Application, Exchange, Phase
 from peercache.observability.log import get_logger
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
@@ -35,10 +30,8 @@ ADDRESS_MAX = 32  # One host that opens many leaves half of the places to all ot
 HANDSHAKE_S = 5.0  # Two round trips, on a loop that may be busy.
 TLS_HANDSHAKE = 0x16  # The first byte of a TLS connection; no HTTP method begins with it.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
-REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.
 DISCARDED_BYTES_MAX = 64 * 1024  # A longer body is cut off by a reset instead.
 DISCARD_S = 1.0  # A client that has its answer closes at once.
-RECEIVE_BYTES = 16 * 1024
 ACCEPT_PAUSE_S = 0.1  # While the process has no descriptors left.
 
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
@@ -48,19 +41,16 @@ async def serve_http(
     host: str,
     port: int,
     *,
-    registry: CollectorRegistry,
-    health: Callable[[], Health],
-    members: Callable[[], Sequence[Member]],
+    application: Application,
     access: Access,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve the pages of a node until cancelled; hand HOST:PORT to `task_status.started`.
+    """Serve an application until cancelled; hand HOST:PORT to `task_status.started`.
 
     host: a name, an IPv4 or an IPv6 address; "" is every interface of both.
     port: -1 takes 31997, or a free one where that is taken; 0 takes a free one; any other must be
           free, else AddressTaken is raised before anything is served.
     """
-    template()  # Loaded before the node serves, so that no request delays the loop.
     listening = await _listening(host, port)
     address = format_address(*listening.getsockname()[:2])
     if port == -1 and listening.getsockname()[1] != DEFAULT_METRICS_PORT:
@@ -68,7 +58,7 @@ async def serve_http(
         get_logger().warning(
             "http.default_port_taken", wanted=DEFAULT_METRICS_PORT, serving_at=address
         )
-    connections = _Connections(Pages(registry, health, members), access)
+    connections = _Connections(application, access)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
         task_status.started(address)
@@ -82,31 +72,25 @@ async def serve_http(
                 await trio.sleep(ACCEPT_PAUSE_S)
 
 
-class _Phase(IntEnum):
-    """How far a connection is. The lower, the less its client loses when it is closed."""
-
-    ANSWERED = 0
-    """Its client has the answer, and should close."""
-    SILENT = 1
-    """Its client has sent no whole request."""
-    SLOW = 2
-    """Its client does not read its answer."""
-
-
 @attrs.define(eq=False)
 class _Held:
     """One connection that is served."""
 
     scope: trio.CancelScope
     address: str
-    phase: _Phase = _Phase.SILENT
+    exchange: Exchange | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return Phase.SILENT if self.exchange is None else self.exchange.phase
 
 
 @attrs.define(eq=False)
 class _Connections:
     """Admits connections, one request each, and bounds them."""
 
-    pages: Pages
+    application: Application
     access: Access
     held: list[_Held] = attrs.field(factory=list)
     """Oldest first."""
@@ -164,25 +148,13 @@ class _Connections:
         await self._serve(stream, client, held)
 
     async def _serve(self, stream: trio.abc.Stream, client: HttpClient, held: _Held) -> None:
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
-        try:
-            request = await _request(stream, connection)
-        except h11.RemoteProtocolError as error:
-            answer = Answer(error.error_status_hint, "text/plain", f"{error}\n".encode())
-            await _send(stream, connection, answer, held, is_head=False)
+        held.exchange = exchange = Exchange(stream, client)
+        if not await exchange.run(self.application, partial(self.access.refusal, client)):
             return
-        if request is None:
-            return
-        headers = {name: value.decode("latin-1") for name, value in request.headers}
-        method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
-        refusal = self.access.refusal(
-            client, target.partition("?")[0], headers.get(b"authorization", "")
-        )
-        if refusal:
-            answer = unauthorized(refusal)
+        if isinstance(stream, _Begun):
+            await _hang_up(stream)
         else:
-            answer = self.pages.answer(method, target, headers.get(b"accept", ""))
-        await _send(stream, connection, answer, held, is_head=method == "HEAD")
+            await stream.aclose()  # TLS says itself that nothing more will come.
 
 
 class _Begun(trio.abc.Stream):
@@ -224,43 +196,8 @@ def _end(name: object) -> tuple[str, int]:
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
-async def _request(stream: trio.abc.Stream, connection: h11.Connection) -> h11.Request | None:
-    """Return the head of the request, or None if the other side closed without one."""
-    while True:
-        event = connection.next_event()
-        if isinstance(event, h11.Request):
-            return event
-        if event is not h11.NEED_DATA:
-            return None
-        connection.receive_data(bytes(await stream.receive_some(RECEIVE_BYTES)))
-
-
-async def _send(
-    stream: trio.abc.Stream,
-    connection: h11.Connection,
-    answer: Answer,
-    held: _Held,
-    *,
-    is_head: bool,
-) -> None:
-    headers = [
-        ("content-type", answer.content_type),
-        ("content-length", str(len(answer.body))),
-        ("cache-control", "no-store"),
-        ("connection", "close"),
-    ]
-    if answer.status == UNAUTHORIZED:
-        headers.append(("www-authenticate", "Bearer"))
-    raw = connection.send(h11.Response(status_code=answer.status, headers=headers)) or b""
-    if not is_head:
-        raw += connection.send(h11.Data(data=answer.body)) or b""
-    raw += connection.send(h11.EndOfMessage()) or b""
-    held.phase = _Phase.SLOW
-    await stream.send_all(raw)
-    held.phase = _Phase.ANSWERED
-    if not isinstance(stream, _Begun):
-        await stream.aclose()  # TLS says itself that nothing more will come.
-        return
+async def _hang_up(stream: _Begun) -> None:
+    """Say that nothing more will come, and let the other side take what was sent."""
     await stream.send_eof()
     # Closing with unread bytes would reset the connection, and the answer might be lost with it.
     discarded_bytes = 0

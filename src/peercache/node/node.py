@@ -31,7 +31,7 @@ from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.access import Access
-from peercache.http.pages import Health
+from peercache.http.pages import Health, Pages
 from peercache.http.server import serve_http
 from peercache.installation.distribution import version
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
@@ -438,9 +438,7 @@ class Node:
         serve = partial(
             serve_http,
             *address,
-            registry=self.metrics.registry,
-            health=self.health,
-            members=self._members,
+            application=Pages(self.metrics.registry, self.health, self._members).application(),
             access=access,
         )
         return str(await nursery.start(serve))

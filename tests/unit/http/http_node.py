@@ -13,7 +13,8 @@ import trio
 from peercache.config.quantities import parse_address
 from peercache.config.settings import Config
 from peercache.http.access import Access
-from peercache.http.pages import Health
+from peercache.http.gateway import Application
+from peercache.http.pages import Health, Pages
 from peercache.http.server import serve_http
 from peercache.model.member import Member
 from peercache.observability.log import get_logger
@@ -36,6 +37,7 @@ async def served(
     settings: Mapping[str, Any] | None = None,
     tls: LiveTls | None = None,
     sharing: Sharing | None = None,
+    application: Application | None = None,
 ) -> AsyncIterator[str]:
     """Serve on a free port for the length of a block; the stop must not take long."""
     metrics = metrics or Metrics()
@@ -50,9 +52,10 @@ async def served(
         serve_http,
         host,
         port,
-        registry=metrics.registry,
-        health=health,
-        members=members if callable(members) else lambda: members,
+        application=application
+        or Pages(
+            metrics.registry, health, members if callable(members) else lambda: members
+        ).application(),
         access=access,
     )
     async with trio.open_nursery() as nursery:
@@ -68,15 +71,21 @@ async def ask(
     method: str = "GET",
     *,
     token: str = "",
+    named: str = "",
     context: ssl.SSLContext | None = None,
 ) -> tuple[int, str]:
-    """Send one request, over TLS with a context, and return its status and body."""
+    """Send one request, over TLS with a context, and return its status and body.
+
+    named: its Host header; "" is the address.
+    """
     host, port = parse_address(address)
     stream: trio.abc.Stream = await trio.open_tcp_stream(host, port)
     if context is not None:
         stream = trio.SSLStream(stream, context, server_hostname="peercache", https_compatible=True)
     header = f"Authorization: Bearer {token}\r\n" if token else ""
-    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{header}Connection: close\r\n\r\n"
+    request = (
+        f"{method} {path} HTTP/1.1\r\nHost: {named or address}\r\n{header}Connection: close\r\n\r\n"
+    )
     async with stream:
         await stream.send_all(request.encode())
         raw = b"".join([chunk async for chunk in stream])

@@ -16,8 +16,9 @@ from peercache.config.quantities import parse_address
 from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
 from peercache.http import server
+from peercache.http.gateway import REQUEST_BYTES_MAX
 from peercache.http.pages import Health
-from peercache.http.server import ADDRESS_MAX, REQUEST_BYTES_MAX
+from peercache.http.server import ADDRESS_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.system.nodes import capture_logs
@@ -179,7 +180,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_stop(
         host, port = parse_address(address)
         stream = await trio.open_tcp_stream(host, port)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         assert (await ask(address, "/healthz"))[0] == 200
         started = trio.current_time()
 
@@ -193,7 +194,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_stop(
         (b"nonsense\r\n\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\n\r\n", 400),  # no Host
         (b"GET /" + b"x" * (2 * REQUEST_BYTES_MAX), 431),
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # a TLS greeting
     ],
 )
@@ -213,7 +214,7 @@ async def test_broken_request_is_answered_and_does_no_harm(raw: bytes, status: i
 async def test_client_that_hangs_up_at_once_does_no_harm() -> None:
     """A port scan, or a reset in the middle of an answer, is no event."""
     async with served() as address:
-        for raw in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for raw in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             stream = await trio.open_tcp_stream(*parse_address(address))
             # Linger 0 makes the close a reset.
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
