@@ -134,7 +134,7 @@ def received(connection: socket.socket, count: int) -> bytes:
 def metric(node: NodeProcess, name: str) -> dict[str, float]:
     """Return a metric's values by label value, as a scrape shows them."""
     with ports_of(node)["http"]() as connection:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n")
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         page = b""
         while piece := connection.recv(65536):
             page += piece

@@ -70,7 +70,7 @@ class _BodyTooLong(Exception):
 
 
 @final
-class Exchange:
+class HttpExchange:
     """One request and its answer."""
 
     def __init__(self, stream: trio.abc.Stream, client: HttpClient) -> None:

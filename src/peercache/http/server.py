@@ -22,7 +22,7 @@ from peercache.config.quantities import format_address
 from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
 from peercache.http.access import Access, HttpClient
-from peercache.http.gateway import RECEIVE_BYTES, Application, Exchange, Phase
+from peercache.http.gateway import RECEIVE_BYTES, Application, HttpExchange, Phase
 from peercache.observability.log import get_logger
 
 CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
@@ -78,7 +78,7 @@ class _Held:
 
     scope: trio.CancelScope
     address: str
-    exchange: Exchange | None = None
+    exchange: HttpExchange | None = None
 
     @property
     def phase(self) -> Phase:
@@ -148,7 +148,7 @@ class _Connections:
         await self._serve(stream, client, held)
 
     async def _serve(self, stream: trio.abc.Stream, client: HttpClient, held: _Held) -> None:
-        held.exchange = exchange = Exchange(stream, client)
+        held.exchange = exchange = HttpExchange(stream, client)
         if not await exchange.run(self.application, partial(self.access.refusal, client)):
             return
         if isinstance(stream, _Begun):
