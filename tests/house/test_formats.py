@@ -23,7 +23,12 @@ from peercache.model.keys import Namespace
 from peercache.model.seal import SEAL, SEAL_BYTES
 from peercache.storage import layout as disk
 from peercache.wire.codec import MESSAGE_BYTES_MAX
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import (
+    ENVELOPE_VERSION,
+    WIRE_VERSION,
+    WIRE_VERSION_OLDEST,
+    versions_spoken,
+)
 from tests.house.reference_pages import ROOT
 
 WIRE = (ROOT / "docs/reference/wire-protocol.md").read_text()
@@ -147,8 +152,9 @@ def test_versions_are_those_of_the_code() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text()
 
     assert [int(version) for version in history] == list(range(1, WIRE_VERSION + 1))
-    assert WIRE_VERSION_OLDEST == WIRE_VERSION, "the page says that one version is spoken"
-    assert f"This build speaks version {WIRE_VERSION} only." in WIRE
+    assert WIRE_VERSION_OLDEST == WIRE_VERSION - 1, "the page says that two versions are spoken"
+    assert f"This build speaks versions {versions_spoken().replace(' to ', ' and ')}." in WIRE
+    assert f"The first number of an envelope is {ENVELOPE_VERSION}" in WIRE
     assert f"Version {tcp.TCP_WIRE_VERSION} of the data port." in WIRE
     assert f"Layout version {segment.LAYOUT_VERSION}." in WIRE
     assert f"in disk format {disk.FORMAT_VERSION}:" in DISK

@@ -33,15 +33,18 @@ Page = npt.NDArray[np.uint8]
 class NodeProcess:
     """One `python -m peercache.node`."""
 
-    def __init__(self, flags: Sequence[str], *, before: Sequence[str] = ()) -> None:
+    def __init__(
+        self, flags: Sequence[str], *, before: Sequence[str] = (), python: str = sys.executable
+    ) -> None:
         """Start it and wait for its ready line; what it says goes to `log`.
 
         before: what stands before the command, such as a change of the namespace or the user.
+        python: the interpreter, with another build installed than this one.
         """
         self.flags = list(flags)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "peercache.node", *flags],
+            [*before, python, "-m", "peercache.node", *flags],
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
@@ -99,7 +102,12 @@ class LocalCluster:
         self.clients: list[Client] = []
 
     def start(
-        self, home: str = "", *, pool: str = "16MiB", flags: Sequence[str] = ()
+        self,
+        home: str = "",
+        *,
+        pool: str = "16MiB",
+        flags: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> NodeProcess:
         """Start a node that joins the first one, if there is one."""
         name = home or f"n{len(self.nodes)}"
@@ -111,7 +119,7 @@ class LocalCluster:
             all_flags += ["--listen", "127.0.0.1:0"]
         if self.nodes and "--discovery-addr" not in flags:
             all_flags += ["--discovery-addr", self.nodes[0].ready["control"]]
-        node = NodeProcess(all_flags)
+        node = NodeProcess(all_flags, python=python)
         self.nodes.append(node)
         return node
 

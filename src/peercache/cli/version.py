@@ -5,15 +5,13 @@ from __future__ import annotations
 import click
 
 from peercache.installation.distribution import version as distribution_version
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import versions_spoken
 
 
 @click.command
 def version() -> None:
     """Print the versions of the package and of the wire."""
-    is_one = WIRE_VERSION_OLDEST == WIRE_VERSION
-    wire = f"{WIRE_VERSION}" if is_one else f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}"
-    print(f"peercache {distribution_version()} (wire version {wire})")
+    print(f"peercache {distribution_version()} (wire version {versions_spoken()})")
 
 
 @click.command

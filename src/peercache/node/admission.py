@@ -18,7 +18,7 @@ from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.rights import Role, Session, readable_spaces, spaces_of
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
 from peercache.wire.messages.session import Hello
 
 CLIENTS_MAX = 1024
@@ -68,7 +68,7 @@ class Admission:
             raise Rejected(
                 "wire_version",
                 f"you speak {hello.wire_oldest} to {hello.wire_newest}, "
-                f"this node {WIRE_VERSION_OLDEST} to {WIRE_VERSION}: upgrade the older side",
+                f"this node {versions_spoken()}: upgrade the older side",
             )
         identity = self._gate.identity(peer)
         if hello.granule != self._granule:

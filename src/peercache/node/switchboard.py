@@ -44,7 +44,13 @@ from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.trust.rights import INVENTED, Role, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
+from peercache.wire.envelope import (
+    WIRE_VERSION,
+    WIRE_VERSION_OLDEST,
+    WIRE_VERSIONS,
+    Envelope,
+    Message,
+)
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
 from peercache.wire.messages.session import (
     Counted,
@@ -118,6 +124,8 @@ class Switchboard:
         self._revocations = revocations
         # By address: the process that has answered there.
         self._answering: dict[str, Peer] = {}
+        # By address: the wire version that the process there speaks with us.
+        self._spoken: dict[str, int] = {}
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
@@ -260,7 +268,8 @@ class Switchboard:
         if hello.is_node:
             self._reach.connected(peer.local[0])
         me = self._member_of(self._me.incarnation) or self._me
-        self._reply(pipe, sender, Welcome(hello.request, WIRE_VERSION, me, self._segment_bytes))
+        wire = min(WIRE_VERSION, hello.wire_newest)
+        self._reply(pipe, sender, Welcome(hello.request, wire, me, self._segment_bytes))
         revoked = None if hello.is_node else self._revocations()
         if revoked is not None:
             self._reply(pipe, sender, revoked)
@@ -336,6 +345,10 @@ class Switchboard:
             self._drop("pipe_gone", detail=type(message).__name__)
 
     def _say(self, address: str, target: int, message: Message) -> None:
+        if WIRE_VERSIONS[type(message)] > self._spoken.get(address, WIRE_VERSION):
+            # The build that came before drops it as noise; what it does not know, it lives without.
+            self._drop("wire_version", detail=type(message).__name__)
+            return
         link = self._links.get(address)
         if link is None and len(self._links) >= self._link_use.links_max:
             self._end_links(self._link_use.surplus(trio.current_time(), kept=()))
@@ -416,6 +429,7 @@ class Switchboard:
             self._link_use.ended(address)
             self._expected.pop(address, None)
             self._answering.pop(address, None)
+            self._spoken.pop(address, None)
 
     def greet_again(self, addresses: Iterable[str]) -> None:
         """Say Hello once more to these addresses, as far as there are links: do they answer?"""
@@ -458,6 +472,7 @@ class Switchboard:
             self.tell(TellMembership(PeerAnswered(address, self._me)))
         elif isinstance(message, Welcome):
             self._reach.welcomed(address)
+            self._spoken[address] = message.wire
             if address in self._answering:
                 self._reach.connected(self._answering[address].local[0])
             self._welcomed(address, message.member)

@@ -1,7 +1,7 @@
 """Envelopes to bytes and back.
 
-An envelope is one CBOR array: [wire version, cluster, sender, target, tag, field, field, …]. The
-decoder accepts integers, floats, booleans, strings, byte strings, arrays and one flat map, each
+An envelope is one CBOR array: [envelope version, cluster, sender, target, tag, field, field, …].
+The decoder accepts integers, floats, booleans, strings, byte strings, arrays and one flat map, each
 where a message declares it, and nothing else of CBOR: no tags, no indefinite lengths.
 """
 
@@ -18,7 +18,13 @@ import cbor2
 
 from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.member import Member
-from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
+from peercache.wire.envelope import (
+    ENVELOPE_VERSION,
+    MESSAGES,
+    Envelope,
+    Message,
+    versions_spoken,
+)
 
 MESSAGE_BYTES_MAX = 256 * 1024
 """Largest control message, in both directions: 150 connections that never end theirs hold 40 MB,
@@ -57,7 +63,7 @@ class WrongCluster(RemoteProtocolError):
 def encode(envelope: Envelope, *, cluster: str) -> bytes:
     """Return the bytes of an envelope; raise LocalProtocolError if no peer would take so many."""
     message = envelope.message
-    head: list[Any] = [WIRE_VERSION, cluster, envelope.sender, envelope.target]
+    head: list[Any] = [ENVELOPE_VERSION, cluster, envelope.sender, envelope.target]
     head.append(_TAGS[type(message)])
     head.extend(_plain(getattr(message, name)) for name in _FIELDS[type(message)])
     raw = cbor2.dumps(head)
@@ -95,9 +101,12 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     if end != len(raw) or not isinstance(parts, list) or len(parts) < 5:
         raise RemoteProtocolError("not an envelope")
     version, theirs, sender, target, tag = parts[:5]
-    if version != WIRE_VERSION or isinstance(version, bool):
+    if version != ENVELOPE_VERSION or isinstance(version, bool):
         number = version if isinstance(version, int) else 0
-        raise WrongVersion(f"wire version {version!r}, ours is {WIRE_VERSION}", version=number)
+        raise WrongVersion(
+            f"wire version {version!r}, ours are {versions_spoken()}: upgrade the older side",
+            version=number,
+        )
     if theirs != cluster:
         name = theirs[:TEXT_MAX] if isinstance(theirs, str) else ""
         raise WrongCluster(f"cluster {name!r}, ours is {cluster!r}", cluster=name)

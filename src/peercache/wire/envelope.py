@@ -8,8 +8,15 @@ A class's place in `Message` is its tag on the wire: append only, never reorder.
 
 No promise depends on a message arriving, or arriving only once: every request carries a number
 that its answer repeats, and summaries repair messages that must not be lost.
+
+A build speaks WIRE_VERSION and the version before it. A version is a set of messages: a later one
+only appends, so what both ends know has the same bytes. Hello and Welcome tell which versions the
+ends speak, and a node sends no message to a peer whose version lacks it. A message that changes
+gets a new name, and a place at the end.
+
 Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
-secret, members have names and nonces, and removals go through the home node.
+secret, members have names and nonces, and removals go through the home node. Version 3: messages
+for operators, and pages are handed over by a node that leaves.
 """
 
 from __future__ import annotations
@@ -69,7 +76,16 @@ from peercache.wire.messages.session import (
     Welcome,
 )
 
-WIRE_VERSION = WIRE_VERSION_OLDEST = 2
+WIRE_VERSION = 3
+WIRE_VERSION_OLDEST = 2
+"""The versions that this build speaks: its own, and that of the build that came before."""
+
+ENVELOPE_VERSION = 2
+"""The first number of an envelope: the version of its shape, which both ends must share to read a
+Hello at all. Wire version 2 brought this shape."""
+
+FIRST_TAGS = {2: 0, 3: 45}
+"""By wire version: the tag of the first message that it brought."""
 
 
 Message: TypeAlias = (
@@ -85,6 +101,17 @@ Message: TypeAlias = (
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
+
+WIRE_VERSIONS: dict[type[Message], int] = {
+    kind: max(version for version, first in FIRST_TAGS.items() if first <= tag)
+    for tag, kind in enumerate(MESSAGES)
+}
+"""By message: the wire version that brought it."""
+
+
+def versions_spoken() -> str:
+    """Return the wire versions of this build, for a sentence."""
+    return f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}"
 
 
 @attrs.frozen

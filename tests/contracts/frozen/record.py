@@ -30,7 +30,7 @@ from peercache.model.member import Member
 from peercache.model.seal import SEAL, Seals
 from peercache.storage.layout import FORMAT_VERSION
 from peercache.wire.codec import encode
-from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
+from peercache.wire.envelope import MESSAGES, WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from tests.contracts.frozen import public
 from tests.system.nodes import LocalCluster, Page, keys_of, wait_until
 
@@ -96,11 +96,21 @@ def sample(kind: type[Any], turn: int) -> Any:
     return kind(**{field.name: value(field, i) for i, field in enumerate(attrs.fields(kind))})
 
 
+def recorded_messages() -> list[dict[str, Any]]:
+    """Return the recorded messages of every wire version that this build speaks, by tag."""
+    versions = range(WIRE_VERSION_OLDEST, WIRE_VERSION + 1)
+    paths = [FOLDER / f"messages-{version}.json" for version in versions]
+    return [line for path in paths if path.exists() for line in json.loads(path.read_text())]
+
+
 def record_messages() -> None:
-    """Append the bytes of each message that has none yet; leave the others as they are."""
+    """Append the bytes of each message that has none yet; leave the others as they are.
+
+    A message stands in the file of the wire version that brought it.
+    """
     path = FOLDER / f"messages-{WIRE_VERSION}.json"
     found = json.loads(path.read_text()) if path.exists() else []
-    known = {line["tag"] for line in found}
+    known = {line["tag"] for line in recorded_messages()}
     for tag, kind in enumerate(MESSAGES):
         for turn in range(3):
             if tag in known:

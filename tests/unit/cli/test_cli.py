@@ -18,7 +18,7 @@ from peercache.cli.demo import story
 from peercache.cli.options import settings_options
 from peercache.config.settings import SETTINGS, Config
 from peercache.errors import ConfigError
-from peercache.wire.envelope import WIRE_VERSION
+from peercache.wire.envelope import versions_spoken
 
 
 def parsed(*arguments: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -112,7 +112,7 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     assert cli.main(["version"]) == 0
 
     assert capsys.readouterr().out.startswith(
-        f"peercache {version('peercache-kv')} (wire version {WIRE_VERSION})"
+        f"peercache {version('peercache-kv')} (wire version {versions_spoken()})"
     )
 
 

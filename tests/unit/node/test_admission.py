@@ -91,8 +91,8 @@ def lock_held(home: str, client: int = CLIENT) -> Iterator[subprocess.Popen[str]
 @pytest.mark.parametrize(
     ("hello", "reason", "said"),
     [
-        (attrs.evolve(FITTING, wire_oldest=7, wire_newest=9), "wire_version", ["7 to 9", "2 to 2"]),
-        (attrs.evolve(FITTING, wire_oldest=0, wire_newest=0), "wire_version", ["0 to 0", "2 to 2"]),
+        (attrs.evolve(FITTING, wire_oldest=7, wire_newest=9), "wire_version", ["7 to 9", "2 to 3"]),
+        (attrs.evolve(FITTING, wire_oldest=0, wire_newest=0), "wire_version", ["0 to 0", "2 to 3"]),
         (attrs.evolve(FITTING, granule=4096), "granule", ["4096", "16384"]),
         (attrs.evolve(FITTING, secret=b"guess"), "secret", ["secret"]),
         (attrs.evolve(FITTING, secret=b"a" * 31), "secret", ["secret"]),

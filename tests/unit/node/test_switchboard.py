@@ -41,7 +41,13 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
+from peercache.wire.envelope import (
+    ENVELOPE_VERSION,
+    WIRE_VERSION,
+    Envelope,
+    Message,
+    versions_spoken,
+)
 from peercache.wire.messages.directory import Located, Lookup, Put
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
@@ -342,13 +348,13 @@ async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling)
     """However the rest of the message is laid out."""
     async with running(tmp_path) as board:
         caller = calling(board)
-        caller.raw(cbor2.dumps([WIRE_VERSION + 6, CLUSTER, CLIENT, ME, 9, "anything"]))
+        caller.raw(cbor2.dumps([ENVELOPE_VERSION + 6, CLUSTER, CLIENT, ME, 9, "anything"]))
         answer = await caller.hear()
 
         assert isinstance(answer, Refused)
         assert answer.reason == "wire_version"
-        assert str(WIRE_VERSION + 6) in answer.detail
-        assert str(WIRE_VERSION) in answer.detail
+        assert str(ENVELOPE_VERSION + 6) in answer.detail
+        assert versions_spoken() in answer.detail
 
 
 @settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.member import Member
 from peercache.wire import codec
-from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
+from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import Join
 from peercache.wire.messages.session import Stats
@@ -80,7 +80,7 @@ any_envelope = st.builds(Envelope, sender=U64, target=U64, message=any_message)
 
 def raw_of(*parts: Any) -> bytes:
     """Return an envelope with these parts after version, cluster, sender and target."""
-    return cbor2.dumps([WIRE_VERSION, "c", 1, 2, *parts])
+    return cbor2.dumps([ENVELOPE_VERSION, "c", 1, 2, *parts])
 
 
 LOOKUP = MESSAGES.index(Lookup)
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_refused_or_gives_another_valid_message(
     [
         cbor2.dumps({}),
         cbor2.dumps([]),
-        cbor2.dumps([WIRE_VERSION, "c", 1, 2]),
+        cbor2.dumps([ENVELOPE_VERSION, "c", 1, 2]),
         raw_of(len(MESSAGES), 1, b""),
         raw_of(-1, 1, b""),
         raw_of(True, 1, b""),
@@ -151,8 +151,8 @@ def test_a_flipped_bit_is_refused_or_gives_another_valid_message(
         raw_of(STATS, 1, {"a": True}),
         raw_of(STATS, 1, {1: 1}),
         raw_of(STATS, 1, [1]),
-        cbor2.dumps([WIRE_VERSION, "c", -1, 2, LOOKUP, 1, b""]),
-        cbor2.dumps([WIRE_VERSION, "c", 1, None, LOOKUP, 1, b""]),
+        cbor2.dumps([ENVELOPE_VERSION, "c", -1, 2, LOOKUP, 1, b""]),
+        cbor2.dumps([ENVELOPE_VERSION, "c", 1, None, LOOKUP, 1, b""]),
         raw_of(LOOKUP, 1, b"")[:-1] + b"\x40\x00",  # something follows the envelope
         raw_of(LOOKUP, 1, cbor2.CBORTag(64, b"")),
         b"\x9f" + raw_of(LOOKUP, 1, b"")[1:] + b"\xff",  # an array of indefinite length
@@ -186,14 +186,14 @@ def test_member_without_identity_or_in_no_known_state_is_refused() -> None:
 
 def test_another_version_and_another_cluster_are_told_apart() -> None:
     """Both sides can say loudly what does not fit, so each has an exception of its own."""
-    newer = cbor2.dumps([WIRE_VERSION + 1, "c", 1, 2, LOOKUP, 1, b""])
+    newer = cbor2.dumps([ENVELOPE_VERSION + 1, "c", 1, 2, LOOKUP, 1, b""])
 
     with pytest.raises(codec.WrongVersion) as version:
         codec.decode(newer, cluster="c")
     with pytest.raises(codec.WrongCluster) as cluster:
         codec.decode(raw_of(LOOKUP, 1, b""), cluster="other")
 
-    assert version.value.version == WIRE_VERSION + 1
+    assert version.value.version == ENVELOPE_VERSION + 1
     assert cluster.value.cluster == "c"
 
 

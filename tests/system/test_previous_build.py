@@ -1,0 +1,95 @@
+"""The build before and this one in one cluster: nodes and clients of both, in every pairing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+from tests.system.previous import BuildClient, build_client, make_previous_build
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("previous")]
+
+PAGES = 24
+ROOM_FOR_ALL = "32MiB"
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the Python of the build before."""
+    return make_previous_build(tmp_path_factory.mktemp("previous"))
+
+
+@contextlib.contextmanager
+def mixed(
+    previous: str, order: str, folder: Path
+) -> Iterator[tuple[LocalCluster, dict[str, BuildClient]]]:
+    """Run a cluster, its nodes in this order (o: the build before, n: this one), with clients.
+
+    Each node has a client of each build, named by its build and its node's place.
+    """
+    pythons = {"o": previous, "n": sys.executable}
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster())
+        for build in order:
+            cluster.start(pool=ROOM_FOR_ALL, python=pythons[build])
+        clients = {}
+        for place, node in enumerate(cluster.nodes):
+            for build, python in pythons.items():
+                name = f"{build}{place}"
+                clients[name] = stack.enter_context(
+                    build_client(python, cluster.name, node.ready["home"], folder / name)
+                )
+        for client in clients.values():
+            wait_until(
+                lambda client=client: client.ask(do="stats").get("home_members_alive") == len(order)
+            )
+        yield cluster, clients
+
+
+def keys_by(name: str) -> list[str]:
+    """Return the keys that a client stores."""
+    return [f"{name}/{number}" for number in range(PAGES)]
+
+
+def complaints(node: NodeProcess) -> list[str]:
+    """Return the warnings and errors of a node's log."""
+    lines = [json.loads(line) for line in node.said().splitlines() if line.startswith("{")]
+    assert lines, "the node logs nothing"
+    return [
+        line["event"]
+        for line in lines
+        if line["level"] in ("warning", "error", "critical")
+        and line["event"] != "node.started_insecure"
+    ]
+
+
+@pytest.mark.parametrize("order", ["on", "no"], ids=["the older node first", "the newer one first"])
+def test_what_one_build_stores_the_other_reads(previous: str, order: str, tmp_path: Path) -> None:
+    """Four clients, two of each build at nodes of each build: each reads what all have stored."""
+    with mixed(previous, order, tmp_path) as (cluster, clients):
+        for name, client in clients.items():
+            assert client.ask(do="set", keys=keys_by(name)) == [True] * PAGES, name
+        for name in clients:
+            for reader, client in clients.items():
+                found = client.ask(do="exists", keys=keys_by(name))
+                assert found == [True] * PAGES, f"{reader} does not find what {name} stored"
+                got = client.ask(do="get", keys=keys_by(name))
+                assert got == [True] * PAGES, f"{reader} does not read what {name} stored"
+
+        # A removal goes through the home node to every member, whatever its build.
+        for name, client in clients.items():
+            assert client.ask(do="remove", keys=keys_by(name)) == PAGES, name
+        for name in clients:
+            for reader, client in clients.items():
+                got = client.ask(do="get", keys=keys_by(name))
+                assert got == [False] * PAGES, f"{reader} reads what {name} removed"
+
+        assert [complaints(node) for node in cluster.nodes] == [[], []]
+        said = {name: client.said() for name, client in clients.items()}
+        assert [name for name, log in said.items() if "error" in log.lower()] == [], said
