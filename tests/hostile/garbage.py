@@ -27,7 +27,7 @@ CONVERSATIONS = (
     b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /" + b"a" * 60_000,
     b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
-    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
     b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 500,
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xaa" * 200,  # a TLS greeting
     b"SSH-2.0-OpenSSH_9.6\r\n",
