@@ -186,7 +186,7 @@ class Calls:
         cluster, until = client.cluster, _until(client, timeout_s)
         path = client.reader.exists(keys, cluster, until)
         heard = Heard(tuple(cluster.members))
-        known, reasons = await client.drive(path, None, heard)
+        known, reasons, _ = await client.drive(path, None, heard)
         check_absent(cluster, keys, reasons, heard, has_time=client.place.now() < until)
         self._ended(client, "exists", started, timeout_s, known, reasons)
 
@@ -204,7 +204,7 @@ class Calls:
         path = client.reader.exists(
             self.library.keys[both], client.cluster, _until(client, timeout_s), touch=True
         )
-        known, reasons = await client.drive(path, None)
+        known, reasons, _ = await client.drive(path, None)
         self._ended(client, "exists", started, timeout_s, known, reasons)
         reported = prefix_of(known[::2], len(chain), [SidePages(ALL_PAGES, known[1::2])]).pages
         lacking = [place for place, there in zip(both, known.tolist(), strict=True) if not there]

@@ -18,6 +18,7 @@ from peercache import errors
 from peercache.config.settings import SETTINGS
 from peercache.model.member import Member
 from peercache.observability import reasons as miss_reasons
+from peercache.observability.latency import Latency
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
@@ -55,11 +56,10 @@ def configuration() -> str:
 
 def metrics() -> str:
     """Return the table of metrics, as /metrics names them."""
-    rows = []
+    rows, labels_of = [], labels_of_metrics()
     for family in Metrics().registry.collect():
-        metric: Any = _metric(family.name)
         name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        labels = ", ".join(f"`{label}`" for label in labels_of[family.name])
         rows.append([f"`{name}`", family.type, labels, family.documentation])
     reasons = [[f"`{reason}`", _comment_of(reason)] for reason in MISS_REASONS]
     return (
@@ -69,9 +69,11 @@ def metrics() -> str:
     )
 
 
-def _metric(family: str) -> Any:
-    ours = [value for value in vars(Metrics()).values() if hasattr(value, "_labelnames")]
-    return next(metric for metric in ours if metric._name == family)
+def labels_of_metrics() -> dict[str, tuple[str, ...]]:
+    """Return the labels of each metric, by the name of its family."""
+    ours = [value for value in vars(Metrics()).values() if not hasattr(value, "register")]
+    labels = {each.name: each.labels for each in ours if isinstance(each, Latency)}
+    return labels | {each._name: each._labelnames for each in ours if hasattr(each, "_labelnames")}
 
 
 def _comment_of(reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -252,4 +253,31 @@ def test_what_clients_count_is_seen_at_their_home_node() -> None:
 
         wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped())
         assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped()
-        assert 'peercache_latency_seconds_count{operation="get"} 1.0' in scraped()
+        assert (
+            'peercache_latency_seconds_count{operation="get",outcome="some",tier="home"} 1.0'
+            in scraped()
+        )
+
+
+def test_lines_of_a_node_name_the_call_of_the_client() -> None:
+    """At debug: what an engine's line and a node's line have in common is the call."""
+    with LocalCluster() as cluster:
+        node = cluster.start(flags=("--log-level", "debug", "--log-format", "json"))
+        client = cluster.client(node)
+        with reporting() as first:
+            client.batch_set(keys := keys_of("named", 2), pages_of(keys))
+        with reporting() as second:
+            client.remove(keys)
+
+        def asked() -> set[tuple[str, int]]:
+            lines = [json.loads(line) for line in node.said().splitlines() if line[:1] == "{"]
+            mine = [line for line in lines if line.get("client") == client.stats()["client"]]
+            return {
+                (line["message"], line["call"])
+                for line in mine
+                if line["event"] == "node.question_received"
+            }
+
+        wait_until(lambda: ("Remove", second.call) in asked())
+        assert ("Commit", first.call) in asked()
+        assert first.call < second.call

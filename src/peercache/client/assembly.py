@@ -273,6 +273,8 @@ class Wiring:
 
     def _on_beat(self) -> None:
         """Do what is due once a second, in the thread of the home node's tie."""
+        if self._node is not None:
+            self.report.settle()
         if self.tls is not None and (self.tls.look() | self._take_revoked(self.tls)):
             assert self._control_tls is not None, "there are certificates"
             self._control_tls.renew(self.tls.files)

@@ -11,6 +11,7 @@ hit is a miss with a counted reason. All of them may be called from several thre
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import weakref
 from collections import Counter
@@ -30,6 +31,8 @@ from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
+from peercache.observability.calls import current
+from peercache.observability.latency import HOME, PAGE_OF, PLACES, place_of
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import Clear, Remove, Removed
@@ -78,6 +81,7 @@ class Client:
         self._clock = wiring.clock
         self._digest = namespace.digest()
         self._fork = ForkGuard()
+        self._numbers = itertools.count(1)
         self._calls = Condition()
         self._calls_in_flight = 0
         self._is_closed = False
@@ -261,6 +265,7 @@ class Client:
             ),
             attached.memory,
         )
+        current.series = place_of("set", HOME, outcome.copied + outcome.here, len(names))
         metrics = self.metrics
         metrics.pages_set.labels("copied").inc(outcome.copied)
         metrics.pages_set.labels("here").inc(outcome.here)
@@ -285,6 +290,9 @@ class Client:
             self.metrics.pages_mirrored.inc(outcome.mirrored)
         else:
             outcome = self._bridge.run(reader.get(names, runs, cluster, until))
+        current.series = place_of(
+            "get", outcome.tier, sum(outcome.pages_by_fabric.values()), len(names)
+        )
         for fabric, pages in outcome.pages_by_fabric.items():
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
@@ -311,11 +319,13 @@ class Client:
 
     def _contains(self, keys: Keys, until: float, *, touch: bool) -> list[bool]:
         path = self._wiring.reader.exists(self._names(keys), self._tie.cluster, until, touch=touch)
-        known, whys = self._bridge.run(path)
+        known, whys, tier = self._bridge.run(path)
         if (report := current_call.report) is not None and report.is_detailed:
             tell_missed(Counter(whys))
+        run = len(known) if known.all() else int(np.argmin(known))
+        current.series = place_of("exists", tier, run, len(known))
         self.metrics.exists_asked.inc(len(keys))
-        self.metrics.exists_found.inc(int(np.argmin(known)) if not known.all() else len(known))
+        self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
         return found
 
@@ -395,6 +405,8 @@ class Client:
                 self._count(operation, {reasons.CLOSED: pages})
                 return miss
             self._calls_in_flight += 1
+        outer, current.number = current.number, next(self._numbers)
+        current.series = PLACES[operation, "", ""]
         try:
             return call(started + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10))
         except UnusableBuffers as error:
@@ -409,10 +421,14 @@ class Client:
                 self._calls_in_flight -= 1
                 self._calls.notify_all()
             took_s = self._clock() - started
-            self.metrics.latency_s.labels(operation).observe(took_s)
-            self._wiring.report.calls.append((operation, took_s))
+            self._wiring.report.calls.append((current.series, took_s))
+            if (of_page := PAGE_OF.get(current.series)) is not None and pages:
+                self._wiring.report.calls.append((of_page, took_s / pages))
             if took_s > timeout_s:
                 self.metrics.deadlines_overrun.inc()
+            if current_call.report is not None:
+                current_call.report.call = current.number
+            current.number = outer
 
     def _unusable(self, operation: str, miss: Result, error: UnusableBuffers) -> Result:
         self._log.warning("client.call_refused", operation=operation, problem=str(error))

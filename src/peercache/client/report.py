@@ -26,13 +26,15 @@ class CallReport:
 
     pages, bytes: read and verified, or copied into the pool; pages that were there already are
     none of them. misses: pages that were not served, by miss reason. is_detailed: whether calls
-    give reasons that they do not count for the metrics anyway.
+    give reasons that they do not count for the metrics anyway. call: the number of the last call,
+    which log lines about it carry.
     """
 
     is_detailed: bool = False
     pages: int = 0
     bytes: int = 0
     misses: Counter[str] = attrs.field(factory=Counter)
+    call: int = 0
 
 
 class _Current(threading.local):

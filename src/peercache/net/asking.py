@@ -28,6 +28,7 @@ from peercache.net.idle import IDLE_S, KEPT_MAX, OF_ONE_MAX, most_kept
 from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Dialer, UnusableAddress, reached
 from peercache.net.tls import ControlTls
+from peercache.observability.calls import request_of
 from peercache.paths.breaker import Breakers
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope, Message
@@ -49,8 +50,7 @@ BURST_MESSAGES = 64
 """Messages taken from one connection before the others get a turn: a peer may go on sending."""
 
 LAST_TURN_S = 0.02
-"""How long a turn may take beyond the deadline: what arrived while this thread slept is taken then.
-The clock is looked at before each message, and none takes longer than a few milliseconds."""
+"""How long a turn may last beyond the deadline, for what arrived while this thread slept."""
 
 
 class Connection(Protocol):
@@ -209,7 +209,7 @@ class Connections(Generic[Kind]):
 
     def number(self) -> int:
         """Return a new correlation number."""
-        return next(self._numbers)
+        return request_of(next(self._numbers))
 
     def encode(self, target: int, message: Message) -> bytes:
         """Return the bytes of a message from us."""

@@ -6,6 +6,7 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -40,6 +41,7 @@ from peercache.node.admission import Admission
 from peercache.node.link_use import LINKS_MAX, LinkUse
 from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
+from peercache.observability.calls import call_of
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.trust.rights import INVENTED, Role, Session, is_invented, refusal
@@ -222,12 +224,15 @@ class Switchboard:
             self._not_allowed(pipe, session, message, reason)
             return
         self._metrics.messages_received.labels(type(message).__name__).inc()
+        if (call := _call_of(message)) and self._log.isEnabledFor(logging.DEBUG):
+            what, name = type(message).__name__, name_of(session.identity)
+            self._log.debug("node.question_received", client=name, call=call, message=what)
         if isinstance(message, (StatsAsked, Counted, RevocationsTold)):
             answer = self._answer(message)
             if answer is not None:
                 self._reply(pipe, session.identity, answer)
         elif not self._mailboxes.offer(origin, message, size_bytes):
-            self._drop("mailbox_full", detail=type(message).__name__)
+            self._drop("mailbox_full", type(message).__name__, session.identity, message)
 
     def _believed(self, message: Message) -> tuple[Message, str]:
         """Return a message without the members that no certificate can stand for, and why not."""
@@ -243,7 +248,7 @@ class Switchboard:
 
     def _not_allowed(self, pipe: int, session: Session, message: Message, reason: str) -> None:
         what, role = type(message).__name__, session.role.value
-        self._drop("not_allowed", detail=what)
+        self._drop("not_allowed", what, session.identity, message)
         self._metrics.messages_refused.labels(reason, what).inc()
         name = name_of(session.identity)
         self._warn_once(
@@ -285,9 +290,14 @@ class Switchboard:
         )  # fmt: skip
         self._reply(pipe, sender, Refused(request, rejected.reason, rejected.detail))
 
-    def _drop(self, reason: str, detail: str = "") -> None:
+    def _drop(
+        self, reason: str, detail: str = "", sender: int = 0, message: Message | None = None
+    ) -> None:
         self._metrics.messages_dropped.labels(reason).inc()
-        self._log.debug("node.message_dropped", reason=reason, detail=detail)
+        call, client = _call_of(message), name_of(sender)
+        self._log.debug(
+            "node.message_dropped", reason=reason, detail=detail, client=client, call=call
+        )
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -501,3 +511,8 @@ class Switchboard:
             self._metrics.messages_dropped.labels("too_large").inc()
             self._log.error("node.message_too_large", detail=str(error))
             return b""
+
+
+def _call_of(message: Message | None) -> int:
+    """Return the number of the client's batch call that a message belongs to, 0 for none."""
+    return call_of(getattr(message, "request", 0))

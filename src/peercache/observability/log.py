@@ -12,6 +12,8 @@ from typing import Any, final
 
 import structlog
 
+from peercache.observability.calls import current
+
 LOGGER = "peercache"
 """The standard library's logger that every line goes through. An engine's own logging settings
 apply to it; a command sets it up with `configure_logging`."""
@@ -65,6 +67,9 @@ def _time_of_own_log(logger: Any, name: str, event: Any) -> Any:
 
 
 def _render(logger: Any, name: str, event: Any) -> Any:
+    # What a client writes while it is in a batch call says which one.
+    if current.number:
+        event.setdefault("call", current.number)
     if _rendering["renderer"] is _PLAIN:
         event.pop("level", None)
     return _rendering["renderer"](logger, name, event)

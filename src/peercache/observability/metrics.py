@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-_LATENCY_BUCKETS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
-)  # fmt: skip
+from peercache.observability.latency import LATENCY_BUCKETS_S, Latency
 
 
 class Metrics:
@@ -44,13 +42,6 @@ class Metrics:
         )
         self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
         self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
-        self.latency_s = Histogram(
-            "peercache_latency_seconds",
-            "Time of one batch call.",
-            ("operation",),
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
-        )
         self.deadlines_overrun = counter(
             "deadlines_overrun", "Calls that ended after their deadline."
         )
@@ -79,11 +70,27 @@ class Metrics:
         self.rdma_registered_bytes = gauge(
             "rdma_registered_bytes", "Bytes of page memory that every rail serves."
         )
+        self._make_latency(registry)
         self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
         self._make_disk(registry, counter, gauge)
+
+    def _make_latency(self, registry: CollectorRegistry) -> None:
+        """Make the histograms of calls."""
+        self.latency_s = Latency(
+            "peercache_latency_seconds",
+            "Time of one batch call; the tier is the farthest that it read, or that answered it.",
+            ("operation", "tier", "outcome"),
+            registry,
+        )
+        self.page_s = Latency(
+            "peercache_page_seconds",
+            "Time of one get that returned all of its pages, divided by their number.",
+            ("tier",),
+            registry,
+        )
 
     def _make_mirrors(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Make the metrics of copies of pages that other hosts hold."""
@@ -171,7 +178,7 @@ class Metrics:
         self.promote_s = Histogram(
             "peercache_promote_seconds",
             "Time from a Promote to its answer.",
-            buckets=_LATENCY_BUCKETS_S,
+            buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
 

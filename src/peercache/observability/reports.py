@@ -12,18 +12,13 @@ from typing import final
 
 import numpy as np
 
+from peercache.observability.latency import CALL, observe_calls, packed
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.observability.reasons import MISS_REASONS, RDMA_FAILURES
 from peercache.wire.messages.session import Counted
 
-OPERATIONS = ("get", "set", "exists", "remove", "clear", "stats")
-"""The batch calls of a client; the values of the label `operation`."""
-
-CALL = np.dtype([("operation", "u1"), ("seconds", "<f4")])
-"""One call: its place in OPERATIONS, and how long it took."""
-
 CALLS_MAX = 4096
-"""Most calls in one report (20 KiB); a second with more calls loses the oldest."""
+"""Most times in one report (20 KiB); a second with more of them loses the oldest. A get has two."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
     "pages_hit": ("shm", "tcp", "rdma"),
@@ -53,8 +48,8 @@ class ClientReport:
         """Report the increases of `metrics` from here on."""
         self._metrics = metrics
         self._told: dict[str, float] = {}
-        self.calls: deque[tuple[str, float]] = deque(maxlen=CALLS_MAX)
-        """(operation, seconds) of each call; the client appends."""
+        self.calls: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
+        """(series, seconds) of each call (`observability.latency`); the client appends."""
 
     def take(self) -> Counted | None:
         """Return the increases since the last call, or None."""
@@ -68,11 +63,18 @@ class ClientReport:
                 if total > self._told.get(path, 0.0):
                     counts[path] = total - self._told.get(path, 0.0)
                     self._told[path] = total
-        calls = [self.calls.popleft() for _ in range(len(self.calls))]
+        calls = self._take_calls()
         if not counts and not calls:
             return None
-        packed = [(OPERATIONS.index(operation), seconds) for operation, seconds in calls]
-        return Counted(counts, np.array(packed, CALL).tobytes())
+        return Counted(counts, packed(calls).tobytes())
+
+    def settle(self) -> None:
+        """Add the calls to the own metrics: those of a client whose node is in this process."""
+        if calls := self._take_calls():
+            observe_calls(self._metrics.latency_s, self._metrics.page_s, packed(calls))
+
+    def _take_calls(self) -> list[tuple[int, float]]:
+        return [self.calls.popleft() for _ in range(len(self.calls))]
 
 
 def absorb(metrics: Metrics, counted: Counted) -> int:
@@ -86,9 +88,6 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
             continue
         counter = getattr(metrics, name)
         (counter.labels(value) if value else counter).inc(increase)
-    for operation, seconds in np.frombuffer(counted.calls, CALL)[:CALLS_MAX].tolist():
-        if operation < len(OPERATIONS) and 0 <= seconds < math.inf:
-            metrics.latency_s.labels(OPERATIONS[operation]).observe(seconds)
-        else:
-            ignored += 1
+    times = np.frombuffer(counted.calls, CALL)[:CALLS_MAX]
+    ignored += observe_calls(metrics.latency_s, metrics.page_s, times)
     return ignored

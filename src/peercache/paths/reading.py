@@ -21,6 +21,7 @@ from peercache.model.records import DROP, RECORDS_A_MESSAGE_MAX, RESIDENT, Recor
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD
 from peercache.observability import reasons
+from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import EXISTS_TRUSTS_S, LocationCache, Locator
@@ -75,6 +76,7 @@ class ReadOutcome:
 
     hits: (n,) bool; reasons: a miss reason each, "" for a hit; bytes_by_fabric: verified bytes.
     mirrored: pages of which the home node keeps a copy because of this get.
+    tier: the farthest place that pages were read from (`observability.latency`), "" for none.
     """
 
     hits: Mask
@@ -82,6 +84,7 @@ class ReadOutcome:
     pages_by_fabric: dict[str, int]
     bytes_by_fabric: dict[str, int]
     mirrored: int = 0
+    tier: str = ""
 
 
 @final
@@ -188,21 +191,24 @@ class Reader:
 
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
-    ) -> Generator[Step, Any, tuple[Mask, list[str]]]:
-        """Find which pages have a holder, (n,) bool; a hint, as everything before a read.
+    ) -> Generator[Step, Any, tuple[Mask, list[str], str]]:
+        """Find which pages have a holder, (n,) bool, why not, and which tier answered.
+
+        A hint, as everything before a read.
 
         touch: tell each holder at once, in one message, which of its pages are reported: they are
         the last to be evicted from then on. It pins nothing, and the message may be lost.
         """
         since = self._clock() - EXISTS_TRUSTS_S
         if not touch and self._locator.all_cached(keys, cluster, since):
-            return np.ones(len(keys), np.bool_), [""] * len(keys)
+            return np.ones(len(keys), np.bool_), [""] * len(keys), KNOWN
         glanced = yield from self._locator.glance(keys, cluster)
         if glanced is not None:
             known, records = glanced
             if touch and len(records):
                 yield Post(_touches(records))
-            return known, ["" if is_known else reasons.ABSENT for is_known in known.tolist()]
+            absent = ["" if is_known else reasons.ABSENT for is_known in known.tolist()]
+            return known, absent, TABLE
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
         if touch:
             # Before the wishes: what is in memory shall not make room for what is loaded.
@@ -213,7 +219,7 @@ class Reader:
         if wished:
             # The caller will read these pages soon: their holders load them meanwhile.
             yield Post(wished)
-        return where.known, where.reasons
+        return where.known, where.reasons, ASKED
 
     def get(
         self,
@@ -249,7 +255,13 @@ class Reader:
                 break
             # The open pages failed by the records that we had: ask again, not the cache.
             cached_since = np.inf
-        return ReadOutcome(batch.hits, batch.reasons, batch.pages_by_fabric, batch.bytes_by_fabric)
+        return ReadOutcome(
+            batch.hits,
+            batch.reasons,
+            batch.pages_by_fabric,
+            batch.bytes_by_fabric,
+            tier=batch.tier(cluster.home),
+        )
 
     def _attempt(
         self, batch: _Batch, cluster: Cluster, until: float, cached_since: float
@@ -313,6 +325,7 @@ class Reader:
                 yield Post(_disputes(lost.records[lost.fresh], cluster))
             if len(arrived.places):
                 self._cache.store(arrived.records, self._clock())
+                batch.has_waited = True
                 yield from self._fetch(
                     batch, cluster, until, arrived.places, arrived.records, arrived.fresh
                 )
@@ -376,6 +389,7 @@ class Reader:
         batch.hit(places[hits], records[hits], fetched.fabric)
         if hits.any():
             self.touches.add(holder, records[hits])
+            batch.holders.add(holder)
         if hits.all():
             return places[:0]
         has_arrived = fetched.seals["word"] != ODD
@@ -440,6 +454,21 @@ class _Batch:
         """Records that failed verification in this call (`locating.names_of_records`)."""
         self.pages_by_fabric: dict[str, int] = {}
         self.bytes_by_fabric: dict[str, int] = {}
+        self.holders: set[int] = set()
+        """Whose pages were hits."""
+        self.has_waited = False
+        """Whether a holder has loaded pages from its disk for this get."""
+
+    def tier(self, home: int) -> str:
+        """Return the farthest place that pages were read from; "" if there were none."""
+        if not self.holders:
+            return ""
+        if self.has_waited:
+            return DISK
+        for fabric in (TCP, RDMA):
+            if self.pages_by_fabric.get(fabric):
+                return fabric
+        return HOME if self.holders == {home} else HOST
 
     def hit(self, places: Places, records: Records, fabric: str) -> None:
         self.hits[places] = True

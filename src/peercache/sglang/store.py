@@ -328,6 +328,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             first = flags.index(False) if False in flags else None
             self._log.debug(
                 "sglang.call_answered",
+                call=report.call,
                 operation=operation,
                 pages=len(keys),
                 hits=flags.count(True),

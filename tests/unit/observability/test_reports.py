@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import Metric
 
+from peercache.observability.latency import CALL, PLACES
 from peercache.observability.metrics import Metrics
-from peercache.observability.reports import CALL, CALLS_MAX, ClientReport, absorb
+from peercache.observability.reports import CALLS_MAX, ClientReport, absorb
 from peercache.wire.messages.session import Counted
 
 
@@ -20,7 +21,7 @@ def test_a_report_carries_each_increase_once() -> None:
     client, node = Metrics(), Metrics()
     report = ClientReport(client)
     client.pages_hit.labels("tcp").inc(3)
-    report.calls.append(("get", 0.5))
+    report.calls.append((PLACES["get", "tcp", "all"], 0.5))
     first = report.take()
     client.pages_hit.labels("tcp").inc(4)
     client.exists_asked.inc(2)
@@ -32,8 +33,9 @@ def test_a_report_carries_each_increase_once() -> None:
 
     assert value(node, "pages_hit_total", fabric="tcp") == 7
     assert value(node, "exists_asked_total") == 2
-    assert value(node, "latency_seconds_count", operation="get") == 1
-    assert value(node, "latency_seconds_sum", operation="get") == 0.5
+    labels = {"operation": "get", "tier": "tcp", "outcome": "all"}
+    assert value(node, "latency_seconds_count", **labels) == 1
+    assert value(node, "latency_seconds_sum", **labels) == 0.5
     assert report.take() is None
 
 
@@ -67,10 +69,10 @@ def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
         "exists_asked/x": 1, "bytes_written": -1, "exists_found": float("inf"),
         "pages_unpublished": "many",
     }  # fmt: skip
-    calls = np.array([(99, 1.0), (0, float("nan")), (0, -1.0)], CALL).tobytes()
+    calls = np.array([(255, 1.0), (0, float("nan")), (0, -1.0)], CALL).tobytes()
 
     assert absorb(node, Counted(lies, calls)) == len(lies) + 3
-    assert value(node, "latency_seconds_count", operation="get") == 0
+    assert not node.latency_s.snapshot()
     assert value(node, "pages_evicted_total") == 0
 
 
@@ -78,9 +80,23 @@ def test_calls_that_wait_to_be_reported_are_bounded() -> None:
     """An engine whose home node is away keeps the newest calls only."""
     report = ClientReport(Metrics())
     for _ in range(CALLS_MAX + 10):
-        report.calls.append(("set", 0.001))
+        report.calls.append((1, 0.001))
 
     counted = report.take()
 
     assert counted is not None
     assert len(counted.calls) == CALLS_MAX * CALL.itemsize
+
+
+def test_a_client_with_its_node_in_its_process_reports_to_itself() -> None:
+    """Its calls reach the metrics that the node shows, once."""
+    metrics = Metrics()
+    report = ClientReport(metrics)
+    report.calls.append((PLACES["set", "home", "all"], 0.002))
+
+    report.settle()
+    report.settle()
+
+    assert value(
+        metrics, "latency_seconds_count", operation="set", tier="home", outcome="all"
+    ) == 1  # fmt: skip

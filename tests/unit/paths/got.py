@@ -22,6 +22,7 @@ class Got:
     pages: list[Page]
     pages_by_fabric: dict[str, int]
     mirrored: int
+    tier: str = ""
 
     def content(self, place: int = 0) -> bytes:
         """Return the bytes in one destination."""

@@ -510,7 +510,7 @@ def test_exists_tells_each_holder_at_once_what_it_reports() -> None:
     for _ in range(2):
         world.posted.clear()
         path = world.reader.exists(keys, world.cluster, world.now + 0.1, touch=True)
-        known, _ = world.run(path)
+        known, _, _ = world.run(path)
 
         told = {peer: m.drops for peer, m in world.posted if isinstance(m, Touched)}
         drops = {n: r["key"].tobytes() + r["generation"].tobytes() for n, r in records.items()}

@@ -281,6 +281,7 @@ class World:
     ) -> None:
         """Start them; those in `remote` are on another host."""
         self.now = 100.0
+        self.fabric, self.answered_by = "world", ""
         self.page_s = 0.0
         self.checksum_s = 0.0
         self.before: Callable[[Node, int], None] = _nothing
@@ -395,13 +396,15 @@ class World:
             pages,
             outcome.pages_by_fabric,
             outcome.mirrored,
+            outcome.tier,
         )
 
     def exists(self, *names: str, timeout_s: float = 0.1, touch: bool = False) -> list[bool]:
         """Ask which pages exist."""
         until = self.now + timeout_s
         path = self.reader.exists(named(*names), self.cluster, until, touch=touch)
-        known: list[bool] = self.run(path)[0].tolist()
+        found, _, self.answered_by = self.run(path)
+        known: list[bool] = found.tolist()
         return known
 
     def set(
@@ -567,7 +570,7 @@ class World:
             self.between(node, page)
             seals[page] = node.seals[offset // GRANULE]
         self.breakers.answered(breaker)
-        return Fetched(seals, "", "world")
+        return Fetched(seals, "", self.fabric)
 
     def _place(self, step: Place) -> int:
         home = self.nodes[self.home]

@@ -1,0 +1,156 @@
+"""How long batch calls take: which calls are told apart, and the histograms of their times.
+
+A client notes a call as a number and its seconds, which costs a tenth of a microsecond. Histograms
+are made of that once a second: by the home node out of a client's report, and by a client that has
+its node in its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from threading import Lock
+from typing import Final, final
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+LATENCY_BUCKETS_S: Final = (
+    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
+    2.5,
+)  # fmt: skip
+"""Upper bounds. Each objective (`observability.objectives`) is one of them."""
+
+OPERATIONS: Final = ("get", "set", "exists", "remove", "clear", "stats")
+"""The batch calls of a client; the values of the label `operation`."""
+
+# Where pages were read, nearest first: the values of the label `tier` of a get. A call that read
+# in several places has the farthest.
+HOME: Final = "home"  # the memory of the home node
+HOST: Final = "host"  # the memory of another node of this host
+RDMA: Final = "rdma"
+TCP: Final = "tcp"
+DISK: Final = "disk"  # a holder had to load pages from its disk first
+READ_TIERS: Final = (HOME, HOST, RDMA, TCP, DISK)
+
+# Where an exists was answered.
+KNOWN: Final = "known"  # by what the client remembers
+TABLE: Final = "table"  # by the directory tables of this host
+ASKED: Final = "asked"  # an owner was asked
+EXISTS_TIERS: Final = (KNOWN, TABLE, ASKED)
+
+ALL: Final = "all"
+SOME: Final = "some"
+NONE: Final = "none"
+OUTCOMES: Final = (ALL, SOME, NONE)
+"""How many pages of the call were served; the values of the label `outcome`."""
+
+Labels = tuple[str, str, str]
+"""operation, tier, outcome; "" where a call has none."""
+
+PAGE: Final = "page"
+"""In place of an operation: the time of a get whose pages all came, divided by its pages."""
+
+SERIES: Final[tuple[Labels, ...]] = (
+    *((operation, "", "") for operation in OPERATIONS),
+    *product(("get",), READ_TIERS, (ALL, SOME)),
+    ("get", "", NONE),
+    *product(("set",), (HOME,), OUTCOMES),
+    *product(("exists",), EXISTS_TIERS, OUTCOMES),
+    *((PAGE, tier, "") for tier in READ_TIERS),
+)
+"""What is told apart. A report names a series by its place here: new ones are appended."""
+
+PLACES: Final = {labels: place for place, labels in enumerate(SERIES)}
+
+PAGE_OF: Final = {PLACES["get", tier, ALL]: PLACES[PAGE, tier, ""] for tier in READ_TIERS}
+"""The series of a page's time, by that of a get whose pages all came."""
+
+CALL: Final = np.dtype([("series", "u1"), ("seconds", "<f4")])
+"""One time: its place in SERIES, and how long it took."""
+
+Calls = npt.NDArray[np.void]
+"""Times, (n,) CALL."""
+
+
+def place_of(operation: str, tier: str, served: int, asked: int) -> int:
+    """Return the series of a call that served so many of the pages that it was asked for."""
+    outcome = ALL if served == asked else SOME if served else NONE
+    return PLACES.get((operation, tier, outcome), 0) or PLACES[operation, "", ""]
+
+
+def packed(calls: Sequence[tuple[int, float]]) -> Calls:
+    """Return times as they travel."""
+    times: Calls = np.array(list(calls), CALL)
+    return times
+
+
+@final
+class Latency:
+    """A histogram by label values, filled by whole batches of times. Thread-safe.
+
+    prometheus_client's own takes one time at a call, two microseconds each, and gives its buckets
+    to no reader but a scrape.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        """Show `name` with these labels in the registry."""
+        self.name, self.text, self.labels = name, text, tuple(labels)
+        self._lock = Lock()
+        self._counts: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        registry.register(self)
+
+    def observe(self, values: tuple[str, ...], seconds: npt.NDArray[np.floating]) -> None:
+        """Add times, (n,), under these label values."""
+        # A time of exactly a bound belongs below it, as everywhere with Prometheus; as float32 it
+        # would lie beside the bound.
+        bounds = np.asarray(LATENCY_BUCKETS_S, seconds.dtype)
+        places = np.searchsorted(bounds, seconds, side="left")
+        counts = np.bincount(places, minlength=len(bounds) + 1)
+        with self._lock:
+            if values in self._counts:
+                self._counts[values] += counts
+            else:
+                self._counts[values] = counts
+            self._sums[values] = self._sums.get(values, 0.0) + float(seconds.sum())
+
+    def snapshot(self) -> dict[tuple[str, ...], tuple[list[int], float]]:
+        """Return cumulative counts (one for each bound, and all) and the sum, by label values."""
+        with self._lock:
+            return {
+                values: (np.cumsum(counts).tolist(), self._sums[values])
+                for values, counts in sorted(self._counts.items())
+            }
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the family without samples."""
+        yield HistogramMetricFamily(self.name, self.text, labels=self.labels)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family, for a scrape."""
+        bounds = [*(str(bound) for bound in LATENCY_BUCKETS_S), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+        for values, (counts, total) in self.snapshot().items():
+            family.add_metric(values, list(zip(bounds, counts, strict=True)), total)
+        yield family
+
+
+def observe_calls(calls: Latency, pages: Latency, times: Calls) -> int:
+    """Add times to the histograms of calls and of pages; return how many no client sends."""
+    known = (
+        (times["series"] < len(SERIES)) & (times["seconds"] >= 0) & np.isfinite(times["seconds"])
+    )
+    kept = times[known]
+    for place in np.unique(kept["series"]).tolist():
+        seconds = kept["seconds"][kept["series"] == place]
+        operation, tier, outcome = SERIES[place]
+        if operation == PAGE:
+            pages.observe((tier,), seconds)
+        else:
+            calls.observe((operation, tier, outcome), seconds)
+    return len(times) - len(kept)

@@ -1,0 +1,90 @@
+"""Histograms of calls: what is told apart, and that they are those of prometheus_client."""
+
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from peercache.observability.latency import (
+    LATENCY_BUCKETS_S,
+    OPERATIONS,
+    PAGE_OF,
+    PLACES,
+    SERIES,
+    Latency,
+    observe_calls,
+    packed,
+    place_of,
+)
+from peercache.observability.metrics import Metrics
+
+TIMES = [0.0, 0.00004, 0.0001, 0.00010001, 0.0002, 0.003, 0.005, 1.0, 2.5, 2.6, 100.0]
+
+
+def test_a_call_has_the_series_of_its_tier_and_outcome() -> None:
+    """A combination that no call has falls back to the operation alone."""
+    assert SERIES[place_of("get", "tcp", 3, 3)] == ("get", "tcp", "all")
+    assert SERIES[place_of("get", "tcp", 2, 3)] == ("get", "tcp", "some")
+    assert SERIES[place_of("get", "", 0, 3)] == ("get", "", "none")
+    assert SERIES[place_of("exists", "table", 0, 3)] == ("exists", "table", "none")
+    assert SERIES[place_of("get", "pigeon", 3, 3)] == ("get", "", "")
+
+
+def test_places_are_kept_for_clients_and_nodes_of_other_builds() -> None:
+    """A report names a series by its place: the first are those of the builds without tiers."""
+    assert [labels[0] for labels in SERIES[: len(OPERATIONS)]] == list(OPERATIONS)
+    assert PLACES["get", "home", "all"] == 6
+    assert PLACES["page", "disk", ""] == 33
+    assert len(SERIES) <= 256
+
+
+def test_the_histogram_is_that_of_prometheus() -> None:
+    """The same times in ours and in the library's: the same buckets, count and sum."""
+    registry, ours, theirs = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
+    latency = Latency("peercache_t_seconds", "T.", ("operation",), ours)
+    library = Histogram(
+        "peercache_t_seconds", "T.", ("operation",), buckets=LATENCY_BUCKETS_S, registry=theirs
+    )
+    for part in (TIMES[:4], TIMES[4:]):
+        latency.observe(("get",), np.array(part))
+    for time in TIMES:
+        library.labels("get").observe(time)
+
+    def samples(of: CollectorRegistry) -> dict[tuple[str, str], float]:
+        return {
+            (sample.name, sample.labels.get("le", "")): round(sample.value, 9)
+            for family in text_string_to_metric_families(generate_latest(of).decode())
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    assert samples(ours) == samples(theirs)
+    assert len(samples(ours)) == len(LATENCY_BUCKETS_S) + 3
+    assert not samples(registry)
+
+
+def test_a_time_of_exactly_a_bound_that_travelled_is_within_it() -> None:
+    """Reports carry 32 bits, in which 0.0002 is a little more than 0.0002."""
+    metrics = Metrics()
+
+    observe_calls(metrics.latency_s, metrics.page_s, packed([(PLACES["get", "home", "all"], 2e-4)]))
+
+    ((counts, _),) = metrics.latency_s.snapshot().values()
+    assert counts[LATENCY_BUCKETS_S.index(0.0002)] == 1
+    assert counts[LATENCY_BUCKETS_S.index(0.0001)] == 0
+
+
+def test_a_page_has_a_time_of_its_own() -> None:
+    """Of each tier, and only of gets that returned all of their pages."""
+    metrics = Metrics()
+    whole = PLACES["get", "tcp", "all"]
+
+    ignored = observe_calls(
+        metrics.latency_s, metrics.page_s, packed([(whole, 0.01), (PAGE_OF[whole], 0.0001)])
+    )
+
+    assert ignored == 0
+    assert list(metrics.latency_s.snapshot()) == [("get", "tcp", "all")]
+    assert list(metrics.page_s.snapshot()) == [("tcp",)]
+    assert PLACES["get", "tcp", "some"] not in PAGE_OF
