@@ -197,7 +197,8 @@ class Measuring:
         return self.stores[first:] + self.stores[:first]
 
     def _start(self, store: str, size: Size, more_bytes: int = 0) -> Cluster | None:
-        pool_bytes = max(POOL_MIN_BYTES, 2 * size.total_bytes + more_bytes)
+        # Nine batches of 128 MiB: of a smaller pool an eighth is less than slots ahead take.
+        pool_bytes = max(POOL_MIN_BYTES, size.total_bytes * 9 // 2 + more_bytes)
         try:
             return start(store, size, pool_bytes, self.folder)
         except (StoreFailed, OSError, NotInstalled) as error:

@@ -38,10 +38,11 @@ KIB, MIB = 2**10, 2**20
 SIZES = (WorkingSet(MIB, 256, 128), WorkingSet(MIB, 64, 32), WorkingSet(64 * KIB, 256, 128))
 """Two batches each: SGLang's batch, a smaller one, and small pages."""
 
-FRESH_BYTES = 2 * 256 * MIB
-FULL_BYTES = 320 * MIB
+FRESH_BYTES = FULL_BYTES = 9 * 128 * MIB
 SMALL_BYTES = 16 * MIB
-"""Pools: room for all, of two and a half large batches, and of nodes that only own records."""
+"""Pools: of those that are set into, and of nodes that only own records. An eighth of a pool may be
+reserved ahead: smaller ones have no room for the portions of two large batches, and larger ones, as
+engines have, are no faster."""
 
 SETTLED_S = 2.5
 """After which a new client has populated its page tables."""

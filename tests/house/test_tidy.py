@@ -28,14 +28,14 @@ FUNCTION_LINES_MAX = 70
 # imports only what stands above its own line in this table, so folders form no circle. `errors`
 # is free to all, and so are files of the same folder; among files, circles are looked for apart.
 LAYERS: dict[str, str] = {
+    # What pip installed: the compiled library, and the distribution's name.
+    "installation": "",
     # Plain values, settings, the wire, and what is told.
-    "model": "",
+    "model": "installation",
     "config": "",
     "wire.messages": "model",
     "wire": "model wire.messages",
     "observability": "wire.messages",
-    # What pip installed: the compiled library, and the distribution's name.
-    "installation": "",
     # Who may do what: everything below that opens a socket or a file asks it.
     "trust": "model config wire wire.messages observability",
     # The actors of a node: state machines without I/O, and the loop that runs them.

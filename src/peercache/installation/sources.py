@@ -13,6 +13,7 @@ SOURCES = (
     "actors/directory/_table.c",
     "actors/directory/_table_batches.c",
     "actors/directory/_table_memory.c",
+    "model/_keys.c",
     "memory/_scatter.c",
     "memory/_seals.c",
     "memory/_table_reading.c",

@@ -25,6 +25,8 @@ KEYS_MAX = 2048
 _FOUND_BYTES = 64
 _LISTED_MAX = 64
 _TICK_AGE_MAX_NS = int(TICK_AGE_MAX_S * 1e9)
+_NO_PLACES = np.empty(0, np.uint32)
+_NO_PLACES.flags.writeable = False
 
 TORN = "torn"
 """The table changed under each try, or has a search without an end."""
@@ -150,6 +152,8 @@ class TableReader:
         # A clock may stand before it, too: the owner has ticked since the caller looked at it.
         is_at_work = abs(int(now_s * 1e9) - reading.tick_ns) <= _TICK_AGE_MAX_NS
         is_final = is_at_work and ring != 0 and reading.authority == ring and not reading.is_torn
+        if not told:
+            return Looked(b"", _NO_PLACES, is_final, is_at_work)
         return Looked(
             ctypes.string_at(self._into, told * RECORD_BYTES),
             np.frombuffer(ctypes.string_at(self._places, told * 4), np.uint32),

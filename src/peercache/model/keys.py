@@ -6,15 +6,19 @@ namespace. A batch is one (n,) array of dtype V16, and travels as one byte strin
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+
+from peercache.installation.library import function
 
 KEY_BYTES = 16
 KEY = np.dtype("V16")
@@ -25,6 +29,7 @@ DEFAULT_NAME = "default"
 PageKeys: TypeAlias = npt.NDArray[np.void]
 Key: TypeAlias = str | bytes
 
+_HEX_BYTES = 64
 _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 
 
@@ -104,22 +109,44 @@ def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
 
 def page_keys_of(keys: Sequence[Key], namespace_digests: Sequence[bytes]) -> PageKeys:
     """Return the page keys of a batch in several namespaces, (namespaces, n) V16."""
+    named: PageKeys = np.empty((len(namespace_digests), len(keys)), KEY)
     if not keys or not namespace_digests:
-        return np.empty((len(namespace_digests), len(keys)), KEY)
-    masks = np.frombuffer(b"".join(namespace_digests), np.uint64).reshape(-1, 1, 2)
-    named = _digests(keys).reshape(1, -1, 2) ^ masks
-    return named.view(KEY).reshape(len(namespace_digests), len(keys))
+        return named
+    masks = b"".join(namespace_digests)
+    digits = _digits(keys)
+    into = named.__array_interface__["data"][0]
+    if digits and _of_hex()(digits, len(keys), masks, len(namespace_digests), into):
+        return named
+    digests = np.frombuffer(b"".join(map(_digest, keys)), np.uint64).reshape(1, -1, 2)
+    mixed = digests ^ np.frombuffer(masks, np.uint64).reshape(-1, 1, 2)
+    return mixed.view(KEY).reshape(named.shape)
 
 
-def _digests(keys: Sequence[Key]) -> npt.NDArray[np.uint64]:
-    """Return the first 16 bytes of each key's digest, (2 n,) uint64."""
-    if set(map(type, keys)) == {str} and set(map(len, keys)) == {64}:
-        joined = "".join(keys).encode(errors="surrogatepass")  # type: ignore[arg-type]
-        # One pass over the batch in C; translate deletes the digits, so nothing may be left over.
-        if len(joined) == 64 * len(keys) and not joined.translate(None, b"0123456789abcdef"):
-            whole = np.frombuffer(bytes.fromhex(joined.decode()), np.uint64)
-            return np.ascontiguousarray(whole.reshape(-1, 4)[:, :2]).reshape(-1)
-    return np.frombuffer(b"".join(_digest(key) for key in keys), np.uint64)
+def _digits(keys: Sequence[Key]) -> bytes:
+    """Return the text of the batch if each key is as long as a digest, b"" if one is not."""
+    try:
+        joined = "".join(keys)  # type: ignore[arg-type]
+    except TypeError:
+        return b""  # Some are bytes.
+    if set(map(len, keys)) != {_HEX_BYTES} or not joined.isascii():
+        return b""
+    return joined.encode()
+
+
+@functools.cache
+def _of_hex() -> Callable[..., int]:
+    """Return the compiled function, which is not needed before the first batch."""
+    compiled: Callable[..., int] = function(
+        "peercache_keys_of_hex",
+        ctypes.c_int64,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+        ctypes.c_void_p,
+        keeps_gil=True,
+    )
+    return compiled
 
 
 def _digest(key: Key) -> bytes:

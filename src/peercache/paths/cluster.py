@@ -34,6 +34,7 @@ class Cluster:
     replicas: int
     handover_until: float
     _owned_arcs: dict[int, npt.NDArray[np.bool_]] = attrs.field(factory=dict, init=False)
+    _owns_all: dict[int, bool] = attrs.field(factory=dict, init=False)
 
     @classmethod
     def of(
@@ -78,6 +79,13 @@ class Cluster:
             owned = (self.ring.table[:, : self.replicas] == place).any(axis=1)
             self._owned_arcs[node] = owned
         return owned
+
+    def owns_all(self, node: int) -> bool:
+        """Return whether a node owns every key, as the only node of its host does up to 8 hosts."""
+        owns = self._owns_all.get(node)
+        if owns is None:
+            owns = self._owns_all[node] = bool(self.owned_arcs(node).all())
+        return owns
 
     def distance(self, holder: int) -> int:
         """Return how far a holder is: 0 the home node, 1 this host, 2 another host."""

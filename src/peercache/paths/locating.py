@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import islice, repeat
+from operator import itemgetter
 from threading import Lock
 from typing import Any, TypeAlias, final
 
@@ -43,8 +44,22 @@ EVICTED_PART = 64
 """A full cache drops 1/64 of its records at once. A dict walks over the gaps at its front whenever
 its oldest entry is looked up: one at a time, 128 of 262,144 took 9 ms, together 0.1."""
 
-_Entry: TypeAlias = tuple[float, int, bytes]
-"""When a record was stored (monotonic seconds), its holder, and the packed record."""
+
+@final
+class _Stored:
+    """When records were stored (monotonic seconds), and their holder: one for many entries."""
+
+    __slots__ = ("at", "holder")
+
+    def __init__(self, at: float, holder: int) -> None:
+        self.at = at
+        self.holder = holder
+
+
+_Entry: TypeAlias = tuple[_Stored, bytes]
+"""When a record was stored, its holder, and the packed record."""
+
+_stored_of = itemgetter(0)
 
 NOT_RESIDENT = 0
 """Stands for the holder of a page that is not in its holder's memory: no incarnation is 0."""
@@ -84,25 +99,30 @@ class LocationCache:
                 known = {key: entry for key, entry in zip(keys, taken, strict=True) if entry}
                 entries.update(known)
                 taken = [known.get(key) for key in keys]
-        return [entry[2] if entry and entry[0] >= not_before else None for entry in taken]
+        if not_before == -np.inf:
+            return [entry[1] if entry else None for entry in taken]
+        return [entry[1] if entry and entry[0].at >= not_before else None for entry in taken]
 
     def holders(self, keys: Sequence[bytes], *, not_before: float) -> set[int] | None:
         """Return the holders of the keys, or None unless all are resident by records that new."""
+        if not keys:
+            return None
         try:
             with self._lock:
-                found = [self._entries[key] for key in keys]
+                # The first key twice: one alone would come without a tuple.
+                found = itemgetter(keys[0], *keys)(self._entries)
         except KeyError:
             return None
-        if not found or min(found)[0] < not_before:
+        stored = set(map(_stored_of, found))
+        if any(one.at < not_before or one.holder == NOT_RESIDENT for one in stored):
             return None
-        holders = {entry[1] for entry in found}
-        return None if NOT_RESIDENT in holders else holders
+        return {one.holder for one in stored}
 
     def has_any_at(self, holder: int, keys: Sequence[bytes]) -> bool:
         """Return whether any of the keys was last seen in the memory of this holder."""
         with self._lock:
             get = self._entries.get
-            return any(entry[1] == holder for key in keys if (entry := get(key)) is not None)
+            return any(entry[0].holder == holder for key in keys if (entry := get(key)) is not None)
 
     def store(self, records: Records, now: float) -> None:
         """Remember records, one a key."""
@@ -110,11 +130,13 @@ class LocationCache:
             return
         keys, packed = records["key"].tolist(), records.view(ROW).tolist()
         holders = np.where(records["flags"] & RESIDENT, records["holder"], NOT_RESIDENT).tolist()
+        stored = {holder: _Stored(now, holder) for holder in set(holders)}
         with self._lock:
             entries = self._entries
             # A record that was there already moves to the end.
             deque(map(entries.pop, keys, repeat(None)), maxlen=0)
-            entries.update(zip(keys, zip(repeat(now), holders, packed, strict=False), strict=True))
+            said = zip(map(stored.__getitem__, holders), packed, strict=True)
+            entries.update(zip(keys, said, strict=True))
             if len(entries) > self._entries_max:
                 kept = self._entries_max - self._entries_max // EVICTED_PART
                 for key in list(islice(entries, len(entries) - kept)):
@@ -127,7 +149,7 @@ class LocationCache:
             for start in range(0, len(blob), RECORD_BYTES):
                 record = blob[start : start + RECORD_BYTES]
                 entry = self._entries.get(record[:16])
-                if entry is not None and entry[2] == record:
+                if entry is not None and entry[1] == record:
                     del self._entries[record[:16]]
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -230,13 +252,18 @@ class Locator:
         known: Mask = np.zeros(len(keys), np.bool_)
         absent: Mask = np.zeros(len(keys), np.bool_)
         left, told = np.arange(len(keys)), 0
-        arcs = cluster.ring.arcs(keys)
+        arcs = None
         for peer in self._readable(cluster):
-            owned = left[cluster.owned_arcs(peer)[arcs[left]]]
+            if cluster.owns_all(peer):
+                owned = left
+            else:
+                arcs = cluster.ring.arcs(keys) if arcs is None else arcs
+                owned = left[cluster.owned_arcs(peer)[arcs[left]]]
             asked = left if peer == cluster.home else owned
             if not len(asked):
                 continue
-            looked = yield ReadTable(peer, keys[asked].tobytes(), cluster.ring.version)
+            some = keys if len(asked) == len(keys) else keys[asked]
+            looked = yield ReadTable(peer, some.tobytes(), cluster.ring.version)
             if looked is None:
                 continue
             if looked.is_final:

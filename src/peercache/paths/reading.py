@@ -51,6 +51,9 @@ the deadline."""
 PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
 """Silence after which the holder is asked again; only a second silence opens its breaker."""
 
+_WHY = (reasons.ABSENT, "")
+"""Why a page is not known, by whether it is."""
+
 TOUCHES_MAX = 8192
 """Most touches of one message to a holder: 192 KiB; further ones are lost, which only the order of
 eviction notices."""
@@ -207,8 +210,7 @@ class Reader:
             known, records = glanced
             if touch and len(records):
                 yield Post(_touches(records))
-            absent = ["" if is_known else reasons.ABSENT for is_known in known.tolist()]
-            return known, absent, TABLE
+            return known, list(map(_WHY.__getitem__, known.tolist())), TABLE
         where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
         if touch:
             # Before the wishes: what is in memory shall not make room for what is loaded.
