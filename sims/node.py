@@ -12,6 +12,7 @@ import trio
 from peercache.actors.directory.authority import HEARD_MAX_S
 from peercache.actors.effects import Effect, StoreWords, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, RecordsChanged
+from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
@@ -355,6 +356,6 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
     )
 
 
-def _answer(message: Message) -> None:
+def _answer(sender: Origin, message: Message) -> None:
     """Answer nothing: no client of a run asks for figures."""
-    del message
+    del sender, message

@@ -185,9 +185,19 @@ class LockProbe:
 
     def is_held(self) -> bool:
         """Return whether the client's process lives."""
+        return self._asked()[0] != fcntl.F_UNLCK
+
+    def holder(self) -> int:
+        """Return the pid of the client's process; 0 if it has exited or is in another namespace."""
+        kind, _, _, _, pid = self._asked()
+        return 0 if kind == fcntl.F_UNLCK else max(0, pid)
+
+    def _asked(self) -> tuple[int, int, int, int, int]:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[0]
-        return kind != fcntl.F_UNLCK
+        kind, whence, start, length, pid = _FLOCK.unpack(
+            fcntl.fcntl(self._fd, fcntl.F_GETLK, asked)
+        )
+        return kind, whence, start, length, pid
 
     def secret(self) -> bytes:
         """Return the secret in the file; empty if the client has written none."""

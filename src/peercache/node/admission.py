@@ -8,6 +8,7 @@ dropped. What an admitted session may send, `trust.rights` says.
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -19,7 +20,7 @@ from peercache.net.peers import Gate, Peer, Transport
 from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.rights import Role, Session, readable_spaces, spaces_of
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
-from peercache.wire.messages.session import Hello
+from peercache.wire.messages.session import OPERATOR, Hello
 
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
@@ -71,7 +72,8 @@ class Admission:
                 f"this node {versions_spoken()}: upgrade the older side",
             )
         identity = self._gate.identity(peer)
-        if hello.granule != self._granule:
+        # Who operates a cluster names no slots, and need not know its granule.
+        if hello.granule != self._granule and (hello.is_node or hello.geometry != OPERATOR):
             raise Rejected(
                 "granule", f"your granule is {hello.granule}, this cluster's {self._granule}"
             )
@@ -106,6 +108,19 @@ class Admission:
             for place, (pipe, since) in enumerate(self._strangers.items())
             if place < too_many or now - since >= STRANGER_S
         ]
+
+    def attached(self) -> list[tuple[int, str, int]]:
+        """Return each writing client: its identity, its namespace, and the pid of its process."""
+        own = os.getpid()
+        return [
+            (session.identity, session.namespace, self._pid(session.identity, own))
+            for session in self.sessions.values()
+            if session.role is Role.WRITER
+        ]
+
+    def _pid(self, client: int, own: int) -> int:
+        lock = self._locks.get(client)
+        return own if lock is None else lock.holder()
 
     def exited(self) -> list[int]:
         """Return the clients whose processes have exited since the last look, and forget them."""
@@ -143,8 +158,12 @@ class Admission:
             if hello.lock or hello.secret:
                 # Even with the secret: a process that can read it can reach the home address.
                 raise Rejected("transport", "a client writes over its node's home address only")
-            if identity is not None and identity.role is CertificateRole.OPERATOR:
+            wants = hello.geometry == OPERATOR
+            if wants if identity is None else identity.role is CertificateRole.OPERATOR:
                 role = Role.OPERATOR
+        elif hello.geometry == OPERATOR and not hello.lock and not hello.secret:
+            # A sharer that is neither this node's user nor root has nothing to say here.
+            role = Role.OPERATOR if peer.uid in (0, os.getuid()) else Role.READER
         elif self._is_writer(peer, sender, hello):
             role = Role.WRITER
         space = Namespace(hello.namespace).space_tag()

@@ -11,6 +11,7 @@ import random
 import resource
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import final
@@ -20,6 +21,7 @@ import trio
 
 from peercache.actors.effects import TellDisk
 from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew
+from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
 from peercache.actors.storage_port import DiskEffect
@@ -40,6 +42,7 @@ from peercache.memory.published import PublishedSegment
 from peercache.memory.table_file import TableFile
 from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
+from peercache.model.status import encoded
 from peercache.net.peers import Gate
 from peercache.net.sockets import Listener
 from peercache.net.tls import ControlTls
@@ -49,6 +52,7 @@ from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
 from peercache.node.flushing import EMBEDDED_S, flush_disk
+from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
@@ -64,6 +68,7 @@ from peercache.rdma.serving import DeviceQueuePairs
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
+from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
@@ -211,6 +216,7 @@ class Node:
             revocations=lambda: None if self.tls is None else message_of(self.tls),
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
+            status_told=self._status_told,
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
         housekeeping = Housekeeping(
@@ -224,11 +230,9 @@ class Node:
             metrics=self.metrics,
             log=self.log,
         )
-        self._status = NodeStatus(
-            self.incarnation, crew, self._disk, housekeeping, reach=reach,
-            config=config, tls=self.tls, is_leaving=self._stopping.is_set,
-        )  # fmt: skip
+        self._watch(crew, housekeeping, reach, admission)
         await nursery.start(switchboard.run)
+        nursery.start_soon(self.gathering.run)
         crew.start(nursery, switchboard.perform)
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
@@ -242,6 +246,22 @@ class Node:
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
             http=http, local_secret=local_secret,
         )  # fmt: skip
+
+    def _watch(
+        self, crew: Crew, housekeeping: Housekeeping, reach: Reach, admission: Admission
+    ) -> None:
+        """Make what tells how this node is, and how the others are."""
+        self._status = NodeStatus(
+            self.incarnation, crew, self._disk, housekeeping, reach=reach,
+            config=self.config, tls=self.tls, is_leaving=self._stopping.is_set,
+            admission=admission, metrics=self.metrics,
+        )  # fmt: skip
+        self.gathering = Gathering(
+            own=self.incarnation,
+            status=self._status.status,
+            members=self._members,
+            perform=self._switchboard.perform,
+        )
 
     def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
         crew = Crew(
@@ -485,13 +505,21 @@ class Node:
         """Return named figures about this node."""
         return self._status.figures()
 
-    def _answer(self, message: Message) -> Message | None:
+    def _status_told(self, sender: int, told: StatusTold) -> None:
+        self.gathering.take(sender, told)
+
+    def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer a message for the node itself."""
         if isinstance(message, StatsAsked):
             return Stats(message.request, self.figures())
+        if isinstance(message, StatusAsked):
+            return StatusTold(message.request, encoded(self._status.status(detail=message.detail)))
+        if isinstance(message, ClusterAsked):
+            return self.gathering.ask(sender, message)
         if isinstance(message, RevocationsTold) and self._revocations is not None:
             self._revocations.take(message)
         if isinstance(message, Counted):
+            self._status.workers.note(sender.identity, message, time.monotonic())
             ignored = absorb(self.metrics, message)
             self.metrics.messages_dropped.labels("malformed").inc(ignored)
         return None

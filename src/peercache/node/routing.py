@@ -62,6 +62,7 @@ from peercache.wire.messages.membership import (
     ViewCompared,
     ViewShared,
 )
+from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -175,11 +176,15 @@ class NodeMailboxes:
                 return self.membership.offer(sender, message, size_bytes)
             case OpenChannel() | ChannelsHeld():
                 return self.rdma.offer(sender, message, size_bytes)
-            case Hello() | StatsAsked() | Counted() | RevocationsTold():
+            case (
+                Hello() | StatsAsked() | Counted() | RevocationsTold()
+                | StatusAsked() | ClusterAsked()
+            ):  # fmt: skip
                 raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
             case (
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
                 | Stats() | Promoted() | ChannelOpened() | ViewChanges()
+                | StatusTold() | ClusterTold()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

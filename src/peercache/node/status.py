@@ -1,22 +1,52 @@
-"""Status: what a node answers about itself, its health and its figures."""
+"""Status: what a node answers about itself, its health, its figures, and its whole status."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import attrs
+import numpy as np
 
 from peercache.config.settings import Config
 from peercache.http.pages import Health
+from peercache.installation.distribution import version
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE
+from peercache.model.status import (
+    DEGRADED,
+    LEAVING,
+    LISTED_MAX,
+    OK,
+    UNAVAILABLE,
+    Detail,
+    Latencies,
+    PeerStatus,
+    Shard,
+    Status,
+    Tier,
+)
+from peercache.model.view import STATE_NAMES
+from peercache.node.admission import Admission
 from peercache.node.assembly import Crew
-from peercache.node.disk import NodeDisk
+from peercache.node.details import details
+from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.reach import Reach
+from peercache.node.workers import AttachedWorkers
+from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+
+PREFIX = "peercache_"
+CALLS = "peercache_latency_seconds"
+"""The histogram of batch calls in the registry."""
+
+SAMPLED = 4096
+"""Keys by which the share of a ring is told: right to a percent or two."""
+
+_SAMPLE = np.random.default_rng(0).integers(0, 256, (SAMPLED, 16), np.uint8).view("V16").ravel()
 
 LATE_S = 5.0
 """A loop whose housekeeping is this late does not serve, whatever else is fine."""
@@ -35,6 +65,87 @@ class NodeStatus:
     config: Config = attrs.field(kw_only=True)
     tls: LiveTls | None = attrs.field(kw_only=True)
     is_leaving: Callable[[], bool] = attrs.field(kw_only=True)
+    admission: Admission | None = attrs.field(default=None, kw_only=True)
+    metrics: Metrics = attrs.field(factory=Metrics, kw_only=True)
+    workers: AttachedWorkers = attrs.field(factory=AttachedWorkers, init=False)
+    _started_at: float = attrs.field(factory=time.monotonic, init=False)
+    _shares: dict[bytes, float] = attrs.field(factory=dict, init=False)
+    """The share of keys that this node owns on the newest ring, by its version."""
+
+    def status(self, *, detail: bool = False) -> Status:
+        """Return how this node is, now."""
+        health, figures = self.health(), self.figures()
+        me, now = self.crew.membership.me, time.monotonic()
+        attached = [] if self.admission is None else self.admission.attached()
+        listed, more = self.workers.listed(attached, now)
+        counters, latency = _counted(self.metrics)
+        return Status(
+            name=me.control, incarnation=name_of(self.incarnation), host=me.host_name,
+            cluster=self.config.cluster, version=version(),
+            wire=(WIRE_VERSION_OLDEST, WIRE_VERSION),
+            state=self._state(health),
+            reasons=tuple(filter(None, (health.reason, health.degraded))),
+            insecure=bool(self.config.insecure), age_s=now - self._started_at,
+            pool=_pool(figures), disk=self._disk_tier(figures, counters),
+            workers=listed, workers_more=more, counters=counters, latency=latency,
+            peers=self._peers(),
+            shard=Shard(
+                records=self.crew.directory.record_count,
+                share=self._share(),
+                authority=bool(self.crew.directory.authority.ring),
+            ),
+            certificate_days=-1.0 if self.tls is None else self.tls.days_left,
+            rdma=str(figures.get("rdma", "")),
+            detail=details(self.config) if detail else Detail(),
+        )  # fmt: skip
+
+    def _state(self, health: Health) -> str:
+        if self.is_leaving():
+            return LEAVING
+        if not health.serving:
+            return UNAVAILABLE
+        return DEGRADED if health.degraded else OK
+
+    def _disk_tier(
+        self, figures: Mapping[str, int | float | str], counters: Mapping[str, float]
+    ) -> Tier:
+        if self.disk is None:
+            return Tier()
+        lost = sum(v for name, v in counters.items() if name.startswith("disk_pages_lost"))
+        return Tier(
+            size=int(figures.get("disk_bytes", 0)),
+            used=int(figures.get("disk_bytes_used", 0)),
+            free=int(figures.get("disk_bytes_free", 0)),
+            pages=int(figures.get("disk_pages", 0)),
+            evicted=int(lost),
+            problem=OPENING if self.disk.is_opening else self._disk_trouble(),
+        )
+
+    def _peers(self) -> tuple[PeerStatus, ...]:
+        me, lagging = self.crew.membership.me, self.crew.publisher.lagging()
+        return tuple(
+            [
+                PeerStatus(
+                    name=member.control,
+                    # rdma is between clients and nodes: this node does not know which read so.
+                    fabric="shm" if member.boot_id == me.boot_id else "",
+                    state=STATE_NAMES[member.state],
+                    lagging=member.incarnation in lagging,
+                )
+                for member in self.crew.membership.view.live()
+                if member.incarnation != me.incarnation
+            ][:LISTED_MAX]
+        )
+
+    def _share(self) -> float:
+        """Return the part of the keys that this node owns, by a sample of SAMPLED keys."""
+        ring = self.crew.ring.current
+        if ring.version not in self._shares:
+            self._shares.clear()
+            owners = ring.owners(_SAMPLE)
+            mine = (owners == np.uint64(self.incarnation)).any(axis=1)
+            self._shares[ring.version] = float(mine.mean())
+        return self._shares[ring.version]
 
     def health(self) -> Health:
         """Return whether this node serves, and why not."""
@@ -87,3 +198,42 @@ class NodeStatus:
         if self.disk is None:
             return {}
         return {**self.crew.disk.figures(), "disk_problem": self.disk.problem}
+
+
+def _pool(figures: Mapping[str, int | float | str]) -> Tier:
+    return Tier(
+        size=int(figures["pool_bytes"]),
+        used=int(figures["pool_bytes_used"]),
+        free=int(figures["pool_bytes_free"]),
+        pages=int(figures["pool_pages"]),
+        evicted=int(figures["pool_pages_evicted"]),
+    )
+
+
+def _counted(metrics: Metrics) -> tuple[dict[str, float], dict[str, Latencies]]:
+    """Return every counter that is not zero, and the histogram of calls by operation."""
+    counters: dict[str, float] = {}
+    buckets: dict[str, list[tuple[float, int]]] = {}
+    sums: dict[str, float] = {}
+    for family in metrics.registry.collect():
+        if not family.name.startswith(PREFIX):
+            continue
+        name = family.name.removeprefix(PREFIX)
+        for sample in family.samples:
+            if sample.name.endswith("_total") and sample.value:
+                label = "/".join(sample.labels.values())
+                counters[f"{name}/{label}" if label else name] = sample.value
+            elif family.name == CALLS and sample.name.endswith("_bucket"):
+                bound = (float(sample.labels["le"]), int(sample.value))
+                buckets.setdefault(sample.labels["operation"], []).append(bound)
+            elif family.name == CALLS and sample.name.endswith("_sum"):
+                sums[sample.labels["operation"]] = sample.value
+    latency = {
+        operation: Latencies(
+            bounds=tuple([bound for bound, _ in found[:-1]]),
+            counts=tuple([count for _, count in found]),
+            seconds=sums.get(operation, 0.0),
+        )
+        for operation, found in buckets.items()
+    }
+    return counters, latency

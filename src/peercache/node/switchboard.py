@@ -54,6 +54,7 @@ from peercache.wire.envelope import (
     Message,
 )
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
+from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.session import (
     Counted,
     Hello,
@@ -75,6 +76,10 @@ STRANGER_BYTES_MAX = 64 * 1024
 fits, and to decode a megabyte would cost this node a second for any connection."""
 
 
+FOR_THE_NODE = (StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked)
+"""Messages that the node answers itself, and no actor."""
+
+
 @final
 class Switchboard:
     """Carries messages between this node's actors and the world."""
@@ -91,7 +96,7 @@ class Switchboard:
         mailboxes: NodeMailboxes,
         store_words: Callable[[StoreWords], None],
         member_of: Callable[[int], Member | None],
-        answer: Callable[[Message], Message | None],
+        answer: Callable[[Origin, Message], Message | None],
         metrics: Metrics,
         log: Any,
         gate: Gate,
@@ -101,6 +106,7 @@ class Switchboard:
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
+        status_told: Callable[[int, StatusTold], None] = lambda *_: None,
         in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
         links_max: int = LINKS_MAX,
     ) -> None:
@@ -132,6 +138,7 @@ class Switchboard:
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
         self._in_thread = in_thread
+        self._status_told = status_told
         self._links: dict[str, Link] = {}
         self._link_use = LinkUse(links_max=links_max)
         # By address: the name of the node that this node means to reach there; None: any node.
@@ -227,8 +234,9 @@ class Switchboard:
         if (call := _call_of(message)) and self._log.isEnabledFor(logging.DEBUG):
             what, name = type(message).__name__, name_of(session.identity)
             self._log.debug("node.question_received", client=name, call=call, message=what)
-        if isinstance(message, (StatsAsked, Counted, RevocationsTold)):
-            answer = self._answer(message)
+        if isinstance(message, FOR_THE_NODE):
+            # Along the pipe, also to a node: a status is for who asks, over its own link.
+            answer = self._answer(Origin(session.identity, pipe), message)
             if answer is not None:
                 self._reply(pipe, session.identity, answer)
         elif not self._mailboxes.offer(origin, message, size_bytes):
@@ -467,14 +475,15 @@ class Switchboard:
         return self._encode(0, hello)
 
     def _answered(self, address: str, raw: bytes) -> None:
-        """Take what came back on a link: only the answers to its Hello are of interest."""
+        """Take what came back on a link: answers to its Hello, and the peer's status."""
         try:
-            message = decode(raw, cluster=self._cluster).message
+            envelope = decode(raw, cluster=self._cluster)
         except RemoteProtocolError as error:
             self._drop("malformed", detail=error.what)
             self._warn_once("node.join_rejected", address, at=address, reason=error.what)
             self._reach.refused(address, error.what)
             return
+        message = envelope.message
         if isinstance(message, SayHello) and address in self._links:
             self._links[address].greet_again()
         elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
@@ -486,6 +495,8 @@ class Switchboard:
             if address in self._answering:
                 self._reach.connected(self._answering[address].local[0])
             self._welcomed(address, message.member)
+        elif isinstance(message, StatusTold):
+            self._status_told(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")
             key = (address, message.reason)

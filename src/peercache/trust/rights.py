@@ -11,6 +11,8 @@ What a right rests on:
 * A writer is a process on this node's own host, which has read the secret in a lock file that only
   users who share the host can read. No connection over tcp is ever a writer's, so no certificate
   makes one.
+* An operator has an operator's certificate. On the node's own host its user is enough, and root;
+  without TLS it is whichever client of the cluster says so: nothing is proven there.
 * A page key is a hash: it does not tell its namespace. So a Lookup is answered for every key, and a
   client whose certificate names namespaces is restricted where bytes are: tcp serves pages of its
   spaces only, queue pairs are refused, because one key of a memory region opens all of it, and its
@@ -57,6 +59,7 @@ from peercache.wire.messages.membership import (
     ViewCompared,
     ViewShared,
 )
+from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -131,6 +134,8 @@ _CLIENTS = frozenset({Role.READER, Role.WRITER})
 _CLEARING = frozenset({Role.NODE, Role.WRITER, Role.OPERATOR})
 _WATCHING = frozenset({Role.READER, Role.WRITER, Role.OPERATOR})
 _EVERY = frozenset(Role)
+_OPERATORS = frozenset({Role.OPERATOR})
+_OBSERVING = frozenset({Role.NODE, Role.OPERATOR})
 
 SENDERS: dict[type[Message], frozenset[Role]] = {
     # Said before there is a session, and answered by the switchboard.
@@ -144,6 +149,8 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     Granted: _NONE,
     Committed: _NONE,
     Stats: _NONE,
+    StatusTold: _NONE,
+    ClusterTold: _NONE,
     Promoted: _NONE,
     ChannelOpened: _NONE,
     Removed: _NODES,
@@ -185,6 +192,9 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     Clear: _CLEARING,
     # State.
     StatsAsked: _WATCHING,
+    # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
+    StatusAsked: _OBSERVING,
+    ClusterAsked: _OPERATORS,
     # Signed by an authority: a node that lies can only be silent.
     RevocationsTold: _NODES,
 }

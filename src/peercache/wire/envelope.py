@@ -50,6 +50,7 @@ from peercache.wire.messages.membership import (
     ViewCompared,
     ViewShared,
 )
+from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -98,6 +99,7 @@ Message: TypeAlias = (
     | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
     | Doubted | RevocationsTold | ViewCompared | ReserveMirror
     | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
+    | StatusAsked | StatusTold | ClusterAsked | ClusterTold
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

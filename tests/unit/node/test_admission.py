@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -16,10 +19,11 @@ from peercache.memory.client_lock import LockProbe, folder_of, lock_name
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.node import admission as admission_module
 from peercache.node.admission import Admission
+from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.rights import Role
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION
-from peercache.wire.messages.session import Hello
+from peercache.wire.messages.session import OPERATOR, Hello
 
 FITTING = Hello(
     request=0,
@@ -341,3 +345,44 @@ def _files_open() -> int:
     from pathlib import Path
 
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+OPERATES = attrs.evolve(FITTING, namespace="", geometry=OPERATOR, lock="", secret=b"", granule=0)
+
+
+@pytest.mark.parametrize(
+    ("peer", "role"),
+    [
+        (REMOTE, Role.OPERATOR),
+        (Peer(Transport.IPC, uid=os.getuid()), Role.OPERATOR),
+        (Peer(Transport.IPC, uid=0), Role.OPERATOR),
+        (Peer(Transport.IPC, uid=4711), Role.READER),
+    ],
+)
+def test_an_operator_without_certificates_is_a_trials_or_of_this_user(
+    tmp_path: Path, peer: Peer, role: Role
+) -> None:
+    """It names no granule; another user who shares the host only reads."""
+    sharing = attrs.evolve(Sharing.of(), uids=frozenset({0, 4711, os.getuid()}))
+    door = Admission(
+        cluster="c", granule=16384, home=f"ipc://{tmp_path}/home", local_secret=b"s",
+        gate=Gate(sharing, None), probe=lambda home, name: LockProbe(home, name, sharing),
+    )  # fmt: skip
+
+    assert door.admit(1, peer, 5, OPERATES).role is role
+    with pytest.raises(Rejected, match="granule"):
+        door.admit(2, peer, 5, attrs.evolve(OPERATES, geometry="layers=2"))
+
+
+@pytest.mark.parametrize("role", list(CertificateRole))
+def test_with_certificates_only_an_operators_makes_an_operator(role: CertificateRole) -> None:
+    """What a Hello says of itself proves nothing there."""
+    gate = SimpleNamespace(identity=lambda _: Identity("c", role, "ann"))
+    door = Admission(
+        cluster="c", granule=16384, home="ipc:///none", local_secret=b"s",
+        gate=cast("Gate", gate), probe=lambda *_: pytest.fail("no lock is looked at"),
+    )  # fmt: skip
+
+    session = door.admit(1, Peer(Transport.TCP), 5, OPERATES)
+
+    assert (session.role is Role.OPERATOR) is (role is CertificateRole.OPERATOR)

@@ -13,6 +13,7 @@ from peercache.errors import LocalProtocolError
 from peercache.node.routing import NodeMailboxes, TellPool
 from peercache.trust.rights import SENDERS
 from peercache.wire.envelope import MESSAGES
+from peercache.wire.messages.operations import ClusterAsked, StatusAsked
 from peercache.wire.messages.session import Counted, Hello, RevocationsTold, StatsAsked
 
 SENT = {kind for kind, roles in SENDERS.items() if roles}
@@ -31,7 +32,7 @@ def test_each_message_that_a_peer_may_send_has_one_mailbox(kind: type) -> None:
     """Only what the switchboard answers itself has none."""
     message = kind.__new__(kind)
 
-    if kind in (StatsAsked, Counted, RevocationsTold):
+    if kind in (StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked):
         with pytest.raises(LocalProtocolError, match="the switchboard answers"):
             mailbox_of(message)
     else:

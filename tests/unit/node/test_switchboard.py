@@ -122,7 +122,7 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
         mailboxes=mailboxes,
         store_words=stored.append,
         member_of=members.get,
-        answer=lambda message: (
+        answer=lambda _, message: (
             Stats(message.request, {"pages": 3}) if isinstance(message, StatsAsked) else None
         ),
         metrics=metrics,

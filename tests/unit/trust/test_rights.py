@@ -84,6 +84,10 @@ TABLE = {
     "ChannelOpened":    (False, False, False, False),
     "ChannelsHeld":     (False, True,  True,  False),
     "RevocationsTold":  (True,  False, False, False),
+    "StatusAsked":      (True,  False, False, True),
+    "StatusTold":       (False, False, False, False),
+    "ClusterAsked":     (False, False, False, True),
+    "ClusterTold":      (False, False, False, False),
 }  # fmt: skip
 """Written by hand, and not made from the table that it tests."""
 

@@ -146,6 +146,10 @@ class Publisher:
         self._turning = Turning(self._table)
         self._allowance = self._burst()
 
+    def lagging(self) -> frozenset[int]:
+        """Return the owners that commits do not wait for."""
+        return frozenset(owner for owner, stream in self._streams.items() if stream.lagging)
+
     def on_message(self, sender: Origin, message: PublisherHears, now: float) -> list[Effect]:
         """Take a change of the pool or the ring, or an owner's answer."""
         match message:

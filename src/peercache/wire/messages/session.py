@@ -6,6 +6,9 @@ import attrs
 
 from peercache.model.member import Member
 
+OPERATOR = "(operator)"
+"""Geometry of a Hello that wants to operate a cluster, and has no pages."""
+
 
 @attrs.frozen
 class Hello:
@@ -16,6 +19,7 @@ class Hello:
     namespace:   the name of the client's namespace: it writes in no other.
     lock:        basename of the client's lock file in the home folder; "" from a node, from a
                  client in the node's own process, and from a client that only reads.
+    geometry:    of the client's pages; OPERATOR from the command line of an operator.
     secret:      the bytes in that file, or what the node handed to its own process: only a process
                  that may read the file can know it. Empty from a client that only reads.
     """

@@ -1,0 +1,376 @@
+"""Status: how a node is, as plain values that travel between nodes and to people.
+
+Every field has a default. A reader takes the fields that it knows, of the kind that it expects, and
+leaves the others: so nodes of two versions understand each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import attrs
+
+from peercache.model.ids import name_of
+from peercache.model.member import Member
+from peercache.model.view import STATE_NAMES
+
+OK = "ok"
+DEGRADED = "degraded"
+DRAINING = "draining"
+LEAVING = "leaving"
+UNAVAILABLE = "unavailable"
+
+NO_ANSWER = "no answer"
+"""State of a member that did not tell its status."""
+
+LISTED_MAX = 256
+"""Most workers, peers and namespaces in one status: it must fit into a control message."""
+
+TEXT_MAX = 1024
+"""Characters kept of a text in a status."""
+
+Kind = TypeVar("Kind")
+
+
+@attrs.frozen(kw_only=True)
+class Tier:
+    """Memory or disk of a node, in bytes and pages.
+
+    size:    bytes that it may take; 0 where there is no such tier.
+    free:    bytes that a set may take without eviction.
+    evicted: pages evicted (memory) or deleted (disk) since the start.
+    problem: why it does not take pages; "" while it does.
+    """
+
+    size: int = 0
+    used: int = 0
+    free: int = 0
+    pages: int = 0
+    evicted: int = 0
+    problem: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Worker:
+    """A client that writes to this node: an attached engine.
+
+    name:    its identity, in hexadecimal digits.
+    pid:     of its process; 0 where the kernel does not tell.
+    keys:    pages that it has stored since it attached.
+    hits, misses, sets: pages a second between its last two reports.
+    heard_s: seconds since its last report.
+    """
+
+    name: str = ""
+    pid: int = 0
+    namespace: str = ""
+    keys: int = 0
+    hits: float = 0.0
+    misses: float = 0.0
+    sets: float = 0.0
+    heard_s: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Latencies:
+    """How long calls took: a histogram, cumulative since the start.
+
+    bounds: upper bounds in seconds, rising; the last bucket has none.
+    counts: calls that took at most so long, one more than bounds.
+    seconds: the sum of all.
+    """
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the seconds that this share of the calls did not exceed; NaN without calls.
+
+        Interpolated within a bucket, as Prometheus does; the last bound for what is beyond it.
+        """
+        total = self.counts[-1] if self.counts else 0
+        if not total or len(self.counts) != len(self.bounds) + 1 or not self.bounds:
+            return math.nan
+        rank = share * total
+        place = next((i for i, count in enumerate(self.counts) if count >= rank), -1)
+        if not 0 <= place < len(self.bounds):
+            return self.bounds[-1]
+        low = self.bounds[place - 1] if place else 0.0
+        before = self.counts[place - 1] if place else 0
+        within = self.counts[place] - before
+        return low + (self.bounds[place] - low) * ((rank - before) / within if within else 1.0)
+
+
+@attrs.frozen(kw_only=True)
+class PeerStatus:
+    """Another member, as this node sees it.
+
+    fabric:  how a client of this host reads from it: shm, rdma or tcp; "" where it is unknown.
+    state:   alive or suspect.
+    lagging: it let a commit of this node wait for a whole patience, and sets go on without it.
+    """
+
+    name: str = ""
+    fabric: str = ""
+    state: str = ""
+    lagging: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class NamespaceUse:
+    """What a namespace takes at this node. quota: bytes; 0 for no limit."""
+
+    name: str = ""
+    bytes: int = 0
+    pages: int = 0
+    disk_bytes: int = 0
+    quota: int = 0
+    priority: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Shard:
+    """The directory shard of a node.
+
+    share:     part of all keys that it owns records of, 0 to 1.
+    authority: whether a key that it does not know is no page.
+    """
+
+    records: int = 0
+    share: float = 0.0
+    authority: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Draining:
+    """How far a node has handed its pages over. active: whether it is draining at all."""
+
+    active: bool = False
+    phase: str = ""
+    pages: int = 0
+    pages_done: int = 0
+    bytes: int = 0
+    bytes_done: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Thread:
+    """A thread of the process. cpu_s: processor time; state: as in /proc."""
+
+    name: str = ""
+    cpu_s: float = 0.0
+    state: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Detail:
+    """What only a person wants who looks at one node. Secrets are masked."""
+
+    threads: tuple[Thread, ...] = ()
+    environment: dict[str, str] = attrs.field(factory=dict)
+    settings: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class Status:
+    """How one node is.
+
+    name:     HOST:PORT of its control plane.
+    wire:     the oldest and the newest version of the wire that it speaks.
+    state:    ok, degraded, draining, leaving or unavailable; reasons say why not ok.
+    age_s:    seconds since its start.
+    counters: totals since the start, by the metric's name without `peercache_`, with the value of
+              its label behind a slash: `pages_hit/shm`.
+    latency:  by operation: get, set, exists …
+    certificate_days: until its certificate expires; -1 without TLS.
+    workers_more: workers that are not listed.
+    """
+
+    name: str = ""
+    incarnation: str = ""
+    host: str = ""
+    cluster: str = ""
+    version: str = ""
+    wire: tuple[int, ...] = ()
+    state: str = ""
+    reasons: tuple[str, ...] = ()
+    insecure: bool = False
+    age_s: float = 0.0
+    pool: Tier = attrs.field(factory=Tier)
+    disk: Tier = attrs.field(factory=Tier)
+    workers: tuple[Worker, ...] = ()
+    workers_more: int = 0
+    counters: dict[str, float] = attrs.field(factory=dict)
+    latency: dict[str, Latencies] = attrs.field(factory=dict)
+    peers: tuple[PeerStatus, ...] = ()
+    shard: Shard = attrs.field(factory=Shard)
+    namespaces: tuple[NamespaceUse, ...] = ()
+    draining: Draining = attrs.field(factory=Draining)
+    certificate_days: float = -1.0
+    rdma: str = ""
+    detail: Detail = attrs.field(factory=Detail)
+
+    def total(self, counter: str) -> float:
+        """Return a counter's total, over all values of its label."""
+        within = f"{counter}/"
+        return sum(v for k, v in self.counters.items() if k == counter or k.startswith(within))
+
+    def hit_share(self) -> float:
+        """Return the part of pages asked for that get returned; NaN where none was asked for."""
+        hits = self.total("pages_hit")
+        asked = hits + self.total("pages_missed")
+        return hits / asked if asked else math.nan
+
+
+@attrs.frozen(kw_only=True)
+class MemberStatus:
+    """A member of a view, and its status as far as it told it.
+
+    seen:   its state in the view of the node that gathered: alive, suspect, dead, left.
+    answers: whether it told its status; without, `status` has its name and state only.
+    """
+
+    seen: str = ""
+    answers: bool = False
+    status: Status = attrs.field(factory=Status)
+
+
+def unanswered(member: Member) -> MemberStatus:
+    """Return a member that did not tell its status."""
+    seen = STATE_NAMES[member.state] if member.state < len(STATE_NAMES) else str(member.state)
+    state = "left" if seen == "left" else NO_ANSWER
+    told = Status(
+        name=member.control,
+        incarnation=name_of(member.incarnation),
+        host=member.host_name,
+        state=state,
+    )
+    return MemberStatus(seen=seen, status=told)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a status as dicts, lists, texts and numbers: what JSON and CBOR know."""
+    if attrs.has(type(value)):
+        return {f.name: to_plain(getattr(value, f.name)) for f in attrs.fields(type(value))}
+    if isinstance(value, dict):
+        return {str(name): to_plain(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(each) for each in value]
+    if isinstance(value, float):
+        # JSON has no NaN, and a status needs no more digits than a person reads.
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def from_plain(kind: type[Kind], plain: Any) -> Kind:
+    """Return a value of a class of this file; what does not fit keeps its default."""
+    if not isinstance(plain, dict):
+        return kind()
+    fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cast("Any", kind))
+    found = {field.name: _fitting(field, plain.get(field.name)) for field in fields}
+    return kind(**{name: value for name, value in found.items() if value is not None})
+
+
+def _fitting(field: attrs.Attribute[Any], plain: Any) -> Any:
+    """Return the value for a field; None if it is of another kind."""
+    kind = str(field.type)
+    if kind in _PLAIN:
+        return _PLAIN[kind](plain)
+    if kind in _ITEMS:
+        if not isinstance(plain, list):
+            return None
+        return tuple([from_plain(_ITEMS[kind], each) for each in plain[:LISTED_MAX]])
+    if kind in _NAMED:
+        if not isinstance(plain, dict):
+            return None
+        return {_text(name): from_plain(_NAMED[kind], each) for name, each in plain.items()}
+    return from_plain(_CLASSES[kind], plain)
+
+
+def _text(value: Any) -> str:
+    return str(value)[:TEXT_MAX]
+
+
+def _texts(plain: Any) -> tuple[str, ...] | None:
+    return tuple([_text(each) for each in plain]) if isinstance(plain, list) else None
+
+
+def _is_number(value: Any) -> bool:
+    # NaN and what no field holds are no figures.
+    return type(value) in (int, float) and -(2**64) < value < 2**64
+
+
+def _numbers(plain: Any) -> tuple[Any, ...] | None:
+    is_fitting = isinstance(plain, list) and all(_is_number(each) for each in plain)
+    return tuple(plain) if is_fitting else None
+
+
+def _by_name(plain: Any, fits: Any) -> dict[str, Any] | None:
+    if not isinstance(plain, dict):
+        return None
+    return {_text(name): value for name, value in plain.items() if fits(value)}
+
+
+_PLAIN: dict[str, Any] = {
+    "bool": lambda value: value if isinstance(value, bool) else None,
+    "int": lambda value: int(value) if _is_number(value) else None,
+    "float": lambda value: float(value) if _is_number(value) else None,
+    "str": lambda value: _text(value) if isinstance(value, str) else None,
+    "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _numbers,
+    "tuple[float, ...]": _numbers,
+    "dict[str, float]": lambda value: _by_name(value, _is_number),
+    "dict[str, str]": lambda value: _by_name(value, lambda text: isinstance(text, str)),
+}
+"""How a field without a class of its own takes a plain value; None refuses it."""
+
+
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Tier,
+        Worker,
+        Latencies,
+        PeerStatus,
+        NamespaceUse,
+        Shard,
+        Draining,
+        Thread,
+        Detail,
+        Status,
+    )
+}
+_ITEMS = {f"tuple[{name}, ...]": kind for name, kind in _CLASSES.items()}
+_NAMED = {f"dict[str, {name}]": kind for name, kind in _CLASSES.items()}
+
+
+def encoded(value: Status | Sequence[MemberStatus]) -> bytes:
+    """Return the bytes of a status, or of several, as they travel."""
+    return json.dumps(to_plain(value), separators=(",", ":")).encode()
+
+
+def decoded_status(raw: bytes) -> Status:
+    """Return a status from its bytes; raise ValueError for what is none."""
+    plain = _parsed(raw)
+    if not isinstance(plain, dict):
+        raise ValueError("no status")
+    return from_plain(Status, plain)
+
+
+def decoded_statuses(raw: bytes) -> tuple[MemberStatus, ...]:
+    """Return several statuses from their bytes; raise ValueError for what is none."""
+    plain = _parsed(raw)
+    if not isinstance(plain, list):
+        raise ValueError("no list of statuses")
+    return tuple([from_plain(MemberStatus, each) for each in plain])
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

@@ -1,0 +1,187 @@
+"""Gathering: how all members are, asked of each of them when a person looks.
+
+Nothing is asked while nothing looks. What was gathered serves all who look within a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import final
+
+import attrs
+import trio
+
+from peercache.actors.effects import Effect, Send
+from peercache.actors.origin import Origin
+from peercache.model.member import Member
+from peercache.model.status import (
+    MemberStatus,
+    Status,
+    decoded_status,
+    encoded,
+    unanswered,
+)
+from peercache.model.view import STATE_NAMES, is_live
+from peercache.wire.envelope import Message
+from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.session import Refused
+
+ANSWER_S = 1.0
+"""How long a member may take; a node that serves answers in milliseconds."""
+
+ASK_AGAIN_S = 0.4
+"""A question may be lost, as on a link that has just been made."""
+
+AT_ONCE = 64
+"""Members asked at the same time."""
+
+FRESH_S = 1.0
+"""How long a gathered answer serves."""
+
+ASKERS_MAX = 64
+"""Questions of operators that wait at the same time; further ones are refused."""
+
+TOLD_BYTES_MAX = 128 * 1024
+"""Of statuses in one message; the others follow."""
+
+BUSY = "busy"
+
+
+@attrs.frozen(eq=False)
+class _Asked:
+    """A question that waits. incarnation: of the member that alone may answer."""
+
+    incarnation: int
+    answered: trio.Event = attrs.field(factory=trio.Event)
+    statuses: list[Status] = attrs.field(factory=list)
+
+
+@attrs.define(eq=False)
+class _Gathered:
+    at: float = float("-inf")
+    members: tuple[MemberStatus, ...] = ()
+    incarnations: tuple[int, ...] = ()
+    lock: trio.Lock = attrs.field(factory=trio.Lock)
+
+
+@final
+class Gathering:
+    """Asks members for their status, on the node's loop."""
+
+    def __init__(
+        self,
+        *,
+        own: int,
+        status: Callable[..., Status],
+        members: Callable[[], Sequence[Member]],
+        perform: Callable[[Effect], None],
+    ) -> None:
+        """Ask for node `own`, whose status is `status(detail=…)`.
+
+        members: the view, ended ones included; perform: sends.
+        """
+        self._own = own
+        self._status = status
+        self._members = members
+        self._perform = perform
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Asked] = {}
+        self._kept = {False: _Gathered(), True: _Gathered()}
+        """By whether it is with details."""
+        self._limit = trio.CapacityLimiter(AT_ONCE)
+        self._askers = 0
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Answer the questions of operators until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await trio.sleep_forever()
+
+    def ask(self, sender: Origin, asked: ClusterAsked) -> Message | None:
+        """Take an operator's question, which is answered once the members have; or refuse it."""
+        if self._nursery is None or self._askers >= ASKERS_MAX:
+            return Refused(asked.request, BUSY, "too many ask this node how the cluster is")
+        self._askers += 1
+        self._nursery.start_soon(self._tell, sender, asked)
+        return None
+
+    def take(self, sender: int, told: StatusTold) -> None:
+        """Take what a node says about itself; of other senders and to other questions nothing."""
+        asked = self._waiting.get(told.request)
+        if asked is None or asked.incarnation != sender:
+            return
+        try:
+            asked.statuses.append(decoded_status(told.status))
+        except ValueError:
+            return  # As if it had not answered.
+        asked.answered.set()
+
+    async def statuses(self, *, detail: bool = False) -> tuple[MemberStatus, ...]:
+        """Return every member of the view, by incarnation; at most FRESH_S old."""
+        return (await self._gathered(detail=detail)).members
+
+    async def _gathered(self, *, detail: bool) -> _Gathered:
+        kept = self._kept[detail]
+        async with kept.lock:  # One gathers, and the others wait for what it finds.
+            if trio.current_time() - kept.at >= FRESH_S:
+                members = sorted(self._members(), key=lambda member: member.incarnation)
+                found: dict[int, MemberStatus] = {}
+                async with trio.open_nursery() as nursery:
+                    for member in members:
+                        if member.incarnation != self._own and is_live(member):
+                            nursery.start_soon(self._look, member, detail, found)
+                # The own status is read last: it costs this loop's time, and nothing waits.
+                found[self._own] = MemberStatus(
+                    seen="alive", answers=True, status=self._status(detail=detail)
+                )
+                kept.incarnations = tuple([member.incarnation for member in members])
+                kept.members = tuple([found.get(m.incarnation) or unanswered(m) for m in members])
+                kept.at = trio.current_time()
+        return kept
+
+    async def _look(self, member: Member, detail: bool, found: dict[int, MemberStatus]) -> None:  # noqa: FBT001 - nursery
+        """Ask one member, twice if need be."""
+        async with self._limit:
+            number, asked = next(self._numbers), _Asked(member.incarnation)
+            self._waiting[number] = asked
+            try:
+                for patience_s in (ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S):
+                    self._perform(Send(member.incarnation, StatusAsked(number, detail)))
+                    with trio.move_on_after(patience_s):
+                        await asked.answered.wait()
+                    if asked.statuses:
+                        status = asked.statuses[0]
+                        found[member.incarnation] = MemberStatus(
+                            seen=STATE_NAMES[member.state], answers=True, status=status
+                        )
+                        return
+            finally:
+                del self._waiting[number]
+
+    async def _tell(self, sender: Origin, asked: ClusterAsked) -> None:
+        try:
+            gathered = await self._gathered(detail=asked.detail)
+            behind = [
+                member
+                for incarnation, member in zip(gathered.incarnations, gathered.members, strict=True)
+                if incarnation > asked.after
+            ]
+            told, more = portion(behind)
+            self._perform(Send(sender, ClusterTold(asked.request, told, more)))
+        finally:
+            self._askers -= 1
+
+
+def portion(members: Sequence[MemberStatus]) -> tuple[bytes, bool]:
+    """Return the first of these, encoded, as many as fit; and whether there are more."""
+    parts: list[bytes] = []
+    size = 2
+    for member in members:
+        part = encoded((member,))[1:-1]
+        size += len(part) + 1
+        if parts and size > TOLD_BYTES_MAX:
+            return b"[" + b",".join(parts) + b"]", True
+        parts.append(part)
+    return b"[" + b",".join(parts) + b"]", False
