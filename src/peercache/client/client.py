@@ -169,7 +169,8 @@ class Client:
         """Return what `contains` does, and have the holders evict what is found last.
 
         For a caller that will read what it is told of. It pins nothing: each holder gets one
-        message a call, which may be lost, and treats these pages as just read.
+        message a call, which may be lost, and treats these pages as just read. A batch that was
+        touched within the last second is not told again.
         """
         return self._exists(keys, touch=True)
 

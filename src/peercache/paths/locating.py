@@ -47,13 +47,17 @@ its oldest entry is looked up: one at a time, 128 of 262,144 took 9 ms, together
 
 @final
 class _Stored:
-    """When records were stored (monotonic seconds), and their holder: one for many entries."""
+    """When records were stored (monotonic seconds), and their holder: one for many entries.
 
-    __slots__ = ("at", "holder")
+    is_touched: the holder was told then that these pages are about to be read.
+    """
 
-    def __init__(self, at: float, holder: int) -> None:
+    __slots__ = ("at", "holder", "is_touched")
+
+    def __init__(self, at: float, holder: int, *, is_touched: bool) -> None:
         self.at = at
         self.holder = holder
+        self.is_touched = is_touched
 
 
 _Entry: TypeAlias = tuple[_Stored, bytes]
@@ -103,8 +107,13 @@ class LocationCache:
             return [entry[1] if entry else None for entry in taken]
         return [entry[1] if entry and entry[0].at >= not_before else None for entry in taken]
 
-    def holders(self, keys: Sequence[bytes], *, not_before: float) -> set[int] | None:
-        """Return the holders of the keys, or None unless all are resident by records that new."""
+    def holders(
+        self, keys: Sequence[bytes], *, not_before: float, are_touched: bool = False
+    ) -> set[int] | None:
+        """Return the holders of the keys, or None unless all are resident by records that new.
+
+        are_touched: whether the holders must have been told, too, that the pages will be read.
+        """
         if not keys:
             return None
         try:
@@ -116,6 +125,8 @@ class LocationCache:
         stored = set(map(_stored_of, found))
         if any(one.at < not_before or one.holder == NOT_RESIDENT for one in stored):
             return None
+        if are_touched and not all(one.is_touched for one in stored):
+            return None
         return {one.holder for one in stored}
 
     def has_any_at(self, holder: int, keys: Sequence[bytes]) -> bool:
@@ -124,13 +135,16 @@ class LocationCache:
             get = self._entries.get
             return any(entry[0].holder == holder for key in keys if (entry := get(key)) is not None)
 
-    def store(self, records: Records, now: float) -> None:
-        """Remember records, one a key."""
+    def store(self, records: Records, now: float, *, are_touched: bool = False) -> None:
+        """Remember records, one a key.
+
+        are_touched: the caller tells their holders now that the pages are about to be read.
+        """
         if not self._entries_max or not len(records):
             return
         keys, packed = records["key"].tolist(), records.view(ROW).tolist()
         holders = np.where(records["flags"] & RESIDENT, records["holder"], NOT_RESIDENT).tolist()
-        stored = {holder: _Stored(now, holder) for holder in set(holders)}
+        stored = {holder: _Stored(now, holder, is_touched=are_touched) for holder in set(holders)}
         with self._lock:
             entries = self._entries
             # A record that was there already moves to the end.
@@ -238,13 +252,15 @@ class Locator:
         return search.whereabouts(timed_out=self._clock() >= until)
 
     def glance(
-        self, keys: PageKeys, cluster: Cluster
+        self, keys: PageKeys, cluster: Cluster, *, touch: bool
     ) -> Generator[Step, Any, tuple[Mask, Records] | None]:
         """Find every page by the directory tables of this host; None where that takes a search.
 
         Returns which pages are in a memory that can be read, (n,) bool, and their records, in the
         order of the keys; the other pages are absent for certain. The fast path of `exists`: what
         an engine asks for every new prompt costs a look or two, and no search.
+
+        touch: the caller tells the holders that it will read these pages.
         """
         if not cluster.ring.members:
             return None
@@ -284,15 +300,19 @@ class Locator:
         found = picked(records, known)
         if not self._are_readable(found, cluster):
             return None
-        self._cache.store(found, self._clock())
+        self._cache.store(found, self._clock(), are_touched=touch)
         return known, found
 
-    def all_cached(self, keys: PageKeys, cluster: Cluster, since: float) -> bool:
+    def all_cached(
+        self, keys: PageKeys, cluster: Cluster, since: float, *, are_touched: bool
+    ) -> bool:
         """Return whether every page is known since then, at a readable holder: the fast path.
+
+        are_touched: whether the holders must have been told since then that they will be read.
 
         An `exists` that is repeated costs no array a key.
         """
-        holders = self._cache.holders(keys.tolist(), not_before=since)
+        holders = self._cache.holders(keys.tolist(), not_before=since, are_touched=are_touched)
         return holders is not None and self._may_read(holders, cluster)
 
     def may_ask(self, holder: int) -> bool:

@@ -200,12 +200,13 @@ class Reader:
         A hint, as everything before a read.
 
         touch: tell each holder at once, in one message, which of its pages are reported: they are
-        the last to be evicted from then on. It pins nothing, and the message may be lost.
+        the last to be evicted from then on. It pins nothing, and the message may be lost. What was
+        reported so within EXISTS_TRUSTS_S is not told again.
         """
         since = self._clock() - EXISTS_TRUSTS_S
-        if not touch and self._locator.all_cached(keys, cluster, since):
+        if self._locator.all_cached(keys, cluster, since, are_touched=touch):
             return np.ones(len(keys), np.bool_), [""] * len(keys), KNOWN
-        glanced = yield from self._locator.glance(keys, cluster)
+        glanced = yield from self._locator.glance(keys, cluster, touch=touch)
         if glanced is not None:
             known, records = glanced
             if touch and len(records):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peercache.model.records import ON_DISK, Records
 from peercache.observability import reasons
+from peercache.paths.locating import EXISTS_TRUSTS_S
 from peercache.paths.steps import Post, ReadTable
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.pool import Touched
@@ -190,3 +191,24 @@ def test_of_several_holders_the_nearest_is_touched() -> None:
     assert world.exists("a", touch=True) == [True]
 
     assert [peer for peer, message in world.posted if isinstance(message, Touched)] == [1]
+
+
+def test_a_batch_is_touched_once_a_second() -> None:
+    """An engine asks for the prefix that all its prompts share again and again."""
+    world = World(4, replicas=2)
+    world.nodes[1].table = "final"
+    stored(world, "a", world.nodes[1])
+
+    def touches() -> int:
+        return sum(isinstance(message, Touched) for _, message in world.posted)
+
+    # What was only asked for, or stored, was told to none of its holders.
+    assert world.exists("a") == [True]
+    assert world.exists("a", touch=True) == [True]
+    assert touches() == 1
+    looks = len(world.steps)
+    assert world.exists("a", touch=True) == [True]
+    assert (touches(), len(world.steps)) == (1, looks)
+    world.now += EXISTS_TRUSTS_S + 0.1
+    assert world.exists("a", touch=True) == [True]
+    assert touches() == 2
