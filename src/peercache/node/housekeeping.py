@@ -59,6 +59,7 @@ class Housekeeping:
         switchboard: Switchboard,
         members: Callable[[], Sequence[Member]],
         dialled: Callable[[], frozenset[str]],
+        look_at_owners: Callable[[], None],
         metrics: Metrics,
         log: Any,
     ) -> None:
@@ -70,6 +71,7 @@ class Housekeeping:
         self._switchboard = switchboard
         self._members = members
         self._dialled = dialled
+        self._look_at_owners = look_at_owners
         self._metrics = metrics
         self._log = log
         self._failed = FailedHandshakes() if config.has_tls else None
@@ -88,6 +90,7 @@ class Housekeeping:
             self._end_exited_clients()
             self._follow_members(self._members())
             self._close_unauthenticated()
+            self._look_at_owners()
             await self._follow_handshakes()
             self.last_at = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)

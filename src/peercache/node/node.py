@@ -56,6 +56,7 @@ from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
+from peercache.node.owners import OwnersWatch
 from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
@@ -219,6 +220,13 @@ class Node:
             status_told=self._status_told,
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
+        owners = OwnersWatch(
+            crew.publisher.lagging,
+            crew.directory.authority,
+            crew.membership.member,
+            self.metrics,
+            self.log,
+        )
         housekeeping = Housekeeping(
             config,
             own_address=lambda: crew.membership.me.control,
@@ -227,6 +235,7 @@ class Node:
             switchboard=switchboard,
             members=self._members,
             dialled=crew.membership.dialled,
+            look_at_owners=owners.look,
             metrics=self.metrics,
             log=self.log,
         )

@@ -109,6 +109,17 @@ class Metrics:
             "reason",
         )
         self.directory_records = gauge("directory_records", "Records in this shard.")
+        self.directory_authority = gauge(
+            "directory_authority",
+            "1 while this shard lacks no record of a live node: what it does not know is absent.",
+        )
+        self.directory_holders_doubted = gauge(
+            "directory_holders_doubted", "Nodes of which this shard may lack records."
+        )
+        self.directory_owners_lagging = gauge(
+            "directory_owners_lagging",
+            "Directory owners for which no set of this node waits, until they have caught up.",
+        )
         self.records_refused = counter(
             "records_refused", "Records that this shard refused.", "reason"
         )

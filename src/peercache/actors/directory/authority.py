@@ -68,6 +68,11 @@ class ShardAuthority:
         """The version of the ring for which an absent key is no page; b"" for none."""
         return self._granted
 
+    @property
+    def doubted(self) -> int:
+        """How many other members of the ring are not in sync."""
+        return len(self._members) - len(self._in_sync)
+
     def is_behind(self, now: float) -> bool:
         """Return whether this shard lacks records of a holder: then "absent" is not certain."""
         return any(now - since < BEHIND_S for since in self._behind.values())
