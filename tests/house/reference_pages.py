@@ -22,6 +22,7 @@ from peercache.observability.latency import Latency
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
+from tests.house import alerts, board
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -192,10 +193,14 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
     "../explanation/performance.md": (beside_others, time_to_first_token),
+    "../how-to/runbook.md": (alerts.runbook,),
 }
 """The made parts of each page, in their order."""
 
-PICTURES: dict[str, Callable[[], str]] = {
+FILES: dict[str, Callable[[], str]] = {
+    "../../deploy/prometheus/rules.yml": alerts.rules,
+    "../../deploy/prometheus/rules_test.yml": alerts.rules_test,
+    "../../deploy/grafana/peercache.json": board.board,
     "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
         peers_report.measured()
     ),
@@ -204,6 +209,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     ),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),
 }
+"""Whole files that are made: monitoring, and pictures."""
 
 
 def with_made_part(page: str, text: str) -> str:
@@ -222,5 +228,5 @@ if __name__ == "__main__":
     for name in MADE:
         path = PAGES / name
         path.write_text(with_made_part(name, path.read_text()))
-    for name, draw in PICTURES.items():
+    for name, draw in FILES.items():
         (PAGES / name).write_text(draw())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.frozen.public import COMMANDS, flags_of
-from tests.house.reference_pages import BEGIN, END, MADE, PAGES, PICTURES, ROOT, with_made_part
+from tests.house.reference_pages import BEGIN, END, FILES, MADE, PAGES, ROOT, with_made_part
 from tests.house.test_tidy import HOMES
 
 DOCS = ROOT / "docs"
@@ -31,10 +31,10 @@ def test_made_page_is_current(page: str) -> None:
     assert text == with_made_part(page, text), f"docs/reference/{page} is old: make docs"
 
 
-@pytest.mark.parametrize("picture", PICTURES)
-def test_made_picture_is_current(picture: str) -> None:
-    """It shows the figures of the table beside it."""
-    assert (PAGES / picture).read_text() == PICTURES[picture](), f"{picture} is old: make docs"
+@pytest.mark.parametrize("file", FILES)
+def test_made_file_is_current(file: str) -> None:
+    """A picture shows the figures of the table beside it, a rule the metrics of this build."""
+    assert (PAGES / file).read_text() == FILES[file](), f"{file} is old: make docs"
 
 
 def test_made_part_without_its_place_is_an_error() -> None:

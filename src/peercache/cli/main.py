@@ -31,6 +31,7 @@ peercache = LateGroup(
         "bench": ("peercache.cli.bench.command:bench", "How fast pages move, beside the limits."),
         "doctor": ("peercache.cli.doctor.command:doctor", "What is wrong with this host."),
         "node": ("peercache.cli.node:node", "Run a standalone node."),
+        "slo": ("peercache.cli.slo:slo", "Whether calls are as fast as they shall be."),
         "disk": ("peercache.cli.disk:disk", "What lies in a disk_path, and whether it is right."),
         "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
         "config": ("peercache.cli.config:config", "List every setting."),

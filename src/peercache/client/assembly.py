@@ -108,6 +108,7 @@ class Wiring:
             tables=self._tables,
         )
         self.report = ClientReport(self.metrics)
+        self._told_opened = 0
         self.home = self._home_at(url)
 
     def close(self, *, is_quiet: bool) -> None:
@@ -273,6 +274,9 @@ class Wiring:
 
     def _on_beat(self) -> None:
         """Do what is due once a second, in the thread of the home node's tie."""
+        opened = self.breakers.opened_count
+        self.metrics.breakers_opened.inc(opened - self._told_opened)
+        self._told_opened = opened
         if self._node is not None:
             self.report.settle()
         if self.tls is not None and (self.tls.look() | self._take_revoked(self.tls)):

@@ -459,5 +459,5 @@ class Client:
                 if sample.name.endswith("_total") and sample.value:
                     labels = "".join(f"_{value}" for value in sample.labels.values())
                     name = sample.name.removeprefix("peercache_").removesuffix("_total")
-                    figures[name + labels] = sample.value
+                    figures.setdefault(name + labels, sample.value)
         return figures

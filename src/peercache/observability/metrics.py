@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from peercache.observability.latency import LATENCY_BUCKETS_S, Latency
+from peercache.observability.reasons import FABRICS, MISS_REASONS, RDMA_FAILURES, TABLE_FAILURES
+
+STARTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "pages_hit": FABRICS,
+    "bytes_read": FABRICS,
+    "pages_missed": MISS_REASONS,
+    "sets_refused": MISS_REASONS,
+    "pages_set": ("copied", "here"),
+    "rdma_fallbacks": RDMA_FAILURES,
+    "rdma_channels_failed": RDMA_FAILURES,
+    "tables_unusable": TABLE_FAILURES,
+    "records_refused": ("forged",),
+    "messages_dropped": (
+        "cluster", "certificate", "revoked", "granule", "geometry", "wire_version", "malformed",
+        "mailbox_full", "outbox_full", "links_full",
+    ),
+    "tcp_refused": ("bounds", "busy", "descriptors"),
+    "spills_dropped": (
+        "full", "no_room", "late", "failed", "queue_full", "changed", "too_large",
+    ),
+    "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced"),
+}  # fmt: skip
+"""Counters that a node shows from its start, and the values of their one label."""
 
 
 class Metrics:
@@ -128,6 +152,10 @@ class Metrics:
     def describe_process(self, version: str) -> None:
         """Add the process (CPU, memory, open files, start) and the build, for a node's /metrics."""
         self.build_info.labels(version, platform.python_version()).set(1)
+        # A counter that appears with its first increase has never increased, for a rule.
+        for name, values in STARTED.items():
+            for value in values:
+                getattr(self, name).labels(value)
         if not self._describes_process:
             ProcessCollector(registry=self.registry)
             self._describes_process = True

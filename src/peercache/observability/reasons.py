@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+FABRICS = ("shm", "tcp", "rdma")
+"""The values of the label `fabric`."""
+
 # Why a page was a miss: the values of the label `reason`.
 ABSENT = "absent"  # no node holds it, or no asked node knew a holder
 EVICTED = "evicted"  # the holder evicted it before or during the read
@@ -34,6 +37,11 @@ NO_MEMORY = "no_memory"  # no block of the client is registered in time
 
 RDMA_FAILURES = (
     PEER_UNREACHABLE, REFUSED, DEADLINE, INTERNAL, LINK_DOWN, UNREGISTERED, NO_MEMORY,
+)  # fmt: skip
+
+# Why a directory table of this host was not used.
+TABLE_FAILURES = (
+    "torn", "not_opened", "closed", "cut_short", "foreign", "other_version", "malformed",
 )  # fmt: skip
 
 # Why TLS failed: the values of the label `reason` of refusals, on the data port all of them.

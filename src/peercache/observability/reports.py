@@ -14,15 +14,15 @@ import numpy as np
 
 from peercache.observability.latency import CALL, observe_calls, packed
 from peercache.observability.metrics import Metrics, totals_of
-from peercache.observability.reasons import MISS_REASONS, RDMA_FAILURES
+from peercache.observability.reasons import FABRICS, MISS_REASONS, RDMA_FAILURES, TABLE_FAILURES
 from peercache.wire.messages.session import Counted
 
 CALLS_MAX = 4096
 """Most times in one report (20 KiB); a second with more of them loses the oldest. A get has two."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
-    "pages_hit": ("shm", "tcp", "rdma"),
-    "bytes_read": ("shm", "tcp", "rdma"),
+    "pages_hit": FABRICS,
+    "bytes_read": FABRICS,
     "rdma_fallbacks": RDMA_FAILURES,
     "rdma_channels_failed": RDMA_FAILURES,
     "rdma_channels_opened": (),
@@ -36,6 +36,8 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "bytes_written": (),
     "deadlines_overrun": (),
     "home_attached": (),
+    "breakers_opened": (),
+    "tables_unusable": TABLE_FAILURES,
 }
 """The counters of a client, and the values their one label may have."""
 

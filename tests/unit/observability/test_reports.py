@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import Metric
 
+from peercache.client.tables import NOT_OPENED
+from peercache.memory.table_reading import REASONS
 from peercache.observability.latency import CALL, PLACES
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import TABLE_FAILURES
 from peercache.observability.reports import CALLS_MAX, ClientReport, absorb
 from peercache.wire.messages.session import Counted
 
@@ -100,3 +103,22 @@ def test_a_client_with_its_node_in_its_process_reports_to_itself() -> None:
     assert value(
         metrics, "latency_seconds_count", operation="set", tier="home", outcome="all"
     ) == 1  # fmt: skip
+
+
+def test_failures_of_tables_and_breakers_reach_the_node() -> None:
+    """They were counted in the engine's process only, where no scrape sees them."""
+    client, node = Metrics(), Metrics()
+    client.tables_unusable.labels("torn").inc(2)
+    client.breakers_opened.inc(3)
+
+    counted = ClientReport(client).take()
+
+    assert counted is not None
+    assert absorb(node, counted) == 0
+    assert value(node, "tables_unusable_total", reason="torn") == 2
+    assert value(node, "breakers_opened_total") == 3
+
+
+def test_reasons_of_unusable_tables_are_those_that_clients_count() -> None:
+    """A reason that a report does not know would be dropped as malformed."""
+    assert {*REASONS.values(), "closed", NOT_OPENED} == set(TABLE_FAILURES)

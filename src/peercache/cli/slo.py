@@ -1,0 +1,166 @@
+"""`peercache slo`: whether calls are as fast as the objectives want, out of nodes' /metrics."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from peercache.cli.options import json_option
+from peercache.cli.terminal import console, print_json, table, tell
+from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
+from peercache.observability.objectives import Counts, Told, added, counts_of, judged, since
+
+EXIT_MISSED = 1
+NODE = "127.0.0.1:31997"
+READ_S = 5.0
+READ_BYTES_MAX = 2**24
+
+
+@click.command("slo")
+@click.argument("nodes", nargs=-1, metavar="[HOST:PORT|URL]...")
+@click.option(
+    "--over",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Read twice, so long apart, and judge the calls in between; 0 judges all since the start.",
+)
+@click.option("--token-file", metavar="FILE", help="Bearer token of the nodes' http_token_file.")
+@click.option("--ca", metavar="FILE", help="Certificate of the authority of https nodes.")
+@click.option("--cert", metavar="FILE", help="Certificate to show to https nodes, with --key.")
+@click.option("--key", metavar="FILE", help="Key of --cert.")
+@json_option
+def slo(
+    nodes: Sequence[str],
+    over: float,
+    *,
+    token_file: str | None,
+    ca: str | None,
+    cert: str | None,
+    key: str | None,
+    as_json: bool,
+) -> int:
+    """Judge the calls of the engines of these nodes by the objectives; all nodes together.
+
+    A node is named by its HTTP port, 127.0.0.1:31997 by default.
+    """
+    if key and not cert:
+        raise click.UsageError("--key wants --cert.")
+    try:
+        context = _context(ca, cert, key)
+        token = Path(token_file).read_text().strip() if token_file else ""
+    except (OSError, ssl.SSLError) as error:
+        name = getattr(error, "filename", "") or cert or ca
+        raise click.UsageError(f"{name} cannot be used: {error.strerror or error}.") from error
+    urls = [_url_of(node) for node in nodes or (NODE,)]
+
+    def read() -> list[Counts]:
+        return [counts_of(_scraped(url, token, context)) for url in urls]
+
+    counted = read()
+    if over:
+        tell(f"reading again in {over:g} s")
+        time.sleep(over)
+        counted = [since(*both) for both in zip(counted, read(), strict=True)]
+    told = judged(added(counted))
+    is_met = all(each.is_met for each in told)
+    if as_json:
+        print_json(
+            {"ok": is_met, "nodes": len(urls), "objectives": [_shown(each) for each in told]}
+        )
+    else:
+        _print(told)
+    return 0 if is_met else EXIT_MISSED
+
+
+def _context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext | None:
+    if not ca:
+        return None
+    context = ssl.create_default_context(cafile=ca)
+    if cert:
+        context.load_cert_chain(cert, key)
+    return context
+
+
+def _url_of(node: str) -> str:
+    whole = node if "://" in node else f"http://{node}"
+    if not whole.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{node!r} is no HOST:PORT, and no http or https address.")
+    return whole if whole.endswith("/metrics") else whole.rstrip("/") + "/metrics"
+
+
+def _scraped(url: str, token: str, context: ssl.SSLContext | None) -> str:
+    """Return what a node answers; raise PeerUnreachable or Rejected with what to do."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked above
+    # No proxy of the environment: it cannot reach a node's loopback.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
+    problem: PeerCacheError
+    try:
+        with opener.open(request, timeout=READ_S) as page:
+            return str(page.read(READ_BYTES_MAX).decode())
+    except urllib.error.HTTPError as error:
+        detail = "give --token-file, or --ca, --cert and --key of an operator"
+        problem = Rejected(str(error.code), f"{url} answers {error.code} {error.reason}: {detail}")
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+        reason = getattr(error, "reason", error)
+        problem = PeerUnreachable(
+            f"{url} ({reason}): name the HTTP port of a node (`http` in its ready line)"
+        )
+    raise problem
+
+
+def _shown(told: Told) -> dict[str, Any]:
+    quantiles = {name: _number(value) for name, value in told.quantiles.items()}
+    return {
+        "name": told.objective.name,
+        "meaning": told.objective.meaning,
+        "within_s": told.objective.within_s,
+        "share_wanted": told.objective.share,
+        "share": _number(told.within),
+        "budget_left": _number(told.budget_left),
+        "calls": told.calls,
+        "met": told.is_met,
+        **quantiles,
+    }
+
+
+def _number(value: float) -> float | None:
+    """Return a number as JSON can say it."""
+    return None if math.isnan(value) else round(value, 7)
+
+
+def _print(told: Sequence[Told]) -> None:
+    shown = table("objective", "calls", "within", "wanted", "budget left", "p50", "p90", "p99", "")
+    for each in told:
+        objective = each.objective
+        if not each.calls:
+            shown.add_row(objective.name, "0", "", f"{objective.share:.1%}", "", "", "", "", "–")
+            continue
+        shown.add_row(
+            objective.name,
+            f"{each.calls:,}",
+            f"{each.within:.2%}",
+            f"{objective.share:.1%} in {_time(objective.within_s)}",
+            f"{each.budget_left:.0%}",
+            *(_time(value) for value in each.quantiles.values()),
+            "met" if each.is_met else "MISSED",
+        )
+    console().print(shown)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
