@@ -67,7 +67,8 @@ def test_every_metric_is_shown_by_a_panel() -> None:
         base_of(name, among) for expr in board.expressions() for name, _ in NAMED.findall(expr)
     }
 
-    assert set(among) - shown == set()
+    missing = sorted(set(among) - shown)
+    assert not missing, f"a panel in tests/house/board.py shows none of {missing}; then: make docs"
 
 
 def test_counters_that_rules_watch_begin_at_zero() -> None:

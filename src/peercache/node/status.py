@@ -35,14 +35,12 @@ from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.reach import Reach
 from peercache.node.workers import AttachedWorkers
+from peercache.observability.latency import LATENCY_BUCKETS_S
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 
 PREFIX = "peercache_"
-CALLS = "peercache_latency_seconds"
-"""The histogram of batch calls in the registry."""
-
 SAMPLED = 4096
 """Keys by which the share of a ring is told: right to a percent or two."""
 
@@ -211,10 +209,8 @@ def _pool(figures: Mapping[str, int | float | str]) -> Tier:
 
 
 def _counted(metrics: Metrics) -> tuple[dict[str, float], dict[str, Latencies]]:
-    """Return every counter that is not zero, and the histogram of calls by operation."""
+    """Return every counter that is not zero, and the histogram of calls by operation alone."""
     counters: dict[str, float] = {}
-    buckets: dict[str, list[tuple[float, int]]] = {}
-    sums: dict[str, float] = {}
     for family in metrics.registry.collect():
         if not family.name.startswith(PREFIX):
             continue
@@ -223,17 +219,16 @@ def _counted(metrics: Metrics) -> tuple[dict[str, float], dict[str, Latencies]]:
             if sample.name.endswith("_total") and sample.value:
                 label = "/".join(sample.labels.values())
                 counters[f"{name}/{label}" if label else name] = sample.value
-            elif family.name == CALLS and sample.name.endswith("_bucket"):
-                bound = (float(sample.labels["le"]), int(sample.value))
-                buckets.setdefault(sample.labels["operation"], []).append(bound)
-            elif family.name == CALLS and sample.name.endswith("_sum"):
-                sums[sample.labels["operation"]] = sample.value
+    cumulative: dict[str, list[int]] = {}
+    sums: dict[str, float] = {}
+    for (operation, _, _), (counts, seconds) in metrics.latency_s.snapshot().items():
+        before = cumulative.get(operation, [0] * len(counts))
+        cumulative[operation] = [sum(both) for both in zip(before, counts, strict=True)]
+        sums[operation] = sums.get(operation, 0.0) + seconds
     latency = {
         operation: Latencies(
-            bounds=tuple([bound for bound, _ in found[:-1]]),
-            counts=tuple([count for _, count in found]),
-            seconds=sums.get(operation, 0.0),
+            bounds=LATENCY_BUCKETS_S, counts=tuple(counts), seconds=sums[operation]
         )
-        for operation, found in buckets.items()
+        for operation, counts in cumulative.items()
     }
     return counters, latency
