@@ -180,6 +180,13 @@ class Node:
             self.log.info("node.stopped")
             self.stopped.set()
 
+    def _owners_of(self, crew: Crew) -> OwnersWatch:
+        """Return what watches this node's directory owners, and its own shard."""
+        publisher, authority = crew.publisher, crew.directory.authority
+        return OwnersWatch(
+            publisher.lagging, authority, crew.membership.member, self.metrics, self.log
+        )
+
     async def _start(
         self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener
     ) -> Ready:
@@ -220,13 +227,6 @@ class Node:
             status_told=self._status_told,
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
-        owners = OwnersWatch(
-            crew.publisher.lagging,
-            crew.directory.authority,
-            crew.membership.member,
-            self.metrics,
-            self.log,
-        )
         housekeeping = Housekeeping(
             config,
             own_address=lambda: crew.membership.me.control,
@@ -235,7 +235,7 @@ class Node:
             switchboard=switchboard,
             members=self._members,
             dialled=crew.membership.dialled,
-            look_at_owners=owners.look,
+            look_at_owners=self._owners_of(crew).look,
             metrics=self.metrics,
             log=self.log,
         )

@@ -45,9 +45,9 @@ class OwnersWatch:
         lagging = self.lagging()
         for owner in sorted(lagging - self._known):
             # One that lags again and again is told of once a minute.
-            self._warn_once("directory.owner_lags", owner, owner=self._name(owner))
+            self._warn_once("directory.owner_lagged", owner, owner=self._name(owner))
         for owner in sorted(self._known - lagging):
-            self.log.info("directory.owner_caught_up", owner=self._name(owner))
+            self.log.info("directory.owner_recovered", owner=self._name(owner))
         self._known = lagging
         self.metrics.directory_owners_lagging.set(len(lagging))
         self.metrics.directory_authority.set(bool(self.authority.ring))

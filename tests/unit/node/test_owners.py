@@ -20,9 +20,7 @@ def test_an_owner_that_lags_is_told_of_by_its_address_and_counted() -> None:
     lagging: set[int] = set()
     authority: Any = SimpleNamespace(ring=b"", doubted=2)
     metrics, members = Metrics(), {7: SimpleNamespace(control="10.0.0.7:31999")}
-    watch = OwnersWatch(
-        lambda: frozenset(lagging), authority, lambda owner: members.get(owner), metrics, log
-    )
+    watch = OwnersWatch(lambda: frozenset(lagging), authority, members.get, metrics, log)
 
     def gauge(name: str) -> float | None:
         return metrics.registry.get_sample_value(f"peercache_directory_{name}")
@@ -35,13 +33,13 @@ def test_an_owner_that_lags_is_told_of_by_its_address_and_counted() -> None:
     watch.look()
     watch.look()
     assert said == [
-        ("directory.owner_lags", "10.0.0.7:31999"),
-        ("directory.owner_lags", name_of(9)),
+        ("directory.owner_lagged", "10.0.0.7:31999"),
+        ("directory.owner_lagged", name_of(9)),
     ]
     assert gauge("owners_lagging") == 2.0
 
     lagging.remove(7)
     authority.ring, authority.doubted = b"ring", 0
     watch.look()
-    assert said[2:] == [("directory.owner_caught_up", "10.0.0.7:31999")]
+    assert said[2:] == [("directory.owner_recovered", "10.0.0.7:31999")]
     assert (gauge("authority"), gauge("holders_doubted"), gauge("owners_lagging")) == (1, 0, 1)
