@@ -105,10 +105,9 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
             assert json.load(health)["status"] == "ok"
         with urllib.request.urlopen(f"http://{ready['http']}/metrics") as metrics:
             assert b"peercache_pool_bytes" in metrics.read()
-        with urllib.request.urlopen(f"http://{ready['http']}/") as overview:
-            page = overview.read().decode()
-        assert overview.headers["content-type"] == "text/html; charset=utf-8"
-        assert f"{ready['control']} (this node)" in page
+        with urllib.request.urlopen(f"http://{ready['http']}/nodes/{ready['control']}") as shown:
+            page = shown.read().decode()
+        assert shown.headers["content-type"] == "text/html; charset=utf-8"
         assert ready["node"] in page
         assert ready["control"] in page
 

@@ -373,7 +373,7 @@ class Config:
     metrics_port: int = setting(
         WHOLE,
         -1,
-        "Port of the overview (/), /metrics and /healthz; 0 turns it off. Default (-1): 31997, or "
+        "Port of the dashboard (/), /metrics and /healthz; 0 turns it off. Default (-1): 31997, or "
         "a free port where that is taken, and none for a node embedded in an engine; a port named "
         "here must be free.",
         low=-1,
@@ -382,7 +382,7 @@ class Config:
     http_listen: str = setting(
         LISTEN,
         "",
-        "HOST or HOST:PORT of the overview, /metrics and /healthz; beyond loopback it wants "
+        "HOST or HOST:PORT of the dashboard, /metrics and /healthz; beyond loopback it wants "
         "tls_ca, http_open or insecure. Default: 127.0.0.1, and the port of metrics_port.",
     )
     http_open: bool = setting(

@@ -1,29 +1,35 @@
 """The pages that a node serves over HTTP: an ASGI application, which knows no sockets.
 
-/metrics and /healthz for machines, and for people an overview.
+/metrics, /healthz and /api/v1 for machines, and for people the dashboard.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from peercache.http.dashboard import PageFacts, absent_page, cluster_page, node_page, templates
 from peercache.http.gateway import Application
-from peercache.http.overview import overview, template
-from peercache.model.member import Member
+from peercache.http.watching import Watching
+from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_FILES = {"dashboard.css": "text/css; charset=utf-8"}
+_FILES = {
+    "dashboard.css": "text/css; charset=utf-8",
+    "dashboard.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
 """What pages load: from the node itself, in `files/`."""
 
 HEALTH_FAILED = "http.health_failed"
@@ -48,11 +54,15 @@ class Health:
 
 @attrs.frozen(eq=False)
 class Pages:
-    """The pages of one node."""
+    """The pages of one node.
+
+    own: the name of this node, HOST:PORT of its control plane.
+    """
 
     registry: CollectorRegistry
     health: Callable[[], Health]
-    members: Callable[[], Sequence[Member]]
+    own: Callable[[], str]
+    watching: Watching
 
     def application(self) -> Application:
         """Return what answers requests. All that it needs is loaded here, and not by a request."""
@@ -60,9 +70,12 @@ class Pages:
         from starlette.applications import Starlette  # noqa: PLC0415 - as said above
         from starlette.routing import Route  # noqa: PLC0415
 
-        template()
+        templates()
         routes = {
             "/": self._shown,
+            "/nodes/{name}": self._shown_node,
+            "/api/v1/status": self._told,
+            "/api/v1/status/{name}": self._told_node,
             "/metrics": self._measured,
             "/healthz": self._judged,
             **{f"/files/{name}": _filed(name) for name in _FILES},
@@ -95,16 +108,34 @@ class Pages:
         return _told(503, {"status": "unavailable", "reason": found.reason, **found.facts})
 
     async def _shown(self, _: Request) -> Response:
-        """Answer 200 with the overview, also of a node that does not serve: a person reads it."""
-        found, _bug = self._health()
-        page = overview(
-            problem=found.reason,
-            degraded=found.degraded,
-            facts=found.facts,
-            members=self.members(),
-            registry=self.registry,
-        )
-        return _whole(200, "text/html; charset=utf-8", page.encode(errors="replace"))
+        """Answer with the cluster, also by a node that does not serve: a person reads it."""
+        return _page(200, await cluster_page(self._view(await self.watching.members())))
+
+    async def _shown_node(self, request: Request) -> Response:
+        """Answer with one member of the cluster, and the details of its process."""
+        name = request.path_params["name"]
+        members = await self.watching.members(detail=True)
+        view, found = self._view(members), _named(members, name)
+        if found is None:
+            return _page(404, await absent_page(view, name))
+        return _page(200, await node_page(view, found))
+
+    async def _told(self, _: Request) -> Response:
+        """Answer with the statuses of all members, without the details of their processes."""
+        members = await self.watching.members()
+        return _told(200, {"told_by": self.own(), "members": to_plain(members)})
+
+    async def _told_node(self, request: Request) -> Response:
+        """Answer with the status of one member, and the details of its process."""
+        name = request.path_params["name"]
+        found = _named(await self.watching.members(detail=True), name)
+        if found is None:
+            return _told(404, {"error": f"no member is called {name}: /api/v1/status lists all"})
+        return _told(200, to_plain(found))
+
+    def _view(self, members: Sequence[MemberStatus]) -> PageFacts:
+        at = datetime.now(timezone.utc).strftime("%H:%M:%S UTC")
+        return PageFacts(self.own(), members, self.watching.history, at)
 
     def _health(self) -> tuple[Health, str]:
         """Return the health, and the bug of ours that kept the node from judging it, or ""."""
@@ -128,7 +159,7 @@ def _filed(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _absent(_: Request, __: Exception) -> Response:
-    return _told(404, {"error": "there are /, /metrics and /healthz"})
+    return _told(404, {"error": "there are /, /nodes/NODE, /api/v1/status, /metrics and /healthz"})
 
 
 async def _refused(_: Request, __: Exception) -> Response:
@@ -140,7 +171,16 @@ async def _failed(_: Request, error: Exception) -> Response:
     return _told(500, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _told(status: int, facts: dict[str, object]) -> Response:
+def _named(members: Sequence[MemberStatus], name: str) -> MemberStatus | None:
+    return next((member for member in members if member.status.name == name), None)
+
+
+def _page(status: int, page: str) -> Response:
+    # A name may be no text that an encoding holds.
+    return _whole(status, "text/html; charset=utf-8", page.encode(errors="replace"))
+
+
+def _told(status: int, facts: Any) -> Response:
     return _whole(status, "application/json", (json.dumps(facts) + "\n").encode())
 
 

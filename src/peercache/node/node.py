@@ -35,6 +35,7 @@ from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.access import Access
 from peercache.http.pages import Health, Pages
 from peercache.http.server import serve_http
+from peercache.http.watching import Watching
 from peercache.installation.distribution import version
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.layout import boot_id
@@ -464,10 +465,15 @@ class Node:
             metrics=self.metrics,
             log=self.log,
         )
+        watching = Watching(self.gathering.statuses)
+        pages = Pages(
+            self.metrics.registry, self.health, lambda: self._crew.membership.me.control, watching
+        )
+        nursery.start_soon(watching.run)
         serve = partial(
             serve_http,
             *address,
-            application=Pages(self.metrics.registry, self.health, self._members).application(),
+            application=pages.application(),
             access=access,
         )
         return str(await nursery.start(serve))

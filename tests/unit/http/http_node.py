@@ -16,7 +16,9 @@ from peercache.http.access import Access
 from peercache.http.gateway import Application
 from peercache.http.pages import Health, Pages
 from peercache.http.server import serve_http
-from peercache.model.member import Member
+from peercache.http.watching import Watching
+from peercache.model.status import OK as SERVES
+from peercache.model.status import MemberStatus, Status
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
@@ -26,6 +28,13 @@ from tests.pace import PATIENCE_S
 OK = Health(serving=True, facts={"members": 3})
 
 
+OWN = "10.0.0.1:31998"
+
+
+async def _alone(*, detail: bool = False) -> Sequence[MemberStatus]:
+    return [MemberStatus(seen="alive", answers=True, status=Status(name=OWN, state=SERVES))]
+
+
 @asynccontextmanager
 async def served(
     *,
@@ -33,7 +42,7 @@ async def served(
     port: int = 0,
     health: Callable[[], Health] = lambda: OK,
     metrics: Metrics | None = None,
-    members: Sequence[Member] | Callable[[], Sequence[Member]] = (),
+    watching: Watching | None = None,
     settings: Mapping[str, Any] | None = None,
     tls: LiveTls | None = None,
     sharing: Sharing | None = None,
@@ -53,9 +62,7 @@ async def served(
         host,
         port,
         application=application
-        or Pages(
-            metrics.registry, health, members if callable(members) else lambda: members
-        ).application(),
+        or Pages(metrics.registry, health, lambda: OWN, watching or Watching(_alone)).application(),
         access=access,
     )
     async with trio.open_nursery() as nursery:

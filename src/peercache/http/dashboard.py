@@ -1,0 +1,413 @@
+"""The dashboard: pages on which a person sees the cluster, and one node of it.
+
+From statuses, their history and a time to HTML. It asks nothing itself. Every value is escaped by
+the templates: names and reasons are texts of other nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import attrs
+import numpy as np
+import trio
+
+from peercache.config.quantities import written_size
+from peercache.http.charts import Chart, Values, area_chart, decade_chart, line_chart
+from peercache.http.history import EVERY_MEMBER, History
+from peercache.model.status import (
+    DEGRADED,
+    DRAINING,
+    LEAVING,
+    NO_ANSWER,
+    OK,
+    UNAVAILABLE,
+    MemberStatus,
+    NamespaceUse,
+    Status,
+)
+from peercache.observability.reasons import MISS_REASONS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+REFRESH_S = 5
+RECENT_S = 300.0
+"""What "recently" is in figures: five minutes."""
+ROWS_MAX = 200
+"""Rows of one table; a page that refreshes itself must stay small in a large cluster."""
+CERTIFICATE_DAYS_MIN = 14.0
+SILENT_WORKER_S = 60.0
+SLICE_S = 0.002
+"""After this long the page gives the loop back, as the node serves meanwhile."""
+
+_ORDER = (UNAVAILABLE, NO_ANSWER, DEGRADED, DRAINING, LEAVING, OK, "left")
+"""What a person looks at first."""
+
+_FABRICS = ("shm", "rdma", "tcp")
+
+
+@attrs.frozen
+class PageFacts:
+    """What a page is made from.
+
+    own: the name of the node that answers; at: the time of day, in words.
+    """
+
+    own: str
+    members: Sequence[MemberStatus]
+    history: History
+    at: str
+
+
+@attrs.frozen
+class Tile:
+    """One figure. part: 0 to 1 for a bar below it, or None."""
+
+    label: str
+    value: str
+    beside: str = ""
+    part: float | None = None
+
+
+async def cluster_page(view: PageFacts) -> str:
+    """Return the page of all members."""
+    members = sorted(view.members, key=_place)
+    told = [member.status for member in members if member.answers]
+    namespaces = _namespaces(told)
+    workers = [(status, worker) for status in told for worker in status.workers]
+    peers = [
+        (status, peer)
+        for status in told
+        for peer in status.peers
+        if peer.lagging or peer.state == "suspect"
+    ]
+    return await _rendered(
+        "cluster.html",
+        view=view,
+        members=members[:ROWS_MAX],
+        members_more=max(0, len(members) - ROWS_MAX),
+        problems=_problems(members),
+        states=_counted(members),
+        versions=sorted({status.version for status in told if status.version}),
+        cluster=next((status.cluster for status in told), ""),
+        tiles=_tiles(told, view.history, EVERY_MEMBER),
+        charts=await _charts(view.history, EVERY_MEMBER),
+        fabrics=_fabrics(view.history, EVERY_MEMBER),
+        workers=workers[:ROWS_MAX],
+        workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in told),
+        peers=peers[:ROWS_MAX],
+        namespaces=namespaces[:ROWS_MAX],
+        balance=_balance(told),
+    )
+
+
+async def node_page(view: PageFacts, member: MemberStatus) -> str:
+    """Return the page of one member."""
+    status = member.status
+    return await _rendered(
+        "node.html",
+        view=view,
+        member=member,
+        status=status,
+        problems=_problems([member]),
+        tiles=_tiles([status], view.history, status.name) if member.answers else [],
+        charts=await _charts(view.history, status.name) if member.answers else [],
+        fabrics=_fabrics(view.history, status.name),
+        namespaces=list(status.namespaces),
+        cluster=status.cluster,
+    )
+
+
+async def absent_page(view: PageFacts, name: str) -> str:
+    """Return the page of a member that does not exist."""
+    return await _rendered("absent.html", view=view, name=name, cluster="")
+
+
+@cache
+def templates() -> dict[str, Template]:
+    """Load the templates, once: only nodes with an HTTP port pay for Jinja2."""
+    from jinja2 import Environment, PackageLoader  # noqa: PLC0415 - as said above
+
+    found = Environment(
+        loader=PackageLoader("peercache.http", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters.update(
+        size=written_size,
+        count=written_count,
+        share=written_share,
+        time=written_time,
+        address=lambda name: quote(name, safe="[]:", errors="replace"),
+    )
+    found.globals.update(
+        refresh_s=REFRESH_S,
+        certificate_days_min=CERTIFICATE_DAYS_MIN,
+        silent_worker_s=SILENT_WORKER_S,
+        part_of=part_of,
+        rate=written_rate,
+        hits=lambda view, name: written_share(_hit_share(view.history, name)),
+    )
+    return {name: found.get_template(name) for name in ("cluster.html", "node.html", "absent.html")}
+
+
+async def _rendered(template: str, /, **facts: Any) -> str:
+    """Return a page, and give the loop back while it is made."""
+    parts, began = [], time.perf_counter()
+    for part in templates()[template].generate(**facts):
+        parts.append(part)
+        if time.perf_counter() - began > SLICE_S:
+            await trio.lowlevel.checkpoint()
+            began = time.perf_counter()
+    return "".join(parts)
+
+
+def written_count(value: float) -> str:
+    """Return a count as people read it: 950, 12.3 k, 4.1 M."""
+    if not math.isfinite(value):
+        return "–"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.99995 * size and value >= 10_000:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def written_rate(value: float) -> str:
+    """Return a count a second."""
+    return f"{written_count(value)}/s" if math.isfinite(value) else "–"
+
+
+def written_share(value: float) -> str:
+    """Return a part of one, in percent."""
+    if not math.isfinite(value):
+        return "–"
+    # 99.97 % is not all of it, and 0.02 % is not nothing.
+    digits = 0 if value in (0.0, 1.0) else 1
+    percent = 100 * value if digits == 0 else min(99.9, max(0.1, 100 * value))
+    return f"{percent:.{digits}f} %"
+
+
+def written_time(seconds: float) -> str:
+    """Return a time in the unit that fits: 120 µs, 3.4 ms, 12 min, 3 d 4 h."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 60:
+        for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+            if seconds >= size or unit == "µs" or not seconds:
+                amount = seconds / size
+                return f"{amount:.{0 if amount >= 10 or amount == int(amount) else 1}f} {unit}"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    return f"{days} d {hours_left} h" if days else f"{hours} h {minutes} min"
+
+
+def written_bytes_rate(value: float) -> str:
+    """Return bytes a second."""
+    return f"{written_size(value)}/s" if math.isfinite(value) else "–"
+
+
+def part_of(used: float, size: float) -> float:
+    """Return which part of a size is used, 0 to 1."""
+    return min(1.0, max(0.0, used / size)) if size else 0.0
+
+
+def _place(member: MemberStatus) -> tuple[object, ...]:
+    state, name = member.status.state, member.status.name
+    # 10.0.0.2 stands before 10.0.0.10.
+    parts = [part.zfill(6) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return (_ORDER.index(state) if state in _ORDER else 0, parts)
+
+
+def _counted(members: Iterable[MemberStatus]) -> list[tuple[str, int]]:
+    """Return how many members are in each state, those first that want a look."""
+    found: dict[str, int] = {}
+    for member in members:
+        found[member.status.state] = found.get(member.status.state, 0) + 1
+    return list(found.items())
+
+
+def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
+    """Return (kind, node, sentence) of all that a person should know of."""
+    found: list[tuple[str, str, str]] = []
+    for member in members:
+        status, name = member.status, member.status.name
+        if status.state == NO_ANSWER:
+            found.append(("bad", name, f"gives no answer; the view says {member.seen}"))
+        elif status.state not in (OK, "left"):
+            kind = "note" if status.state in (DRAINING, LEAVING) else "bad"
+            found.append((kind, name, "; ".join((status.state, *status.reasons))))
+        if status.disk.problem and status.disk.problem not in "; ".join(status.reasons):
+            found.append(("bad", name, f"disk: {status.disk.problem}"))
+        if 0 <= status.certificate_days < CERTIFICATE_DAYS_MIN:
+            left = f"{status.certificate_days:.1f} days"
+            found.append(("warn", name, f"its certificate expires in {left}"))
+        if status.insecure:
+            found.append(("warn", name, "no certificates: every process that connects may read"))
+        lagging = sum(peer.lagging for peer in status.peers)
+        if lagging:
+            found.append(("warn", name, f"{lagging} owners lag behind its commits"))
+    order = ("bad", "warn", "note")
+    return sorted(found, key=lambda each: order.index(each[0]))[:ROWS_MAX]
+
+
+def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
+    """Return the figures at the top."""
+    pool = [sum(s.pool.used for s in told), sum(s.pool.size for s in told)]
+    disk = [sum(s.disk.used for s in told), sum(s.disk.size for s in told)]
+    share, ever = _hit_share(history, member), _total_share(told)
+    workers = sum(len(s.workers) + s.workers_more for s in told)
+    pages = sum(s.pool.pages for s in told)
+    tiles = [
+        Tile(
+            "Hit rate, 5 min",
+            written_share(share),
+            f"{written_share(ever)} since the start" if math.isfinite(ever) else "nothing asked",
+            share if math.isfinite(share) else None,
+        ),
+        Tile(
+            "Pages read",
+            written_rate(history.mean("pages_hit", RECENT_S, member)),
+            written_bytes_rate(history.mean("bytes_read", RECENT_S, member)),
+        ),
+        Tile(
+            "Pages set",
+            written_rate(history.mean("pages_set", RECENT_S, member)),
+            written_bytes_rate(history.mean("bytes_written", RECENT_S, member)),
+        ),
+        Tile(
+            "Read p99, 5 min",
+            written_time(history.quantile("get", 0.99, RECENT_S, member)),
+            f"p50 {written_time(history.quantile('get', 0.5, RECENT_S, member))}",
+        ),
+        Tile(
+            "Pool",
+            written_size(pool[0]),
+            f"of {written_size(pool[1])}, {written_count(pages)} pages",
+            part_of(*pool),
+        ),
+    ]
+    if disk[1]:
+        pages = sum(s.disk.pages for s in told)
+        beside = f"of {written_size(disk[1])}, {written_count(pages)} pages"
+        tiles.append(Tile("Disk", written_size(disk[0]), beside, part_of(*disk)))
+    else:
+        tiles.append(Tile("Disk", "none", "no node has a disk tier"))
+    tiles.append(Tile("Engines", str(workers), "attached workers"))
+    records = sum(s.shard.records for s in told)
+    tiles.append(Tile("Directory", written_count(records), "records in the shards"))
+    return tiles
+
+
+def _total_share(told: Sequence[Status]) -> float:
+    hits = sum(status.total("pages_hit") for status in told)
+    asked = hits + sum(status.total("pages_missed") for status in told)
+    return hits / asked if asked else math.nan
+
+
+def _hit_share(history: History, member: str) -> float:
+    hits = history.mean("pages_hit", RECENT_S, member)
+    misses = history.mean("pages_missed", RECENT_S, member)
+    return hits / (hits + misses) if hits + misses > 0 else math.nan
+
+
+async def _charts(history: History, member: str) -> list[Chart]:
+    """Return the charts; the loop is given back between them."""
+
+    def of(column: str) -> Values:
+        return history.series(column, member)
+
+    def quantiles(operation: str) -> list[tuple[str, Values]]:
+        return [
+            (f"p{share:.0f}", history.quantiles(operation, share / 100, member))
+            for share in (50, 90, 99)
+        ]
+
+    hits, misses = of("pages_hit"), of("pages_missed")
+    asked = hits + misses
+    share = hits / _positive(asked)
+    makers: tuple[Callable[[], Chart], ...] = (
+        lambda: line_chart("hits", "Hit rate", [("hits", share)], written_share, top=1.0),
+        lambda: area_chart(
+            "misses",
+            "Misses by reason",
+            [(r.replace("_", " "), of(f"pages_missed/{r}")) for r in sorted(MISS_REASONS)],
+            written_rate,
+        ),
+        lambda: decade_chart("reads", "Time of a read", quantiles("get"), written_time),
+        lambda: decade_chart("writes", "Time of a write", quantiles("set"), written_time),
+        lambda: line_chart(
+            "bytes",
+            "Bytes read and written",
+            [("read", of("bytes_read")), ("written", of("bytes_written"))],
+            written_bytes_rate,
+            unit=1024.0,
+        ),
+        lambda: line_chart(
+            "tiers",
+            "Pages between the tiers",
+            [
+                ("evicted from memory", of("evicted")),
+                ("written to disk", of("pages_spilled")),
+                ("promoted from disk", of("pages_promoted")),
+                ("deleted from disk", of("evicted_disk")),
+            ],
+            written_rate,
+        ),
+    )
+    charts = []
+    for make in makers:
+        charts.append(make())
+        await trio.lowlevel.checkpoint()
+    return charts
+
+
+def _positive(values: Values) -> Values:
+    return np.where(values > 0, values, np.nan)
+
+
+def _fabrics(history: History, member: str) -> list[tuple[str, str, float]]:
+    """Return (fabric, pages a second, its part of all) of what was read recently."""
+    rates = {f: history.mean(f"pages_hit/{f}", RECENT_S, member) for f in _FABRICS}
+    known = {fabric: rate for fabric, rate in rates.items() if rate > 0}
+    total = sum(known.values())
+    return [(fabric, written_rate(rate), rate / total) for fabric, rate in known.items()]
+
+
+def _namespaces(told: Sequence[Status]) -> list[NamespaceUse]:
+    """Return what each namespace takes in all of the cluster, the largest first."""
+    found: dict[str, NamespaceUse] = {}
+    for status in told:
+        for use in status.namespaces:
+            known = found.get(use.name)
+            found[use.name] = (
+                use
+                if known is None
+                else attrs.evolve(
+                    known,
+                    bytes=known.bytes + use.bytes,
+                    pages=known.pages + use.pages,
+                    disk_bytes=known.disk_bytes + use.disk_bytes,
+                    quota=known.quota + use.quota,
+                )
+            )
+    return sorted(found.values(), key=lambda use: -use.bytes)
+
+
+def _balance(told: Sequence[Status]) -> str:
+    """Return how evenly the records of the directory lie, in words."""
+    shares = [status.shard.share for status in told if status.shard.share > 0]
+    if len(shares) < 2:
+        return ""
+    mean = sum(shares) / len(shares)
+    return f"The largest share of the ring is {max(shares) / mean:.2f} of the mean."

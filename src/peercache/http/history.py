@@ -1,0 +1,219 @@
+"""History: what the members of the cluster counted in the last quarter of an hour.
+
+Owns    one row of rates for each member and step, and the row of their sum.
+Limits  POINTS steps, and HISTORY_BYTES_MAX: members beyond count in the sum only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.model.status import Latencies, MemberStatus, Status
+from peercache.observability.reasons import MISS_REASONS
+
+STEP_S = 5.0
+POINTS = 180  # 15 minutes.
+HISTORY_BYTES_MAX = 16 * 1024**2
+BUCKETS_MAX = 32  # More than a histogram of ours has; another member's is its own affair.
+
+RATE_MAX = 1e30
+
+Rates: TypeAlias = npt.NDArray[np.float64]
+"""Counts a second: shape (columns,) of one step, (POINTS,) of one column."""
+
+EVERY_MEMBER: Final = ""
+"""The name of the sum of all members."""
+
+_TOTALS = (
+    "pages_hit",
+    "pages_missed",
+    "pages_set",
+    "sets_refused",
+    "pages_promoted",
+    "pages_spilled",
+    "bytes_read",
+    "bytes_written",
+    "pages_hit/shm",
+    "pages_hit/tcp",
+    "pages_hit/rdma",
+)
+_TIERS = ("evicted", "evicted_disk")
+_REASONS = tuple(f"pages_missed/{reason}" for reason in sorted(MISS_REASONS))
+OPERATIONS = ("get", "set", "exists")
+_BUCKETS = tuple(f"{operation}/{place}" for operation in OPERATIONS for place in range(BUCKETS_MAX))
+
+COLUMNS: Mapping[str, int] = {
+    name: place for place, name in enumerate((*_TOTALS, *_TIERS, *_REASONS, *_BUCKETS))
+}
+MEMBERS_MAX = HISTORY_BYTES_MAX // (POINTS * len(COLUMNS) * 4)
+
+
+@attrs.define(eq=False)
+class _Track:
+    """One member. totals: as it told them last; at: when it did."""
+
+    incarnation: str
+    at: float
+    totals: Rates
+    rates: npt.NDArray[np.float32] | None
+    """Shape (POINTS, columns), NaN where it told nothing; None for a member beyond the bound."""
+
+
+@final
+class History:
+    """The rates of the members over the last POINTS steps."""
+
+    def __init__(self) -> None:
+        """Begin without a step."""
+        self._tracks: dict[str, _Track] = {}
+        self._sum = _unknown()
+        self._at = np.full(POINTS, np.nan)
+        self._steps = 0
+        self._last: float | None = None
+        self._bounds: dict[str, tuple[float, ...]] = {}
+
+    @property
+    def seconds(self) -> float:
+        """How far it reaches back."""
+        found = self._at[np.isfinite(self._at)]
+        return float(found.max() - found.min()) if len(found) else 0.0
+
+    def take(self, now: float, members: Sequence[MemberStatus]) -> None:
+        """Add a step at a time of a steady clock, in seconds."""
+        self._skip(now)
+        place = self._advance()
+        self._at[place] = now
+        told = [
+            rates
+            for member in members
+            if member.answers and (rates := self._rates_of(member.status, now, place)) is not None
+        ]
+        self._sum[place] = np.sum(told, axis=0) if told else np.nan
+        for name in [n for n, track in self._tracks.items() if now - track.at > POINTS * STEP_S]:
+            del self._tracks[name]
+
+    def _skip(self, now: float) -> None:
+        """Leave the steps empty in which nothing was taken: each place is STEP_S wide."""
+        last = now if self._last is None else self._last
+        for _ in range(min(POINTS, round((now - last) / STEP_S) - 1)):
+            self._at[self._advance()] = np.nan
+        self._last = now
+
+    def _advance(self) -> int:
+        """Go to the next step, which is empty; return its place."""
+        place = self._steps % POINTS
+        self._steps += 1
+        self._sum[place] = np.nan
+        for track in self._tracks.values():
+            if track.rates is not None:
+                track.rates[place] = np.nan
+        return place
+
+    def _rates_of(self, status: Status, now: float, place: int) -> Rates | None:
+        """Note a member's totals; return its rates since the last ones, None without any."""
+        totals, track = self._totals_of(status), self._tracks.get(status.name)
+        if track is None:
+            is_kept = len(self._tracks) < MEMBERS_MAX
+            # Beyond the bound a member has its totals only, and ten times as many have those.
+            if is_kept or len(self._tracks) < 10 * MEMBERS_MAX:
+                rates = _unknown() if is_kept else None
+                self._tracks[status.name] = _Track(status.incarnation, now, totals, rates)
+            return None
+        is_same = track.incarnation == status.incarnation
+        # What a restarted node counts it has counted since its start.
+        grown = np.maximum(totals - track.totals, 0.0) if is_same else totals
+        # A member may tell any number; the rows are of float32.
+        with np.errstate(over="ignore"):
+            found: Rates = np.minimum(grown / max(now - track.at, 0.001), RATE_MAX)
+        track.incarnation, track.at, track.totals = status.incarnation, now, totals
+        if track.rates is not None:
+            track.rates[place] = found
+        return found
+
+    def _totals_of(self, status: Status) -> Rates:
+        totals = np.zeros(len(COLUMNS))
+        by_name: dict[str, float] = {}
+        for name, value in status.counters.items():
+            by_name[name] = value
+            counter = name.partition("/")[0]
+            if counter != name:
+                by_name[counter] = by_name.get(counter, 0.0) + value
+        for name, value in by_name.items():
+            if (column := COLUMNS.get(name)) is not None:
+                totals[column] = value
+        totals[COLUMNS["evicted"]] = status.pool.evicted
+        totals[COLUMNS["evicted_disk"]] = status.disk.evicted
+        for operation in OPERATIONS:
+            self._take_buckets(operation, status.latency.get(operation, Latencies()), totals)
+        return totals
+
+    def _take_buckets(self, operation: str, told: Latencies, totals: Rates) -> None:
+        if len(told.counts) != len(told.bounds) + 1 or len(told.counts) > BUCKETS_MAX:
+            return
+        # Buckets of another version's bounds cannot be added to these.
+        if self._bounds.setdefault(operation, told.bounds) == told.bounds and told.bounds:
+            first = COLUMNS[f"{operation}/0"]
+            totals[first : first + len(told.counts)] = told.counts
+
+    def series(self, column: str, member: str = EVERY_MEMBER) -> Rates:
+        """Return a column's rates, the oldest first: shape (POINTS,), NaN where unknown."""
+        return self._ordered(member)[:, COLUMNS[column]].astype(np.float64)
+
+    def mean(self, column: str, seconds: float, member: str = EVERY_MEMBER) -> float:
+        """Return a column's mean rate over the last seconds; NaN where nothing is known."""
+        found = self.series(column, member)[-max(1, int(seconds / STEP_S)) :]
+        found = found[np.isfinite(found)]
+        return float(found.mean()) if len(found) else float("nan")
+
+    def quantiles(self, operation: str, share: float, member: str = EVERY_MEMBER) -> Rates:
+        """Return the seconds that this share of the calls of each step did not exceed."""
+        return self._quantiles(operation, share, self._buckets(operation, member))
+
+    def quantile(
+        self, operation: str, share: float, seconds: float, member: str = EVERY_MEMBER
+    ) -> float:
+        """Return the seconds that this share of the calls of the last seconds did not exceed."""
+        buckets = self._buckets(operation, member)[-max(1, int(seconds / STEP_S)) :]
+        known = buckets[np.isfinite(buckets).all(axis=1)]
+        return float(self._quantiles(operation, share, known.sum(axis=0, keepdims=True))[0])
+
+    def _buckets(self, operation: str, member: str) -> Rates:
+        first = COLUMNS[f"{operation}/0"]
+        size = len(self._bounds.get(operation, ())) + 1
+        return self._ordered(member)[:, first : first + size].astype(np.float64)
+
+    def _quantiles(self, operation: str, share: float, counts: Rates) -> Rates:
+        """Return the quantile of each row of cumulative counts, as Prometheus interpolates it."""
+        bounds = np.array(self._bounds.get(operation, ()))
+        found = np.full(len(counts), np.nan)
+        if not len(bounds):
+            return found
+        rows = np.flatnonzero(counts[:, -1] > 0)  # NaN is not.
+        known = counts[rows]
+        rank = share * known[:, -1]
+        place = (known < rank[:, None]).sum(axis=1)
+        within = np.minimum(place, len(bounds) - 1)
+        each = np.arange(len(rows))
+        low = np.where(within, bounds[within - 1], 0.0)
+        before = np.where(within, known[each, within - 1], 0.0)
+        width = np.maximum(known[each, within] - before, 1e-12)
+        part = np.clip((rank - before) / width, 0.0, 1.0)
+        found[rows] = low + (bounds[within] - low) * part
+        return found
+
+    def _ordered(self, member: str) -> npt.NDArray[np.float32]:
+        """Return the rows of a member, the oldest first."""
+        rows = self._sum
+        if member != EVERY_MEMBER:
+            track = self._tracks.get(member)
+            rows = _unknown() if track is None or track.rates is None else track.rates
+        return np.roll(rows, -(self._steps % POINTS), axis=0)
+
+
+def _unknown() -> npt.NDArray[np.float32]:
+    return np.full((POINTS, len(COLUMNS)), np.nan, np.float32)

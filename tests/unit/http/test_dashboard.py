@@ -1,0 +1,376 @@
+"""The dashboard and the JSON beside it: what they show, and what they must not do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+
+import attrs
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from peercache.http import watching as watching_module
+from peercache.http.charts import LINES_MAX, area_chart, decade_chart, line_chart
+from peercache.http.dashboard import written_count, written_share, written_time
+from peercache.http.history import POINTS, STEP_S
+from peercache.http.watching import SMALL_MEMBERS_MAX, WATCHED_S, Watching
+from peercache.model.status import Detail, MemberStatus, PeerStatus, Status, Thread, Worker
+from tests.unit.http.http_node import ask, served
+from tests.unit.http.statuses import (
+    cluster,
+    dead,
+    disk_full,
+    draining,
+    latencies,
+    member,
+    name_of_node,
+    with_status,
+)
+
+HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}\udcff"
+
+
+def watching(members: Sequence[MemberStatus], *before: Sequence[MemberStatus]) -> Watching:
+    """Return what watches members that are always so, after these steps."""
+
+    async def gather(*, detail: bool = False) -> Sequence[MemberStatus]:
+        return members
+
+    found = Watching(gather)
+    for place, step in enumerate((*before, members)):
+        found.history.take(place * STEP_S, step)
+    return found
+
+
+def text_of(page: str) -> str:
+    """Return what a person reads of a page."""
+    return " ".join(re.sub("<[^>]+>", " ", page).split())
+
+
+async def page(members: Sequence[MemberStatus], path: str = "/") -> str:
+    """Return a page of the cluster after two steps of work."""
+    before = [attrs.evolve(each, status=_younger(each.status)) for each in members]
+    async with served(watching=watching(members, before)) as address:
+        status, body = await ask(address, path)
+    assert status == 200
+    return body
+
+
+def _younger(status: Status) -> Status:
+    return attrs.evolve(
+        status,
+        counters={name: value / 2 for name, value in status.counters.items()},
+        latency={
+            name: attrs.evolve(told, counts=tuple(count // 2 for count in told.counts))
+            for name, told in status.latency.items()
+        },
+    )
+
+
+async def test_cluster_page_shows_what_an_operator_looks_for() -> None:
+    """Nodes, tiers, rates, latencies, engines, fabrics, the ring, namespaces and certificates."""
+    shown = text_of(await page(cluster(3)))
+
+    for wanted in (
+        "Cluster prod-eu", "ok 3", "10.0.0.1:31998", "gpu-002.rack-0.example", "64 days",
+        "Hit rate, 5 min", "Misses by reason", "absent", "peer unreachable", "Time of a read",
+        "p99", "evicted from memory", "promoted from disk", "of 256.0 GiB", "rdma", "shm",
+        "0000000000000001", "41000", "88.0 k", "1.3 s ago", "Qwen3-235B-A22B-Instruct-2507",
+        "of the mean", "No peer lags", "600.0 GiB",
+    ):  # fmt: skip
+        assert wanted in shown, wanted
+    assert "Needs attention" not in shown
+
+
+async def test_what_needs_attention_comes_first() -> None:
+    """Each in one sentence with the node it is about; nodes that are well stand at the end."""
+    lagging = PeerStatus(name=name_of_node(0), state="suspect", lagging=True)
+    found = await page(
+        [
+            member(0, 6),
+            dead(member(1, 6)),
+            draining(member(2, 6)),
+            disk_full(member(3, 6)),
+            with_status(member(4, 6), certificate_days=3.25, peers=(lagging,)),
+            with_status(member(5, 6), insecure=True),
+        ]
+    )
+    shown = text_of(found)
+
+    assert "no answer 1" in shown
+    assert "10.0.0.2:31998 gives no answer; the view says dead" in shown
+    assert "10.0.0.3:31998 draining" in shown
+    assert "handing over 71.0 k of 190.0 k pages" in shown
+    assert shown.count("No space left on device") == 1
+    assert "10.0.0.5:31998 its certificate expires in 3.2 days" in shown
+    assert "1 owners lag behind its commits" in shown
+    assert "10.0.0.6:31998 no certificates" in shown
+    assert "10.0.0.1:31998 lags behind commits, says 10.0.0.5:31998" in shown
+    rows = re.findall(r'<td role="cell" data-label="State">\s*<span class="state ([^"]+)"', found)
+    assert rows == ["no-answer", "degraded", "draining", "ok", "ok", "ok"]
+
+
+async def test_node_page_shows_one_node_and_its_process() -> None:
+    """With its details, which the cluster's page leaves out."""
+    detail = Detail(
+        threads=(Thread(name="tcp-serving", cpu_s=12.5, state="R"),),
+        environment={"PEERCACHE_POOL": "1GiB"},
+        settings={"http_token_file": "/etc/token", "secret": "(masked)"},
+    )
+    members = [with_status(member(0, 2), detail=detail), member(1, 2)]
+
+    shown = text_of(await page(members, "/nodes/10.0.0.1:31998"))
+    other = text_of(await page(members, "/nodes/10.0.0.2%3A31998"))
+    whole = text_of(await page(members))
+
+    for wanted in (
+        "tcp-serving",
+        "12 s",
+        "PEERCACHE_POOL",
+        "(masked)",
+        "wire 2–3",
+        "with authority",
+    ):
+        assert wanted in shown, wanted
+        assert wanted not in whole
+    assert "Node 10.0.0.2:31998" in other
+
+
+async def test_page_of_a_dead_and_of_an_unknown_node() -> None:
+    """The one is a member all the same; the other is none."""
+    members = [member(0, 2), dead(member(1, 2))]
+
+    assert "This node tells nothing" in await page(members, "/nodes/10.0.0.2:31998")
+    async with served(watching=watching(members)) as address:
+        status, body = await ask(address, "/nodes/%3Cb%3E")
+    assert status == 404
+    assert "No member is called <code>&lt;b&gt;</code>" in body
+
+
+class _Hearer(HTMLParser):
+    """Collects the elements of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep it."""
+        self.tags.append((tag, dict(attrs)))
+
+
+async def test_texts_of_peers_are_shown_and_never_run() -> None:
+    """Names, hosts, reasons, namespaces, keys of counters: all are strangers' texts."""
+    worker = Worker(name=HOSTILE, namespace=HOSTILE)
+    evil = with_status(
+        member(0, 1), name=HOSTILE, host=HOSTILE, cluster=HOSTILE, version=HOSTILE, state=HOSTILE,
+        reasons=(HOSTILE,), incarnation=HOSTILE, workers=(worker,), rdma=HOSTILE,
+        peers=(PeerStatus(name="javascript:alert(1)//", state="suspect", fabric=HOSTILE),),
+        namespaces=(attrs.evolve(member(0, 1).status.namespaces[0], name=HOSTILE),),
+        counters={HOSTILE: 5.0, f"pages_missed/{HOSTILE}": 9.0},
+        latency={HOSTILE: latencies(9, 0.1)},
+        detail=Detail(
+            threads=(Thread(name=HOSTILE),), settings={HOSTILE: HOSTILE}, environment={"A": HOSTILE}
+        ),
+    )  # fmt: skip
+    pages = [await page([evil, member(1, 2)])]
+    async with served(watching=watching([evil])) as address:
+        pages.append((await ask(address, "/nodes/x"))[1])
+        status, body = await ask(address, "/api/v1/status")
+    assert (status, json.loads(body)["members"][0]["status"]["host"]) == (200, HOSTILE)
+    one = with_status(evil, name="x:1")
+    pages.append(await page([one], "/nodes/x:1"))
+
+    for found in pages:
+        assert "alert(1)</script>" not in found
+        hearer = _Hearer()
+        hearer.feed(found)
+        scripts = [attributes for tag, attributes in hearer.tags if tag == "script"]
+        assert scripts == [{"src": "/files/dashboard.js", "defer": None}]
+        for tag, attributes in hearer.tags:
+            assert not any(name.startswith("on") or name == "style" for name in attributes), tag
+            for name in ("href", "src"):
+                assert (attributes.get(name) or "/").startswith(("/", "#")), attributes
+
+
+async def test_page_loads_only_what_the_node_has() -> None:
+    """Each file that a page names is there, with its type."""
+    async with served() as address:
+        _, body = await ask(address, "/")
+        named = set(re.findall(r'(?:src|href)="(/files/[^"]+)"', body))
+        assert named == {"/files/dashboard.css", "/files/dashboard.js", "/files/icon.svg"}
+        for name in named:
+            assert (await ask(address, name))[0] == 200
+        assert (await ask(address, "/files/../pages.py"))[0] == 404
+
+
+async def test_json_has_all_members_and_one() -> None:
+    """What the dashboard shows, for programs: numbers as numbers."""
+    members = [member(0, 2), dead(member(1, 2))]
+    async with served(watching=watching(members)) as address:
+        whole = await ask(address, "/api/v1/status")
+        one = await ask(address, f"/api/v1/status/{name_of_node(0)}")
+        none = await ask(address, "/api/v1/status/x")
+
+    told = json.loads(whole[1])
+    assert [each["status"]["state"] for each in told["members"]] == ["ok", "no answer"]
+    assert told["members"][0]["status"]["pool"]["size"] == 256 * 2**30
+    assert (one[0], json.loads(one[1])["status"]["name"]) == (200, name_of_node(0))
+    assert none[0] == 404
+    assert "/api/v1/status lists all" in json.loads(none[1])["error"]
+
+
+async def test_page_of_a_large_cluster_stays_small_and_gives_the_loop_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows are counted beyond a bound; the node serves while the page is made."""
+    monkeypatch.setattr("peercache.http.dashboard.SLICE_S", 0.0)
+    members = cluster(1000)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with served(watching=watching(members)) as address, trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        _, body = await ask(address, "/")
+        nursery.cancel_scope.cancel()
+
+    assert "and 800 more" in body
+    assert "and 1800 more" in body
+    assert len(body) < 800_000
+    assert turns > 100
+
+
+async def test_start_of_a_node_hides_its_former_one() -> None:
+    """A node that is back is not dead, although the view remembers both."""
+    former = attrs.evolve(dead(member(0, 1)), seen="dead")
+    shown = text_of(await page([former, member(0, 1)]))
+
+    assert "no answer" not in shown
+    assert "ok 1" in shown
+
+
+async def test_gathering_that_fails_is_an_error_and_ends_nothing() -> None:
+    """A bug in a page must not take the node with it."""
+
+    async def broken(*, detail: bool = False) -> Sequence[MemberStatus]:
+        raise RuntimeError("no view")
+
+    async with served(watching=Watching(broken)) as address:
+        failed = await ask(address, "/")
+        following = await ask(address, "/healthz")
+
+    assert (failed[0], json.loads(failed[1])) == (500, {"error": "RuntimeError: no view"})
+    assert following[0] == 200
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_small_cluster_is_always_watched(
+    autojump_clock: trio.testing.MockClock, is_broken: bool
+) -> None:
+    """So the first look shows what led to it; a failure of one step does not end it."""
+    asked = 0
+
+    async def gather(*, detail: bool = False) -> Sequence[MemberStatus]:
+        nonlocal asked
+        asked += 1
+        if is_broken and asked == 1:
+            raise RuntimeError("no view")
+        return cluster(SMALL_MEMBERS_MAX)
+
+    found = Watching(gather)
+    with trio.move_on_after(10 * STEP_S + 1):
+        await found.run()
+
+    assert asked == 11
+    assert found.history.seconds >= 9 * STEP_S
+
+
+async def test_large_cluster_is_watched_while_something_looks(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A thousand nodes do not ask each other for nothing."""
+    asked = 0
+
+    async def gather(*, detail: bool = False) -> Sequence[MemberStatus]:
+        nonlocal asked
+        asked += 1
+        return cluster(SMALL_MEMBERS_MAX + 1)
+
+    found = Watching(gather)
+    with trio.move_on_after(4 * WATCHED_S):
+        await found.run()
+    assert asked == 1
+
+    await found.members()
+    with trio.move_on_after(4 * WATCHED_S):
+        await found.run()
+    assert POINTS <= asked <= POINTS + 4
+    assert watching_module.WATCHED_S == POINTS * STEP_S
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0, "0 s"), (0.00012, "120 µs"), (0.0034, "3.4 ms"), (0.25, "250 ms"), (2.0, "2 s"),
+        (59.9, "60 s"), (61, "1 min"), (3_700, "1 h 1 min"), (100_000, "1 d 3 h"),
+        (float("nan"), "–"), (float("inf"), "–"),
+    ],
+)  # fmt: skip
+def test_times_are_written_in_the_unit_that_fits(value: float, written: str) -> None:
+    """For people, who read three digits."""
+    assert written_time(value) == written
+
+
+def test_counts_and_shares_are_written_for_people() -> None:
+    """What is not all is not called 100 %, and what is not nothing not 0 %."""
+    assert [written_count(v) for v in (0, 0.5, 12.4, 9_999, 12_345, 4.1e6, 2e10)] == [
+        "0", "0.5", "12", "9,999", "12.3 k", "4.1 M", "20.0 G"
+    ]  # fmt: skip
+    told = [written_share(v) for v in (0.0, 0.0001, 0.5, 0.9999, 1.0, float("nan"))]
+    assert told == ["0 %", "0.1 %", "50.0 %", "99.9 %", "100 %", "–"]
+
+
+def test_line_ends_where_nothing_is_known() -> None:
+    """A gap is no straight line, and a single point is seen."""
+    nan = float("nan")
+    values = np.array([0.0, 5.0, nan, 10.0, nan, nan])
+
+    chart = line_chart("x", "X", [("a", values)], written_count)
+
+    assert chart.top == "10"
+    assert chart.lines[0].path == "M0.0 120.0L120.0 60.0M360.0 0.0h3"
+    assert chart.summary == "X: a 10"
+    empty = line_chart("x", "X", [("a", values * nan)], written_count)
+    assert (empty.lines[0].path, empty.lines[0].now) == ("", "–")
+
+
+def test_areas_are_stacked_and_the_smaller_become_one() -> None:
+    """More colours than that are not told apart."""
+    series = [(f"r{place}", np.full(3, float(place))) for place in range(10)]
+
+    chart = area_chart("x", "X", series, written_count)
+
+    assert [line.label for line in chart.lines] == ["r9", "r8", "r7", "r6", "r5", "others"]
+    assert chart.lines[-1].now == "10"
+    assert len(chart.lines) == LINES_MAX
+    assert chart.top == "50"
+    assert chart.lines[0].path.endswith("L600.0 120.0L300.0 120.0L0.0 120.0Z")
+
+
+def test_times_have_a_line_for_each_power_of_ten() -> None:
+    """Microseconds and seconds are both seen."""
+    chart = decade_chart("x", "X", [("a", np.array([0.0001, 0.001, 0.1]))], written_time)
+
+    assert (chart.bottom, chart.top) == ("100 µs", "100 ms")
+    assert chart.lines[0].path == "M0.0 120.0L300.0 80.0L600.0 0.0"
+    assert chart.grid.count("M") == 4
+    assert decade_chart("x", "X", [("a", np.array([np.nan]))], written_time).bottom == "100 µs"
