@@ -72,6 +72,7 @@ LAYERS: dict[str, str] = {
     # What people and engines start.
     "sglang": "model config observability client",
     "cli": "trust config observability installation wire storage node",
+    "cli.operate": "model trust config observability wire wire.messages net node client cli",
     "cli.demo": "config observability '' cli",
     "cli.bench": "model config observability installation wire wire.messages trust actors "
     "actors.disk storage net fabric.tcp rdma client cli",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
+import click
 import pytest
 
+from peercache.cli import main as cli
+from peercache.cli.operate.connecting import complete_members
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
-from tests.system.test_control_tls import Speaker, hello
+from tests.system.test_control_tls import Secured, Speaker, hello
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +56,62 @@ def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
         nodes[2].resume()
 
         assert [found[name].answers for name in names] == [True, True, False]
+
+
+def test_the_command_line_shows_and_judges_the_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 while all is well, 1 beside a stopped node, 2 where none answers; JSON says the same."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        at = ["--at", nodes[0].ready["control"]]
+        assert cli.main(["status", *at]) == 0
+        shown = capsys.readouterr().out
+        assert f"cluster {cluster.name}: 2 members: 2 ok" in shown
+        assert all(node.ready["control"] in shown for node in nodes)
+        # Over the home address the node's own user needs no certificate.
+        assert cli.main(["members", "--at", nodes[1].ready["home"], "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)
+        assert [each["state"] for each in listed["members"]] == ["ok", "ok"]
+        completed = complete_members(click.Context(click.Command("x")), click.Option(["--at"]), "")
+        assert isinstance(completed, list)
+
+        assert cli.main(["status", *at, "--cluster", "another"]) == 2
+        assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err
+
+        nodes[1].pause()
+        wait_until(lambda: cli.main(["status", *at, "--json"]) == 1)
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        states = {m["status"]["name"]: m["status"]["state"] for m in last["members"]}
+        assert states[nodes[1].ready["control"]] == NO_ANSWER
+        assert not last["ok"]
+
+        assert cli.main(["status", "--at", nodes[1].ready["control"], "--timeout", "0.3"]) == 2
+        assert "it may be stopped" in capsys.readouterr().err
+        nodes[1].resume()
+
+
+def test_with_certificates_only_an_operator_looks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An engine's certificate, and none at all, get a sentence that says what is needed."""
+    with Secured(tmp_path / "ca") as cluster:
+        node = cluster.start_secured("one")
+        at = ["status", "--at", node.ready["control"], "--timeout", "2"]
+
+        def flags(settings: dict[str, str]) -> list[str]:
+            return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+
+        operator = flags(cluster.certificates.operator("ann"))
+        # A loaded machine may have a loop that is late, which is no health.
+        wait_until(lambda: cli.main([*at, *operator]) == 0)
+        assert re.search(r" \d+ d +0\.", capsys.readouterr().out)
+        assert cli.main([*at, *flags(cluster.certificates.client("engine"))]) == 2
+        assert "an operator needs an operator's: `peercache certs" in capsys.readouterr().err
+        assert cli.main(at) == 2
+        assert "give --tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
+        assert cli.main(["status", "--at", node.ready["home"], "--cluster", cluster.name]) == 0
 
 
 def _state(cluster: LocalCluster, nodes: list[NodeProcess], place: int) -> str:

@@ -13,10 +13,17 @@ from rich.table import Table
 PIPE_COLUMNS = 100
 """The width of tables in a pipe, which has none of its own."""
 
+WIDE_COLUMNS = 200
+
 
 def console() -> Console:
     """Return the console of stdout."""
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def wide_console() -> Console:
+    """Return the console of stdout for tables that a pipe shall get whole: lines do not wrap."""
+    return Console(width=None if sys.stdout.isatty() else WIDE_COLUMNS, highlight=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:

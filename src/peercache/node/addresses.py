@@ -99,12 +99,21 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
         os.close(opened)
 
 
+def home_folder() -> Path:
+    """Return the folder where the nodes of this user have their home addresses by default."""
+    run_time = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(run_time) if run_time else Path(f"/tmp/peercache-{os.getuid()}")  # noqa: S108 - checked before it is used
+
+
+def home_prefix(cluster: str) -> str:
+    """Return the beginning of the name of a home address of this cluster."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in cluster)[:32]
+    return f"peercache-{safe}-"
+
+
 def default_home(cluster: str, control_port: int) -> str:
     """Return the home address of a node on this control port: the same after a restart."""
-    run_time = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(run_time) if run_time else Path(f"/tmp/peercache-{os.getuid()}")  # noqa: S108 - checked before it is used
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in cluster)[:32]
-    return f"ipc://{folder}/peercache-{safe}-{control_port}.ipc"
+    return f"ipc://{home_folder()}/{home_prefix(cluster)}{control_port}.ipc"
 
 
 def advertised_host(config: Config, bound_host: str, known: Mapping[str, set[str]]) -> str:

@@ -54,7 +54,9 @@ class TlsFiles:
     not_after: float
 
     @classmethod
-    def load(cls, config: Config, *, is_node: bool = False) -> TlsFiles | None:
+    def load(
+        cls, config: Config, *, is_node: bool = False, is_operator: bool = False
+    ) -> TlsFiles | None:
         """Read and check the files that the settings name; None without TLS.
 
         Raises ConfigError for a file that is missing, damaged, open to other users, expired, or of
@@ -82,7 +84,11 @@ class TlsFiles:
         if not is_fitting:
             problem = f"{config.tls_key} is not the key of {config.tls_cert}"
             raise ConfigError("tls_key", problem)
-        _check_identity(config, identity, is_node=is_node)
+        if is_operator:
+            _check_operator(config, identity)
+        else:
+            _check_identity(config, identity, is_node=is_node)
+        _check_cluster(config, identity)
         return cls(
             ca_pem=ca_pem,
             cert_pem=cert_pem,
@@ -353,6 +359,18 @@ def _check_identity(config: Config, identity: Identity, *, is_node: bool) -> Non
             "client's: `peercache certs issue DIR --client NAME` makes one"
         )
         raise ConfigError("tls_cert", problem)
+
+
+def _check_operator(config: Config, identity: Identity) -> None:
+    if identity.role is not CertificateRole.OPERATOR:
+        problem = (
+            f"{config.tls_cert} is for the {identity.role.value} {identity.name!r}, and an "
+            "operator needs an operator's: `peercache certs issue DIR --operator NAME` makes one"
+        )
+        raise ConfigError("tls_cert", problem)
+
+
+def _check_cluster(config: Config, identity: Identity) -> None:
     if config.cluster not in (DEFAULT_CLUSTER, identity.cluster):
         problem = f"is {config.cluster!r}, and {config.tls_cert} is for {identity.cluster!r}"
         raise ConfigError("cluster", problem)

@@ -1,0 +1,207 @@
+"""What a cluster's statuses look like: a line for each member, what is wrong, and the sums."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from peercache.cli.terminal import table
+from peercache.config.quantities import written_size
+from peercache.model.status import DRAINING, LEAVING, NO_ANSWER, OK, MemberStatus, Status, Tier
+
+COLOURS = {OK: "green", DRAINING: "cyan", LEAVING: "cyan", "left": "dim", NO_ANSWER: "bold red"}
+"""By state; every other one is a warning."""
+
+FINE = frozenset({OK, DRAINING, LEAVING, "left"})
+"""States that an operator has wanted, or need not act on."""
+
+EXPIRES_SOON_DAYS = 14
+NAMED_MAX = 3
+"""Fabrics and reasons that are named."""
+
+
+def is_fine(members: Iterable[MemberStatus]) -> bool:
+    """Return whether no member has a trouble."""
+    return all(member.status.state in FINE for member in members)
+
+
+def headline(members: Sequence[MemberStatus], cluster: str, at: str) -> Text:
+    """Return one line: how many members there are, and how they are."""
+    states = Counter(member.status.state for member in members)
+    parts = [f"{count} {state}" for state, count in states.most_common()]
+    word = "member" if len(members) == 1 else "members"
+    return Text(
+        f"cluster {cluster}: {len(members)} {word}: {', '.join(parts)} (asked {at})", "bold"
+    )
+
+
+def rows(members: Sequence[MemberStatus], width: int) -> Table:
+    """Return a table with a line for each member, of the columns that `width` characters hold."""
+    told = [member.status for member in members]
+    left_out = {name for at_least, names in _NEEDS_WIDTH if width < at_least for name in names}
+    if not any(status.disk.size for status in told):
+        left_out.add("disk")
+    if not any(status.certificate_days >= 0 for status in told):
+        left_out.add("cert")
+    columns = {name: cell for name, cell in _COLUMNS.items() if name not in left_out}
+    shown = table("node", "state", *columns)
+    for column in shown.columns:
+        column.no_wrap = True
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    # What is cut off on a narrow terminal is a figure, and never whose it is.
+    shown.columns[0].min_width = max((len(m.status.name) for m in members), default=0)
+    shown.columns[1].min_width = max((len(m.status.state) for m in members), default=0)
+    for member in members:
+        status = member.status
+        cells = [Text(status.name), Text(status.state, COLOURS.get(status.state, "yellow"))]
+        if member.answers:
+            cells += [cell(status) for cell in columns.values()]
+        shown.add_row(*cells)
+    return shown
+
+
+def problems(members: Sequence[MemberStatus]) -> list[Text]:
+    """Return a line for each thing that is wrong, with what to do where that is known."""
+    found: list[Text] = []
+    for member in members:
+        status = member.status
+        found += [_problem(status.name, reason) for reason in status.reasons]
+        if status.disk.problem and not any(status.disk.problem in r for r in status.reasons):
+            found.append(_problem(status.name, status.disk.problem))
+        if status.state == NO_ANSWER:
+            why = f"no answer; the others have it as {member.seen}: see whether its process runs"
+            found.append(_problem(status.name, why))
+        if 0 <= status.certificate_days < EXPIRES_SOON_DAYS:
+            days = f"its certificate expires in {status.certificate_days:.1f} days"
+            found.append(_problem(status.name, f"{days}: peercache certs issue DIR --renew …"))
+        slow = [peer.name for peer in status.peers if peer.lagging]
+        if slow:
+            found.append(_problem(status.name, f"sets do not wait for {', '.join(slow)}"))
+        if status.draining.active:
+            drain = status.draining
+            done = f"{drain.pages_done:,} of {drain.pages:,} pages"
+            found.append(_problem(status.name, f"draining: {drain.phase} {done}"))
+    return found
+
+
+def sums(members: Sequence[MemberStatus]) -> list[Text]:
+    """Return lines about the whole cluster."""
+    told = [member.status for member in members if member.answers]
+    if not told:
+        return []
+    hit, missed = _by_label(told, "pages_hit"), _by_label(told, "pages_missed")
+    hits = sum(hit.values())
+    asked = hits + sum(missed.values())
+    lines = [_tier("memory", [status.pool for status in told])]
+    if any(status.disk.size for status in told):
+        lines.append(_tier("disk", [status.disk for status in told]))
+    fabrics = f" ({_counts(hit, ' ')})" if hit else ""
+    lines.append(
+        f"hits     {percent(hits / asked if asked else math.nan)} of {asked:,.0f} pages{fabrics}"
+    )
+    if missed:
+        lines.append(f"misses   {_counts(missed, ', ')}")
+    for operation in ("get", "set", "exists"):
+        slowest = max(
+            (s.latency[operation].quantile(0.99) for s in told if operation in s.latency),
+            key=lambda value: -1.0 if math.isnan(value) else value,
+            default=math.nan,
+        )
+        if not math.isnan(slowest):
+            lines.append(f"{operation:<8} 99 % of the calls take up to {duration(slowest)}")
+    return [Text(line) for line in lines]
+
+
+def whole(members: Sequence[MemberStatus], cluster: str, at: str, width: int) -> Group:
+    """Return all of it, for one screen."""
+    return Group(
+        headline(members, cluster, at), rows(members, width), *problems(members), *sums(members)
+    )
+
+
+def age(seconds: float) -> str:
+    """Return a duration in its two largest units: 3d 4h."""
+    parts: list[str] = []
+    left = int(seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size}{unit}")
+            left %= size
+    return " ".join(parts[:2])
+
+
+def duration(seconds: float) -> str:
+    """Return a short duration in the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage; "-" for none."""
+    return "-" if math.isnan(share) else f"{100 * share:.1f} %"
+
+
+_COLUMNS: dict[str, Callable[[Status], Text]] = {
+    "up": lambda status: Text(age(status.age_s)),
+    "memory": lambda status: _used(status.pool.used, status.pool.size),
+    "pages": lambda status: Text(f"{status.pool.pages:,}"),
+    "evicted": lambda status: Text(f"{status.pool.evicted:,}"),
+    "disk": lambda status: _used(status.disk.used, status.disk.size),
+    "hits": lambda status: Text(percent(status.hit_share())),
+    "workers": lambda status: Text(str(len(status.workers) + status.workers_more)),
+    "records": lambda status: Text(f"{status.shard.records:,}"),
+    "cert": lambda status: _days(status.certificate_days),
+    "version": lambda status: Text(status.version),
+}
+_NEEDS_WIDTH = (
+    (130, ("version", "records")),
+    (115, ("evicted", "up")),
+    (90, ("workers", "pages", "cert")),
+    (75, ("disk",)),
+)
+"""Columns that a narrower terminal leaves out."""
+
+
+def _by_label(told: Sequence[Status], counter: str) -> dict[str, float]:
+    """Return a counter's totals over all members, by the value of its label."""
+    found: dict[str, float] = {}
+    for status in told:
+        for path, value in status.counters.items():
+            name, _, label = path.partition("/")
+            if name == counter:
+                found[label] = found.get(label, 0.0) + value
+    return found
+
+
+def _counts(counted: dict[str, float], between: str) -> str:
+    most = sorted(counted.items(), key=lambda item: -item[1])[:NAMED_MAX]
+    return between.join(f"{name} {count:,.0f}" for name, count in most)
+
+
+def _tier(name: str, tiers: Sequence[Tier]) -> str:
+    used, size = (written_size(sum(getattr(t, f) for t in tiers)) for f in ("used", "size"))
+    return f"{name:<8} {used} of {size}, {sum(tier.pages for tier in tiers):,} pages"
+
+
+def _used(used: int, size: int) -> Text:
+    if not size:
+        return Text("-")
+    return Text(f"{100 * used / size:.0f} % of {written_size(size)}")
+
+
+def _days(days: float) -> Text:
+    if days < 0:
+        return Text("-")
+    return Text(f"{days:.0f} d", "" if days >= EXPIRES_SOON_DAYS else "bold red")
+
+
+def _problem(name: str, what: str) -> Text:
+    return Text.assemble((f"! {name}: ", "yellow"), what)

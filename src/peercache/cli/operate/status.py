@@ -1,0 +1,44 @@
+"""`peercache status`: how a cluster is, on one screen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.screen import is_fine, whole
+from peercache.cli.options import json_option
+from peercache.cli.terminal import wide_console
+from peercache.model.status import MemberStatus, to_plain
+
+EXIT_WRONG = 1
+"""A member is not as it should be."""
+
+
+@click.command
+@target_options
+@click.option("--detail", is_flag=True, help="With --json: threads, environment and settings too.")
+@json_option
+def status(*, detail: bool, as_json: bool, **target: Any) -> int:
+    """Say how each member of the cluster is, and what is wrong.
+
+    Exit status: 0 if nothing is wrong, 1 if something is, 2 if no node answers.
+    """
+    wanted = Target.of(**target)
+    with Operator(wanted) as operator:
+        members = present(operator.statuses(detail=detail))
+        cluster = operator.cluster
+    if as_json:
+        told = {"cluster": cluster, "ok": is_fine(members), "members": to_plain(members)}
+        print(json.dumps(told))
+    else:
+        screen = wide_console()
+        screen.print(whole(members, cluster, wanted.at, screen.width))
+    return 0 if is_fine(members) else EXIT_WRONG
+
+
+def present(members: list[MemberStatus]) -> list[MemberStatus]:
+    """Return the members without those that have left: that was wanted."""
+    return [member for member in members if member.seen != "left"]

@@ -1,0 +1,192 @@
+"""What an operator sees: readable for 3 members and for 64, on a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import attrs
+import pytest
+from rich.console import Console
+
+from peercache.cli import main as cli
+from peercache.cli.operate import connecting
+from peercache.cli.operate.connecting import Operator, Target, _written
+from peercache.cli.operate.screen import age, duration, is_fine, whole
+from peercache.cli.operate.top import frame
+from peercache.errors import ConfigError, PeerCacheError
+from peercache.model.member import DEAD, Member
+from peercache.model.status import (
+    Draining,
+    Latencies,
+    MemberStatus,
+    PeerStatus,
+    Status,
+    Tier,
+    Worker,
+    unanswered,
+)
+
+NODE = Status(
+    name="10.0.0.7:31998",
+    incarnation="00000000000000aa",
+    state="ok",
+    age_s=93_784,
+    version="0.1.0",
+    pool=Tier(size=2**34, used=2**33, pages=8192, evicted=7),
+    disk=Tier(size=2**40, used=2**38, pages=262_144),
+    workers=(Worker(name="w", pid=7),),
+    workers_more=2,
+    counters={"pages_hit/shm": 900.0, "pages_missed/absent": 90.0, "pages_missed/full": 10.0},
+    latency={"get": Latencies(bounds=(0.001, 0.01), counts=(99, 100, 100))},
+    certificate_days=300,
+)
+
+
+def told(**fields: Any) -> MemberStatus:
+    return MemberStatus(seen="alive", answers=True, status=attrs.evolve(NODE, **fields))
+
+
+def drawn(*members: MemberStatus, width: int = 140) -> str:
+    output = io.StringIO()
+    Console(file=output, width=width).print(whole(members, "prod", "here:1", width))
+    return output.getvalue()
+
+
+def test_a_line_says_how_a_member_is() -> None:
+    """Memory, disk, hits, engines and certificate, in units that a person reads."""
+    line = next(line for line in drawn(told()).splitlines() if line.strip().startswith(NODE.name))
+
+    for part in ("ok", "1d 2h", "50 % of 16.0 GiB", "8,192", "25 % of 1.0 TiB", "90.0 %", " 3 "):
+        assert part in line
+    assert "300 d" in line
+
+
+def test_the_sums_are_of_the_cluster() -> None:
+    """Two members have twice as much of everything but the rate."""
+    text = drawn(told(), told(name="10.0.0.8:31998"))
+
+    assert "cluster prod: 2 members: 2 ok (asked here:1)" in text
+    assert "16.0 GiB of 32.0 GiB, 16,384 pages" in text
+    assert "90.0 % of 2,000 pages (shm 1,800)" in text
+    assert "absent 180, full 20" in text
+    assert "get      99 % of the calls take up to 1 ms" in text
+
+
+def test_what_is_wrong_has_a_line_of_its_own() -> None:
+    """Whatever the trouble is, the member that has it is named, and the exit status is not 0."""
+    dead = unanswered(Member(1, 1, DEAD, 255, "h", "10.0.0.9:31998", "d", "", ""))
+    members = (
+        told(state="degraded", reasons=("the disk is full",)),
+        told(name="b:1", certificate_days=3.25),
+        told(name="c:1", peers=(PeerStatus(name="d:1", lagging=True),)),
+        told(name="d:1", draining=Draining(active=True, phase="handing over", pages=9)),
+        dead,
+    )
+
+    text = drawn(*members, width=200)
+
+    assert f"! {NODE.name}: the disk is full" in text
+    assert "! b:1: its certificate expires in 3.2 days" in text
+    assert "! c:1: sets do not wait for d:1" in text
+    assert "! d:1: draining: handing over 0 of 9 pages" in text
+    assert "! 10.0.0.9:31998: no answer; the others have it as dead" in text
+    assert not is_fine(members)
+    assert is_fine((told(), told(state="draining")))
+    assert not is_fine((dead,))
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_64_members_have_64_lines(width: int) -> None:
+    """Each on one line, with its name and state whole, however narrow the terminal is."""
+    members = [told(name=f"10.0.0.{n}:31998") for n in range(64)]
+
+    lines = drawn(*members, width=width).splitlines()
+
+    assert all(len(line) <= width for line in lines)
+    shown = [line.split()[:2] for line in lines]
+    assert all(shown.count([member.status.name, "ok"]) == 1 for member in members)
+
+
+def test_nothing_but_text_goes_into_a_pipe() -> None:
+    """No colour, no cursor."""
+    assert "\x1b" not in drawn(told())
+
+
+def test_the_rates_are_of_the_time_between_two_looks() -> None:
+    """The first look has none; a node that restarted counts from its own start."""
+
+    def screen(before: dict[str, Any], **fields: Any) -> str:
+        output = io.StringIO()
+        Console(file=output, width=140).print(
+            frame([told(**fields)], before, 12.0, "prod", "here:1")
+        )
+        return output.getvalue()
+
+    more = {"counters": {"pages_hit/shm": 1900.0, "pages_missed/absent": 600.0}}
+    before = {NODE.incarnation: (10.0, NODE)}
+
+    assert "500" in screen(before, **more).replace(" 250 ", "")
+    assert "250" in screen(before, **more)
+    assert "500" not in screen({}, **more)
+    assert "-" not in screen(before, counters={}).splitlines()[3].replace(NODE.name, "")[2:30]
+
+
+def test_durations_are_short() -> None:
+    """Two units at most."""
+    assert [age(s) for s in (0, 59, 60, 3_700, 90_000)] == ["0s", "59s", "1m", "1h 1m", "1d 1h"]
+    assert [duration(s) for s in (1.5, 0.0123, 2e-5)] == ["1.5 s", "12.3 ms", "20 µs"]
+
+
+@pytest.mark.parametrize(
+    ("at", "written"),
+    [
+        ("node-a", "node-a:31998"),
+        ("node-a:7", "node-a:7"),
+        ("[::1]:7", "[::1]:7"),
+        (":7", "127.0.0.1:7"),
+        ("ipc:///run/a.ipc", "ipc:///run/a.ipc"),
+    ],
+)
+def test_an_address_needs_no_port(at: str, written: str) -> None:
+    """The default port is that of nodes."""
+    assert _written(at) == written
+
+
+@pytest.mark.parametrize("at", ["node:port", "node:99999", "a b:1:2"])
+def test_a_wrong_address_is_named(at: str) -> None:
+    """Before anything is dialled."""
+    with pytest.raises(ConfigError, match="at"):
+        _written(at)
+
+
+def test_a_home_of_the_named_cluster_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --at: a node of this host, of this cluster if there is one, or the default port."""
+    homes = ["ipc:///run/peercache-other-1.ipc", "ipc:///run/peercache-prod-2.ipc"]
+    monkeypatch.setattr(connecting, "homes_here", lambda: homes)
+
+    def at(**settings: str) -> str:
+        given = {"at": None, "timeout_s": 1.0, "config": None, "environment": {}}
+        return Target.of(**given, **settings).at  # type: ignore[arg-type]
+
+    assert at(cluster="prod") == homes[1]
+    assert at() == homes[0]
+    homes.clear()
+    assert at() == "127.0.0.1:31998"
+    assert at(home="ipc:///run/mine.ipc") == "ipc:///run/mine.ipc"
+
+
+def test_an_address_where_nothing_listens_is_one_sentence() -> None:
+    """At once, and with what to do."""
+    target = Target.of(at="127.0.0.1:1", timeout_s=5.0, config=None, environment={})
+
+    with pytest.raises(PeerCacheError, match=r"127\.0\.0\.1:1: nothing listens there; start"):
+        Operator(target).__enter__()
+
+
+def test_top_without_a_terminal_names_the_other_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One sentence, and status 2."""
+    assert cli.main(["top", "--at", "127.0.0.1:1"]) == 2
+    assert "use `peercache status`" in capsys.readouterr().err
