@@ -15,8 +15,9 @@ from peercache.observability.objectives import OBJECTIVES, Objective
 
 JOB = "peercache"
 GOOD_BEFORE_M = 10
-GOOD_AFTER_M = 100
-"""Minutes of the made series before and after the fault; longer than any window of a rule."""
+GOOD_AFTER_M = 15
+"""Minutes of the made series before and after the fault. No alert needs more to clear: one that
+looks an hour back looks five minutes back, too."""
 
 INSTANCE = 'instance="a:31997",job="peercache"'
 OTHER = 'instance="b:31997",job="peercache"'

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,14 @@ def test_board_and_alerts_see_a_fault_of_real_nodes(tmp_path: Path, small_disk: 
                 ]
 
             wait_until(lambda: not lacking())
+            judged = subprocess.run(
+                [sys.executable, "-m", "peercache", "slo", "--json",
+                 *(f"127.0.0.1:{port}" for port in ports)],
+                capture_output=True, check=False,
+            )  # fmt: skip
+            told = json.loads(judged.stdout)
+            assert judged.returncode == (0 if told["ok"] else 1)
+            assert all(objective["calls"] > 0 for objective in told["objectives"])
             wait_until(lambda: load() or monitoring.receiver.heard(
                 "PeerCacheDiskDropsPages", "firing"
             ))  # fmt: skip

@@ -64,3 +64,15 @@ def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
         wiring.close(is_quiet=True)
 
     assert told == [("engine", 4096, 100, "owner"), ("end", 4096)]
+
+
+def test_breakers_that_open_are_counted_in_the_metrics_once() -> None:
+    """A report to the home node tells them; they were in no metric before."""
+    with tempfile.TemporaryDirectory(prefix="peercache-") as place:
+        wiring = Wiring(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
+        for beat_of in (2, 2, 5):
+            wiring.breakers.opened_count = beat_of
+            wiring._on_beat()
+        wiring.close(is_quiet=True)
+
+    assert wiring.metrics.registry.get_sample_value("peercache_breakers_opened_total") == 5
