@@ -150,7 +150,7 @@ class Pages:
 
 def _filed(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return what answers with a file, which is read now."""
-    body = files(__package__ or "").joinpath("files", name).read_bytes()
+    body = (files(__package__ or "") / "files" / name).read_bytes()
 
     async def answer(_: Request) -> Response:
         return _whole(200, _FILES[name], body)
