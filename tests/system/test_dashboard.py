@@ -1,0 +1,192 @@
+"""The dashboard in a browser: real nodes that live, drain away and die, and states made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from peercache.http.history import STEP_S
+from peercache.http.watching import Watching
+from peercache.model.status import MemberStatus
+from tests.pace import PATIENCE_S
+from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read
+from tests.unit.http.http_node import served
+from tests.unit.http.statuses import cluster, dead, disk_full, draining, member
+
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+)  # fmt: skip
+PHONE, DESK = 390, 1280
+PATIENCE_MS = PATIENCE_S * 1000
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}"),
+]
+
+
+class Reader:
+    """A person at a browser. Whatever the browser complains about is kept."""
+
+    def __init__(self, browser: Any) -> None:
+        """Use a browser of playwright."""
+        self._browser = browser
+        self.complaints: list[str] = []
+
+    @contextmanager
+    def at(self, url: str, *, width: int = DESK, scheme: str = "light") -> Iterator[Any]:
+        """Open a page for the length of a block; at its end it must have asked its node only."""
+        context = self._browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        page, asked = context.new_page(), []
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda said: self.complaints.append(said.text))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url, wait_until="load")
+        yield page
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        own = "/".join(url.split("/")[:3]) + "/"
+        assert [url for url in asked if not url.startswith(own)] == []
+        assert self.complaints == []
+        context.close()
+
+
+@contextmanager
+def _reader() -> Iterator[Reader]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
+        yield Reader(browser)
+        browser.close()
+
+
+def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
+    """All three live, one dies, one leaves; the page renews itself and keeps what is open."""
+    with LocalCluster() as nodes, _reader() as reader:
+        first, second, third = [
+            nodes.start(flags=("--metrics-port", free_port())) for _ in range(3)
+        ]
+        nodes.wait_for_members(first, 3)
+        client = nodes.client(first)
+        keys = keys_of("seen", 8)
+        assert all(client.batch_set(keys, pages_of(keys)))
+        assert all(read(client, keys))
+        url = f"http://{first.ready['http']}"
+        name = first.ready["control"]
+
+        with reader.at(f"{url}/") as page:
+            _expect(page.locator("td .state.ok")).to_have_count(3, timeout=PATIENCE_MS)
+            assert page.locator(".attention").count() == 0
+            _expect(page.locator(".tiles")).to_contain_text("100 %", timeout=PATIENCE_MS)
+            assert page.get_by_role("heading", name="Engines").count() == 1
+            assert page.locator("main").get_by_role("table").count() >= 2
+            page.screenshot(path=tmp_path / "healthy.png", full_page=True)
+
+            # Keys alone lead to a node's page and back.
+            page.keyboard.press("Tab")
+            assert _focused(page) == "Skip to the figures"
+            page.locator("td a", has_text=name).first.focus()
+            _refresh(page)
+            assert _focused(page) == name
+            page.keyboard.press("Enter")
+            page.wait_for_url(f"{url}/nodes/*")
+
+            page.locator("#d-settings summary").press("Enter")
+            _refresh(page)
+            assert page.locator("#d-settings").get_attribute("open") is not None
+            assert "pool_size" in page.locator("#d-settings").inner_text()
+            assert page.locator("#d-threads tbody tr").count() > 1
+            page.locator("nav a", has_text="Cluster").press("Enter")
+            page.wait_for_url(f"{url}/")
+
+            third.kill()
+            trouble = page.locator(".attention li.bad", has_text=third.ready["control"])
+            _expect(trouble).to_have_count(1, timeout=PATIENCE_MS)
+            page.screenshot(path=tmp_path / "dead.png", full_page=True)
+
+            assert second.terminate() == 0
+            gone = page.locator("td .state", has_text="left")
+            _expect(gone).to_have_count(1, timeout=PATIENCE_MS)
+            page.locator("#pause").press("Enter")
+            assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+
+        with reader.at(f"{url}/nodes/{name}", width=PHONE, scheme="dark") as page:
+            page.screenshot(path=tmp_path / "phone.png", full_page=True)
+            # A node that stops is said to be gone, and its last figures stay.
+            reader.complaints = _Ignored()
+            first.terminate()
+            _expect(page.locator("#trouble")).to_be_visible(timeout=PATIENCE_MS)
+            assert name in page.locator("h1").inner_text()
+
+
+class _Ignored(list[str]):
+    """Complaints about a node that a test has stopped."""
+
+    def append(self, _: str) -> None:
+        """Forget it."""
+
+
+def _expect(what: Any) -> Any:
+    """Return what waits; the page itself evaluates nothing, as its policy forbids that."""
+    return pytest.importorskip("playwright.sync_api").expect(what)
+
+
+def _focused(page: Any) -> str:
+    return str(page.evaluate("document.activeElement.textContent"))
+
+
+def _refresh(page: Any) -> None:
+    """Let the page renew its figures now."""
+    shown = page.locator("main > *").first.element_handle()
+    page.evaluate("refresh()")
+    assert not shown.evaluate("each => each.isConnected"), "nothing was renewed"
+
+
+STATES: dict[str, tuple[Callable[[int], Sequence[MemberStatus]], str]] = {
+    "dead": (lambda step: [member(0, 2, step=step), dead(member(1, 2))], "gives no answer"),
+    "draining": (lambda step: [draining(member(0, 2, step=step))], "of 190.0 k pages"),
+    "disk full": (lambda step: [disk_full(member(0, 2, step=step))], "No space left on device"),
+    "64 nodes": (lambda step: cluster(64, step=step), "10.0.0.64:31998"),
+}
+
+
+async def test_states_are_shown_dark_and_light_on_desk_and_phone(tmp_path: Path) -> None:
+    """Nothing is wider than a phone, nothing comes from elsewhere, and no script complains."""
+    now: Sequence[MemberStatus] = ()
+
+    async def gather(*, detail: bool = False) -> Sequence[MemberStatus]:
+        return now
+
+    def look(reader: Reader, address: str, state: str, wanted: str) -> None:
+        views = [(DESK, "light", "/"), (PHONE, "dark", "/")]
+        if state == "disk full":
+            views.append((PHONE, "light", "/nodes/10.0.0.1:31998"))
+        for width, scheme, path in views:
+            with reader.at(f"http://{address}{path}", width=width, scheme=scheme) as page:
+                assert wanted in page.locator("main").inner_text()
+                page.screenshot(path=tmp_path / f"{state}-{width}-{scheme}.png", full_page=True)
+
+    def look_at_all(addresses: dict[str, str]) -> None:
+        with _reader() as reader:
+            for state, address in addresses.items():
+                nonlocal now
+                make, wanted = STATES[state]
+                now = make(200)
+                look(reader, address, state, wanted)
+
+    async with AsyncExitStack() as stack:
+        addresses = {}
+        for state, (make, _) in STATES.items():
+            watching = Watching(gather)
+            for step in range(100):
+                watching.history.take(step * STEP_S, make(100 + step))
+            addresses[state] = await stack.enter_async_context(served(watching=watching))
+        await trio.to_thread.run_sync(look_at_all, addresses)
