@@ -161,7 +161,7 @@ def _points(places: npt.NDArray[np.intp], parts: Values) -> list[str]:
 
 def _line(parts: Values) -> str:
     return "".join(
-        f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}h3"
+        f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}m-4 0h4"
         for run in _runs(np.isfinite(parts))
         if (points := _points(run, parts))
     )

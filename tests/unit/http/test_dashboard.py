@@ -347,7 +347,7 @@ def test_line_ends_where_nothing_is_known() -> None:
     chart = line_chart("x", "X", [("a", values)], written_count)
 
     assert chart.top == "10"
-    assert chart.lines[0].path == "M0.0 120.0L120.0 60.0M360.0 0.0h3"
+    assert chart.lines[0].path == "M0.0 120.0L120.0 60.0M360.0 0.0m-4 0h4"
     assert chart.summary == "X: a 10"
     empty = line_chart("x", "X", [("a", values * nan)], written_count)
     assert (empty.lines[0].path, empty.lines[0].now) == ("", "–")
