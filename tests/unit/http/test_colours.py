@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-CSS = files("peercache.http").joinpath("files", "dashboard.css").read_text()
+CSS = files("peercache.http").joinpath("files").joinpath("dashboard.css").read_text()
 
 TEXTS = [
     *((text, back) for text in ("text", "faint", "accent", "warn") for back in ("back", "card")),
