@@ -11,6 +11,7 @@ import pytest
 
 from peercache.cli import main as cli
 from peercache.cli.operate.connecting import complete_members
+from peercache.model.keys import Namespace
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
@@ -112,6 +113,68 @@ def test_with_certificates_only_an_operator_looks(
         assert cli.main(at) == 2
         assert "give --tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
         assert cli.main(["status", "--at", node.ready["home"], "--cluster", cluster.name]) == 0
+
+
+def test_pages_by_hand_and_the_end_of_a_namespace(
+    capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Set, exists, get, rm and clear over real nodes; each says by its status what it found."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        here = ["--home", nodes[0].ready["home"], "--namespace", "by hand"]
+        there = ["--home", nodes[1].ready["home"], "--namespace", "by hand"]
+        page, copy = tmp_path / "page", tmp_path / "copy"
+        page.write_bytes(bytes(range(256)) * 99)
+
+        assert cli.main(["set", *here, "one", str(page)]) == 0
+        assert cli.main(["set", *here, "two", str(page), "--geometry", "of tests"]) == 0
+        assert cli.main(["exists", *there, "one", "none"]) == 1
+        assert capsysbinary.readouterr().out == b"yes one\nno  none\n"
+        assert cli.main(["get", *there, "one", "-o", str(copy)]) == 0
+        assert copy.read_bytes() == page.read_bytes()
+        assert cli.main(["get", *there, "one"]) == 0
+        assert capsysbinary.readouterr().out == page.read_bytes()
+        assert cli.main(["get", *there, "none"]) == 1
+        assert b"no page of 'none'" in capsysbinary.readouterr().err
+        assert cli.main(["get", "--at", nodes[0].ready["control"], "one"]) == 2
+        assert b"is no home address" in capsysbinary.readouterr().err
+
+        assert cli.main(["rm", *there, "one", "--json"]) == 0
+        assert json.loads(capsysbinary.readouterr().out) == {"removed": 1}
+        assert cli.main(["rm", *there, "one"]) == 1
+        assert cli.main(["set", *here, "one", str(page)]) == 0
+        capsysbinary.readouterr()
+        clear = ["clear", "--at", nodes[1].ready["control"], "--namespace", "by hand"]
+        assert cli.main([*clear, "--yes", "--json"]) == 0
+        assert json.loads(capsysbinary.readouterr().out) == {"removed": 2, "missed": []}
+        assert cli.main(["exists", *here, "one"]) == 1
+        # Without an answer nothing goes.
+        assert cli.main(["set", *here, "one", str(page)]) == 0
+        assert cli.main(clear) == 2
+        assert b"say --yes" in capsysbinary.readouterr().err
+        assert cli.main(["exists", *here, "one"]) == 0
+
+        nodes[0].pause()
+        assert cli.main([*clear, "--yes", "--timeout", "2"]) == 1
+        assert f"! {nodes[0].ready['control']} did not answer".encode() in (
+            capsysbinary.readouterr().out
+        )
+        nodes[0].resume()
+
+
+def test_wrong_geometry_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """While an engine writes with one, another one is refused: the sentence names both."""
+    with LocalCluster() as cluster:
+        node = cluster.start("one")
+        page = tmp_path / "page"
+        page.write_bytes(b"page")
+        with cluster.client(node, namespace=Namespace("model", "layers=2")):
+            at = ["--home", node.ready["home"], "--namespace", "model"]
+            assert cli.main(["set", *at, "key", str(page)]) == 2
+            said = capsys.readouterr().err
+            assert cli.main(["set", *at, "--geometry", "layers=2", "key", str(page)]) == 0
+    assert "'layers=2'" in said
+    assert "name that one with --geometry" in said
 
 
 def _state(cluster: LocalCluster, nodes: list[NodeProcess], place: int) -> str:

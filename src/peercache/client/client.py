@@ -165,6 +165,20 @@ class Client:
         """Return for each key whether it has a holder: a hint, as `batch_exists`."""
         return self._exists(keys, touch=False)
 
+    def lengths(self, keys: Keys) -> list[int]:
+        """Return how many bytes each page has, for buffers to get them into; 0 where none is held.
+
+        A hint: the page may be gone when it is read.
+        """
+        path = self._wiring.reader.lengths
+        return self._call(
+            "exists",
+            len(keys),
+            [0] * len(keys),
+            lambda until: self._bridge.run(path(self._names(keys), self._tie.cluster, until)),
+            timeout_s=self.config.exists_timeout_s,
+        )
+
     def touch(self, keys: Keys) -> list[bool]:
         """Return what `contains` does, and have the holders evict what is found last.
 

@@ -29,6 +29,9 @@ DEFAULT_NAME = "default"
 PageKeys: TypeAlias = npt.NDArray[np.void]
 Key: TypeAlias = str | bytes
 
+SPACE_BITS = 0xFFFF_FFFF
+"""The bits of a namespace's tag that follow from its name."""
+
 _HEX_BYTES = 64
 _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 
@@ -82,6 +85,19 @@ class Namespace:
         The low 32 bits are the space tag; the high ones tell geometries and ranks of a name apart.
         """
         return int.from_bytes(self.digest()[:4], "little") << 32 | self.space_tag()
+
+
+def covers(wanted: int, tag: int) -> bool:
+    """Return whether a removal from `wanted` concerns the pages of a namespace's tag.
+
+    wanted: a tag, or a space tag: then every geometry, rank and weights of that name.
+    """
+    return wanted in (tag, space_of(tag))
+
+
+def space_of(tag: int) -> int:
+    """Return the space tag in a namespace's tag: what rights are about."""
+    return tag & SPACE_BITS
 
 
 def _encoded(text: str) -> bytes:

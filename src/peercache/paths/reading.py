@@ -224,6 +224,14 @@ class Reader:
             yield Post(wished)
         return where.known, where.reasons, ASKED
 
+    def lengths(
+        self, keys: PageKeys, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, list[int]]:
+        """Find how many bytes each page has, 0 for one without a holder. A hint, as `exists`."""
+        where = yield from self._locator.locate(keys, cluster, until, cached_since=np.inf)
+        found: list[int] = np.where(where.known, where.records["length"], 0).tolist()
+        return found
+
     def get(
         self,
         keys: PageKeys,

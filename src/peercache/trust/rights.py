@@ -29,7 +29,7 @@ import numpy as np
 
 from peercache.errors import Rejected
 from peercache.model.ids import incarnation_of
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, space_of
 from peercache.model.member import Member
 from peercache.model.records import RECORD
 from peercache.trust.identity import CertificateRole, Identity
@@ -228,11 +228,6 @@ def is_invented(cluster: str, member: Member) -> bool:
     Only where names come from certificates: without TLS every name is "" and nothing is proven.
     """
     return incarnation_of(cluster, member.name, member.nonce) != member.incarnation
-
-
-def space_of(tag: int) -> int:
-    """Return the space tag in a namespace's tag: what rights are about."""
-    return tag & 0xFFFF_FFFF
 
 
 def spaces_of(identity: Identity | None) -> frozenset[int] | None:

@@ -66,6 +66,20 @@ def test_clear_empties_one_namespace_on_disk() -> None:
     assert world.tier.figures()["disk_pages"] == 1
 
 
+def test_clear_of_a_name_empties_all_its_geometries_on_disk() -> None:
+    """By its space tag, as in memory."""
+    world = DiskWorld()
+    for page, namespace in enumerate((7 << 32 | 5, 8 << 32 | 5, 7 << 32 | 6), 1):
+        world.set(page, namespace=namespace)
+    world.finish()
+
+    world.clear(5)
+    world.finish()
+
+    assert world.answers[-1] == Removed(8, 2)
+    assert world.tier.figures()["disk_pages"] == 1
+
+
 def test_page_removed_while_it_is_written_does_not_come_back() -> None:
     """The write may end well, and is not published."""
     world = DiskWorld()

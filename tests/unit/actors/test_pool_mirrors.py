@@ -210,6 +210,15 @@ def test_removals_of_the_past_are_not_forgotten_for_want_of_room() -> None:
     assert len(mirrors._void_until) == NAMESPACES_MAX
 
 
+def test_the_removal_of_a_name_voids_all_its_geometries() -> None:
+    """A space tag stands for every namespace of that name, and for no other."""
+    mirrors = Mirrors(8)
+    mirrors.removed(5, 5.0, 100.0)
+
+    assert mirrors.is_void(7 << 32 | 5, 101.0)
+    assert not mirrors.is_void(7 << 32 | 6, 101.0)
+
+
 def test_a_shorter_removal_does_not_end_a_longer_one() -> None:
     """Both are under way."""
     mirrors = Mirrors(8)

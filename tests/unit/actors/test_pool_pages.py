@@ -194,6 +194,18 @@ def test_clear_drops_one_namespace_only() -> None:
     assert world.holds(1, 2, 3, 4) == [False, False, True, True]
 
 
+def test_clear_of_a_name_drops_all_its_geometries() -> None:
+    """A space tag names no geometry; a whole tag still drops its own pages only."""
+    world = World(granules=64)
+    for page, namespace in enumerate((7 << 32 | 5, 8 << 32 | 5, 7 << 32 | 6), 1):
+        world.store(ALICE, [page], PAGE, namespace=namespace)
+    world.store(ALICE, [4], PAGE, namespace=9 << 32 | 5)
+
+    assert world.clear(9 << 32 | 5) == 1
+    assert world.clear(5) == 2
+    assert world.holds(1, 2, 3, 4) == [False, False, True, False]
+
+
 def test_nothing_is_granted_of_memory_that_is_not_populated() -> None:
     """Only the usable part is given out; it grows."""
     world = World(granules=1024, usable=0)

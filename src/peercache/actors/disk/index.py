@@ -27,6 +27,7 @@ from peercache.actors.disk.index_rows import ENDED, HELD, WRITING, EntryRows
 from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, SlabAllocator, slot_blocks
 from peercache.actors.storage_port import DISK_ENTRY
+from peercache.model.keys import SPACE_BITS
 from peercache.model.runs import I64, U64
 
 PINS_MAX: Final = 255
@@ -152,10 +153,15 @@ class DiskIndex:
         return recent[np.argsort(rows["touched"][recent], kind="stable")]
 
     def of_namespaces(self, namespaces: Sequence[int]) -> I64:
-        """Return the entries of some namespaces, those being written included."""
+        """Return the entries of some namespaces, those being written included.
+
+        A space tag among them stands for every namespace of its name (`model.keys.covers`).
+        """
         rows = self._entries.rows[: self._entries.end]
         live = (rows["state"] == HELD) | (rows["state"] == WRITING)
-        return np.flatnonzero(live & np.isin(rows["namespace"], np.array(namespaces, np.uint64)))
+        wanted, tags = np.array(namespaces, np.uint64), rows["namespace"]
+        is_theirs = np.isin(tags, wanted) | np.isin(tags & np.uint64(SPACE_BITS), wanted)
+        return np.flatnonzero(live & is_theirs)
 
     def written_before(self, unix_s: int) -> I64:
         """Return the HELD entries that were written before a moment: for a time to live."""

@@ -92,7 +92,7 @@ from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.ids import Incarnation
-from peercache.model.keys import split_keys
+from peercache.model.keys import covers, split_keys
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
@@ -463,7 +463,7 @@ class Pool:
         """Note removed pages that the promote actor is loading: its Commit may still come."""
         for sequence, reservation in self._reservations.open_of(PROMOTER.identity):
             removed = split_keys(reservation.keys)
-            if reservation.namespace != message.namespace:
+            if not covers(message.namespace, reservation.namespace):
                 removed = []
             elif isinstance(message, Remove):
                 named = dict.fromkeys(split_keys(message.keys))

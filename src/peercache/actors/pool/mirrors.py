@@ -17,6 +17,7 @@ import attrs
 
 from peercache.actors.pool.granting import Shares
 from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.model.keys import space_of
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED
 
 LATELY_S: Final = 10.0
@@ -68,7 +69,11 @@ class Mirrors:
 
     def is_void(self, namespace: int, asked_at: float) -> bool:
         """Return whether a page whose slot was asked for then may have been removed since."""
-        until = max(self._all_void_until, self._void_until.get(namespace, -math.inf))
+        # A name may have been cleared whole, by its space tag.
+        until = max(
+            self._void_until.get(tag, -math.inf) for tag in (namespace, space_of(namespace))
+        )
+        until = max(until, self._all_void_until)
         return until >= asked_at
 
     def begin(self, now: float, clock: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from peercache.actors.effects import StoreWords
 from peercache.actors.pool.slots import Slot
 from peercache.model.ids import Incarnation
-from peercache.model.keys import KEY, split_keys
+from peercache.model.keys import KEY, covers, split_keys
 from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.runs import U64
 from peercache.model.seal import SEAL, SPACE_MASK, Seals
@@ -80,8 +80,8 @@ class PageTable:
         return [page for page in found if page is not None]
 
     def of_namespace(self, namespace: int) -> list[Page]:
-        """Return every page of a namespace: a pass over all, for a call that is rare."""
-        return [page for page in self._by_key.values() if page.namespace == namespace]
+        """Return the pages that a removal `covers`: a pass over all, for a call that is rare."""
+        return [page for page in self._by_key.values() if covers(namespace, page.namespace)]
 
     def judge(
         self, keys: Sequence[bytes], lengths: Sequence[int], bytes_max: int

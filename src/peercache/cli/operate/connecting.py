@@ -158,6 +158,21 @@ class Target:
         """Whether it is a node's home address."""
         return self.at.startswith("ipc://")
 
+    def attached(self) -> Config:
+        """Return the settings of a client at this home, of the cluster that the node is of.
+
+        Raises PeerUnreachable, Rejected or DeadlineExceeded.
+        """
+        with Operator(self) as operator:
+            cluster = operator.cluster
+        return attrs.evolve(
+            self.config,
+            home=self.at,
+            cluster=cluster,
+            op_timeout_s=self.timeout_s,
+            exists_timeout_s=self.timeout_s,
+        )
+
 
 def _written(at: str) -> str:
     """Return an address as HOST:PORT or ipc://PATH; raise ConfigError."""

@@ -126,6 +126,7 @@ class Remove:
 class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
+    namespace:  its tag; a space tag, of 32 bits, is every geometry, rank and weights of a name.
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 

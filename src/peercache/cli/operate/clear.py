@@ -1,0 +1,55 @@
+"""`peercache clear`: every page of a namespace, on every member."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.options import json_option
+from peercache.model.ids import name_of
+from peercache.model.keys import Namespace
+from peercache.wire.messages.pool import Clear, Removed
+
+EXIT_WRONG = 1
+"""A member did not answer, and may still hold pages."""
+
+PATIENCE_PART = 0.8
+"""Part of the time that the node may wait for the members: its answer takes time too."""
+
+
+@click.command
+@target_options
+@click.option("--namespace", required=True, metavar="NAME", help="The namespace, by its name.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
+    """Remove every page of a namespace from memory and disk of every member.
+
+    All geometries, ranks and weights of that name go. Exit status: 0 if every member has answered,
+    1 if one has not, and may still hold pages, or the answer was no, 2 if no node answers.
+    """
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError("nothing here can be asked whether to go on: say --yes.")
+    wanted = Target.of(**target)
+    with Operator(wanted) as operator:
+        if not yes and not click.confirm(_question(namespace, operator.cluster), err=True):
+            return EXIT_WRONG
+        names = {each.status.incarnation: each.status.name for each in operator.statuses()}
+        patience_s = PATIENCE_PART * wanted.timeout_s
+        answer = operator.ask(Clear(0, Namespace(namespace).space_tag(), patience_s), Removed)
+    missed = [names.get(name_of(member), name_of(member)) for member in answer.missed]
+    if as_json:
+        print(json.dumps({"removed": answer.count, "missed": missed}))
+        return EXIT_WRONG if missed else 0
+    print(f"removed {answer.count} pages of {namespace!r}")
+    for name in missed:
+        print(f"! {name} did not answer, and may still hold some: run this again once it does")
+    return EXIT_WRONG if missed else 0
+
+
+def _question(namespace: str, cluster: str) -> str:
+    return f"Remove every page of {namespace!r} from the cluster {cluster}?"

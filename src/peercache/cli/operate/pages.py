@@ -1,0 +1,172 @@
+"""`peercache get`, `set`, `exists` and `rm`: pages by hand, through a node of this host.
+
+Only a process of a node's own host writes, so these take a home address and no other host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from peercache.cli.operate.connecting import Target, target_options
+from peercache.cli.options import json_option
+from peercache.client.client import Client
+from peercache.errors import ConfigError, Rejected
+from peercache.model.keys import DEFAULT_NAME, Namespace
+from peercache.observability.metrics import totals_of
+
+EXIT_NOT_FOUND = 1
+
+STDIO = "-"
+
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+
+
+def _page_options(command: Callback) -> Callback:
+    """Add the target, --namespace and --geometry."""
+    for option in (
+        click.option(
+            "--geometry",
+            default="",
+            help="What the bytes of a page mean, where the namespace has a geometry.",
+        ),
+        click.option(
+            "--namespace", default=DEFAULT_NAME, show_default=True, metavar="NAME",
+            help="The namespace of the pages.",
+        ),
+        target_options,
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command("get")
+@_page_options
+@click.option(
+    "-o", "--output", default=STDIO, metavar="FILE", help="Write it there; - is stdout.",
+)  # fmt: skip
+@click.argument("key")
+@json_option
+def get_command(*, key: str, output: str, as_json: bool, **where: Any) -> int:
+    """Read the page of a key, whichever node holds it, and verify it.
+
+    Exit status: 0, 1 if no node holds it, 2 if there is no node.
+    """
+    if output == STDIO and (as_json or sys.stdout.isatty()):
+        raise click.UsageError("a page is bytes: name a file with -o, or send stdout into a pipe.")
+    with _client(**where) as client:
+        length = client.lengths([key])[0]
+        page = bytearray(length)
+        is_hit = bool(length) and client.batch_get([key], [page])[0]
+        why = _reasons(client, "pages_missed")
+    if is_hit and output == STDIO:
+        sys.stdout.buffer.write(page)
+        sys.stdout.buffer.flush()
+    elif is_hit:
+        try:
+            Path(output).write_bytes(page)
+        except OSError as error:
+            raise ConfigError("output", f"cannot write {output}: {error.strerror}") from error
+    if as_json:
+        print(json.dumps({"key": key, "found": is_hit, "bytes": length if is_hit else 0}))
+    elif not is_hit:
+        print(f"peercache: no page of {key!r}{why}", file=sys.stderr)
+    return 0 if is_hit else EXIT_NOT_FOUND
+
+
+@click.command("set")
+@_page_options
+@click.argument("key")
+@click.argument("file", default=STDIO)
+@json_option
+def set_command(*, key: str, file: str, as_json: bool, **where: Any) -> int:
+    """Store the bytes of FILE (or -: stdin) under a key, at a node of this host.
+
+    Exit status: 0, 1 if the node did not take them, 2 if there is no node.
+    """
+    try:
+        page = sys.stdin.buffer.read() if file == STDIO else Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError("file", f"cannot read {file}: {error.strerror}") from error
+    if not page:
+        raise ConfigError("file", f"{file} is empty, and a page has a byte at least")
+    with _client(**where) as client:
+        is_stored = client.batch_set([key], [page])[0]
+        why = _reasons(client, "sets_refused")
+    if as_json:
+        print(json.dumps({"key": key, "stored": is_stored, "bytes": len(page)}))
+    elif not is_stored:
+        print(f"peercache: {key!r} was not stored{why}", file=sys.stderr)
+    return 0 if is_stored else EXIT_NOT_FOUND
+
+
+@click.command("exists")
+@_page_options
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@json_option
+def exists_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int:
+    """Say of each key whether a node holds its page.
+
+    Exit status: 0 if all are there, 1 if one is not, 2 if there is no node.
+    """
+    with _client(**where) as client:
+        found = client.contains(keys)
+    if as_json:
+        print(json.dumps({"exists": dict(zip(keys, found, strict=True))}))
+    else:
+        for key, is_there in zip(keys, found, strict=True):
+            print(f"{'yes' if is_there else 'no '} {key}")
+    return 0 if all(found) else EXIT_NOT_FOUND
+
+
+@click.command("rm")
+@_page_options
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@json_option
+def remove_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int:
+    """Remove the pages of keys from memory and disk of every member.
+
+    Exit status: 0, 1 if none was there, 2 if there is no node.
+    """
+    with _client(**where) as client:
+        count = client.remove(keys)
+    if as_json:
+        print(json.dumps({"removed": count}))
+    else:
+        print(f"removed {count} {'copy' if count == 1 else 'copies'}")
+    return 0 if count else EXIT_NOT_FOUND
+
+
+@contextlib.contextmanager
+def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
+    """Attach to a node of this host; raise what says how to reach one."""
+    target = Target.of(**given)
+    if not target.is_home:
+        raise ConfigError(
+            "at",
+            f"{target.at} is no home address, and pages are read and written through a node of "
+            "this host: name it with --home ipc://PATH (its ready line has it), or start one",
+        )
+    config = target.attached()
+    try:
+        client = Client.open(config, namespace=Namespace(namespace, geometry))
+    except Rejected as rejected:
+        if rejected.reason != "geometry":
+            raise
+        remedy = "name that one with --geometry, or take another --namespace"
+        raise Rejected(rejected.reason, f"{rejected.detail}; {remedy}") from rejected
+    with client:
+        yield client
+
+
+def _reasons(client: Client, counter: str) -> str:
+    """Return why pages were missed or refused, for the end of a sentence."""
+    found = totals_of(getattr(client.metrics, counter))
+    named = ", ".join(sorted(reason for reason, count in found.items() if count))
+    return f": {named}" if named else ""
