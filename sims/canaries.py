@@ -18,9 +18,9 @@ from typing import Any
 
 import attrs
 
-from sims import bugs, bugs_owners, planted
+from sims import bugs, bugs_handover, bugs_owners, planted
 from sims.play import play
-from sims.swarm import smaller
+from sims.swarm import Options, draining, smaller
 
 FIRST_SEED = 1_000_000
 """Canaries are hunted over the same seeds each time, which no sweep starts with."""
@@ -40,6 +40,8 @@ class Canary:
     seeds_max: int
     patches: tuple[Patch, ...] = ()
     plant: str = ""
+    change: Callable[[Options], Options] = smaller
+    """Makes the runs those in which the bug shows."""
 
 
 CANARIES: tuple[Canary, ...] = (
@@ -314,6 +316,20 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.WAITS_BY_ANOTHER_CLOCK,
     ),
     Canary(
+        "handed-over-though-removed",
+        "a page that is removed while it is handed over is committed all the same",
+        60,
+        patches=bugs_handover.THOUGH_REMOVED,
+        change=draining,
+    ),
+    Canary(
+        "handed-over-unverified",
+        "what a node reads from one that is drained is committed as it came",
+        60,
+        patches=bugs_handover.UNVERIFIED,
+        change=draining,
+    ),
+    Canary(
         "mirror-unverified",
         "a copy is kept of whatever a get has read, verified or not",
         50,
@@ -377,7 +393,7 @@ def hunt(name: str) -> Found:
             checker = "" if is_deterministic(seed, name) else "digest"
         else:
             with planted_canary(name):
-                checker = play(seed, change=smaller).checker
+                checker = play(seed, change=canary.change).checker
         if checker[:1].isupper():
             break  # An exception of the planted code itself: no checker has found anything.
         if checker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
@@ -15,6 +16,8 @@ DOWN_MAX_S = 9.0
 """Longest that a crashed node is away: longer than it takes to be found dead."""
 
 PAUSE_MAX_S = 12.0
+CANCELLED = 0.2
+"""Part of the drains that are taken back."""
 PARTITION_MAX_S = 14.0
 
 
@@ -40,6 +43,7 @@ class Nemesis:
             (options.disconnect_rate, self._disconnect),
             (options.disk_rot, self._rot),
             (options.forge_rate, Liar(self._world, self._rng).forge),
+            (options.drain_rate, self._drain),
             (options.impostor_rate, Impostor(self._world, self._world.stream("impostor")).lie),
         ]
         async with trio.open_nursery() as nursery:
@@ -65,6 +69,12 @@ class Nemesis:
             self._world.nursery.start_soon(
                 self._world.leave_node, node, self._rng.uniform(0.5, DOWN_MAX_S)
             )
+
+    async def _drain(self) -> None:
+        node = self._pick_node()
+        if node is not None:
+            drain = partial(self._world.drain_node, is_cancelled=self._rng.random() < CANCELLED)
+            self._world.nursery.start_soon(drain, node, self._rng.uniform(0.5, DOWN_MAX_S))
 
     async def _pause_node(self) -> None:
         node = self._pick_node()

@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import attrs
+import numpy as np
 import trio
 
 from peercache.actors.directory.authority import HEARD_MAX_S
-from peercache.actors.effects import Effect, StoreWords, TellDirectory, TellPublisher
-from peercache.actors.mailboxes import ClientGone, PagesForgotten, PoolGrew, RecordsChanged
+from peercache.actors.effects import Effect, Pull, StoreWords, TellDirectory, TellPublisher
+from peercache.actors.handover.giving import HANDED_OVER
+from peercache.actors.handover.taking import PULL_S
+from peercache.actors.mailboxes import (
+    TAKER,
+    ClientGone,
+    DrainBegan,
+    DrainCancelled,
+    PagesForgotten,
+    PoolGrew,
+    PullDone,
+    RecordsChanged,
+)
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.settings import Config
@@ -20,6 +33,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import split_keys
 from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
 from peercache.net.peers import Gate, Peer
@@ -29,12 +43,13 @@ from peercache.node.admission import Admission
 from peercache.node.assembly import Crew
 from peercache.node.switchboard import Switchboard
 from peercache.observability.metrics import Metrics
+from peercache.paths.taking_over import arrived, reading_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks
-from sims.memory import NodeMemory, Truth
+from sims.memory import Buffers, NodeMemory, Truth
 from sims.network import HOME, Network
 from sims.places import Place
 from sims.store import Image, Store
@@ -53,8 +68,20 @@ POPULATED_S = 0.2
 
 GOODBYE_S = 0.5
 
+DRAIN_S = 6.0
+DRAIN_LOOK_S = 0.1
+
 FORMER_S = HEARD_MAX_S + 2.0
 """Former owners are left in time for the second phase to see it."""
+
+
+class Reads(Protocol):
+    """How a node reads from others: `sims.fabric.Fabrics`, which knows nodes."""
+
+    buffers: Buffers
+
+    async def read(self, read: PeerRead, until: float) -> Fetched:
+        """Fill the destinations by `until`."""
 
 
 class SimNode:
@@ -74,8 +101,13 @@ class SimNode:
         trace: Trace,
         image: Image,
         disk_rng: random.Random,
+        reads: Reads,
     ) -> None:
-        """Make the incarnation; it does nothing before `run`. image: what is on its disk."""
+        """Make the incarnation; it does nothing before `run`.
+
+        image: what is on its disk; reads: how it reads what other nodes hand over.
+        """
+        self._reads = reads
         self.place = place
         self.address = address
         self.home = f"{HOME}{place.name}"
@@ -189,6 +221,32 @@ class SimNode:
         self._scope.cancel()
         return True
 
+    async def drained(self, goes_on: Callable[[], bool]) -> bool:
+        """Hand the pages over, as the node's `Draining` does; False if it was taken back."""
+        self._trace.line("fault", "drain", self.place.name)
+        giving, mailbox = self.crew.handover.giving, self.crew.mailboxes.handover
+        mailbox.tell(SELF, DrainBegan(self.place.local(trio.current_time()) + DRAIN_S))
+        while self.place.alive and giving.state != HANDED_OVER:
+            await trio.sleep(DRAIN_LOOK_S)
+            if not goes_on():
+                mailbox.tell(SELF, DrainCancelled())
+                return False
+        self._trace.line("drained", self.place.name, *attrs.astuple(giving.progress))
+        return self.place.alive
+
+    async def _pull(self, pull: Pull) -> None:
+        """Read pages of another node into slots, as the thread of `node.pulling` does."""
+        buffers, lengths = self._reads.buffers, pull.records["length"].tolist()
+        regions = [buffers.take(length, self.place.name) for length in lengths]
+        addresses = np.array([region.address for region in regions], np.uint64)
+        until = trio.current_time() + PULL_S
+        fetched = await self._reads.read(reading_of(pull.member, pull.records, addresses), until)
+        for region, offset in zip(regions, pull.offsets.tolist(), strict=True):
+            self.memory.write(offset, offset, region.data, TAKER.identity)
+            buffers.close(region)
+        done = PullDone(pull.job, arrived(pull.records, pull.namespace, fetched))
+        self.crew.mailboxes.handover.tell(SELF, done)
+
     async def _start(self, nursery: trio.Nursery) -> None:
         # A stream of its own: how long an actor is busy changes no other draw.
         rng = random.Random(f"busy/{self.incarnation}")
@@ -208,6 +266,7 @@ class SimNode:
             gate=self.gate,
             open_link=self._open_link,
             perform_disk=self.disk.perform,
+            perform_pull=lambda pull: nursery.start_soon(self._pull, pull),
             in_thread=self._in_thread,
             links_max=self._options.links_max,
         )

@@ -97,6 +97,7 @@ class Options:
     mirror_lately_s: float
     portion_pages: int
     """Largest pages that fit into a portion of a set."""
+    drain_rate: float
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
     bandwidth: float = 0.0
@@ -116,6 +117,27 @@ def smaller(options: Options) -> Options:
         nodes=nodes,
         hosts=min(options.hosts, nodes),
         safety_s=min(options.safety_s, 10.0),
+    )
+
+
+def draining(options: Options) -> Options:
+    """Return a small run in which nodes with free room are drained all the time, and read slowly.
+
+    What is handed over is removed meanwhile, as often as calls remove at all.
+    """
+    return attrs.evolve(
+        smaller(options),
+        drain_rate=0.5,
+        pool_granules=300,
+        keys=16,
+        think_s=0.02,
+        step_s=0.01,
+        steps_a_page=4,
+        latency_mean_s=0.0005,
+        crash_rate=0.0,
+        leave_rate=0.0,
+        partition_rate=0.0,
+        loss=0.0,
     )
 
 
@@ -201,4 +223,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         # The real time, and such as passes often in a run.
         mirror_lately_s=rng.choice([LATELY_S, 1.0, 0.1]),
         portion_pages=rng.choice([1, 2, 4]),
+        drain_rate=sometimes(0.5, 0.02, 0.15),
     )

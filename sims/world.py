@@ -101,6 +101,17 @@ class World:
             trace=self.trace,
             image=self.disks.image_of(name),
             disk_rng=self.stream(f"disk/{name}/{boot}"),
+            reads=Fabrics(
+                place=place,
+                options=self.options,
+                rng=self.stream(f"pull/{name}/{boot}"),
+                network=self.network,
+                buffers=self.buffers,
+                serving=self.serving,
+                linked=self.linked,
+                nursery=lambda: self.nursery,
+                wires=self.wires,
+            ),
         )
         self.trace.line("start", name, f"{node.incarnation:016x}")
         self.nodes[name] = node
@@ -174,6 +185,15 @@ class World:
         node = self.nodes[name]
         if node.place.alive and not node.is_leaving and await node.leave():
             await self._start_again(name, away_s)
+
+    async def drain_node(self, name: str, away_s: float, *, is_cancelled: bool) -> None:
+        """Drain a node, and start it again later; or change one's mind."""
+        node = self.nodes[name]
+        if not node.place.alive or node.is_leaving:
+            return
+        ended = await node.drained(lambda: self.is_safety and not is_cancelled)
+        if ended:
+            await self.leave_node(name, away_s)
 
     async def crash_client(self, name: str, away_s: float) -> None:
         """Kill an engine; another one comes in its place."""

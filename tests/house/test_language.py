@@ -25,7 +25,19 @@ VAGUE = re.compile(
 MADE_BY_TOOLS = {"__pycache__", "peercache_kv.egg-info", "peercache.egg-info"}
 
 COMPONENTS = frozenset(
-    {"client", "directory", "discovery", "disk", "fabric", "home", "http", "membership", "memory"}
+    {
+        "client",
+        "directory",
+        "discovery",
+        "disk",
+        "drain",
+        "fabric",
+        "handover",
+        "home",
+        "http",
+        "membership",
+        "memory",
+    }
     | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp", "tls"}
 )
 """The first part of a log event: the component that an operator looks for."""

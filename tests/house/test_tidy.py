@@ -47,6 +47,7 @@ LAYERS: dict[str, str] = {
     "actors.pool": "model observability wire.messages actors",
     "actors.disk": "model observability wire.messages actors",
     "actors.removal": "model wire.messages actors",
+    "actors.handover": "model wire.messages actors",
     "actors.promote": "model observability wire.messages actors",
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",
@@ -65,7 +66,8 @@ LAYERS: dict[str, str] = {
     # A node is put together from all of them, then the blocking client.
     "node": "trust model config wire wire.messages observability installation actors "
     "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
-    "actors.promote actors.removal actors.rdma memory storage net fabric.tcp rdma http discovery",
+    "actors.promote actors.removal actors.rdma actors.handover paths memory storage net fabric "
+    "fabric.tcp rdma http discovery",
     "client": "trust model config wire wire.messages observability paths memory net fabric "
     "fabric.tcp rdma node",
     "": "client",
@@ -323,8 +325,8 @@ def generations_are_compared_in_one_place(module: Module) -> Iterator[str]:
 
 
 def only_reading_verifies(module: Module) -> Iterator[str]:
-    """There is one read path, so there is one importer of the verification."""
-    if module.name == "paths.reading":
+    """One read path, and what a node takes over from another, import the verification."""
+    if module.name in ("paths.reading", "paths.taking_over"):
         return
     for line, source, name in imports_of(module):
         if source == "peercache.paths.verify" and name in ("", "verified"):

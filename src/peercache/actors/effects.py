@@ -15,6 +15,7 @@ import numpy.typing as npt
 from peercache.actors.mailboxes import (
     DirectoryHears,
     DiskHears,
+    HandoverHears,
     PeerAnswered,
     PoolHears,
     PromoteHears,
@@ -27,6 +28,8 @@ from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.storage_port import DiskEffect
 from peercache.model.hash_ring import HashRing
+from peercache.model.member import Member
+from peercache.model.records import Records
 from peercache.model.runs import U64
 from peercache.model.seal import Seals
 from peercache.wire.envelope import Message
@@ -76,6 +79,22 @@ class BuildRing:
         """Return the ring."""
         members = dict(zip(self.members, self.hosts, strict=True))
         return HashRing(members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+
+
+@attrs.frozen(eq=False)
+class Pull:
+    """Read pages of another node into slots of this one, and tell the handover actor PullDone.
+
+    job:       a number that no other Pull of this node had.
+    records:   (n,) RECORD of the member's pages, all of one namespace.
+    offsets:   (n,) uint64 of the reserved slots in page memory.
+    """
+
+    job: int
+    member: Member
+    namespace: int
+    records: Records
+    offsets: U64
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
@@ -139,6 +158,13 @@ class TellRdma:
 
 
 @attrs.frozen
+class TellHandover:
+    """Hand a fact to the handover actor."""
+
+    fact: HandoverHears
+
+
+@attrs.frozen
 class TellRemoval:
     """Hand a fact to the removal actor."""
 
@@ -148,10 +174,10 @@ class TellRemoval:
 Tell: TypeAlias = (
     TellMembership | TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote
     | TellRdma
-    | TellRemoval
+    | TellRemoval | TellHandover
 )  # fmt: skip
 
-Effect: TypeAlias = Send | SendTo | StoreWords | BuildRing | Tell | DiskEffect | RdmaEffect
+Effect: TypeAlias = Send | SendTo | StoreWords | BuildRing | Pull | Tell | DiskEffect | RdmaEffect
 
 
 class StateActor(Protocol[Hears_contra]):

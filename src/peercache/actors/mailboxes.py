@@ -33,6 +33,7 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from peercache.wire.messages.draining import PagesOffered, PagesTaken
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -94,7 +95,7 @@ MembershipHears: TypeAlias = (
 
 @attrs.frozen
 class ViewChanged:
-    """membership → ring, directory, removal: the view as it is now, dead and left included."""
+    """membership → ring, directory, removal, handover: the view of now, dead and left included."""
 
     members: tuple[Member, ...]
 
@@ -229,6 +230,44 @@ PROMOTER = Origin(0)
 0, and no message from the network does."""
 
 
+TAKER = Origin(1)
+"""The handover actor as a client of its node's pool; clients choose larger numbers by chance."""
+
+
+@attrs.frozen
+class TakeOver:
+    """handover → pool: slots for pages that another node hands over, before they are read.
+
+    Answered by Granted. Only free room is given. What is removed from now on is not committed.
+    """
+
+    reserve: Reserve
+
+
+@attrs.frozen
+class TakenOver:
+    """handover → pool: commit what was read of a TakeOver. Answered by Committed."""
+
+    commit: Commit
+
+
+@attrs.frozen
+class DrainChanged:
+    """handover → pool: from now on clients' pages are refused, or taken again."""
+
+    is_draining: bool
+
+
+@attrs.frozen
+class GiveAsked:
+    """handover → pool: which pages are handed over next, hottest first? Answered by PagesToGive.
+
+    anew: begin with the hottest ones of now.
+    """
+
+    anew: bool
+
+
 @attrs.frozen(eq=False)
 class PagesSpilled:
     """disk → pool: these pages are on disk, in lengths[i] bytes each.
@@ -301,7 +340,7 @@ PoolHears: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | ReserveAhead | ClientGone | PoolGrew
     | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
-    | PromoteAnswered
+    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked
 )  # fmt: skip
 
 
@@ -433,6 +472,52 @@ class PagesLoaded:
 PromoteHears: TypeAlias = (
     Promote | PagesFound | Granted | Committed | PagesLoaded | LateEnded | DiskEnded | PoolGrew
 )
+
+
+# --- handover -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class DrainBegan:
+    """node → handover: hand the pages over, for at most so long. until: in the actors' time."""
+
+    until: float
+
+
+@attrs.frozen
+class DrainCancelled:
+    """node → handover: keep the pages, and take new ones again."""
+
+
+@attrs.frozen(eq=False)
+class PagesToGive:
+    """pool → handover: the answer to GiveAsked.
+
+    groups: pages by namespace, hottest first; none: there are no more.
+    left:   pages behind these.
+    unfinished: reservations of clients that may still be committed.
+    """
+
+    groups: tuple[PagesStored, ...]
+    left: int
+    unfinished: int
+
+
+@attrs.frozen
+class PullDone:
+    """node → handover: the outcome of a Pull, one byte a page: 1 where its bytes are verified.
+
+    Nothing writes to the slots any more.
+    """
+
+    job: int
+    arrived: bytes
+
+
+HandoverHears: TypeAlias = (
+    PagesOffered | PagesTaken | ViewChanged | DrainBegan | DrainCancelled | PagesToGive
+    | Granted | Committed | PullDone
+)  # fmt: skip
 
 
 # --- rdma -----------------------------------------------------------------------------------------

@@ -245,6 +245,13 @@ class Config:
         "hottest first; 0 writes none. A node embedded in an engine takes one second at most.",
         low=0,
     )
+    drain_s: float = setting(
+        SECONDS,
+        60.0,
+        "Seconds that `peercache drain` may take to hand this node's pages over to other nodes, "
+        "hottest first; the time to write them to disk comes on top.",
+        low=0,
+    )
     disk_promote_rate: int = setting(
         SIZE,
         256 * 2**20,

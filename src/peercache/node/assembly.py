@@ -14,6 +14,7 @@ from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.directory.table import SEED_BYTES
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect
+from peercache.actors.handover.actor import Handover
 from peercache.actors.membership.actor import Membership
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
@@ -65,9 +66,7 @@ class Crew:
             rng=rng,
             metrics=metrics,
         )
-        self.ring = RingActor(
-            virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
-        )
+        self.ring = RingActor(virtual_nodes=config.virtual_nodes, replicas=_replicas(config))
         self.directory = _shard(me.incarnation, metrics, table_file)
         self.publisher = Publisher(
             incarnation=me.incarnation,
@@ -98,6 +97,7 @@ class Crew:
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
+        self.handover = Handover(me.incarnation)
         self.mailboxes = boxes = NodeMailboxes()
         self.actors: tuple[NamedActor[Any], ...] = (
             NamedActor("membership", self.membership, boxes.membership),
@@ -109,6 +109,7 @@ class Crew:
             NamedActor("promote", self.promote, boxes.promote),
             NamedActor("rdma", self.rdma, boxes.rdma),
             NamedActor("removal", self.removal, boxes.removal),
+            NamedActor("handover", self.handover, boxes.handover),
         )
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
@@ -117,6 +118,10 @@ class Crew:
             nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)
+
+
+def _replicas(config: Config) -> int | str:
+    return config.directory_replicas
 
 
 def _shard(incarnation: int, metrics: Metrics, table_file: int) -> DirectoryShard:

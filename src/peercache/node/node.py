@@ -19,8 +19,8 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors.effects import TellDisk
-from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew
+from peercache.actors.effects import Pull, TellDisk, TellHandover
+from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
@@ -52,12 +52,14 @@ from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
 from peercache.node.disk import NodeDisk
+from peercache.node.draining import Drainer
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.owners import OwnersWatch
+from peercache.node.pulling import Puller
 from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
@@ -70,6 +72,7 @@ from peercache.rdma.serving import DeviceQueuePairs
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
+from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
@@ -128,6 +131,7 @@ class Node:
         self._home = ""
         self._disk: NodeDisk | None = None
         self._table_file: TableFile | None = None
+        self._puller: Puller | None = None
         self._queue_pairs: DeviceQueuePairs | None = None
         self._revocations: RevocationSpread | None = None
         self._authorities_dropped = 0
@@ -175,6 +179,8 @@ class Node:
                 remove_folder(self._home)
             if self._disk is not None:
                 self._disk.close()
+            if self._puller is not None:
+                self._puller.close()
             segment.close()
             if self._table_file is not None:
                 self._table_file.close()
@@ -226,6 +232,7 @@ class Node:
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
             status_told=self._status_told,
+            perform_pull=self._open_puller(segment),
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
         housekeeping = Housekeeping(
@@ -240,6 +247,7 @@ class Node:
             metrics=self.metrics,
             log=self.log,
         )
+        self._draining = self._drainer(crew, nursery)
         self._watch(crew, housekeeping, reach, admission)
         await nursery.start(switchboard.run)
         nursery.start_soon(self.gathering.run)
@@ -264,7 +272,7 @@ class Node:
         self._status = NodeStatus(
             self.incarnation, crew, self._disk, housekeeping, reach=reach,
             config=self.config, tls=self.tls, is_leaving=self._stopping.is_set,
-            admission=admission, metrics=self.metrics,
+            admission=admission, metrics=self.metrics, draining=self._draining.status,
         )  # fmt: skip
         self.gathering = Gathering(
             own=self.incarnation,
@@ -354,6 +362,29 @@ class Node:
 
         self._disk = NodeDisk(self.config, segment, tell, self.log)
         return self._disk.perform
+
+    def _drainer(self, crew: Crew, nursery: trio.Nursery) -> Drainer:
+        """Return what drains this node when an operator says so."""
+        return Drainer(
+            crew.handover.giving,
+            tell=lambda fact: crew.mailboxes.handover.tell(SELF, fact),
+            others=lambda: sum(m.state == ALIVE for m in self._members()) - 1,
+            within_s=self.config.drain_s,
+            leave=self.stop,
+            nursery=nursery,
+            log=self.log,
+        )
+
+    def _open_puller(self, segment: PublishedSegment) -> Callable[[Pull], None]:
+        """Return what reads the pages that other nodes hand over."""
+
+        def tell(done: PullDone) -> None:
+            self._switchboard.tell(TellHandover(done))
+
+        self._puller = Puller(
+            self.config, segment, tls=self.tls, sharing=self.sharing, tell=tell, log=self.log
+        )
+        return self._puller.perform
 
     def _open_queue_pairs(self, segment: PublishedSegment) -> Callable[[RdmaEffect], None] | None:
         """Return what performs the effects of the rdma actor; None if the node serves no rdma."""
@@ -531,6 +562,8 @@ class Node:
             return StatusTold(message.request, encoded(self._status.status(detail=message.detail)))
         if isinstance(message, ClusterAsked):
             return self.gathering.ask(sender, message)
+        if isinstance(message, (DrainNode, CancelDrain, DrainAsked)):
+            return DrainTold(message.request, self._draining.answer(message))
         if isinstance(message, RevocationsTold) and self._revocations is not None:
             self._revocations.take(message)
         if isinstance(message, Counted):

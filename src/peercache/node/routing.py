@@ -14,6 +14,7 @@ from peercache.actors.effects import (
     Tell,
     TellDirectory,
     TellDisk,
+    TellHandover,
     TellMembership,
     TellPool,
     TellPromote,
@@ -25,6 +26,7 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import (
     DirectoryHears,
     DiskHears,
+    HandoverHears,
     MembershipHears,
     PoolHears,
     PromoteHears,
@@ -51,6 +53,14 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
+)
+from peercache.wire.messages.draining import (
+    CancelDrain,
+    DrainAsked,
+    DrainNode,
+    DrainTold,
+    PagesOffered,
+    PagesTaken,
 )
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -108,6 +118,7 @@ class NodeMailboxes:
     promote: Mailbox[PromoteHears] = attrs.field(factory=Mailbox, init=False)
     rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
     removal: Mailbox[RemovalHears] = attrs.field(factory=Mailbox, init=False)
+    handover: Mailbox[HandoverHears] = attrs.field(factory=Mailbox, init=False)
     in_order: tuple[Mailbox[Any], ...] = attrs.field(init=False)
 
     @in_order.default
@@ -138,6 +149,8 @@ class NodeMailboxes:
                 self.ring.tell(SELF, fact)
             case TellRdma(fact):
                 self.rdma.tell(SELF, fact)
+            case TellHandover(fact):
+                self.handover.tell(SELF, fact)
             case TellRemoval(fact):
                 self.removal.tell(SELF, fact)
             case _:
@@ -167,6 +180,8 @@ class NodeMailboxes:
                 return box.offer(sender, message, size_bytes)
             case Removed():
                 return self.removal.offer(sender, message, size_bytes)
+            case PagesOffered() | PagesTaken():
+                return self.handover.offer(sender, message, size_bytes)
             case Promote():
                 return self.promote.offer(sender, message, size_bytes)
             case (
@@ -179,12 +194,13 @@ class NodeMailboxes:
             case (
                 Hello() | StatsAsked() | Counted() | RevocationsTold()
                 | StatusAsked() | ClusterAsked()
+                | DrainNode() | CancelDrain() | DrainAsked()
             ):  # fmt: skip
                 raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
             case (
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
                 | Stats() | Promoted() | ChannelOpened() | ViewChanges()
-                | StatusTold() | ClusterTold()
+                | StatusTold() | ClusterTold() | DrainTold()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

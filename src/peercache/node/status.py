@@ -16,11 +16,13 @@ from peercache.model.ids import name_of
 from peercache.model.member import ALIVE
 from peercache.model.status import (
     DEGRADED,
+    DRAINING,
     LEAVING,
     LISTED_MAX,
     OK,
     UNAVAILABLE,
     Detail,
+    Draining,
     Latencies,
     PeerStatus,
     Shard,
@@ -65,6 +67,7 @@ class NodeStatus:
     is_leaving: Callable[[], bool] = attrs.field(kw_only=True)
     admission: Admission | None = attrs.field(default=None, kw_only=True)
     metrics: Metrics = attrs.field(factory=Metrics, kw_only=True)
+    draining: Callable[[], Draining] = attrs.field(default=Draining, kw_only=True)
     workers: AttachedWorkers = attrs.field(factory=AttachedWorkers, init=False)
     _started_at: float = attrs.field(factory=time.monotonic, init=False)
     _shares: dict[bytes, float] = attrs.field(factory=dict, init=False)
@@ -94,12 +97,15 @@ class NodeStatus:
             ),
             certificate_days=-1.0 if self.tls is None else self.tls.days_left,
             rdma=str(figures.get("rdma", "")),
+            draining=self.draining(),
             detail=details(self.config) if detail else Detail(),
         )  # fmt: skip
 
     def _state(self, health: Health) -> str:
         if self.is_leaving():
             return LEAVING
+        if self.draining().active:
+            return DRAINING
         if not health.serving:
             return UNAVAILABLE
         return DEGRADED if health.degraded else OK

@@ -18,6 +18,7 @@ from trio import to_thread
 from peercache.actors.effects import (
     BuildRing,
     Effect,
+    Pull,
     SendTo,
     StoreWords,
     Tell,
@@ -53,6 +54,7 @@ from peercache.wire.envelope import (
     Envelope,
     Message,
 )
+from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.session import (
@@ -76,7 +78,10 @@ STRANGER_BYTES_MAX = 64 * 1024
 fits, and to decode a megabyte would cost this node a second for any connection."""
 
 
-FOR_THE_NODE = (StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked)
+FOR_THE_NODE = (
+    StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked,
+    DrainNode, CancelDrain, DrainAsked,
+)  # fmt: skip
 """Messages that the node answers itself, and no actor."""
 
 
@@ -107,6 +112,7 @@ class Switchboard:
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
         status_told: Callable[[int, StatusTold], None] = lambda *_: None,
+        perform_pull: Callable[[Pull], None] | None = None,
         in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
         links_max: int = LINKS_MAX,
     ) -> None:
@@ -137,6 +143,7 @@ class Switchboard:
         self._open_link = open_link
         self._perform_disk = perform_disk
         self._perform_rdma = perform_rdma
+        self._perform_pull = perform_pull
         self._in_thread = in_thread
         self._status_told = status_told
         self._links: dict[str, Link] = {}
@@ -323,6 +330,9 @@ class Switchboard:
         elif isinstance(effect, (OpenPair, DropPair, ServeMemory)):
             assert self._perform_rdma is not None, "the rdma actor of a node without devices"
             self._perform_rdma(effect)
+        elif isinstance(effect, Pull):
+            assert self._perform_pull is not None, "a node that reads from no other takes no pages"
+            self._perform_pull(effect)
         elif isinstance(effect, SendTo):
             self._expected[effect.address] = None
             if effect.address in self._links:

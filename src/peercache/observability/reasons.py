@@ -22,12 +22,13 @@ INTERNAL = "internal"  # a bug in PeerCache, logged as an error
 CLOSED = "closed"  # the client is closed, or this is a forked child
 WRONG_PAGE = "wrong_page"  # the memory at the record's place says that it holds another page
 NO_CHECKSUM = "no_checksum"  # with verify=full, the record names no checksum
+DRAINING = "draining"  # an operator drains the home node: it stores no more
 NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time
 
 MISS_REASONS = (
     ABSENT, EVICTED, PEER_UNREACHABLE, DEADLINE, VERIFY_FAILED, REFUSED, WRONG_SIZE, NO_HOME,
     POOL_FULL, TOO_LARGE, WEIGHTS_CHANGED, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
-    WRONG_PAGE, NO_CHECKSUM,
+    WRONG_PAGE, NO_CHECKSUM, DRAINING,
 )  # fmt: skip
 
 # Why rdma did not finish a read: the values of the label `reason` of its metrics.

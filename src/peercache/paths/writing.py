@@ -36,6 +36,7 @@ from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
     HERE,
+    REFUSED_DRAINING,
     REFUSED_FULL,
     REFUSED_SIZE,
     REFUSED_TOO_LARGE,
@@ -82,6 +83,7 @@ _REASONS = {
     REFUSED_SIZE: reasons.WRONG_SIZE,
     REFUSED_TOO_LARGE: reasons.TOO_LARGE,
     REFUSED_FULL: reasons.POOL_FULL,
+    REFUSED_DRAINING: reasons.DRAINING,
     ABORTED: reasons.DEADLINE,
 }
 

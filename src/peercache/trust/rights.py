@@ -49,6 +49,14 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from peercache.wire.messages.draining import (
+    CancelDrain,
+    DrainAsked,
+    DrainNode,
+    DrainTold,
+    PagesOffered,
+    PagesTaken,
+)
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -190,6 +198,13 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     # From a node: its own clients' and operators' removals, which it forwards as itself.
     Remove: _CLEARING,
     Clear: _CLEARING,
+    # Draining: operators say so, nodes hand pages over to each other.
+    DrainNode: _OPERATORS,
+    CancelDrain: _OPERATORS,
+    DrainAsked: _OPERATORS,
+    DrainTold: _NONE,
+    PagesOffered: _NODES,
+    PagesTaken: _NODES,
     # State.
     StatsAsked: _WATCHING,
     # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
@@ -206,7 +221,7 @@ def refusal(session: Session, message: Message) -> str:
     if session.role not in SENDERS.get(type(message), _NONE):
         return ROLE
     match message:
-        case Put(records=records) | Repair(records=records):
+        case Put(records=records) | Repair(records=records) | PagesOffered(records=records):
             return "" if _is_holder(session.identity, records) else NOT_ITS_OWN
         case Join(member=member) | Heartbeat(member=member):
             is_own = member.incarnation == session.identity and member.name == session.name

@@ -40,6 +40,14 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from peercache.wire.messages.draining import (
+    CancelDrain,
+    DrainAsked,
+    DrainNode,
+    DrainTold,
+    PagesOffered,
+    PagesTaken,
+)
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -100,6 +108,7 @@ Message: TypeAlias = (
     | Doubted | RevocationsTold | ViewCompared | ReserveMirror
     | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
+    | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

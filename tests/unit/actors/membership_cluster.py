@@ -21,6 +21,7 @@ from peercache.actors.effects import (
     Send,
     SendTo,
     TellDirectory,
+    TellHandover,
     TellPublisher,
     TellRemoval,
     TellRing,
@@ -251,7 +252,7 @@ class Cluster:
             if isinstance(effect, TellRing):
                 process.views.append(effect.fact)
                 continue
-            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval)):
+            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval, TellHandover)):
                 process.republished += isinstance(effect.fact, Republish)
                 continue
             self.sent[process.address, int(self.now)] += 1

@@ -9,6 +9,7 @@ from peercache.actors.effects import (
     Send,
     SendTo,
     TellDirectory,
+    TellHandover,
     TellPublisher,
     TellRemoval,
     TellRing,
@@ -41,8 +42,9 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    assert node.first[:3] == [TellRing(view), TellDirectory(view), TellRemoval(view)]
-    assert node.first[3:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
+    tells = [TellRing(view), TellDirectory(view), TellRemoval(view), TellHandover(view)]
+    assert node.first[:4] == tells
+    assert node.first[4:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)
 
 

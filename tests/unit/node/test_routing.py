@@ -11,10 +11,10 @@ from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
 from peercache.errors import LocalProtocolError
 from peercache.node.routing import NodeMailboxes, TellPool
+from peercache.node.switchboard import FOR_THE_NODE
 from peercache.trust.rights import SENDERS
 from peercache.wire.envelope import MESSAGES
-from peercache.wire.messages.operations import ClusterAsked, StatusAsked
-from peercache.wire.messages.session import Counted, Hello, RevocationsTold, StatsAsked
+from peercache.wire.messages.session import Hello
 
 SENT = {kind for kind, roles in SENDERS.items() if roles}
 
@@ -32,7 +32,7 @@ def test_each_message_that_a_peer_may_send_has_one_mailbox(kind: type) -> None:
     """Only what the switchboard answers itself has none."""
     message = kind.__new__(kind)
 
-    if kind in (StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked):
+    if kind in FOR_THE_NODE:
         with pytest.raises(LocalProtocolError, match="the switchboard answers"):
             mailbox_of(message)
     else:

@@ -88,6 +88,12 @@ TABLE = {
     "StatusTold":       (False, False, False, False),
     "ClusterAsked":     (False, False, False, True),
     "ClusterTold":      (False, False, False, False),
+    "DrainNode":        (False, False, False, True),
+    "CancelDrain":      (False, False, False, True),
+    "DrainAsked":       (False, False, False, True),
+    "DrainTold":        (False, False, False, False),
+    "PagesOffered":     (True,  False, False, False),
+    "PagesTaken":       (True,  False, False, False),
 }  # fmt: skip
 """Written by hand, and not made from the table that it tests."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, final
 
-from peercache.actors.effects import Effect, TellDirectory, TellRemoval, TellRing
+from peercache.actors.effects import Effect, TellDirectory, TellHandover, TellRemoval, TellRing
 from peercache.actors.mailboxes import ViewChanged
 from peercache.model.view import STATE_NAMES, View
 from peercache.observability.metrics import Metrics
@@ -47,4 +47,9 @@ class Announcing:
             for state, name in enumerate(STATE_NAMES):
                 count = sum([member.state == state for member in changed.members])
                 self._metrics.members.labels(state=name).set(count)
-        return [TellRing(changed), TellDirectory(changed), TellRemoval(changed)]
+        return [
+            TellRing(changed),
+            TellDirectory(changed),
+            TellRemoval(changed),
+            TellHandover(changed),
+        ]

@@ -6,18 +6,20 @@ Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove
         ClientGone, PoolGrew, and ReserveAhead from the publisher. From the disk actor:
         PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the promote
         actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
+        From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
 Says    Granted, Removed, Refused to the client that asked, and Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
         which answers the Commit. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
         the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
+        Granted, Committed and PagesToGive to the handover actor.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd.
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
         disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
         What was removed is not committed by a promote that was in flight, nor as a mirrored page
-        that was read before (`mirrors`).
+        or one that was handed over, if it was read before (`mirrors`).
 Limits  BATCH_PAGES_MAX pages a Reserve; `granting.Shares` of the pool for pages that are reserved
         and not committed, and AHEAD_PART of it for slots ahead.
 
@@ -41,13 +43,17 @@ from peercache.actors.effects import (
     Send,
     TellDirectory,
     TellDisk,
+    TellHandover,
     TellPromote,
     TellPublisher,
 )
 from peercache.actors.mailboxes import (
     PROMOTER,
+    TAKER,
     ClientGone,
     ColdestAsked,
+    DrainChanged,
+    GiveAsked,
     HeldAsked,
     PagesColdest,
     PagesForgotten,
@@ -62,11 +68,14 @@ from peercache.actors.mailboxes import (
     ReserveAhead,
     Resident,
     ResidentAsked,
+    TakenOver,
+    TakeOver,
 )  # fmt: skip
 from peercache.actors.origin import Origin
 from peercache.actors.pool.answers import asked_beside, committed, granted, refused
 from peercache.actors.pool.committing import commit_pages
 from peercache.actors.pool.figures import pool_figures, show_pool
+from peercache.actors.pool.giving import GivingOrder
 from peercache.actors.pool.granting import (
     Shares,
     coldest_pages,
@@ -99,6 +108,7 @@ from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
     HERE,
+    REFUSED_DRAINING,
     REFUSED_FULL,
     RESERVED,
     Abort,
@@ -161,6 +171,8 @@ class Pool:
         self._due = inf
         self._evicted_count = 0
         self._has_disk = has_disk
+        self._is_draining = False
+        self._giving: GivingOrder | None = None
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
@@ -214,6 +226,18 @@ class Pool:
                 return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():
                 return [promote_answer(self._pages, message)]
+            case TakeOver(reserve):
+                return self._take_over(reserve, now)
+            case TakenOver(commit):
+                return self._commit(TAKER, commit)
+            case DrainChanged(is_draining):
+                self._is_draining, self._giving = is_draining, None
+                return []
+            case GiveAsked(anew):
+                if anew or self._giving is None:
+                    self._giving = GivingOrder(self._slots)
+                unfinished = self._reservations.open_count - self._reservations.ahead_count
+                return [TellHandover(self._giving.next(self._pages, unfinished))]
             case ReserveAhead():
                 self._asked_ahead.append(message)
                 self._due = min(self._due, now + AHEAD_PAUSE_S)
@@ -270,7 +294,18 @@ class Pool:
         if known is not None or self._reservations.is_over(client, reserve.sequence):
             states = known.states_if_asked_again(count) if known else bytes((REFUSED_FULL,)) * count
             return [granted(origin, reserve, states, bytes(8 * count))]
+        if self._is_draining and origin != PROMOTER:
+            # Pages on disk still come back for readers.
+            return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
         return self._grant(origin, reserve, mirrored_at)
+
+    def _take_over(self, reserve: Reserve, now: float) -> list[Effect]:
+        """Reserve free room for pages that another node hands over."""
+        if self._mirrors.is_void(reserve.namespace, now):
+            # A removal is under way, or may be: nothing of it could be committed.
+            full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
+            return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
+        return self._reserve(TAKER, reserve, mirrored_at=now)
 
     def _grant(
         self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
@@ -284,7 +319,7 @@ class Pool:
         if reserve.keys:
             states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
             for page in reversed(here):
-                if page.slot.is_mirror and mirrored_at is None:
+                if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
                     self._slots.adopt(page.slot)
                 else:
                     self._slots.touch(page.slot)
@@ -293,7 +328,11 @@ class Pool:
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
         own = self._reservations.granules_of(origin.identity)
-        if mirrored_at is not None:
+        if origin == TAKER:
+            slots, evicted = take_slots(
+                self._slots, states, granules, own=own, shares=self._shares, untouched_since=-1
+            )
+        elif mirrored_at is not None:
             slots, evicted = self._mirrors.take_slots(
                 self._slots,
                 states,
@@ -353,6 +392,10 @@ class Pool:
             detail = f"written, checksums and keys do not fit reservation {commit.sequence}"
             return refused(origin, commit.request, "malformed", detail)
         if isinstance(known, Reservation):
+            if known.is_ahead and self._is_draining:
+                self._free([self._reservations.end(client, commit.sequence)])
+                states = bytes((REFUSED_DRAINING,)) * count
+                return [committed(origin, commit, states, NO_RECORDS, NO_RECORDS)]
             if known.is_ahead:
                 named = np.frombuffer(known.lengths, "<u8")[:count].tolist()
                 granules = sum(granules_of(named, self._granule))
@@ -380,7 +423,8 @@ class Pool:
         if asked_at is not None:
             if self._mirrors.is_void(reservation.namespace, asked_at):
                 commit = attrs.evolve(commit, written=bytes(len(commit.written)))
-            return self._commit_mirrored(origin, commit, reservation)
+            if origin != TAKER:
+                return self._commit_mirrored(origin, commit, reservation)
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
         ahead = self._reservations.tell(origin.identity)
@@ -392,7 +436,7 @@ class Pool:
         told = RecordsChanged(records, NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
         effects: list[Effect] = [words, TellDirectory(told)]
-        if origin == PROMOTER:
+        if origin in (PROMOTER, TAKER):
             effects.append(TellPublisher(told))
         effects.append(answer)
         if self._has_disk:

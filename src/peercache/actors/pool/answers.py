@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from peercache.actors.effects import Effect, Send, TellPromote, TellPublisher
-from peercache.actors.mailboxes import PROMOTER, PagesCommitted, ReserveAhead
+from peercache.actors.effects import Effect, Send, TellHandover, TellPromote, TellPublisher
+from peercache.actors.mailboxes import PROMOTER, TAKER, PagesCommitted, ReserveAhead
 from peercache.actors.origin import Origin
 from peercache.actors.pool.reservations import Reservation
 from peercache.model.records import Records
@@ -21,9 +21,13 @@ def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effe
     return [Send(origin, Refused(request, reason, detail))]
 
 
-def granted(origin: Origin, reserve: Reserve, states: bytes, offsets: bytes) -> Send | TellPromote:
+def granted(
+    origin: Origin, reserve: Reserve, states: bytes, offsets: bytes
+) -> Send | TellPromote | TellHandover:
     """Answer a Reserve."""
     answer = Granted(reserve.request, reserve.sequence, states, offsets)
+    if origin == TAKER:
+        return TellHandover(answer)
     return TellPromote(answer) if origin == PROMOTER else Send(origin, answer)
 
 
@@ -35,15 +39,16 @@ def committed(
     here: Records,
     ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
-) -> TellPromote | TellPublisher:
+) -> TellPromote | TellHandover | TellPublisher:
     """Answer a Commit: the publisher does, once directory owners have the records.
 
     ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
     """
     request, sequence = commit.request, commit.sequence
-    if origin == PROMOTER:
+    if origin in (PROMOTER, TAKER):
         told = records.tobytes() + here.tobytes()
-        return TellPromote(Committed(request, sequence, states, told, 0))
+        answer = Committed(request, sequence, states, told, 0)
+        return TellPromote(answer) if origin == PROMOTER else TellHandover(answer)
     patience_s = commit.patience_s
     return TellPublisher(
         PagesCommitted(origin, request, sequence, states, records, here, patience_s, *ahead, then),

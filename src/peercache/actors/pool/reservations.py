@@ -101,6 +101,8 @@ class Reservations:
     """Granules reserved by all clients."""
     ahead_granules: int = 0
     """Those of them that are reserved ahead."""
+    ahead_count: int = 0
+    """Open reservations made ahead."""
     _clients: dict[int, _Client] = attrs.field(factory=dict)
     _gone: dict[int, None] = attrs.field(factory=dict)
 
@@ -154,6 +156,7 @@ class Reservations:
         if reservation.is_ahead:
             known.ahead_granules += reservation.granules
             self.ahead_granules += reservation.granules
+            self.ahead_count += 1
         self.open_count += 1
 
     def name(
@@ -179,6 +182,7 @@ class Reservations:
         )
         known.ahead_granules -= ahead.granules
         self.ahead_granules -= ahead.granules
+        self.ahead_count -= 1
         known.granules -= ahead.granules - granules
         self.granules -= ahead.granules - granules
         return named, [slot for slot in ahead.slots[count:] if slot is not None]
@@ -222,6 +226,7 @@ class Reservations:
             if reservation.is_ahead:
                 known.ahead_granules -= reservation.granules
                 self.ahead_granules -= reservation.granules
+                self.ahead_count -= 1
             self.open_count -= 1
             known.untold.pop(sequence, None)
             outcome = states or reservation.states.translate(_ABORT_THE_REST)
@@ -258,6 +263,7 @@ class Reservations:
             return []
         self.granules -= known.granules
         self.ahead_granules -= known.ahead_granules
+        self.ahead_count -= sum(reservation.is_ahead for reservation in known.open.values())
         self.open_count -= len(known.open)
         return list(known.open.values())
 
@@ -267,6 +273,7 @@ class Reservations:
             f"{self.open_count} reservations of {self.granules} granules"
         )
         assert 0 <= self.ahead_granules <= self.granules, f"{self.ahead_granules} granules ahead"
+        assert 0 <= self.ahead_count <= self.open_count, f"{self.ahead_count} made ahead"
 
     def _remember(self, known: _Client, sequence: int, outcome: Ended) -> None:
         known.awaited.pop(sequence, None)

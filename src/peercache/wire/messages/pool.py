@@ -21,6 +21,8 @@ REFUSED_FULL = 6
 """No room now: everything is reserved, or this client has too much uncommitted."""
 ABORTED = 7
 """The reservation ended without this page: aborted, unknown, or of another incarnation."""
+REFUSED_DRAINING = 8
+"""The node takes no pages any more: an operator drains it."""
 
 
 @attrs.frozen

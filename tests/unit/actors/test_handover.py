@@ -1,0 +1,368 @@
+"""The handover actor: what it offers to whom, what it takes, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from peercache.actors.effects import Pull, Send, TellPool
+from peercache.actors.handover.actor import Handover
+from peercache.actors.handover.giving import (
+    AGAIN_S,
+    FULL_MAX,
+    FULL_S,
+    HANDED_OVER,
+    HANDING_OVER,
+    OFFER_PAGES,
+    OFFER_S,
+    SERVING,
+    UNFINISHED_S,
+    Batch,
+    cut,
+)
+from peercache.actors.handover.taking import OFFERED_MAX, TAKINGS_MAX
+from peercache.actors.mailboxes import (
+    DrainBegan,
+    DrainCancelled,
+    DrainChanged,
+    GiveAsked,
+    PagesStored,
+    PagesToGive,
+    PullDone,
+    TakenOver,
+    TakeOver,
+    ViewChanged,
+)
+from peercache.actors.origin import Origin
+from peercache.model.member import ALIVE, DEAD, Member
+from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
+from peercache.wire.messages.draining import PagesOffered, PagesTaken
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    RESERVED,
+    Committed,
+    Granted,
+)
+
+ME, ONE, TWO = 11, 21, 22
+INSIDE = Origin(0)
+
+
+def member(incarnation: int, state: int = ALIVE) -> Member:
+    return Member(incarnation, 1, state, 255, "h", f"a:{incarnation}", f"b:{incarnation}", "", "")
+
+
+def records_of(*numbers: int, length: int = 4096, flags: int = RESIDENT) -> Records:
+    records = np.zeros(len(numbers), RECORD)
+    for row, number in zip(records, numbers, strict=True):
+        row["key"] = np.void(number.to_bytes(16, "big"))
+        row["holder"], row["generation"] = ONE, 2 * number
+        row["length"], row["flags"], row["checksum"] = length, flags, 100 + number
+    return records
+
+
+@attrs.define(eq=False)
+class Story:
+    """The actor, its clock, and what it has said."""
+
+    actor: Handover = attrs.field(factory=lambda: Handover(ME))
+    now: float = 100.0
+
+    def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
+        effects = self.actor.on_message(sender, message, self.now)
+        self.actor.check()
+        return effects
+
+    def see(self, *incarnations: int) -> list[Any]:
+        live = [member(incarnation) for incarnation in (ME, *incarnations)]
+        return self.hear(ViewChanged((*live, member(99, DEAD))))
+
+    def wait(self, seconds: float) -> list[Any]:
+        """Let time pass, from tick to tick."""
+        effects: list[Any] = []
+        until = self.now + seconds
+        while self.actor.deadline() <= until:
+            self.now = max(self.now, self.actor.deadline())
+            effects += self.actor.on_tick(self.now)
+            assert self.actor.deadline() > self.now
+        self.now = until
+        return effects
+
+    def drain(self, *numbers: int, within_s: float = 60.0) -> list[Any]:
+        """Begin, with these pages in the pool; return the offers."""
+        begun = self.hear(DrainBegan(self.now + within_s))
+        assert begun == [TellPool(DrainChanged(is_draining=True)), TellPool(GiveAsked(anew=True))]
+        groups = (PagesStored(records_of(*numbers), 1),) if numbers else ()
+        effects = self.hear(PagesToGive(groups, 0, 0))
+        if TellPool(GiveAsked(anew=False)) in effects:
+            # It asks ahead, so that no target waits for the pool.
+            assert self.hear(PagesToGive((), 0, 0)) == []
+        return offers(effects)
+
+    @property
+    def giving(self) -> Any:
+        return self.actor.giving
+
+
+def offers(effects: list[Any]) -> list[tuple[int, int, list[int]]]:
+    """Return the offers among effects: to whom, their number, the pages."""
+    return [
+        (effect.to, effect.message.number, generations_of(effect.message.records))
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, PagesOffered)
+    ]
+
+
+def generations_of(records: bytes) -> list[int]:
+    return (np.frombuffer(records, RECORD)["generation"] // 2).tolist()  # type: ignore[no-any-return]
+
+
+def taken(number: int, *states: int) -> PagesTaken:
+    return PagesTaken(number, bytes(states))
+
+
+def test_pages_are_offered_until_none_are_left() -> None:
+    """What a target has had before counts too; then the drain has ended."""
+    story = Story()
+    story.see(ONE)
+    ((to, number, pages),) = story.drain(1, 2, 3)
+    assert (to, pages, story.giving.progress.left) == (ONE, [1, 2, 3], 3)
+
+    effects = story.hear(taken(number, COMMITTED, HERE, COMMITTED), Origin(ONE))
+
+    assert effects == []
+    assert story.giving.state == HANDED_OVER
+    progress = story.giving.progress
+    assert (progress.given, progress.there, progress.lost, progress.left) == (2, 1, 0, 0)
+    assert progress.given_bytes == 2 * 4096
+
+
+def test_each_target_has_one_offer() -> None:
+    """So a slow one holds up the others least."""
+    story = Story()
+    story.see(ONE, TWO)
+    numbers = range(1, 3 * OFFER_PAGES + 1)
+
+    first = story.drain(*numbers)
+
+    assert [(to, len(pages)) for to, _, pages in first] == [(ONE, OFFER_PAGES), (TWO, OFFER_PAGES)]
+    again = offers(story.hear(taken(first[1][1], *[COMMITTED] * OFFER_PAGES), Origin(TWO)))
+    assert [(to, len(pages)) for to, _, pages in again] == [(TWO, OFFER_PAGES)]
+
+
+def test_what_one_has_no_room_for_is_offered_to_another() -> None:
+    """The full one is asked again after a while, and given up in the end."""
+    story = Story()
+    story.see(ONE, TWO)
+    ((_, number, _),) = story.drain(1, 2)
+    ((to, number, pages),) = offers(story.hear(taken(number, COMMITTED, REFUSED_FULL), Origin(ONE)))
+    assert (to, pages) == (TWO, [2])
+
+    asked = 0
+    effects = story.hear(taken(number, REFUSED_FULL), Origin(TWO))
+    while story.giving.state == HANDING_OVER:
+        made = offers(effects)
+        asked += len(made)
+        for to, number, pages in made:
+            assert pages == [2]
+            effects = story.hear(taken(number, REFUSED_FULL), Origin(to))
+        if not made:
+            effects = story.wait(FULL_S)
+
+    assert asked == 2 * FULL_MAX - 1
+    assert (story.giving.progress.given, story.giving.progress.lost) == (1, 1)
+
+
+def test_a_silent_target_is_given_up_and_its_pages_go_elsewhere() -> None:
+    """It may be of a build that knows no offers."""
+    story = Story()
+    story.see(ONE, TWO)
+    ((_, number, _),) = story.drain(1)
+
+    ((to, _, pages),) = offers(story.wait(OFFER_S))
+
+    assert (to, pages) == (TWO, [1])
+    # What it answers later counts no more: the other one may have the page by then.
+    assert story.hear(taken(number, COMMITTED), Origin(ONE)) == []
+    assert story.giving.progress.given == 0
+
+
+def test_a_target_that_dies_is_replaced_at_once() -> None:
+    """The view says so before its silence does."""
+    story = Story()
+    story.see(ONE)
+    story.drain(1)
+
+    ((to, _, pages),) = offers(story.see(TWO))
+
+    assert (to, pages) == (TWO, [1])
+
+
+def test_what_was_not_read_in_time_is_offered_once_more() -> None:
+    """It may have been removed: then it is lost, and nothing else is."""
+    story = Story()
+    story.see(ONE)
+    ((_, number, _),) = story.drain(1, 2)
+    ((_, number, pages),) = offers(story.hear(taken(number, COMMITTED, ABORTED), Origin(ONE)))
+    assert pages == [2]
+
+    story.hear(taken(number, ABORTED), Origin(ONE))
+
+    assert story.giving.state == HANDED_OVER
+    assert (story.giving.progress.given, story.giving.progress.lost) == (1, 1)
+
+
+def test_an_answer_that_does_not_fit_ends_the_trust_in_a_target() -> None:
+    """And an answer of another node, or to no offer, changes nothing."""
+    story = Story()
+    story.see(ONE, TWO)
+    ((_, number, _),) = story.drain(1, 2)
+    assert story.hear(taken(number, COMMITTED, COMMITTED), Origin(TWO)) == []
+    assert story.hear(taken(number + 7, COMMITTED, COMMITTED), Origin(ONE)) == []
+
+    ((to, _, pages),) = offers(story.hear(taken(number, COMMITTED), Origin(ONE)))
+
+    assert (to, pages) == (TWO, [1, 2])
+
+
+def test_the_last_node_hands_nothing_over() -> None:
+    """It ends at once, and says what is lost."""
+    story = Story()
+    story.see()
+
+    assert story.drain(1, 2) == []
+
+    assert story.giving.state == HANDED_OVER
+    assert (story.giving.progress.lost, story.giving.progress.left) == (2, 0)
+
+
+def test_it_ends_when_its_time_is_over() -> None:
+    """What was not taken by then is lost."""
+    story = Story()
+    story.see(ONE)
+    story.drain(1, 2, within_s=3.0)
+
+    assert story.wait(2.9) == []
+    assert story.giving.state == HANDING_OVER
+    story.wait(0.2)
+
+    assert story.giving.state == HANDED_OVER
+    assert story.giving.progress.lost == 2
+
+
+def test_sets_that_began_before_are_waited_for() -> None:
+    """Their pages are the hottest: the order is made anew when they are there, or time is over."""
+    story = Story()
+    story.see(ONE)
+    story.hear(DrainBegan(story.now + 60.0))
+    unfinished = PagesToGive((PagesStored(records_of(1), 1),), 0, 2)
+
+    assert story.hear(unfinished) == []
+    assert story.wait(AGAIN_S) == [TellPool(GiveAsked(anew=True))]
+    story.now += UNFINISHED_S
+
+    assert [pages for _, _, pages in offers(story.hear(unfinished))] == [[1]]
+
+
+def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() -> None:
+    """Nothing is offered after a cancel."""
+    story = Story()
+    story.see(ONE)
+    ((_, number, _),) = story.drain(1, 2)
+    assert story.hear(DrainBegan(story.now + 1.0)) == []
+
+    assert story.hear(DrainCancelled()) == [TellPool(DrainChanged(is_draining=False))]
+    assert story.giving.state == SERVING
+    assert story.hear(taken(number, COMMITTED, COMMITTED), Origin(ONE)) == []
+    assert story.hear(PagesToGive((PagesStored(records_of(3), 1),), 0, 0)) == []
+    assert story.hear(DrainCancelled()) == []
+
+    assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
+
+
+def test_an_offer_is_bounded_in_pages_and_bytes() -> None:
+    """A page that is larger than the bound goes alone."""
+    parts = cut(Batch(1, records_of(*range(1, 6), length=20 * 2**20)))
+
+    assert [len(part.records) for part in parts] == [1] * 5
+    assert [len(part.records) for part in cut(Batch(1, records_of(1)))] == [1]
+
+
+# --- taking ---------------------------------------------------------------------------------------
+
+
+def offer(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5) -> list[Any]:
+    """Let a node offer pages."""
+    records = records_of(*numbers, flags=flags).tobytes()
+    return story.hear(PagesOffered(number, 7, records), Origin(ONE))
+
+
+def test_an_offer_is_reserved_read_and_committed() -> None:
+    """In this order; its checksums go along, and each page is answered for."""
+    story = Story()
+    story.see(ONE)
+    (told,) = offer(story, 1, 2, 3, flags=RESIDENT | HAS_CHECKSUM)
+    assert isinstance(told.fact, TakeOver)
+    reserve = told.fact.reserve
+    assert (reserve.namespace, len(reserve.keys)) == (7, 48)
+
+    states, offsets = bytes((RESERVED, HERE, RESERVED)), np.array([64, 0, 128], "<u8").tobytes()
+    (pull,) = story.hear(Granted(0, reserve.sequence, states, offsets))
+    assert isinstance(pull, Pull)
+    assert pull.member == member(ONE)
+    assert (pull.offsets.tolist(), generations_of(pull.records.tobytes())) == ([64, 128], [1, 3])
+
+    (told,) = story.hear(PullDone(pull.job, bytes((1, 0))))
+    assert isinstance(told.fact, TakenOver)
+    commit = told.fact.commit
+    assert commit.written == bytes((1, 0, 0))
+    assert np.frombuffer(commit.checksums, "<u8").tolist() == [101, 0, 0]
+
+    outcome = bytes((COMMITTED, HERE, ABORTED))
+    (answer,) = story.hear(Committed(0, commit.sequence, outcome, b"", 0))
+    assert answer == Send(Origin(ONE), PagesTaken(5, outcome))
+
+
+def test_an_offer_without_free_room_is_answered_without_a_read() -> None:
+    """Nothing was reserved, so nothing is read."""
+    story = Story()
+    story.see(ONE)
+    (told,) = offer(story, 1)
+
+    states = bytes((REFUSED_FULL,))
+    (answer,) = story.hear(Granted(0, told.fact.reserve.sequence, states, bytes(8)))
+
+    assert answer == Send(Origin(ONE), PagesTaken(5, states))
+
+
+@pytest.mark.parametrize("why", ["a stranger", "drained itself", "busy"])
+def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
+    """Then the offerer goes to another node at once."""
+    story = Story()
+    story.see(*([] if why == "a stranger" else [ONE]))
+    if why == "drained itself":
+        story.hear(DrainBegan(story.now + 60.0))
+    if why == "busy":
+        for number in range(TAKINGS_MAX):
+            assert isinstance(offer(story, 1, number=number)[0], TellPool)
+
+    full = PagesTaken(5, bytes((REFUSED_FULL,)) * 2)
+    assert offer(story, 1, 2) == [Send(Origin(ONE), full)]
+
+
+def test_an_offer_that_makes_no_sense_takes_nothing() -> None:
+    """Pages on disk, none at all, or too many."""
+    story = Story()
+    story.see(ONE)
+    for effects, count in (
+        (offer(story, 1, flags=ON_DISK), 1),
+        (offer(story), 0),
+        (offer(story, *range(1, OFFERED_MAX + 2)), OFFERED_MAX + 1),
+    ):
+        assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((ABORTED,)) * count))]

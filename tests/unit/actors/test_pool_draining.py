@@ -1,0 +1,185 @@
+"""The pool of a node that is drained, and of one that takes pages over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from peercache.actors.effects import StoreWords, TellDirectory, TellHandover, TellPublisher
+from peercache.actors.mailboxes import (
+    DrainChanged,
+    GiveAsked,
+    PagesToGive,
+    PoolGrew,
+    TakenOver,
+    TakeOver,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.pool.mirrors import NEWCOMER_S
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_DRAINING,
+    REFUSED_FULL,
+    RESERVED,
+    Clear,
+    Commit,
+    Committed,
+    Granted,
+    Remove,
+    Reserve,
+    ReserveMirror,
+)
+from tests.unit.actors.test_pool_mirrors import CLIENT, GRANULE, NODE, Rig, key
+
+INSIDE = Origin(0)
+
+
+def taken(effects: list[Any]) -> bytes:
+    """Return the states that the handover actor is told."""
+    told = effects[-1]
+    assert isinstance(told, TellHandover)
+    assert isinstance(told.fact, (Granted, Committed))
+    return told.fact.states
+
+
+class Taker(Rig):
+    """A pool, and a node that hands pages over to it."""
+
+    def offer(self, *numbers: int, namespace: int = 1) -> bytes:
+        self.sequence += 1
+        lengths = np.full(len(numbers), GRANULE, "<u8").tobytes()
+        keys = b"".join(map(key, numbers))
+        return taken(
+            self.say(TakeOver(Reserve(0, self.sequence, namespace, keys, lengths)), INSIDE)
+        )
+
+    def arrive(self, count: int) -> list[Any]:
+        written, checksums = b"\1" * count, bytes(8 * count)
+        return self.say(TakenOver(Commit(0, self.sequence, written, checksums, 0.0)), INSIDE)
+
+    def give(self, *, anew: bool = True) -> PagesToGive:
+        (told,) = self.say(GiveAsked(anew), INSIDE)
+        assert isinstance(told, TellHandover)
+        assert isinstance(told.fact, PagesToGive)
+        return told.fact
+
+
+def test_a_page_that_is_taken_over_is_published_as_any_other() -> None:
+    """First its word, then its records; it counts as no mirror."""
+    rig = Taker()
+
+    assert rig.offer(1, 2) == bytes((RESERVED,)) * 2
+    words, directory, publisher, answer = rig.arrive(2)
+
+    assert isinstance(words, StoreWords)
+    assert isinstance(directory, TellDirectory)
+    assert isinstance(publisher, TellPublisher)
+    assert taken([answer]) == bytes((COMMITTED,)) * 2
+    assert rig.holds(1, 2) == [True, True]
+    assert rig.pool.figures()["pool_bytes_mirrored"] == 0
+
+
+def test_only_free_room_is_taken() -> None:
+    """Nothing is evicted for a page of another node, however cold it is."""
+    rig = Taker()
+    rig.store(*range(6))
+    rig.now += 1000.0
+
+    assert rig.offer(10, 11, 12) == bytes((RESERVED, RESERVED, REFUSED_FULL))
+    rig.arrive(3)
+
+    assert rig.holds(*range(6), 10, 11, 12) == [True] * 8 + [False]
+
+
+def test_a_mirror_of_what_is_handed_over_becomes_a_page_of_its_own() -> None:
+    """Its holder leaves, so it is no copy any more."""
+    rig = Taker()
+    assert rig.mirror(1) == bytes((COMMITTED,))
+    assert rig.pool.figures()["pool_bytes_mirrored"] == GRANULE
+
+    assert rig.offer(1) == bytes((HERE,))
+
+    assert rig.pool.figures()["pool_bytes_mirrored"] == 0
+
+
+def test_what_is_removed_while_it_is_read_is_not_committed() -> None:
+    """By key or with its namespace; a page of another namespace is."""
+    for removal in (Remove(9, 1, key(1), 0.5), Clear(9, 1, 0.5)):
+        rig = Taker()
+        rig.offer(1)
+        rig.say(removal, NODE)
+        assert taken(rig.arrive(1)) == bytes((ABORTED,))
+        assert rig.holds(1) == [False]
+        # The slot is free again, and of another namespace nothing was removed.
+        assert rig.offer(2, namespace=5) == bytes((RESERVED,))
+        assert taken(rig.arrive(1)) == bytes((COMMITTED,))
+
+
+def test_nothing_is_read_that_could_not_be_committed() -> None:
+    """While others may still remove it, and as long as a node is too young to have heard of it."""
+    rig = Taker()
+    rig.say(Clear(9, 1, 2.0), NODE)
+    assert rig.offer(1) == bytes((REFUSED_FULL,))
+    rig.now += 3.0
+    assert rig.offer(1) == bytes((RESERVED,))
+
+    young = Taker()
+    young.say(PoolGrew(8 * GRANULE), INSIDE)
+    assert young.offer(1) == bytes((REFUSED_FULL,))
+    young.now += NEWCOMER_S + 0.1
+    assert young.offer(1) == bytes((RESERVED,))
+
+
+def test_a_drained_pool_takes_no_pages() -> None:
+    """Not from clients, nor as mirrors or from other nodes; until the drain is taken back."""
+    rig = Taker()
+    rig.store(1)
+    rig.say(DrainChanged(is_draining=True), INSIDE)
+
+    assert rig.reserve(2, kind=Reserve) == bytes((REFUSED_DRAINING,))
+    assert rig.reserve(2, kind=ReserveMirror) == bytes((REFUSED_DRAINING,))
+    assert rig.offer(2) == bytes((REFUSED_DRAINING,))
+    assert rig.holds(1) == [True]
+
+    rig.say(DrainChanged(is_draining=False), INSIDE)
+    rig.store(2)
+    assert rig.holds(1, 2) == [True, True]
+
+
+def test_slots_ahead_store_nothing_in_a_drained_pool() -> None:
+    """A client that has them from before learns it from its Commit; a set under way is stored."""
+    rig = Taker()
+    lengths = np.full(1, GRANULE, "<u8").tobytes()
+    rig.say(Reserve(5, 50, 1, b"", lengths))
+    rig.say(Reserve(5, 51, 1, key(1), lengths))
+    assert rig.give().unfinished == 1, "slots ahead are no set under way"
+    rig.say(DrainChanged(is_draining=True), INSIDE)
+
+    ahead = rig.say(Commit(6, 50, b"\1", bytes(8), 0.1, key(2)), CLIENT)[-1]
+    begun = rig.say(Commit(6, 51, b"\1", bytes(8), 0.1), CLIENT)
+
+    assert ahead.fact.states == bytes((REFUSED_DRAINING,))
+    assert any(isinstance(effect, StoreWords) for effect in begun)
+    assert rig.holds(1, 2) == [True, False]
+    assert rig.give().unfinished == 0
+
+
+def test_pages_are_given_hottest_first_and_by_namespace() -> None:
+    """Without mirrors; what is evicted meanwhile is passed over."""
+    rig = Taker()
+    rig.mirror(7)
+    for number in (1, 2, 3):
+        rig.store(number)
+    rig.store(1)  # It was here: now it is the hottest.
+
+    given = rig.give()
+
+    (group,) = given.groups
+    assert [bytes(name) for name in group.records["key"].tolist()] == [key(1), key(3), key(2)]
+    assert (given.left, group.namespace) == (0, 1)
+    assert rig.give(anew=False).groups == ()
+    rig.say(Remove(9, 1, key(3)), NODE)
+    assert [len(group.records) for group in rig.give().groups] == [2]
