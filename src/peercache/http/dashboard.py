@@ -120,6 +120,9 @@ async def node_page(view: PageFacts, member: MemberStatus) -> str:
         tiles=_tiles([status], view.history, status.name) if member.answers else [],
         charts=await _charts(view.history, status.name) if member.answers else [],
         fabrics=_fabrics(view.history, status.name),
+        workers=[(status, worker) for worker in status.workers],
+        workers_more=status.workers_more,
+        is_one=True,
         namespaces=list(status.namespaces),
         cluster=status.cluster,
     )
