@@ -11,6 +11,7 @@
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
+#   make wheels    builds what a release uploads in dist/: the sdist, wheels for x86-64 and aarch64
 #   make format    formats the sources
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit properties slow \
-	sims sglang sglang-engines ttft peers docs docs-site release-check clean
+	sims sglang sglang-engines ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -147,6 +148,11 @@ docs-site: $(STAMP)
 
 release-check: $(STAMP)
 	PYTHON=$(PYTHON) bash tests/release/check.sh
+
+# zig compiles for both processors and an old C library; OpenSSL is built once, and kept in the user's
+# cache folder.
+wheels:
+	PYTHON=$(PYTHON) bash deploy/wheels/make.sh dist
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist site

@@ -84,7 +84,9 @@ def _identity(sources: tuple[str, ...]) -> list[tuple[str, str | None]]:
 def _static_openssl() -> list[str]:
     """Return how OpenSSL is linked in, so that none of its names meets another one's."""
     archives = [f"-l:lib{name}.a" for name in OPENSSL]
-    return [*archives, "-ldl", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-s"]
+    exports = PACKAGE / "installation" / "exports.map"
+    # zig's linker knows no --exclude-libs, so the names to show are listed.
+    return [*archives, "-ldl", f"-Wl,--version-script={exports}", "-Wl,-Bsymbolic", "-s"]
 
 
 _headers = [os.fspath(PACKAGE / name) for name in _sources["HEADERS"]]

@@ -21,27 +21,4 @@ case $(ls "$folder"/dist/*.whl) in
     *-any.whl) echo "The wheel carries no compiled part." >&2; exit 1 ;;
 esac
 
-"${PYTHON:-python3}" -m venv "$folder/user"
-"$folder/user/bin/python" "${pip[@]}" install "$folder"/dist/*.whl
-cd "$folder"
-user/bin/peercache version
-user/bin/python - <<'END'
-from pathlib import Path
-
-import peercache
-from peercache import Client
-from peercache.installation.library import load_tls
-
-load_tls()
-package = Path(peercache.__file__).parent
-assert "site-packages" in package.parts, package
-# Python itself loads the host's libssl, so the maps of this process tell nothing.
-(library,) = package.rglob("libpeercache_tls*.so")
-assert b"libssl.so" not in library.read_bytes(), f"{library} wants the host's OpenSSL"
-page, buffer = bytes(range(256)) * 256, bytearray(65536)
-with Client.open(pool_size="64MiB", listen="127.0.0.1:0") as cache:
-    assert cache.batch_set(["a"], [page]) == [True]
-    assert cache.batch_get(["a"], [buffer]) == [True]
-assert buffer == page
-print("a page was stored and read with the installed wheel")
-END
+tests/release/try_wheel.sh "$folder"/dist/*.whl "${PYTHON:-python3}"

@@ -41,6 +41,7 @@ peercache = LateGroup(
         "clear": ("peercache.cli.operate.clear:clear", "Remove a namespace from every node."),
         "node": ("peercache.cli.node:node", "Run a standalone node."),
         "slo": ("peercache.cli.slo:slo", "Whether calls are as fast as they shall be."),
+        "health": ("peercache.cli.health:health", "Whether this host's node serves."),
         "disk": ("peercache.cli.disk:disk", "What lies in a disk_path, and whether it is right."),
         "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
         "config": ("peercache.cli.config:config", "List every setting."),

@@ -16,6 +16,7 @@ import trio
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.node.node import Node, Ready
+from peercache.node.supervisor import READY, STOPPING, notify
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP is a terminal that was closed. There is nothing to read again: new certificate files are
@@ -72,6 +73,7 @@ async def _serve(config: Config, ready_file: str | None) -> None:
         ready: Ready = await nursery.start(node.run)
         _calm_the_collector()
         _announce(ready, ready_file)
+        notify(READY, node.log)
         await node.stopped.wait()
         nursery.cancel_scope.cancel()
 
@@ -83,6 +85,7 @@ async def _stop_on_signal(
         task_status.started()
         async for number in signals:
             if number in STOPS:
+                notify(STOPPING, node.log)
                 node.stop()
             else:
                 node.log.warning("node.signal_ignored", signal=signal.Signals(number).name)

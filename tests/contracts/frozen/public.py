@@ -24,7 +24,7 @@ COMMANDS = (
     "demo", "bench", "bench local", "bench disk", "bench rdma", "bench serve", "bench drive",
     "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
-    "node", "disk", "disk check", "disk stats", "config", "version",
+    "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
 
 
