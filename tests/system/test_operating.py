@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import fcntl
 import json
+import os
+import pty
 import re
+import select
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import click
@@ -11,10 +20,14 @@ import pytest
 
 from peercache.cli import main as cli
 from peercache.cli.operate.connecting import complete_members
+from peercache.config.settings import Config
 from peercache.model.keys import Namespace
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
+from peercache.trust.files import LiveTls
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
+from tests.certificates import Certificates
+from tests.pace import PATIENCE_S
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
 from tests.system.test_control_tls import Secured, Speaker, hello
 
@@ -175,6 +188,58 @@ def test_wrong_geometry_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_
             assert cli.main(["set", *at, "--geometry", "layers=2", "key", str(page)]) == 0
     assert "'layers=2'" in said
     assert "name that one with --geometry" in said
+
+
+def test_top_draws_on_a_terminal_until_q() -> None:
+    """A real terminal: rates of every member, and the key ends it with status 0."""
+    with LocalCluster() as cluster:
+        node = cluster.start("one")
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
+        command = [sys.executable, "-m", "peercache", "top", "--at", node.ready["control"]]
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs) as top:
+            drawn = b""
+            while b"q ends it" not in drawn:
+                assert select.select([ours], [], [], PATIENCE_S)[0], "it draws nothing"
+                drawn += os.read(ours, 65_536)
+            os.write(ours, b"q")
+            # A terminal that is not read fills up.
+            while top.poll() is None:
+                if select.select([ours], [], [], 0.1)[0]:
+                    os.read(ours, 65_536)
+        os.close(ours)
+        os.close(theirs)
+    assert top.returncode == 0
+    assert node.ready["control"].encode() in drawn
+    assert b"hit/s" in drawn
+
+
+def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Path) -> None:
+    """At the same home socket, and where the certificate is over: status 2, and what to do."""
+
+    def refused(*flags: str) -> str:
+        command = [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0"]
+        done = subprocess.run(
+            [*command, "--pool-size", "1MiB", "--metrics-port", "0", *flags],
+            capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines()[-1]
+
+    with LocalCluster() as cluster:
+        home = cluster.start("one").ready["home"]
+        said = refused("--home", home)
+    assert said.endswith(f"home = {home} is in use: stop its owner, or choose another")
+
+    certificates = Certificates(tmp_path / "ca")
+    settings = certificates.node("late", lifetime=dt.timedelta(seconds=1))
+    days = LiveTls.open(Config.load(settings), is_node=True, log=None)
+    assert days is not None
+    wait_until(lambda: days.days_left < 0)
+    said = refused(*[f"--{name.replace('_', '-')}={file}" for name, file in settings.items()])
+    assert "node-late.crt" in said
+    assert "expired" in said
 
 
 def _state(cluster: LocalCluster, nodes: list[NodeProcess], place: int) -> str:

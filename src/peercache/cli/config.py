@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import click
 from rich.text import Text
 
+from peercache.cli.options import json_option
 from peercache.cli.terminal import console, table
 from peercache.config.settings import SETTINGS
 
 
 @click.command
 @click.option("--toml", is_flag=True, help="Print an example file instead.")
-def config(*, toml: bool) -> None:
+@json_option
+def config(*, toml: bool, as_json: bool) -> None:
     """List every setting, its default and meaning."""
+    if as_json:
+        rows = {
+            name: {"default": row.written_default, "meaning": row.meaning}
+            for name, row in SETTINGS.items()
+        }
+        print(json.dumps(rows))
+        return
     if toml:
         print(example_toml(), end="")
         return

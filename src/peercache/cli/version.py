@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
+from peercache.cli.options import json_option
 from peercache.installation.distribution import version as distribution_version
-from peercache.wire.envelope import versions_spoken
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
 
 
 @click.command
-def version() -> None:
+@json_option
+def version(*, as_json: bool) -> None:
     """Print the versions of the package and of the wire."""
+    if as_json:
+        wire = [WIRE_VERSION_OLDEST, WIRE_VERSION]
+        print(json.dumps({"version": distribution_version(), "wire": wire}))
+        return
     print(f"peercache {distribution_version()} (wire version {versions_spoken()})")
 
 

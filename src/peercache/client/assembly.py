@@ -359,6 +359,7 @@ class Wiring:
             "client.refused",
             (peer, refusal.reason),
             peer=name_of(peer),
+            at=self.home.url_of(peer) or "",
             reason=refusal.reason,
             detail=refusal.detail,
         )

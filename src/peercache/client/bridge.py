@@ -23,6 +23,7 @@ from peercache.client.tables import Tables
 from peercache.errors import PeerUnreachable
 from peercache.fabric.port import Fabric
 from peercache.memory.attached import AttachedSegment
+from peercache.model.ids import name_of
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
@@ -215,7 +216,8 @@ class Bridge:
             if fabric.reaches(read.member):
                 if self._chosen.get(holder) != fabric.name:
                     self._chosen[holder] = fabric.name
-                    self._log.info("fabric.chosen", peer=f"{holder:016x}", fabric=fabric.name)
+                    name, at = name_of(holder), read.member.control
+                    self._log.info("fabric.chosen", peer=name, at=at, fabric=fabric.name)
                 return fabric
         return None
 

@@ -371,6 +371,11 @@ class Client:
         del held
         return answers
 
+    def _named(self, incarnation: int) -> str:
+        """Return a member's HOST:PORT, by which people know it; its incarnation once it is gone."""
+        member = self._tie.cluster.members.get(incarnation)
+        return name_of(incarnation) if member is None else member.control
+
     def _patience_s(self, until: float) -> float:
         """Return how long the home node may wait for other members: its answer takes time too."""
         return max(0.0, (until - self._clock()) * HOME_PATIENCE_PART)
@@ -388,7 +393,7 @@ class Client:
             self._log.warning(
                 "client.removal_incomplete",
                 unanswered=len(messages) - len(removed),
-                missed=[name_of(member) for member in missed[:8]],
+                missed=[self._named(member) for member in missed[:8]],
             )
         return sum(answer.count for answer in removed)
 

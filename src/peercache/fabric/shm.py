@@ -147,7 +147,8 @@ class ShmFabric:
             if self._clock() >= deadline:
                 return Fetched(seals, DEADLINE)
             # In time and not copied: an address that is not there, ours or a truncated file's.
-            get_logger().warning("shm.copy_faulted", node=name_of(read.member.incarnation))
+            name, at = name_of(read.member.incarnation), read.member.control
+            get_logger().warning("shm.copy_faulted", node=name, at=at)
             return Fetched(seals, INTERNAL)
         return Fetched(seals, "" if inside.all() else REFUSED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from peercache.cli.demo import story
 from peercache.cli.options import settings_options
 from peercache.config.settings import SETTINGS, Config
 from peercache.errors import ConfigError
-from peercache.wire.envelope import versions_spoken
+from peercache.wire.envelope import WIRE_VERSION, versions_spoken
 
 
 def parsed(*arguments: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -277,3 +278,12 @@ def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
     assert done.returncode == 2
     assert f"cannot write {file}: No such file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_versions_and_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """For scripts: the wire as two numbers, and each setting with its default."""
+    assert cli.main(["version", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["version"], told["wire"][1]) == (version("peercache-kv"), WIRE_VERSION)
+    assert cli.main(["config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == SETTINGS.keys()

@@ -139,7 +139,8 @@ class TcpFabric:
         try:
             done, failure = self._read(read, seals, deadline)
         except Exception:
-            _log.error("tcp.read_failed", peer=name_of(read.member.incarnation), exc_info=True)
+            name, at = name_of(read.member.incarnation), read.member.control
+            _log.error("tcp.read_failed", peer=name, at=at, exc_info=True)
             failure = INTERNAL
         if done < len(seals):
             # A seal that came in part may look like that of the page.
