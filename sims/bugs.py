@@ -19,7 +19,7 @@ from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
 from peercache.actors.membership import view_log, view_merge
 from peercache.actors.pool import actor as pool
-from peercache.actors.pool import on_disk, reservations
+from peercache.actors.pool import mirrors, on_disk, reservations
 from peercache.actors.pool.granting import Shares
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.promote.promotions import Promotions
@@ -396,6 +396,17 @@ def _unverified_too(right: Any) -> Any:
 
 
 MIRROR_UNVERIFIED: Patches = ((mirroring.MirroredBatch, "keep", _unverified_too),)
+
+
+def _nothing_is_void(_: Any) -> Any:
+    def is_void(self: Any, namespace: int, asked_at: float) -> bool:
+        del self, namespace, asked_at
+        return False
+
+    return is_void
+
+
+REMOVED_COMES_BACK: Patches = ((mirrors.Mirrors, "is_void", _nothing_is_void),)
 
 
 SET_ORDER: Patches = ((searching.Search, "next_owners", _in_order_of_a_set),)

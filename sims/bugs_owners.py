@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.directory.authority import ShardAuthority
 from peercache.actors.publisher.pending import WaitingCommits
+from peercache.model.member import ALIVE, SUSPECT
+from peercache.wire.messages.directory import HandedOver, StreamSummary
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
@@ -21,3 +27,70 @@ def _known_at_home(_: Any) -> Any:
 
 
 OWN_SHARD_COUNTS: Patches = ((WaitingCommits, "expect", _known_at_home),)
+
+
+def _nothing_is_missing(right: Any) -> Any:
+    def apply(self: Any, sender: Any, message: Any, now: float) -> Any:
+        held = self._held.get(sender.identity)
+        if held is not None and message.number > held.number:
+            held.number = message.number - 1
+        return right(self, sender, message, now)
+
+    return apply
+
+
+GAP_NOT_DOUBTED: Patches = ((DirectoryShard, "_apply", _nothing_is_missing),)
+
+
+def _as_the_one_before(right: Any) -> Any:
+    def judge(self: Any, holder: int, now: float) -> None:
+        held = self.held.get(holder)
+        is_new = held is None or not held.complete
+        if is_new and self.states.get(holder) == ALIVE:
+            # In sync from the start, as the process was that had this place in the ring.
+            self._in_sync.add(holder)
+            self._behind.pop(holder, None)
+            return
+        right(self, holder, now)
+
+    return judge
+
+
+INCARNATION_INHERITS: Patches = ((ShardAuthority, "_judge", _as_the_one_before),)
+
+
+def _without_a_look(_: Any) -> Any:
+    def notice_stall(self: Any, now: float) -> None:
+        del self, now
+
+    return notice_stall
+
+
+STALL_UNNOTICED: Patches = ((DirectoryShard, "_notice_stall", _without_a_look),)
+
+
+def _suspects_as_alive(right: Any) -> Any:
+    def follow(self: Any, view: Any, now: float) -> None:
+        alive = tuple(
+            attrs.evolve(member, state=ALIVE) if member.state == SUSPECT else member
+            for member in view.members
+        )
+        right(self, attrs.evolve(view, members=alive), now)
+
+    return follow
+
+
+SUSPECT_IN_SYNC: Patches = ((DirectoryShard, "_follow", _suspects_as_alive),)
+
+
+def _by_any_summary(right: Any) -> Any:
+    def compare(self: Any, sender: Any, summary: Any, now: float) -> Any:
+        if isinstance(summary, StreamSummary):
+            ring = self.authority._ring
+            summary = HandedOver(summary.number, summary.count, summary.digest, ring)
+        return right(self, sender, summary, now)
+
+    return compare
+
+
+SUMMARY_COUNTS_AS_HAND_OVER: Patches = ((DirectoryShard, "_compare", _by_any_summary),)

@@ -18,9 +18,11 @@ from typing import Any
 
 import attrs
 
-from sims import bugs, bugs_handover, bugs_owners, planted
+from sims import bugs, bugs_handover, bugs_owners, bugs_tables, planted
 from sims.play import play
-from sims.swarm import Options, draining, smaller
+from sims.racing import race
+from sims.swarm import Options, draining, smaller, with_tables
+from sims.turning import turn
 
 FIRST_SEED = 1_000_000
 """Canaries are hunted over the same seeds each time, which no sweep starts with."""
@@ -33,7 +35,11 @@ SET_ORDER = "set-order"
 
 @attrs.frozen
 class Canary:
-    """One planted bug. seeds_max: within how many seeds it must be found."""
+    """One planted bug.
+
+    seeds_max: within how many seeds it must be found. change: what those seeds' options become.
+    story: what is played with each seed instead of a run; it returns the checker that found it.
+    """
 
     name: str
     what: str
@@ -41,7 +47,7 @@ class Canary:
     patches: tuple[Patch, ...] = ()
     plant: str = ""
     change: Callable[[Options], Options] = smaller
-    """Makes the runs those in which the bug shows."""
+    story: Callable[[int], str] | None = None
 
 
 CANARIES: tuple[Canary, ...] = (
@@ -298,6 +304,62 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs_owners.OWN_SHARD_COUNTS,
     ),
     Canary(
+        "epoch-not-checked",
+        "a reader of a table does not look at the epoch again after its batch",
+        20,
+        patches=bugs_tables.EPOCH_NOT_CHECKED,
+        story=turn,
+    ),
+    Canary(
+        "entry-reused-in-an-epoch",
+        "a holder's entry in a table is given to another one within an epoch",
+        20,
+        patches=bugs_tables.ENTRY_REUSED_IN_AN_EPOCH,
+        story=turn,
+    ),
+    Canary(
+        "old-tick-believed",
+        "a table has authority however long ago its owner was at work",
+        50,
+        patches=bugs_tables.OLD_TICK_BELIEVED,
+        change=with_tables,
+    ),
+    Canary(
+        "gap-not-doubted",
+        "an owner keeps its authority when a message of a stream is missing",
+        50,
+        patches=bugs_owners.GAP_NOT_DOUBTED,
+        change=with_tables,
+    ),
+    Canary(
+        "incarnation-inherits-in-sync",
+        "a holder counts as in sync until it says otherwise",
+        50,
+        patches=bugs_owners.INCARNATION_INHERITS,
+        change=with_tables,
+    ),
+    Canary(
+        "own-stall-unnoticed",
+        "an owner keeps its authority when its process has stood still",
+        50,
+        patches=bugs_owners.STALL_UNNOTICED,
+        change=with_tables,
+    ),
+    Canary(
+        "suspect-in-sync",
+        "a holder that is suspected counts as in sync",
+        20,
+        patches=bugs_owners.SUSPECT_IN_SYNC,
+        change=with_tables,
+    ),
+    Canary(
+        "summary-counts-as-hand-over",
+        "a summary that matches counts as a hand-over",
+        50,
+        patches=bugs_owners.SUMMARY_COUNTS_AS_HAND_OVER,
+        change=with_tables,
+    ),
+    Canary(
         "pool-shares-taken-out",
         "writers that have stopped hold the whole pool",
         50,
@@ -334,6 +396,13 @@ CANARIES: tuple[Canary, ...] = (
         "a copy is kept of whatever a get has read, verified or not",
         50,
         patches=bugs.MIRROR_UNVERIFIED,
+    ),
+    Canary(
+        "removed-comes-back",
+        "a mirrored page that was read before a removal is committed after it",
+        5,
+        patches=bugs.REMOVED_COMES_BACK,
+        story=race,
     ),
     Canary(
         SET_ORDER,
@@ -393,7 +462,10 @@ def hunt(name: str) -> Found:
             checker = "" if is_deterministic(seed, name) else "digest"
         else:
             with planted_canary(name):
-                checker = play(seed, change=canary.change).checker
+                if canary.story is not None:
+                    checker = canary.story(seed)
+                else:
+                    checker = play(seed, change=canary.change).checker
         if checker[:1].isupper():
             break  # An exception of the planted code itself: no checker has found anything.
         if checker:

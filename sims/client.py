@@ -51,7 +51,7 @@ from peercache.wire.messages.session import Hello, Refused
 from sims.asking import SimAsker
 from sims.fabric import Fabrics, chunks
 from sims.locks import secret_of
-from sims.memory import Buffers, NodeMemory
+from sims.memory import Buffers, NodeMemory, Truth
 from sims.network import Network
 from sims.places import Place
 from sims.planted import READS_SOURCE_LATE, planted
@@ -117,6 +117,7 @@ class SimClient:
         buffers: Buffers,
         fabrics: Fabrics,
         linked: Callable[[int], NodeMemory | None],
+        truth: Truth,
         trace: Trace,
     ) -> None:
         """Write through the node that listens at `home`."""
@@ -135,6 +136,8 @@ class SimClient:
             random.Random(f"look/{self.identity}"),
             self.identity,
             may_stop=lambda: network.faults_on,
+            ring=lambda: self.tie.cluster.ring,
+            truth=truth,
         )
         loads = Loads(salt=self.identity, clock=place.now)
         locator = Locator(

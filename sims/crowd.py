@@ -52,12 +52,12 @@ class Crowd:
         reports: list[Report] = []
 
         async def main() -> None:
-            reports.append(await self._run(World(self._options(), clock, trace)))
+            reports.append(await self._run(World(self.options(), clock, trace)))
 
         determinism.run(main, seed=self.seed, clock=clock)
         return reports[0]
 
-    def _options(self) -> Options:
+    def options(self) -> Options:
         """Return a run without faults."""
         drawn = draw(determinism.stream(self.seed, "crowd"), self.seed)
         faults = [name for name in attrs.asdict(drawn) if name.endswith(("_rate", "_failure"))]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.effects import StoreWords
@@ -18,6 +19,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.records import RESIDENT, Records
 from peercache.model.seal import SEAL, Seals
 from sims.content import POISON, Page, version_of
+from sims.places import Place
 from sims.planted import KEY_AFTER_WORD, planted
 from sims.removals import Removals, Stay
 from sims.trace import Violation
@@ -74,6 +76,17 @@ class Buffers:
         return region, address & ((1 << REGION_BITS) - 1)
 
 
+@attrs.define(eq=False)
+class Noted:
+    """What is noted of a holder's page: its generation, and the owners that it is noted of.
+
+    owners: the number of the message that has told each of them; 0 where there is none.
+    """
+
+    generation: int
+    owners: dict[int, int] = attrs.field(factory=dict)
+
+
 class Truth:
     """History of commits: the content that a hit may return."""
 
@@ -83,8 +96,19 @@ class Truth:
         self.generations: dict[int, int] = {}
         self.arrived: dict[tuple[int, int, bytes], int] = {}
         """By owner, holder and key: under which generation a record has come to an owner."""
-        self.known: dict[bytes, dict[int, int]] = {}
+        self.known: dict[bytes, dict[int, Noted]] = {}
         """By key and holder: the generation of a record that all its owners have acknowledged."""
+        self.unheard: dict[bytes, dict[int, Noted]] = {}
+        """By key and holder: the generation of a record that a set has returned with, though not
+        all owners have acknowledged it; the nodes that were stopped for as long as sets wait."""
+        self.told: dict[bytes, dict[int, Noted]] = {}
+        """By key and holder: a generation, and by owner the message that has told of it last."""
+        self.heard: dict[tuple[int, int], int] = {}
+        """By holder and owner: the highest message of a stream that has come."""
+        self.suspects: dict[int, set[int]] = {}
+        """By node: the members that its shard has been told are suspected."""
+        self.places: dict[int, Place] = {}
+        """By node: its process."""
         self.rings: dict[int, HashRing] = {}
         """By node: the ring that its shard follows."""
         self.waiting: dict[tuple[int, int, int], Records] = {}
@@ -95,6 +119,15 @@ class Truth:
         """Those whose processes run."""
         self.removals = Removals()
         self.hits = 0
+
+    def stopped_for(self, span_s: float) -> list[int]:
+        """Return the nodes that are stopped, and have been for so long."""
+        now = trio.current_time()
+        return [
+            node
+            for node, place in self.places.items()
+            if place.alive and place.paused_s(now - span_s, now) > 0.99 * span_s
+        ]
 
     def committed_at(self, key: bytes, incarnation: int) -> bool:
         """Return whether this page was ever committed at this node."""

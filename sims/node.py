@@ -120,6 +120,7 @@ class SimNode:
         self._options = options
         self._truth = truth
         truth.living.add(self.incarnation)
+        truth.places[self.incarnation] = place
         self._rng = rng
         self._network = network
         self._trace = trace

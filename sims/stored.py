@@ -1,26 +1,59 @@
-"""Stored is found: what all owners have acknowledged no owner with authority calls absent.
+"""Stored is found: what an owner knows, or must know that it lacks, it does not call absent.
 
-Follows each commit from the publisher's first look at it to its answer, and looks at every answer
-of a shard that has authority. The actors know nothing of it.
+Follows each commit from the publisher's first look at it to its answer, and looks at what a shard
+or its table calls absent for certain. Three things a shard with authority never lacks:
+
+    what all owners have acknowledged;
+    what a set has returned with while the shard's process was stopped;
+    what a holder has told it by an earlier message than one that it has heard since.
+
+The actors know nothing of it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, Send, TellDirectory
-from peercache.actors.mailboxes import CommitAnswered, PagesCommitted, RecordsChanged, RingChanged
+from peercache.actors.mailboxes import (
+    CommitAnswered,
+    PagesCommitted,
+    RecordsChanged,
+    RingChanged,
+    ViewChanged,
+)
 from peercache.actors.publisher.actor import Publisher
 from peercache.model import records
+from peercache.model.hash_ring import HashRing
 from peercache.model.keys import from_bytes, split_keys
-from peercache.wire.messages.directory import Located, Lookup
-from sims.memory import Truth
+from peercache.model.member import SUSPECT
+from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.wire.messages.directory import (
+    Delete,
+    HandedOver,
+    Located,
+    Lookup,
+    Put,
+    Repair,
+    StreamSummary,
+)
+from sims.memory import Noted, Truth
 from sims.trace import Violation
 
 
-def note_heard(actor: Any, message: object, truth: Truth) -> None:
+def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
     """Note what an actor is about to hear."""
+    if isinstance(actor, DirectoryShard):
+        stream = sender, actor.incarnation
+        match message:
+            case Put(number) | Delete(number) | Repair(number):
+                truth.heard[stream] = max(truth.heard.get(stream, 0), number)
+            case StreamSummary(number) | HandedOver(number):
+                # It speaks of all messages up to this one.
+                truth.heard[stream] = max(truth.heard.get(stream, 0), number + 1)
     match message:
         case PagesCommitted(origin, _, sequence, _, made) if isinstance(actor, Publisher):
             truth.waiting[actor.incarnation, origin.identity, sequence] = made
@@ -28,38 +61,104 @@ def note_heard(actor: Any, message: object, truth: Truth) -> None:
             for key, generation in zip(
                 records.keys_of(drops), drops["generation"].tolist(), strict=True
             ):
-                held = truth.known.get(key, {})
-                if held.get(actor.incarnation, generation + 1) <= generation:
-                    del held[actor.incarnation]
+                for noted in (truth.known, truth.unheard, truth.told):
+                    _let_go(noted, key, actor.incarnation, generation)
         case RingChanged(ring) if isinstance(actor, DirectoryShard):
             truth.rings[actor.incarnation] = ring
+        case ViewChanged(members) if isinstance(actor, DirectoryShard):
+            suspects = {member.incarnation for member in members if member.state == SUSPECT}
+            truth.suspects[actor.incarnation] = suspects
+
+
+def _let_go(noted: dict[bytes, dict[int, Noted]], key: bytes, holder: int, generation: int) -> None:
+    """Forget what is noted of a holder's page, unless it is newer."""
+    by_holder = noted.get(key, {})
+    if holder in by_holder and by_holder[holder].generation <= generation:
+        del by_holder[holder]
 
 
 def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
-    """Note the commits that a publisher answers as known to all owners."""
+    """Note what a publisher tells owners, and the commits that it answers."""
     if not isinstance(actor, Publisher):
         return
     for effect in effects:
+        if isinstance(effect, Send):
+            _note_told(actor.incarnation, effect.to, effect.message, truth)
         if not isinstance(effect, TellDirectory) or not isinstance(effect.fact, CommitAnswered):
             continue
         answer = effect.fact.committed
         key = (actor.incarnation, effect.fact.origin.identity, answer.sequence)
         made = truth.waiting.pop(key, None)
-        if made is None or answer.published * records.RECORD_BYTES < len(answer.records):
+        if made is None:
             continue
+        is_known = answer.published * records.RECORD_BYTES >= len(answer.records)
+        stopped = [] if is_known else truth.stopped_for(PUBLISH_PATIENCE_S)
         table = actor._table
         for name, generation in zip(
             records.keys_of(made), made["generation"].tolist(), strict=True
         ):
             row = table.rows.get(name)
-            if row is not None and int(table.records["generation"][row]) == generation:
-                truth.known.setdefault(name, {})[actor.incarnation] = generation
+            if row is None or int(table.records["generation"][row]) != generation:
+                continue
+            if is_known:
+                truth.known.setdefault(name, {})[actor.incarnation] = Noted(generation)
+            else:
+                noted = Noted(generation, dict.fromkeys(stopped, 0))
+                truth.unheard.setdefault(name, {})[actor.incarnation] = noted
+
+
+def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
+    match message:
+        case Delete(_, drops):
+            for key in records.keys_of(np.frombuffer(drops, records.DROP)):
+                if holder in truth.told.get(key, {}):
+                    truth.told[key][holder].owners.pop(owner, None)
+        case Put(number, packed) | Repair(number, _, packed):
+            told = records.from_bytes(packed)
+            for key, generation in zip(
+                records.keys_of(told), told["generation"].tolist(), strict=True
+            ):
+                by_holder = truth.told.setdefault(key, {})
+                noted = by_holder.get(holder)
+                if noted is None or noted.generation != generation:
+                    noted = by_holder[holder] = Noted(generation)
+                noted.owners[owner] = number
+
+
+def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, int]:
+    """Return the living holders, and generations, of a page that this owner may not call absent.
+
+    ring: that of the process to which the owner's word counts.
+    """
+    noted = [each.get(key) for each in (truth.known, truth.unheard, truth.told)]
+    if not any(noted) or owner not in ring.owners(from_bytes(key))[0].tolist():
+        return {}
+    found: dict[int, int] = {}
+    for holder in sorted({holder for each in noted for holder in each or ()}):
+        # A node that the holder's view has dead is no owner, and may not know it yet. The
+        # holder's own shard hears of a commit just before its client does.
+        seen = truth.rings.get(holder)
+        is_owner = seen is not None and owner in seen.members
+        if holder == owner or not is_owner:
+            continue
+        if holder not in truth.living or holder not in ring.members:
+            continue
+        heard = truth.heard.get((holder, owner), 0)
+        for each in noted:
+            of = (each or {}).get(holder)
+            if of is None:
+                continue
+            number = of.owners.get(owner, -1)
+            if each is noted[0] or number == 0 or 0 < number < heard:
+                found[holder] = of.generation
+                break
+    return found
 
 
 def check_absent(
-    shard: DirectoryShard, message: object, effects: list[Effect], truth: Truth, living: set[int]
+    shard: DirectoryShard, message: object, effects: list[Effect], truth: Truth
 ) -> None:
-    """What a shard with authority does not know is held by no living node that has published it."""
+    """What a shard with authority does not know is held by no living node that has told of it."""
     ring = truth.rings.get(shard.incarnation)
     if not isinstance(message, Lookup) or ring is None or shard.authority.ring != ring.version:
         return
@@ -68,18 +167,36 @@ def check_absent(
         if isinstance(effect, Send) and isinstance(effect.message, Located):
             told.update(records.keys_of(records.from_bytes(effect.message.records)))
     for key in split_keys(message.keys):
-        holders = truth.known.get(key)
-        if not holders or key in told:
+        if key in told:
             continue
-        if shard.incarnation not in ring.owners(from_bytes(key))[0].tolist():
+        for holder in lacking(shard.incarnation, key, ring, truth):
+            detail = f"{key.hex()} of {holder:016x} is unknown to {shard.incarnation:016x}"
+            raise Violation("stored-found", detail)
+
+
+def check_authority(shard: DirectoryShard, truth: Truth) -> None:
+    """A shard has no authority while a holder of its ring is suspected: it may store unheard."""
+    ring = truth.rings.get(shard.incarnation)
+    if ring is None or shard.table.authority != ring.version:
+        return
+    for holder in truth.suspects.get(shard.incarnation, set()) & set(ring.members):
+        detail = f"{shard.incarnation:016x} has it, and suspects {holder:016x}"
+        raise Violation("authority", detail)
+
+
+def check_table(
+    owner: int,
+    told: set[bytes],
+    before: dict[bytes, dict[int, int]],
+    ring: HashRing,
+    truth: Truth,
+) -> None:
+    """What a table with authority lacks was not `lacking` when the look began, or is gone."""
+    for key, holders in before.items():
+        if key in told:
             continue
-        for holder in holders:
-            # A node that the holder's view has dead is no owner, and may not know it yet. The
-            # holder's own shard hears of a commit just before its client does.
-            seen = truth.rings.get(holder)
-            is_owner = seen is not None and shard.incarnation in seen.members
-            if holder == shard.incarnation or not is_owner:
-                continue
-            if holder in living and holder in ring.members:
-                detail = f"{key.hex()} of {holder:016x} is unknown to {shard.incarnation:016x}"
+        now = lacking(owner, key, ring, truth)
+        for holder, generation in holders.items():
+            if now.get(holder) == generation:
+                detail = f"{key.hex()} of {holder:016x} is not in the table of {owner:016x}"
                 raise Violation("stored-found", detail)

@@ -141,6 +141,47 @@ def draining(options: Options) -> Options:
     )
 
 
+def with_tables(options: Options) -> Options:
+    """Return the same run where clients ask tables all the time, and little else goes wrong.
+
+    Two nodes share a host, so that owners change within it; hand-overs take a second; processes are
+    stopped for seconds; pages come and go.
+    """
+    return attrs.evolve(
+        smaller(options),
+        nodes=5,
+        hosts=3,
+        clients=8,
+        workers=2,
+        keys=60,
+        pool_granules=96,
+        uncommitted_granules=0,
+        replicas=AUTO,
+        republish_rate=40,
+        cache_entries=0,
+        think_s=0.03,
+        batch_max=4,
+        latency_mean_s=min(options.latency_mean_s, 0.0005),
+        loss=max(options.loss, 0.02),
+        step_s=0.0002,
+        wire_slowness=1.0,
+        transfer_failure=0.0,
+        stop_in_copy=0.0,
+        outbox_messages=min(options.outbox_messages, 32),
+        crash_rate=max(options.crash_rate, 0.1),
+        leave_rate=0.0,
+        drain_rate=0.0,
+        node_pause_rate=0.4,
+        client_crash_rate=0.0,
+        client_pause_rate=0.0,
+        busy=0.0,
+        forge_rate=0.0,
+        impostor_rate=0.0,
+        disk_slabs=0,
+        mirror_pulls="off",
+    )
+
+
 def draw(rng: random.Random, seed: int) -> Options:
     """Draw every option."""
 

@@ -16,12 +16,14 @@ import trio.lowlevel
 
 from peercache.actors.directory.table import SLOTS_MIN, DirectoryTable
 from peercache.memory.table_reading import HOLDERS_MAX, TORN, TableReader, Unusable
-from peercache.model.keys import KEY_BYTES
+from peercache.model.hash_ring import HashRing
+from peercache.model.keys import KEY_BYTES, split_keys
 from peercache.model.member import Member
 from peercache.model.reads import Looked
 from peercache.model.records import BUCKETS, RECORD_BYTES
 from peercache.paths.steps import ReadTable
-from sims.memory import NodeMemory
+from sims import stored
+from sims.memory import NodeMemory, Truth
 from sims.places import Place
 from sims.trace import Violation
 
@@ -33,6 +35,9 @@ STOPPED_S = (0.0, 0.0, 0.0, 0.0005, 0.02)
 batch takes microseconds."""
 
 STOPPED_MAX_S = 4.0
+
+AIMED = 0.985
+"""Of all drawn numbers those beyond have a process stopped until its table changes."""
 
 
 class Header(ctypes.Structure):
@@ -88,6 +93,17 @@ def make_index_anew(table: DirectoryTable) -> None:
         header.next_capacity = SLOTS_MIN
     while table.tend(SLOTS_MIN):
         pass
+
+
+def turn_of(table: DirectoryTable) -> tuple[int, ...]:
+    """Return the holders of a table's entries, and which ring it has authority for."""
+    header = header_of(table)
+    at = table.place[0] + header.holders_at
+    holders = [
+        ctypes.c_uint64.from_address(at + entry * HOLDER_BYTES).value
+        for entry in range(header.holders_used)
+    ]
+    return header.authority, *holders
 
 
 class Observed:
@@ -147,17 +163,21 @@ class SimTables:
         asker: int,
         *,
         may_stop: Callable[[], bool],
+        ring: Callable[[], HashRing],
+        truth: Truth,
     ) -> None:
         """Open none yet.
 
         linked: the memory of an incarnation, by its file's name. may_stop: whether the process may
-        be stopped for long now.
+        be stopped for long now. ring: the client's own.
         """
         self._place = place
         self._linked = linked
         self._rng = rng
         self._asker = asker
         self._may_stop = may_stop
+        self._ring = ring
+        self._truth = truth
         self._opened: dict[int, DirectoryTable] = {}
 
     def nodes(self) -> Iterable[int]:
@@ -182,9 +202,19 @@ class SimTables:
         table = self._opened.get(step.peer)
         if table is None:
             return None
+        ring = self._ring()
+        is_known = ring.version == step.ring
+        before = {
+            key: held
+            for key in (split_keys(step.keys) if is_known else ())
+            if (held := stored.lacking(step.peer, key, ring, self._truth))
+        }
         for _ in range(TRIES):
             looked = await self._batch(table, step)
             if looked is not None:
+                if looked.is_final:
+                    told = {record[:KEY_BYTES] for record in _split(looked.records)}
+                    stored.check_table(step.peer, told, before, ring, self._truth)
                 return looked
         return None
 
@@ -202,6 +232,8 @@ class SimTables:
         count = len(step.keys) // KEY_BYTES
         is_split = self._rng.random() < 0.5
         ring, now_s = int.from_bytes(step.ring, "little"), trio.current_time()
+        if is_split:
+            await self._pause(table)
         observed = Observed(table, step.keys)
         reader.begin(count)
         at = 0
@@ -219,7 +251,8 @@ class SimTables:
 
     async def _pause(self, table: DirectoryTable) -> None:
         stopped_s = self._rng.choice(STOPPED_S)
-        if self._rng.random() < 0.02 and self._may_stop():
+        drawn = self._rng.random()
+        if drawn < 0.015 and self._may_stop():
             stopped_s = self._rng.uniform(0.2, STOPPED_MAX_S)
         if self._rng.random() < 0.1:
             make_index_anew(table)
@@ -227,6 +260,15 @@ class SimTables:
             self._place.pause(trio.current_time(), stopped_s)
         await trio.lowlevel.checkpoint()
         await self._place.awake()
+        if drawn >= AIMED and self._may_stop():
+            await self._stop_for_a_change(table)
+
+    async def _stop_for_a_change(self, table: DirectoryTable) -> None:
+        """Be stopped until what a batch relies on is another one, just then or soon after."""
+        began, until = turn_of(table), trio.current_time() + STOPPED_MAX_S
+        while turn_of(table) == began and trio.current_time() < until and self._may_stop():
+            self._place.pause(trio.current_time(), STOPPED_S[-1])
+            await self._place.awake()
 
 
 def _split(packed: bytes) -> list[bytes]:

@@ -84,7 +84,7 @@ class WatchedActor:
         self.steps += 1
         check_bounds(self.mailbox, self.name)
         actor = self.actor
-        stored.note_heard(actor, message, self.truth)
+        stored.note_heard(actor, sender.identity, message, self.truth)
         if isinstance(actor, Membership):
             view, masters = actor.view, actor.masters()
             effects = actor.on_message(sender, message, self.place.local(now))
@@ -105,7 +105,8 @@ class WatchedActor:
             effects = actor.on_message(sender, message, self.place.local(now))
             _check_kept(actor, before, type(message).__name__)
             _check_answers(actor, effects)
-            stored.check_absent(actor, message, effects, self.truth, self.truth.living)
+            stored.check_absent(actor, message, effects, self.truth)
+            stored.check_authority(actor, self.truth)
             if isinstance(message, (Put, Repair)):
                 _note_held(actor, sender.identity, message.records, self.truth)
         self._note(type(message).__name__, effects)

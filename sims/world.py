@@ -161,6 +161,7 @@ class World:
             buffers=self.buffers,
             fabrics=fabrics,
             linked=self.linked,
+            truth=self.truth,
             trace=self.trace,
         )
         self.locks.hold(client.lock, place)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from sims.canaries import hunt
 from sims.play import play
-from sims.swarm import smaller
+from sims.racing import race
+from sims.swarm import smaller, with_tables
+from sims.turning import turn
 
 
 @pytest.mark.slow  # test_sweep.py plays the same seed with each change
@@ -18,5 +23,33 @@ def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
        any node. The record was neither dropped nor tried again: a miss for as long as c4 lived.
     """
     outcome = play(21, change=smaller)
+
+    assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
+
+
+@pytest.mark.parametrize("story", [turn, pytest.param(race, marks=pytest.mark.slow)])
+def test_a_story_without_a_bug_is_told_to_its_end(story: Callable[[int], str]) -> None:
+    """Removals race copies of readers; readers of a table, the holders that come and go in it."""
+    assert story(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("canary", "checkers"),
+    [
+        pytest.param("removed-comes-back", {"came-back"}, marks=pytest.mark.slow),
+        ("entry-reused-in-an-epoch", {"table-record"}),
+        ("epoch-not-checked", {"table-record", "table-lost"}),
+    ],
+)
+def test_a_bug_planted_into_a_story_is_found(canary: str, checkers: set[str]) -> None:
+    """Each in few seeds: what a run meets by chance, a story meets again and again."""
+    assert hunt(canary).checker in checkers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [100, 101])
+def test_a_cluster_that_is_asked_by_tables_calls_absent_only_what_is(seed: int) -> None:
+    """Nodes are stopped and killed, messages lost; clients look at every moment."""
+    outcome = play(seed, change=with_tables)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
