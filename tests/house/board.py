@@ -139,6 +139,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Live reservations", "short", ((gauge("reservations"), "{{instance}}"),)),
         Panel("Memory for pages of other hosts", "bytes",
               ((gauge("pool_bytes_mirrored"), "{{instance}}"),)),
+        Panel("Taken by namespaces with quotas", "bytes",
+              ((gauge("namespace_bytes", "namespace", "tier"), "{{namespace}} {{tier}}"),
+               (gauge("namespace_quota_bytes", "namespace", "tier"),
+                "{{namespace}} {{tier}}, sure"))),
     ),
     "Disk": (
         Panel("Disk tier open", "none", ((gauge("disk_open"), "{{instance}}"),)),

@@ -32,14 +32,14 @@ LAYERS: dict[str, str] = {
     "installation": "",
     # Plain values, settings, the wire, and what is told.
     "model": "installation",
-    "config": "",
+    "config": "model",
     "wire.messages": "model",
     "wire": "model wire.messages",
     "observability": "wire.messages",
     # Who may do what: everything below that opens a socket or a file asks it.
     "trust": "model config wire wire.messages observability",
     # The actors of a node: state machines without I/O, and the loop that runs them.
-    "actors": "model wire wire.messages",
+    "actors": "model observability wire wire.messages",
     "actors.membership": "model observability wire.messages actors",
     "actors.ring": "model actors",
     "actors.directory": "model observability installation wire.messages actors",

@@ -115,6 +115,13 @@ class PoolGrew:
     usable_bytes: int
 
 
+@attrs.frozen
+class NamespaceNamed:
+    """node → pool → disk: a writer of this namespace has connected; quotas may name it."""
+
+    name: str
+
+
 # --- ring -----------------------------------------------------------------------------------------
 
 
@@ -338,7 +345,7 @@ class PromoteAnswered:
 
 PoolHears: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
-    | ReserveAhead | ClientGone | PoolGrew
+    | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked
 )  # fmt: skip
@@ -434,7 +441,7 @@ class FlushWanted:
 
 DiskHears: TypeAlias = (
     PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesHeld | PagesSought
-    | LoadWanted | FlushWanted | DiskIndexed | DiskFact
+    | LoadWanted | FlushWanted | NamespaceNamed | DiskIndexed | DiskFact
 )  # fmt: skip
 
 

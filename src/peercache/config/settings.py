@@ -29,6 +29,7 @@ from peercache.config.table import (
     LISTEN,
     PEERS,
     POWER_OF_TWO,
+    QUOTAS,
     REPLICAS,
     SECONDS,
     SHARE,
@@ -43,6 +44,7 @@ from peercache.config.table import (
     setting,
 )
 from peercache.errors import ConfigError
+from peercache.model.quotas import QuotaRule
 
 DEFAULT_METRICS_PORT = 31997
 
@@ -204,6 +206,12 @@ class Config:
     )
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
+    )
+    quotas: tuple[QuotaRule, ...] = setting(
+        QUOTAS,
+        (),
+        "Namespaces that are sure of a share of this node's pool and disk, by name or pattern: "
+        "'tenant-a=20%,priority=2;team-*=4GiB;*=1%/5%'. A second share is that of the disk.",
     )
     # --- disk
     disk_enabled: bool = setting(

@@ -85,15 +85,9 @@ class Crew:
             metrics=metrics,
             has_disk=config.disk_enabled,
             mirror_share=config.mirror_share,
+            quotas=config.quotas,
         )
-        self.disk = DiskTier(
-            writes_through=config.write_policy == "through",
-            queue_bytes_max=config.disk_queue,
-            tell_rate=config.republish_rate,
-            ttl_s=config.disk_ttl,
-            spill_delay_s=SPILL_DELAY_S,
-            metrics=metrics,
-        )
+        self.disk = _disk(config, metrics)
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
@@ -122,6 +116,18 @@ class Crew:
 
 def _replicas(config: Config) -> int | str:
     return config.directory_replicas
+
+
+def _disk(config: Config, metrics: Metrics) -> DiskTier:
+    return DiskTier(
+        writes_through=config.write_policy == "through",
+        queue_bytes_max=config.disk_queue,
+        tell_rate=config.republish_rate,
+        ttl_s=config.disk_ttl,
+        spill_delay_s=SPILL_DELAY_S,
+        metrics=metrics,
+        quotas=config.quotas,
+    )
 
 
 def _shard(incarnation: int, metrics: Metrics, table_file: int) -> DirectoryShard:

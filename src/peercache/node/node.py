@@ -201,8 +201,7 @@ class Node:
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
         home = self._listen_home(listener, control_port)
-        local_secret = secrets.token_bytes(SECRET_BYTES)
-        gate = Gate(self.sharing, self.tls)
+        local_secret, gate = secrets.token_bytes(SECRET_BYTES), Gate(self.sharing, self.tls)
         self._admission = admission = self._admit_at(home, local_secret, gate)
         known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
         host = addresses.advertised_host(config, bound_host, known)
@@ -234,6 +233,7 @@ class Node:
             status_told=self._status_told,
             perform_pull=self._open_puller(segment),
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+            names_writers=bool(config.quotas),
         )
         housekeeping = Housekeeping(
             config,

@@ -24,6 +24,7 @@ from peercache.model.status import (
     Detail,
     Draining,
     Latencies,
+    NamespaceUse,
     PeerStatus,
     Shard,
     Status,
@@ -90,6 +91,7 @@ class NodeStatus:
             pool=_pool(figures), disk=self._disk_tier(figures, counters),
             workers=listed, workers_more=more, counters=counters, latency=latency,
             peers=self._peers(),
+            namespaces=self._namespaces(),
             shard=Shard(
                 records=self.crew.directory.record_count,
                 share=self._share(),
@@ -138,6 +140,28 @@ class NodeStatus:
                 )
                 for member in self.crew.membership.view.live()
                 if member.incarnation != me.incarnation
+            ][:LISTED_MAX]
+        )
+
+    def _namespaces(self) -> tuple[NamespaceUse, ...]:
+        """Return what each namespace with a quota takes, and all others together."""
+        tenants = self.crew.pool.tenants
+        if not tenants.are_several:
+            return ()
+        index = self.crew.disk.index
+        on_disk = {one.name: one.taken for one in index.tenants.all()} if index is not None else {}
+        pages = self.crew.pool.pages_of_tenants()
+        return tuple(
+            [
+                NamespaceUse(
+                    name=tenant.name,
+                    bytes=tenant.taken * self.config.granule,
+                    pages=pages[tenant],
+                    disk_bytes=on_disk.get(tenant.name, 0),
+                    quota=tenant.quota * self.config.granule,
+                    priority=tenant.priority,
+                )
+                for tenant in tenants.all()
             ][:LISTED_MAX]
         )
 

@@ -23,9 +23,10 @@ from peercache.actors.effects import (
     StoreWords,
     Tell,
     TellMembership,
+    TellPool,
     TellRing,
 )
-from peercache.actors.mailboxes import PeerAnswered, RingBuilt
+from peercache.actors.mailboxes import NamespaceNamed, PeerAnswered, RingBuilt
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import DropPair, OpenPair, RdmaEffect, ServeMemory
 from peercache.actors.runtime import TURN_MESSAGES
@@ -115,9 +116,11 @@ class Switchboard:
         perform_pull: Callable[[Pull], None] | None = None,
         in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
         links_max: int = LINKS_MAX,
+        names_writers: bool = False,
     ) -> None:
         """Take everything from `node.Node`, which owns it.
 
+        names_writers: whether the pool is told the namespaces of writers, for quotas with patterns.
         A simulation opens links of its own, and runs in its own time what runs in threads here.
         """
         self._me = me
@@ -136,6 +139,7 @@ class Switchboard:
         self._tls = tls
         self._reach = reach if reach is not None else Reach((), clock=trio.current_time)
         self._revocations = revocations
+        self._names_writers = names_writers
         # By address: the process that has answered there.
         self._answering: dict[str, Peer] = {}
         # By address: the wire version that the process there speaks with us.
@@ -281,12 +285,15 @@ class Switchboard:
             self._drop("pipe_gone", detail="Hello")
             return
         try:
-            self._admission.admit(pipe, peer, sender, hello)
+            session = self._admission.admit(pipe, peer, sender, hello)
         except Rejected as rejected:
             self._refuse(pipe, rejected, hello.request, sender)
             return
         if hello.is_node:
             self._reach.connected(peer.local[0])
+        elif session.role is Role.WRITER and self._names_writers:
+            # Before its first Reserve: both go to the pool by way of here.
+            self.tell(TellPool(NamespaceNamed(session.namespace)))
         me = self._member_of(self._me.incarnation) or self._me
         wire = min(WIRE_VERSION, hello.wire_newest)
         self._reply(pipe, sender, Welcome(hello.request, wire, me, self._segment_bytes))

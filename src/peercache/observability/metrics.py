@@ -97,6 +97,7 @@ class Metrics:
         self._make_latency(registry)
         self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
+        self._make_namespaces(gauge)
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
         self._make_disk(registry, counter, gauge)
@@ -123,6 +124,18 @@ class Metrics:
         )
         self.pool_bytes_mirrored = gauge(
             "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
+        )
+
+    def _make_namespaces(self, gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of namespaces with quotas; a node shows a bounded number of them."""
+        self.namespace_bytes = gauge(
+            "namespace_bytes",
+            'Bytes that a namespace takes, by tier; "(others)" is all without a quota.',
+            "namespace",
+            "tier",
+        )
+        self.namespace_quota_bytes = gauge(
+            "namespace_quota_bytes", "Bytes that a namespace is sure of.", "namespace", "tier"
         )
 
     def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:

@@ -33,6 +33,7 @@ from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.reservations import Reservation
 from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
 from peercache.model.ids import Incarnation
+from peercache.model.quotas import QuotaRule
 from peercache.model.records import DROP, RECORD, RESIDENT
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
@@ -77,6 +78,7 @@ class World:
         units_about: int = UNITS_ABOUT,
         metrics: Metrics | None = None,
         seed: int = 1,
+        quotas: Sequence[QuotaRule] = (),
     ) -> None:
         """Make a pool of `granules` granules. uncommitted_max: of a client; None: half of them."""
         self.pool = Pool(
@@ -89,12 +91,14 @@ class World:
             ),
             rng=random.Random(seed),
             metrics=metrics,
+            quotas=quotas,
         )
         # Few units make extents of several slots in a pool small enough to be checked in full.
         self.pool._slots = SlotAllocator(
             granules=granules,
             usable=granules if usable is None else usable,
             units_about=units_about,
+            tenants=self.pool.tenants,
         )
         self.words = [0] * granules
         self.ever: list[set[int]] = [{0} for _ in range(granules)]

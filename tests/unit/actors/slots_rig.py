@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from peercache.actors.pool.slots import UNITS_ABOUT, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
+from peercache.actors.tenants import Tenant, Tenants
 
 
 class Rig:
     """An allocator and everything that was taken from it, by first granule."""
 
     def __init__(
-        self, granules: int, usable: int | None = None, units_about: int = UNITS_ABOUT
+        self,
+        granules: int,
+        usable: int | None = None,
+        units_about: int = UNITS_ABOUT,
+        tenants: Tenants | None = None,
     ) -> None:
         """Start with an empty pool."""
         self.slots = SlotAllocator(
             granules=granules,
             usable=granules if usable is None else usable,
             units_about=units_about,
+            tenants=tenants,
         )
         self.held: OrderedDict[int, Slot] = OrderedDict()
         self.reserved: dict[int, Slot] = {}
         self.evicted: list[int] = []
 
-    def take(self, granules: int, untouched_since: int | None = None) -> Slot | None:
+    def take(
+        self, granules: int, untouched_since: int | None = None, tenant: Tenant | None = None
+    ) -> Slot | None:
         """Take a slot, as new as can be."""
         gone: list[Slot] = []
         since = self.slots.clock if untouched_since is None else untouched_since
-        slot = self.slots.take(granules, untouched_since=since, evicted=gone)
+        slot = self.slots.take(granules, untouched_since=since, evicted=gone, tenant=tenant)
         for victim in gone:
             del self.held[victim.first]
         self.evicted += [victim.first for victim in gone]
@@ -41,9 +50,9 @@ class Rig:
         self.slots.hold([slot])
         self.held[slot.first] = self.reserved.pop(slot.first)
 
-    def put(self, granules: int) -> Slot:
+    def put(self, granules: int, tenant: Tenant | None = None) -> Slot:
         """Take and hold."""
-        slot = self.take(granules)
+        slot = self.take(granules, tenant=tenant)
         assert slot is not None
         self.hold(slot)
         return slot

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.slots import HELD, MIRROR_AGE_FACTOR, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import HELD, MIRROR_AGE_FACTOR, Slot
+from peercache.actors.pool.slots import SlotAllocator
 from tests.examples import examples
 
 
@@ -74,7 +75,7 @@ def test_a_mirrored_page_goes_before_pages_of_its_age_and_after_much_older_ones(
 
     for _ in range(3):
         slots.touch(hottest)
-    coldest = next(iter(slots._classes[1].held.values()))
+    coldest = next(iter(slots._classes[slots.tenants.others, 1].held.values()))
     assert slots.clock - copy.touched < slots.clock - coldest.touched
     assert (slots.clock - copy.touched) * MIRROR_AGE_FACTOR > slots.clock - coldest.touched
     slots.take(1, untouched_since=slots.clock, evicted=evicted)

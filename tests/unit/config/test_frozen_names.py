@@ -69,6 +69,7 @@ FROZEN: dict[str, Any] = {
     "location_cache_entries": 262144,
     "mirror_pulls": "off",
     "mirror_share": 0.25,
+    "quotas": (),
     "metrics_port": -1,
     "http_listen": "",
     "http_open": False,

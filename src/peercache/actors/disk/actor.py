@@ -3,8 +3,8 @@
 Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
         loads in flight.
 Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
-        from the pool; LoadWanted, from the promote actor; FlushWanted, from the node; the facts of
-        the page store (`actors.storage_port`).
+        from the pool; LoadWanted, from the promote actor; FlushWanted and, by way of the pool,
+        NamespaceNamed, from the node; the facts of the page store (`actors.storage_port`).
 Says    PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked and HeldAsked to the pool, which
         numbers and tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
         promote actor; Removed to clients; Spill, Load, Forget and NoteUse to the page store.
@@ -42,6 +42,7 @@ from peercache.actors.mailboxes import (
     DiskIndexed,
     FlushWanted,
     LoadWanted,
+    NamespaceNamed,
     PagesColdest,
     PagesDemoted,
     PagesForgotten,
@@ -63,6 +64,7 @@ from peercache.actors.storage_port import (
     SpillDone,
 )
 from peercache.model.keys import KEY, KEY_BYTES, split_keys
+from peercache.model.quotas import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove
 
@@ -99,6 +101,7 @@ class DiskTier:
 
     writes_through: pages are written after their commit; else when the pool is about to evict them.
     tell_rate:      records a second that are told after opening.
+    quotas:         which namespaces are sure of which part of the disk.
     """
 
     writes_through: bool = True
@@ -107,6 +110,7 @@ class DiskTier:
     ttl_s: float = 0.0
     spill_delay_s: float = 0.0
     metrics: Metrics | None = None
+    quotas: tuple[QuotaRule, ...] = ()
     open_index: OpenIndex = attrs.field(init=False)
     spills: Spills = attrs.field(init=False)
     loads: DiskLoads = attrs.field(init=False)
@@ -128,7 +132,7 @@ class DiskTier:
 
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
-        self.open_index = OpenIndex(self.metrics)
+        self.open_index = OpenIndex(self.metrics, self.quotas)
         self.spills = Spills(self.open_index, self.queue_bytes_max, self.spill_delay_s)
         self.loads = DiskLoads(self.open_index)
         self._flush = Flush(self.spills)
@@ -153,6 +157,9 @@ class DiskTier:
 
     def _apply(self, message: DiskHears, now: float) -> list[Effect]:
         match message:
+            case NamespaceNamed(name):
+                self.open_index.name(name)
+                return []
             case PagesStored():
                 effects = self.spills.note_stored(message)
                 self._is_behind |= not self.is_open

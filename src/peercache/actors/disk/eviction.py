@@ -3,6 +3,10 @@
 To find the coldest entry costs time that grows with the entries, so one search finds many and keeps
 them in a queue, coldest first. An entry that was touched meanwhile is skipped: all entries outside
 the queue are younger than all in it, so the order is exact.
+
+A tenant (`actors.tenants`) evicts its own pages, unless others are over their quotas and it is
+within its own, or of a higher priority: then theirs, the lowest priority first. Pages of a tenant
+within its quota go for its own pages only.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.disk.index_rows import EntryRows
-from peercache.actors.disk.slabs import UNBOUND, Slab, SlabAllocator
+from peercache.actors.disk.slabs import BLOCK_BYTES, UNBOUND, Slab, SlabAllocator
+from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
 from peercache.model.runs import I64, U64
 
@@ -46,35 +51,48 @@ class EvictionQueues:
         self._slabs = slabs
         self._slab_touched = np.zeros(len(slabs.slabs), np.uint64)
         """The newest touch of each slab."""
-        self._queues: dict[int, _Queue] = {}
+        self._tenants = Tenants(whole=slabs.capacity_bytes)
+        self._queues: dict[tuple[Tenant, int], _Queue] = {}
 
     def note_touch(self, entries: I64, stamps: U64) -> None:
         """Note touches, whose stamps ascend."""
         # The last of equal indices is the one that stays, and the newest.
         self._slab_touched[self._entries.slabs_of(entries)] = stamps
 
-    def choose(self, blocks: int, count: int, clock: int) -> I64:
+    def share_between(self, tenants: Tenants) -> None:
+        """Choose among the pages of these tenants from now on."""
+        self._tenants = tenants
+        self._queues.clear()
+
+    def choose(self, blocks: int, count: int, clock: int, tenant: Tenant) -> I64:
         """Return the entries to evict for `count` slots of a size; none if none can go.
 
-        They are up to `count` entries of that size, or all of one slab of another.
+        They are up to `count` entries of that size, or all of one slab of another. tenant: whose
+        pages shall lie there.
         """
         self._forget_sizes_without_slabs(blocks)
-        queue = self._queues.setdefault(blocks, _Queue())
-        own = self._coldest_of(blocks, queue, count)
+        for debtor in self._debtors(tenant, blocks):
+            owed = -(-(debtor.taken - debtor.quota) // (blocks * BLOCK_BYTES))
+            found = self._coldest_of(blocks, min(count, owed), debtor)
+            if len(found):
+                return found
+        own = self._coldest_of(blocks, count, tenant)
         if not len(own):
             # This size has nothing that can go: without a donor it could fail for ever.
-            donors = self._donors(blocks)
+            donors = self._donors(blocks, tenant)
             return donors[0].live_rows() if donors else own
+        queue = self._queues[tenant, blocks]
         queue.batches += 1
         if queue.batches % DONOR_CHECK_EVERY == 1:
             oldest = int(self._entries.rows["touched"][own[0]])
-            colder = self._colder_slab(blocks, clock - COLDER_FACTOR * (clock - oldest))
+            colder = self._colder_slab(blocks, clock - COLDER_FACTOR * (clock - oldest), tenant)
             if colder is not None:
                 queue.at = 0  # those just found stay in line
                 return colder.live_rows()
         return own
 
-    def _coldest_of(self, blocks: int, queue: _Queue, count: int) -> I64:
+    def _coldest_of(self, blocks: int, count: int, tenant: Tenant) -> I64:
+        queue = self._queues.setdefault((tenant, blocks), _Queue())
         for _ in range(2):
             while queue.at < len(queue.entries):
                 upto = queue.at + count
@@ -86,15 +104,18 @@ class EvictionQueues:
                 if can_go.any():
                     found: I64 = entries[can_go]
                     return found
-            self._refill(blocks, queue)
+            self._refill(blocks, queue, tenant)
         return np.empty(0, np.int64)
 
-    def _refill(self, blocks: int, queue: _Queue) -> None:
+    def _refill(self, blocks: int, queue: _Queue, tenant: Tenant) -> None:
         size = self._slabs.sizes.get(blocks)
         slabs = size.slabs.values() if size is not None else ()
         rows = [slab.live_rows() for slab in slabs if not slab.closed]
         every = np.concatenate(rows) if rows else np.empty(0, np.int64)
         every = every[self._entries.can_go(every)]
+        if self._tenants.are_several:
+            numbers = self._tenants.numbers(self._entries.rows["namespace"][every])
+            every = every[numbers == self._tenants.all().index(tenant)]
         length = max(QUEUE_MIN, len(every) // QUEUE_PART)
         queue.entries = self._entries.coldest(every, length)
         queue.touched = self._entries.rows["touched"][queue.entries]
@@ -106,7 +127,21 @@ class EvictionQueues:
         numbers = self._entries.slabs_of(entries).tolist()
         return np.array([not slabs[number].closed for number in numbers], np.bool_)
 
-    def _donors(self, blocks: int) -> list[Slab]:
+    def _debtors(self, tenant: Tenant, blocks: int) -> list[Tenant]:
+        """Return the tenants that have to give to this one, the lowest priority first."""
+        if not self._tenants.are_several:
+            return []
+        is_due = tenant.may_have(blocks * BLOCK_BYTES)
+        over = [
+            other
+            for other in self._tenants.all()
+            if other is not tenant
+            and other.is_over
+            and (is_due or other.priority < tenant.priority)
+        ]
+        return sorted(over, key=lambda other: other.priority)
+
+    def _donors(self, blocks: int, tenant: Tenant) -> list[Slab]:
         """Return slabs of other slot sizes that could be taken whole, the coldest first."""
         others = [
             slab
@@ -114,23 +149,37 @@ class EvictionQueues:
             if slab.blocks not in (UNBOUND, blocks) and not slab.closed
         ]
         others.sort(key=lambda slab: int(self._slab_touched[slab.number]))
-        return [slab for slab in others[:DONORS_MAX] if self._can_go(slab)]
+        return [slab for slab in others[:DONORS_MAX] if self._can_go(slab, tenant)]
 
-    def _can_go(self, slab: Slab) -> bool:
+    def _can_go(self, slab: Slab, tenant: Tenant) -> bool:
         rows = slab.live_rows()
         # A slot that was promised a moment ago, in this very batch, has no row yet.
-        return len(rows) == slab.taken and bool(self._entries.can_go(rows).all())
+        is_free = len(rows) == slab.taken and bool(self._entries.can_go(rows).all())
+        return is_free and (not self._tenants.are_several or self._may_lose(slab, rows, tenant))
 
-    def _colder_slab(self, blocks: int, limit: int) -> Slab | None:
+    def _may_lose(self, slab: Slab, rows: I64, tenant: Tenant) -> bool:
+        """Return whether each tenant in a slab is this one, or can spare what it has there."""
+        is_due = tenant.may_have(slab.blocks * BLOCK_BYTES)
+        tenants = self._tenants.all()
+        numbers = self._tenants.numbers(self._entries.rows["namespace"][rows])
+        for number in np.unique(numbers).tolist():
+            owner = tenants[number]
+            there = int((numbers == number).sum()) * slab.blocks * BLOCK_BYTES
+            is_safe = owner.priority > tenant.priority and not is_due
+            if owner is not tenant and (is_safe or owner.taken - there < owner.quota):
+                return False
+        return True
+
+    def _colder_slab(self, blocks: int, limit: int, tenant: Tenant) -> Slab | None:
         """Return a slab of another size whose entries were touched before `limit`, on average."""
         if limit <= 0:
             return None
-        for slab in self._donors(blocks):
+        for slab in self._donors(blocks, tenant):
             if self._entries.rows["touched"][slab.live_rows()].mean() < limit:
                 return slab
         return None
 
     def _forget_sizes_without_slabs(self, wanted: int) -> None:
-        for size in [size for size in self._queues if size not in self._slabs.sizes]:
-            if size != wanted:
-                del self._queues[size]
+        for key in [key for key in self._queues if key[1] not in self._slabs.sizes]:
+            if key[1] != wanted:
+                del self._queues[key]

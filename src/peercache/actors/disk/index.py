@@ -15,7 +15,7 @@ A batch's life: `begin` → Spill → `finish` (written) or `abandon` (not). A l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 import attrs
@@ -27,6 +27,7 @@ from peercache.actors.disk.index_rows import ENDED, HELD, WRITING, EntryRows
 from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, SlabAllocator, slot_blocks
 from peercache.actors.storage_port import DISK_ENTRY
+from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.keys import SPACE_BITS
 from peercache.model.runs import I64, U64
 
@@ -74,6 +75,8 @@ class DiskIndex:
         self._slabs = SlabAllocator(slab_count=capacity_bytes // slab_bytes, slab_bytes=slab_bytes)
         self._keys = KeyTable()
         self._entries = EntryRows(slab_bytes)
+        self.tenants = Tenants(whole=self._slabs.capacity_bytes)
+        """Whose pages these are, in bytes of their slots."""
         self._eviction = EvictionQueues(self._entries, self._slabs)
         self._held_bytes = 0
         self._held_count = 0
@@ -84,6 +87,20 @@ class DiskIndex:
     def __len__(self) -> int:
         """Return the number of HELD entries."""
         return self._held_count
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Return the bytes of all slabs."""
+        return self._slabs.capacity_bytes
+
+    def share_between(self, tenants: Tenants) -> None:
+        """Divide the disk between tenants; a pass over all entries, as a tenant first appears."""
+        self.tenants = tenants
+        self._eviction.share_between(tenants)
+        for tenant in tenants.all():
+            tenant.taken = 0
+        rows = self._entries.rows[: self._entries.end]
+        self._charge(np.flatnonzero((rows["state"] == HELD) | (rows["state"] == WRITING)), 1)
 
     @property
     def page_bytes_max(self) -> int:
@@ -181,11 +198,11 @@ class DiskIndex:
         gone: list[Gone] = []
         places: U64 = np.zeros(len(halves), np.uint64)
         got_room = np.zeros(len(halves), np.bool_)
-        for size in np.unique(blocks[wanted]).tolist():
-            pages = np.flatnonzero(wanted & (blocks == size))
-            room = self._room(size, len(pages), gone)
+        for tenant, size, pages in self._alike(wanted, blocks, namespaces):
+            room = self._room(size, len(pages), gone, tenant)
             places[pages[: len(room)]] = room
             got_room[pages[: len(room)]] = True
+            tenant.taken += size * BLOCK_BYTES * len(room)
         pages = np.flatnonzero(got_room)
         places = places[pages]
         new = entries[pages] = self._new(places)
@@ -244,6 +261,7 @@ class DiskIndex:
         self._held_count = len(rows)
         self._stored_bytes = self._entries.page_bytes(rows)
         self._held_bytes = self._entries.slot_bytes(rows)
+        self._charge(rows, 1)
         self.touch(rows)
 
     def touch(self, entries: I64) -> None:
@@ -306,17 +324,43 @@ class DiskIndex:
         assert 0 <= self._held_bytes <= taken, f"{self._held_bytes} bytes held of {taken}"
         assert taken <= self._slabs.capacity_bytes, f"{taken} bytes taken"
         assert 0 <= self._stored_bytes <= self._held_bytes, f"{self._stored_bytes} bytes stored"
+        charged = sum(tenant.taken for tenant in self.tenants.all())
+        assert self._held_bytes <= charged <= taken, f"{charged} bytes of tenants in {taken}"
         assert 0 <= self._held_count <= len(self._keys), f"{self._held_count} entries held"
 
     # --- below -----------------------------------------------------------------------------------
 
-    def _room(self, blocks: int, count: int, gone: list[Gone]) -> U64:
+    def _alike(
+        self, wanted: npt.NDArray[np.bool_], blocks: I64, namespaces: U64
+    ) -> Iterator[tuple[Tenant, int, I64]]:
+        """Yield the wanted pages of each tenant and slot size."""
+        tenants = self.tenants.all()
+        numbers = np.full(len(wanted), len(tenants) - 1)
+        if self.tenants.are_several:
+            numbers = self.tenants.numbers(namespaces)
+        for number in np.unique(numbers[wanted]).tolist():
+            theirs = wanted & (numbers == number)
+            for size in np.unique(blocks[theirs]).tolist():
+                yield tenants[number], size, np.flatnonzero(theirs & (blocks == size))
+
+    def _charge(self, entries: I64, sign: int) -> None:
+        """Note what these entries take, or take no longer."""
+        if not self.tenants.are_several:
+            self.tenants.others.taken += sign * self._entries.slot_bytes(entries)
+            return
+        tenants = self.tenants.all()
+        numbers = self.tenants.numbers(self._entries.rows["namespace"][entries])
+        for number in np.unique(numbers).tolist():
+            taken = self._entries.slot_bytes(entries[numbers == number])
+            tenants[number].taken += sign * taken
+
+    def _room(self, blocks: int, count: int, gone: list[Gone], tenant: Tenant) -> U64:
         """Return up to `count` places, ascending, evicting what must go."""
         found = [self._slabs.take(blocks, count)]
         missing = count - len(found[0])
         while missing:
             if not self._slabs.bind(blocks):
-                victims = self._eviction.choose(blocks, missing, self.clock)
+                victims = self._eviction.choose(blocks, missing, self.clock, tenant)
                 if not len(victims):
                     break
                 gone.append(self.remove(victims))
@@ -337,6 +381,7 @@ class DiskIndex:
         self._held_count -= len(held)
         self._stored_bytes -= self._entries.page_bytes(held)
         self._held_bytes -= self._entries.slot_bytes(held)
+        self._charge(entries, -1)
         self._keys.remove(entries)
         self._entries.rows["state"][entries] = ENDED
 

@@ -11,11 +11,17 @@ from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import DiskIndexed, PagesForgotten, PagesSpilled
 from peercache.actors.storage_port import DiskOpened, Forget
+from peercache.actors.tenant_gauges import TenantGauges
+from peercache.actors.tenants import Tenants
+from peercache.model.quotas import QuotaRule
 from peercache.model.runs import I64, U64
 from peercache.observability.metrics import Metrics
 
 PLACES_A_FORGET_MAX: Final = 4096
 """Places of one Forget: some milliseconds of the store's index."""
+
+NAMES_MAX: Final = 1024
+"""Namespaces whose names are kept while there is no disk."""
 
 
 @final
@@ -27,7 +33,11 @@ class OpenIndex:
     """
 
     metrics: Metrics | None = None
+    quotas: tuple[QuotaRule, ...] = ()
     index: DiskIndex | None = None
+    _names: dict[str, None] = attrs.field(factory=dict)
+    """Namespaces whose names are known, the latest ones."""
+    _gauges: TenantGauges | None = None
     _jobs: int = 0
     _unix_s: float = 0.0
 
@@ -35,6 +45,24 @@ class OpenIndex:
         """Begin; unix_s: the wall clock's time at `now`."""
         self.index = index
         self._unix_s = unix_s - now
+        tenants = Tenants(self.quotas, whole=index.capacity_bytes, disk=True)
+        for name in self._names:
+            tenants.named(name)
+        index.share_between(tenants)
+        if self.metrics is not None:
+            self._gauges = TenantGauges(self.metrics, tenants, "disk", 1)
+
+    def name(self, name: str) -> None:
+        """Note that there is a namespace of this name."""
+        self._names.pop(name, None)
+        self._names[name] = None
+        if len(self._names) > NAMES_MAX:
+            del self._names[next(iter(self._names))]
+        index = self.index
+        if index is not None and index.tenants.named(name) is not None:
+            index.share_between(index.tenants)
+            if self._gauges is not None:
+                self._gauges.renew()
 
     def unix_s(self, now: float) -> int:
         """Return the wall clock's time."""

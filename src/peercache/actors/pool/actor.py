@@ -3,10 +3,10 @@
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
 Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear;
-        ClientGone, PoolGrew, and ReserveAhead from the publisher. From the disk actor:
-        PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the promote
-        actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
-        From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
+        ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the publisher. From the disk
+        actor: PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the
+        promote actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own
+        node. From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
 Says    Granted, Removed, Refused to the client that asked, and Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
         which answers the Commit. With a disk tier:
@@ -55,6 +55,7 @@ from peercache.actors.mailboxes import (
     DrainChanged,
     GiveAsked,
     HeldAsked,
+    NamespaceNamed,
     PagesColdest,
     PagesForgotten,
     PagesRemoved,
@@ -100,8 +101,11 @@ from peercache.actors.pool.on_disk import (
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.tenant_gauges import TenantGauges
+from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import covers, split_keys
+from peercache.model.quotas import QuotaRule
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
@@ -144,6 +148,7 @@ class Pool:
         metrics: Metrics | None = None,
         has_disk: bool = False,
         mirror_share: float = 0.0,
+        quotas: Sequence[QuotaRule] = (),
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
@@ -151,6 +156,7 @@ class Pool:
         client_uncommitted_max: bytes; 0 is a writer's share of half of page_bytes.
         has_disk:     there are a disk actor and a promote actor beside this pool.
         mirror_share: of page_bytes, for copies of pages that other hosts hold.
+        quotas:       which namespaces are sure of which part of page_bytes.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -158,7 +164,10 @@ class Pool:
         self._granule = granule
         self._page_bytes = page_bytes
         self._shares = Shares.of(granules=granules, client_max=client_uncommitted_max // granule)
-        self._slots = SlotAllocator(granules=granules, usable=usable_bytes // granule)
+        self.tenants = Tenants(quotas, whole=granules, unit_bytes=granule)
+        self._slots = SlotAllocator(
+            granules=granules, usable=usable_bytes // granule, tenants=self.tenants
+        )
         self.pages = self._pages = PageTable(
             incarnation=incarnation,
             granule=granule,
@@ -178,6 +187,7 @@ class Pool:
         self._metrics = metrics
         if metrics is not None:
             show_pool(metrics, self.figures)
+            self._show_tenants = TenantGauges(metrics, self.tenants, "pool", granule)
 
     def on_message(self, sender: Origin, message: PoolHears, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
@@ -211,6 +221,10 @@ class Pool:
                 self._mirrors.started(now)
                 self._slots.grow(usable_bytes // self._granule)
                 return [TellPromote(message)] if self._has_disk else []
+            case NamespaceNamed(name):
+                if self.tenants.named(name) is not None and self._metrics is not None:
+                    self._show_tenants.renew()
+                return [TellDisk(message)] if self._has_disk else []
             case PagesSpilled():
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
@@ -275,6 +289,10 @@ class Pool:
             self._slots, self._pages, self._reservations, self._granule, self._page_bytes
         ) | {"pool_pages_evicted": self._evicted_count}
 
+    def pages_of_tenants(self) -> dict[Tenant, int]:
+        """Return how many pages each tenant has here."""
+        return self._slots.pages_of_tenants()
+
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(
@@ -328,11 +346,8 @@ class Pool:
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
         own = self._reservations.granules_of(origin.identity)
-        if origin == TAKER:
-            slots, evicted = take_slots(
-                self._slots, states, granules, own=own, shares=self._shares, untouched_since=-1
-            )
-        elif mirrored_at is not None:
+        tenant = self.tenants.of(reserve.namespace)
+        if mirrored_at is not None and origin != TAKER:
             slots, evicted = self._mirrors.take_slots(
                 self._slots,
                 states,
@@ -340,6 +355,7 @@ class Pool:
                 own=own,
                 shares=self._shares,
                 untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
+                tenant=tenant,
             )
         else:
             slots, evicted = take_slots(
@@ -348,7 +364,9 @@ class Pool:
                 granules,
                 own=own,
                 shares=self._shares if reserve.keys else None,
-                untouched_since=untouched_since,
+                # What another node hands over takes free room only.
+                untouched_since=-1 if origin == TAKER else untouched_since,
+                tenant=tenant,
             )
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")

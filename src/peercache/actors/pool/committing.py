@@ -8,7 +8,8 @@ import numpy as np
 
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation
-from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.keys import split_keys
 from peercache.wire.messages.pool import ABORTED, COMMITTED, HERE, REFUSED_SIZE, Commit
 

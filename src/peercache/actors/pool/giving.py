@@ -11,7 +11,8 @@ from typing import Final, final
 
 from peercache.actors.mailboxes import PagesStored, PagesToGive
 from peercache.actors.pool.page_table import Page, PageTable
-from peercache.actors.pool.slots import HELD, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import HELD, Slot
+from peercache.actors.pool.slots import SlotAllocator
 
 PORTION_PAGES: Final = 1024
 """Pages that are named at once: two milliseconds."""

@@ -9,7 +9,9 @@ import attrs
 
 from peercache.actors.mailboxes import PagesHeld, PagesStored
 from peercache.actors.pool.page_table import Page, PageTable
-from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.tenants import Tenant
 from peercache.model.keys import KEY_BYTES
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED, Reserve
 
@@ -84,6 +86,7 @@ def take_slots(
     own: int,
     shares: Shares | None,
     untouched_since: int,
+    tenant: Tenant,
 ) -> tuple[list[Slot | None], list[Slot]]:
     """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
 
@@ -96,7 +99,9 @@ def take_slots(
         shares is None or shares.allow_all(size, len(states), own, slots.reserved_granules)
     ):
         # What nearly every batch is.
-        many = slots.take_many(size, len(states), untouched_since=untouched_since, evicted=evicted)
+        many = slots.take_many(
+            size, len(states), untouched_since=untouched_since, evicted=evicted, tenant=tenant
+        )
         taken[: len(many)] = many
         states[len(many) :] = bytes((REFUSED_FULL,)) * (len(states) - len(many))
         return taken, evicted
@@ -111,7 +116,7 @@ def take_slots(
         if size not in full and (
             shares is None or shares.allow(size, own=own, together=slots.reserved_granules)
         ):
-            slot = take(size, untouched_since=untouched_since, evicted=evicted)
+            slot = take(size, untouched_since=untouched_since, evicted=evicted, tenant=tenant)
         if slot is None:
             states[index] = REFUSED_FULL
             full[size] = None

@@ -16,7 +16,9 @@ from typing import Final, final
 import attrs
 
 from peercache.actors.pool.granting import Shares
-from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.tenants import Tenant
 from peercache.model.keys import space_of
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED
 
@@ -94,6 +96,7 @@ class Mirrors:
         own: int,
         shares: Shares,
         untouched_since: int,
+        tenant: Tenant,
     ) -> tuple[list[Slot | None], list[Slot]]:
         """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted.
 
@@ -109,7 +112,11 @@ class Mirrors:
             size, slot = granules[index], None
             if size not in full and shares.allow(size, own=own, together=slots.reserved_granules):
                 slot = slots.take_mirror(
-                    size, most=self.granules_max, untouched_since=untouched_since, evicted=evicted
+                    size,
+                    most=self.granules_max,
+                    untouched_since=untouched_since,
+                    evicted=evicted,
+                    tenant=tenant,
                 )
             if slot is None:
                 states[index] = REFUSED_FULL

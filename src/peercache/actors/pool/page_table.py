@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 
 from peercache.actors.effects import StoreWords
-from peercache.actors.pool.slots import Slot
+from peercache.actors.pool.size_classes import Slot
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY, covers, split_keys
 from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import attrs
 
-from peercache.actors.pool.slots import Slot
+from peercache.actors.pool.size_classes import Slot
 from peercache.model.keys import KEY_BYTES
 from peercache.wire.messages.pool import ABORTED, COMMITTED, REFUSED_FULL, RESERVED
 

@@ -7,6 +7,10 @@ class evicts its own least recently touched slot, unless another class is much c
 takes an extent of that one. So the classes follow the demand, one odd page size costs the pool an
 extent and not everything, and a class that has nothing always finds room.
 
+Each *tenant* (`actors.tenants`) has size classes, and so extents, of its own. A tenant takes room
+that is free, then, up to its quota, extents of tenants that are over theirs, those of the lowest
+priority first. Extents of a tenant within its quota are never taken by another one.
+
 A slot may hold a *mirrored* page: a copy of what another host holds. Mirrored pages take no more
 than a share of the pool, never the place of what was touched lately, and age faster than others.
 
@@ -15,16 +19,27 @@ Pure: no words, no keys, no time. Age is counted in touches: `clock` advances wi
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from typing import Final, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
+from peercache.actors.pool.size_classes import (
+    FREE,
+    HELD,
+    NEVER_TOUCHED,
+    RESERVED,
+    Extent,
+    SizeClass,
+    Slot,
+    colder_classes,
+    debtors,
+    donor_groups,
+)
+from peercache.actors.tenants import Tenant, Tenants
+from peercache.model.eviction import DONOR_CHECK_EVERY
 
 UNITS_ABOUT: Final = 256
 """Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
@@ -32,95 +47,25 @@ UNITS_ABOUT: Final = 256
 WASTE_PART: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
 
-MIRROR_AGE_FACTOR: Final = 4
-"""A mirrored page counts as so many times as old as it is: its bytes are elsewhere too. Yet one
-that is read all the time outlives pages that nothing reads, in a pool that is always full."""
-
-FREE, RESERVED, HELD = 0, 1, 2
-
 _BLOCKED: Final = 2**62
-_NEVER_TOUCHED: Final = -1
-
-
-@final
-@attrs.define(eq=False)
-class Slot:
-    """Room for one page. first: its first granule, which is also the index of its word."""
-
-    first: int
-    extent: Extent
-    state: int = FREE
-    touched: int = _NEVER_TOUCHED
-    is_mirror: bool = False
-
-
-@final
-@attrs.define(eq=False)
-class Extent:
-    """Neighbouring units that one class cuts into slots."""
-
-    size_class: SizeClass
-    first_unit: int
-    units: int
-    first_granule: int
-    slots_max: int
-    slots: list[Slot] = attrs.field(factory=list)
-    """The slots cut so far: cutting on demand keeps a new extent cheap, whatever its size."""
-    reserved: int = 0
-    held: int = 0
-    touched: int = _NEVER_TOUCHED
-    """When any of its pages was last touched."""
-    live: bool = True
-
-
-@final
-@attrs.define(eq=False)
-class SizeClass:
-    """All slots of one size."""
-
-    granules: int
-    extents: dict[int, Extent] = attrs.field(factory=dict)
-    free: deque[Slot] = attrs.field(factory=deque)
-    """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
-    held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """By first granule, least recently touched first; without mirrored pages."""
-    mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """The same of mirrored pages."""
-    cutting: Extent | None = None
-    """The newest extent, while it has slots that were never used."""
-    evictions: int = 0
-    searched: int = -1
-    """The version of the unit map in which no unassigned window was found."""
-
-    def coldest(self, clock: int, untouched_since: int) -> Slot | None:
-        """Return the held slot to evict first, None if all were touched after `untouched_since`.
-
-        The least recently touched; mirrored pages count as older than they are.
-        """
-        own = next(iter(self.held.values()), None)
-        if own is not None and own.touched > untouched_since:
-            own = None
-        if not self.mirrors:
-            return own
-        mirror = next(iter(self.mirrors.values()))
-        if mirror.touched > untouched_since:
-            return own
-        is_older = own is None or (
-            (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
-        )
-        return mirror if is_older else own
-
-    def held_as(self, slot: Slot) -> OrderedDict[int, Slot]:
-        """Return where a held slot stands."""
-        return self.mirrors if slot.is_mirror else self.held
 
 
 @final
 class SlotAllocator:
     """The slots of one page memory. All sizes in granules."""
 
-    def __init__(self, *, granules: int, usable: int, units_about: int = UNITS_ABOUT) -> None:
-        """Start with everything unassigned; only the first `usable` granules may be given out."""
+    def __init__(
+        self,
+        *,
+        granules: int,
+        usable: int,
+        units_about: int = UNITS_ABOUT,
+        tenants: Tenants | None = None,
+    ) -> None:
+        """Start with everything unassigned; only the first `usable` granules may be given out.
+
+        tenants: in granules; without them there is one, which has everything.
+        """
         assert granules >= 1, granules
         self.granules: Final = granules
         self.unit: Final = max(1, granules // units_about)
@@ -133,7 +78,8 @@ class SlotAllocator:
         """Held by mirrored pages, and reserved for them."""
         self.held_count = 0
         self.reclaims = 0
-        self._classes: dict[int, SizeClass] = {}
+        self.tenants: Final = tenants or Tenants(whole=granules)
+        self._classes: dict[tuple[Tenant, int], SizeClass] = {}
         self._units: list[Extent | None] = []
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it became unassigned, _BLOCKED while a class has it."""
@@ -161,15 +107,23 @@ class SlotAllocator:
         self._unassigned += added
         self._version += 1
 
-    def take(self, granules: int, *, untouched_since: int, evicted: list[Slot]) -> Slot | None:
-        """Return a slot, now reserved, or None if there is no room.
+    def take(
+        self,
+        granules: int,
+        *,
+        untouched_since: int,
+        evicted: list[Slot],
+        tenant: Tenant | None = None,
+    ) -> Slot | None:
+        """Return a slot for a tenant (None: the others), now reserved, or None without room.
 
         Evicted slots are appended to `evicted`; nothing touched after the clock showed
         `untouched_since` goes, and nothing reserved.
         """
-        size_class = self._classes.get(granules)
+        tenant = tenant or self.tenants.others
+        size_class = self._classes.get((tenant, granules))
         if size_class is None:
-            size_class = self._classes[granules] = SizeClass(granules)
+            size_class = self._classes[tenant, granules] = SizeClass(granules, tenant)
         slot = self._free_slot(size_class)
         if slot is None:
             slot = self._make_room(size_class, untouched_since, evicted)
@@ -183,22 +137,31 @@ class SlotAllocator:
         return slot
 
     def take_many(
-        self, granules: int, count: int, *, untouched_since: int, evicted: list[Slot]
+        self,
+        granules: int,
+        count: int,
+        *,
+        untouched_since: int,
+        evicted: list[Slot],
+        tenant: Tenant | None = None,
     ) -> list[Slot]:
         """Return slots of one size, as that many calls of `take` do; fewer where there is no room.
 
         Free slots, and evictions that need no look at other sizes, are taken without a step a slot.
         """
         taken: list[Slot] = []
+        tenant = tenant or self.tenants.others
         while len(taken) < count:
-            size_class = self._classes.get(granules)
+            size_class = self._classes.get((tenant, granules))
             some = size_class and self._take_simply(
                 size_class, count - len(taken), untouched_since, evicted
             )
             if some:
                 taken += some
                 continue
-            slot = self.take(granules, untouched_since=untouched_since, evicted=evicted)
+            slot = self.take(
+                granules, untouched_since=untouched_since, evicted=evicted, tenant=tenant
+            )
             if slot is None:
                 break
             taken.append(slot)
@@ -249,7 +212,13 @@ class SlotAllocator:
         return cut
 
     def take_mirror(
-        self, granules: int, *, most: int, untouched_since: int, evicted: list[Slot]
+        self,
+        granules: int,
+        *,
+        most: int,
+        untouched_since: int,
+        evicted: list[Slot],
+        tenant: Tenant | None = None,
     ) -> Slot | None:
         """Return a slot for a mirrored page, now reserved, or None if there is no room for one.
 
@@ -257,12 +226,14 @@ class SlotAllocator:
         place of a colder mirrored page of its size.
         """
         if self.mirror_granules + granules <= most:
-            slot = self.take(granules, untouched_since=untouched_since, evicted=evicted)
+            slot = self.take(
+                granules, untouched_since=untouched_since, evicted=evicted, tenant=tenant
+            )
             if slot is not None:
                 slot.is_mirror = True
                 self.mirror_granules += granules
             return slot
-        size_class = self._classes.get(granules)
+        size_class = self._classes.get((tenant or self.tenants.others, granules))
         coldest = next(iter(size_class.mirrors.values()), None) if size_class else None
         if coldest is None or coldest.touched > untouched_since:
             return None
@@ -329,6 +300,13 @@ class SlotAllocator:
         """Return the held slots of each size, least recently touched first, without mirrors."""
         return [size_class.held.values() for size_class in self._classes.values()]
 
+    def pages_of_tenants(self) -> dict[Tenant, int]:
+        """Return how many pages each tenant has."""
+        pages = dict.fromkeys(self.tenants.all(), 0)
+        for size_class in self._classes.values():
+            pages[size_class.tenant] += len(size_class.held) + len(size_class.mirrors)
+        return pages
+
     def check(self) -> None:
         """Assert the sums, in time that does not grow with the pool."""
         taken = self.held_granules + self.reserved_granules
@@ -359,26 +337,30 @@ class SlotAllocator:
         own = size_class.coldest(self.clock, untouched_since)
         if own is None:
             # This size has nothing that can go: without a donor it could fail for ever.
-            if self._reclaim(size_class, untouched_since, None, evicted):
-                return self._free_slot(size_class)
+            for donors in donor_groups(self._classes.values(), size_class, self._least(size_class)):
+                if self._reclaim(size_class, untouched_since, donors, evicted):
+                    return self._free_slot(size_class)
             return None
         if size_class.evictions % DONOR_CHECK_EVERY == 0:
-            donors = self._colder_classes(size_class, own)
-            if donors and self._reclaim(size_class, untouched_since, donors, evicted):
-                return self._free_slot(size_class)
+            for donors in self._donors(size_class, own):
+                if self._reclaim(size_class, untouched_since, donors, evicted):
+                    return self._free_slot(size_class)
         size_class.evictions += 1
         self._evict(own, evicted)
         return own
 
-    def _colder_classes(self, size_class: SizeClass, own: Slot) -> dict[int, None]:
-        """Return the sizes that have so much older pages that they should give."""
-        newest = self.clock - COLDER_FACTOR * (self.clock - own.touched)
-        donors: dict[int, None] = {}
-        for other in self._classes.values():
-            coldest = other.coldest(self.clock, self.clock)
-            if other is not size_class and coldest is not None and coldest.touched < newest:
-                donors[other.granules] = None
-        return donors
+    def _donors(self, size_class: SizeClass, own: Slot) -> list[dict[SizeClass, None]]:
+        """Return the sizes that should give rather than this one evict its coldest slot."""
+        classes = self._classes.values()
+        must: list[dict[SizeClass, None]] = []
+        if self.tenants.are_several:
+            must = debtors(classes, size_class, self._least(size_class))
+        colder = colder_classes(classes, size_class, own, self.clock)
+        return [*must, colder] if colder else must
+
+    def _least(self, size_class: SizeClass) -> int:
+        """Return the granules of the smallest extent of a class."""
+        return -(-size_class.granules // self.unit) * self.unit
 
     def _may_assign(self, size_class: SizeClass) -> bool:
         """Return whether unassigned units may hold an extent of this class."""
@@ -407,31 +389,53 @@ class SlotAllocator:
         self,
         size_class: SizeClass,
         untouched_since: int,
-        donors: Container[int] | None,
+        donors: Container[SizeClass],
         evicted: list[Slot],
     ) -> bool:
-        """Take the least recently touched window from the donors (None: from all classes)."""
+        """Take the least recently touched window from the donors."""
         temperature: list[int] = []
         for extent in self._units:
             if extent is None:
-                temperature.append(_NEVER_TOUCHED)
+                temperature.append(NEVER_TOUCHED)
             elif (
                 extent.reserved
                 or extent.touched > untouched_since
-                or (donors is not None and extent.size_class.granules not in donors)
+                or extent.size_class not in donors
             ):
                 temperature.append(_BLOCKED)
             else:
                 temperature.append(extent.touched)
         least = -(-size_class.granules // self.unit)
         for units in dict.fromkeys((self._units_wanted(size_class.granules), least)):
-            start = self._least_window(np.array(temperature), units, size_class.granules)
+            start = self._payable_window(np.array(temperature), units, size_class)
             if start is not None:
                 self._clear_window(start, units, evicted)
                 self._assign(size_class, start, units)
                 self.reclaims += 1
                 return True
         return False
+
+    def _payable_window(
+        self, keys: npt.NDArray[np.int64], units: int, size_class: SizeClass
+    ) -> int | None:
+        """Return the start of the least window of which no extent comes from a tenant's quota."""
+        while True:
+            start = self._least_window(keys, units, size_class.granules)
+            if start is None or not self.tenants.are_several:
+                return start
+            given: dict[Tenant, int] = {}
+            for extent in dict.fromkeys(self._units[start : start + units]):
+                if extent is None or (owner := extent.size_class.tenant) is size_class.tenant:
+                    continue
+                if owner.taken - given.get(owner, 0) <= owner.quota:
+                    keys[extent.first_unit : extent.first_unit + extent.units] = _BLOCKED
+                    break
+                given[owner] = given.get(owner, 0) + self._extent_granules(extent)
+            else:
+                return start
+
+    def _extent_granules(self, extent: Extent) -> int:
+        return self._window_granules(extent.first_unit, extent.units)
 
     def _units_wanted(self, granules: int) -> int:
         """Return how many units an extent should span: the fewest with little left over."""
@@ -478,6 +482,7 @@ class SlotAllocator:
         self._units[start : start + units] = [extent] * units
         self._freed[start : start + units] = _BLOCKED
         self._unassigned -= units
+        size_class.tenant.taken += self._extent_granules(extent)
         self._fresh = max(self._fresh, start + units)
         self._version += 1
         size_class.extents[start] = extent
@@ -507,6 +512,7 @@ class SlotAllocator:
         self._units[span] = [None] * extent.units
         self._freed[span] = self._version
         self._unassigned += extent.units
+        size_class.tenant.taken -= self._extent_granules(extent)
 
     def _evict(self, slot: Slot, evicted: list[Slot]) -> None:
         self._no_longer_held(slot)
@@ -527,4 +533,4 @@ class SlotAllocator:
 
     def _forget_if_empty(self, size_class: SizeClass) -> None:
         if not size_class.extents:
-            self._classes.pop(size_class.granules, None)
+            self._classes.pop((size_class.tenant, size_class.granules), None)

@@ -1,0 +1,39 @@
+"""The gauges of tenants: computed when they are read, and only where there are quotas."""
+
+from __future__ import annotations
+
+from typing import final
+
+from peercache.actors.tenants import Tenant, Tenants
+from peercache.observability.metrics import Metrics
+
+
+@final
+class TenantGauges:
+    """The gauges of the tenants of one tier."""
+
+    def __init__(self, metrics: Metrics, tenants: Tenants, tier: str, unit_bytes: int) -> None:
+        """Show the tenants that there are. unit_bytes: of what they count."""
+        self._metrics = metrics
+        self._tenants = tenants
+        self._tier = tier
+        self._unit_bytes = unit_bytes
+        self._shown: dict[str, None] = {}
+        if tenants.are_several:
+            self.renew()
+
+    def renew(self) -> None:
+        """Show the tenants that there are now, and no other."""
+        now = {tenant.name: tenant for tenant in self._tenants.all()}
+        for name in [name for name in self._shown if name not in now]:
+            self._metrics.namespace_bytes.remove(name, self._tier)
+            self._metrics.namespace_quota_bytes.remove(name, self._tier)
+        for name in [name for name in now if name not in self._shown]:
+            self._show(now[name])
+        self._shown = dict.fromkeys(now)
+
+    def _show(self, tenant: Tenant) -> None:
+        taken = self._metrics.namespace_bytes.labels(tenant.name, self._tier)
+        taken.set_function(lambda: tenant.taken * self._unit_bytes)
+        quota = self._metrics.namespace_quota_bytes.labels(tenant.name, self._tier)
+        quota.set(tenant.quota * self._unit_bytes)

@@ -1,0 +1,126 @@
+"""Tenants: the namespaces of a node that have quotas, and how much room each takes.
+
+Pool and disk each have a `Tenants` of their own. Namespaces are told by their space tags. A rule
+for an exact name needs no more; one with a pattern holds for a namespace once a writer of it has
+said its name. All namespaces without a rule are one tenant, which is sure of nothing; without any
+rule there is one tenant, which is sure of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, final
+
+import attrs
+import numpy as np
+
+from peercache.model.keys import Namespace
+from peercache.model.quotas import Amount, QuotaRule, rule_of
+from peercache.model.runs import I64, U64
+from peercache.model.seal import SPACE_MASK
+
+TENANTS_MAX: Final = 64
+"""Tenants of a node, those that the settings name exactly aside: each takes a part of the pool for
+itself, and a line of each metric. Namespaces that come later share the room of those without."""
+
+OTHERS: Final = "(others)"
+"""Stands for all namespaces that have no quota of their own."""
+
+
+@final
+@attrs.define(eq=False)
+class Tenant:
+    """One namespace, or all those without a quota.
+
+    quota:    what it is sure of; taken: what it takes now. Both in the unit of their `Tenants`.
+    priority: of tenants over their quotas the one with the lowest gives first.
+    """
+
+    name: str
+    quota: int
+    priority: int = 0
+    taken: int = 0
+    is_exact: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has borrowed room that others may take back."""
+        return self.taken > self.quota
+
+    def may_have(self, more: int) -> bool:
+        """Return whether so much more is its due: one piece always is, where it has a quota."""
+        return self.taken + more <= self.quota or (not self.taken and self.quota > 0)
+
+
+@final
+class Tenants:
+    """The tenants of one pool or disk."""
+
+    def __init__(
+        self,
+        rules: Iterable[QuotaRule] = (),
+        *,
+        whole: int,
+        unit_bytes: int = 1,
+        disk: bool = False,
+    ) -> None:
+        """Make those with exact names. whole: all there is, in pieces of `unit_bytes`."""
+        self._rules = tuple(rules)
+        self._whole = whole
+        self._unit_bytes = unit_bytes
+        self._disk = disk
+        self._sure = 0
+        """Sum of all quotas."""
+        self.others = Tenant(OTHERS, 0 if self._rules else whole)
+        self._by_space: dict[int, Tenant] = {}
+        for rule in self._rules:
+            if rule.is_exact:
+                self._add(rule.pattern, rule)
+
+    @property
+    def are_several(self) -> bool:
+        """Return whether there are rules."""
+        return bool(self._rules)
+
+    def all(self) -> list[Tenant]:
+        """Return every tenant."""
+        return [*self._by_space.values(), self.others]
+
+    def of(self, namespace: int) -> Tenant:
+        """Return the tenant of a namespace, given its tag or its space tag."""
+        return self._by_space.get(namespace & SPACE_MASK, self.others)
+
+    def numbers(self, namespaces: U64) -> I64:
+        """Return the tenant of each namespace, by its place in `all`."""
+        spaces = np.array(list(self._by_space), np.uint64)
+        order = np.argsort(spaces)
+        wanted = namespaces & np.uint64(SPACE_MASK)
+        found = np.append(order, len(spaces))[np.searchsorted(spaces, wanted, sorter=order)]
+        # No space tag has 64 bits: what stands behind the last one is never found.
+        is_there = np.append(spaces, np.uint64(2**63))[found] == wanted
+        numbers: I64 = np.where(is_there, found, len(spaces)).astype(np.int64)
+        return numbers
+
+    def named(self, name: str) -> Tenant | None:
+        """Note that there is a namespace of this name; return its tenant if it is new."""
+        if not self._rules or Namespace(name).space_tag() in self._by_space:
+            return None
+        rule = rule_of(self._rules, name)
+        if rule is None:
+            return None
+        patterned = [space for space, one in self._by_space.items() if not one.is_exact]
+        if len(patterned) >= TENANTS_MAX:
+            idle = next((space for space in patterned if not self._by_space[space].taken), None)
+            if idle is None:
+                return None
+            self._sure -= self._by_space.pop(idle).quota
+        return self._add(name, rule)
+
+    def _add(self, name: str, rule: QuotaRule) -> Tenant:
+        amount: Amount = rule.disk if self._disk else rule.pool
+        wanted = amount.of(self._whole * self._unit_bytes) // self._unit_bytes
+        quota = min(wanted, self._whole - self._sure)
+        self._sure += quota
+        tenant = Tenant(name, quota, rule.priority, is_exact=rule.is_exact)
+        self._by_space[Namespace(name).space_tag()] = tenant
+        return tenant

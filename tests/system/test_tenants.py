@@ -1,0 +1,43 @@
+"""Quotas of a real node: a flood of one namespace, and the pages of another beside it."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from peercache.model.keys import Namespace
+from tests.system.nodes import PAGE_BYTES, LocalCluster, empty, free_port, keys_of, pages_of
+
+
+@pytest.mark.slow
+def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota() -> None:
+    """The name of a pattern is told by its writer; memory, disk index and metrics know it."""
+    port = free_port()
+    with LocalCluster() as cluster:
+        flags = ("--quotas", "team-*=50%,priority=1;batch=10%", "--metrics-port", port)
+        node = cluster.start(pool="16MiB", flags=flags)
+        team = cluster.client(node, namespace=Namespace("team-1"))
+        flood = cluster.client(node, namespace=Namespace("batch"))
+        kept = keys_of("kept", 7 * 2**20 // PAGE_BYTES)
+        pages = pages_of(kept)
+        assert all(team.batch_set(kept, pages))
+
+        for turn in range(8):
+            keys = keys_of(f"flood-{turn}", 8 * 2**20 // PAGE_BYTES)
+            flood.batch_set(keys, pages_of(keys))
+
+        found = empty(len(kept))
+        assert all(team.batch_get(kept, found))
+        assert all((one == page).all() for one, page in zip(found, pages, strict=True))
+        url = f"http://127.0.0.1:{port}/metrics"
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        shown = {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith("peercache_namespace_")
+        }
+        taken = shown['peercache_namespace_bytes{namespace="team-1",tier="pool"}']
+        assert 7 * 2**20 <= taken <= 8 * 2**20
+        assert shown['peercache_namespace_quota_bytes{namespace="team-1",tier="pool"}'] == 8 * 2**20
+        assert shown['peercache_namespace_bytes{namespace="batch",tier="pool"}'] > 6 * 2**20

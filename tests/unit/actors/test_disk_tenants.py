@@ -1,0 +1,153 @@
+"""Tenants of the disk: the same promises as in the pool, page by page."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peercache.actors.disk.actor import DiskTier
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.slabs import BLOCK_BYTES
+from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
+from peercache.actors.origin import Origin
+from peercache.actors.storage_port import DiskOpened
+from peercache.actors.tenants import Tenants
+from peercache.config.quotas import parse_quotas
+from peercache.model.keys import Namespace
+from peercache.observability.metrics import Metrics
+from tests.examples import examples
+
+SLAB = 64 * BLOCK_BYTES
+TAGS = {name: Namespace(name, "geometry").tag() for name in "abc-"}
+
+
+class Shared:
+    """An index that tenants share, and what a dictionary says of it."""
+
+    def __init__(self, text: str, slabs: int = 4) -> None:
+        self.index = DiskIndex(capacity_bytes=slabs * SLAB, slab_bytes=SLAB)
+        self.tenants = Tenants(parse_quotas(text), whole=slabs * SLAB, disk=True)
+        self.index.share_between(self.tenants)
+        self.owner: dict[bytes, str] = {}
+        self.count = 0
+
+    def add(self, name: str, count: int, blocks: int = 2) -> list[str]:
+        """Store pages whose slots have so many blocks; return whose pages went for them."""
+        keys = [(self.count + at).to_bytes(16, "big") for at in range(count)]
+        self.count += count
+        begun = self.index.begin(
+            b"".join(keys),
+            np.array([TAGS[name]] * count, np.uint64),
+            np.array([(blocks - 1) * BLOCK_BYTES] * count, np.uint64),
+            np.array([self.count] * count, np.uint64),
+            100,
+        )
+        went = [
+            self.owner.pop(begun.gone.keys[at : at + 16])
+            for at in range(0, 16 * begun.gone.count, 16)
+        ]
+        self.index.finish(begun.entries[begun.entries >= 0])
+        for key, entry in zip(keys, begun.entries.tolist(), strict=True):
+            if entry >= 0:
+                self.owner[key] = name
+        self.index.check()
+        return went
+
+    def pages(self) -> Counter[str]:
+        """Return how many pages each has."""
+        return Counter(self.owner.values())
+
+    def taken(self) -> dict[str, int]:
+        """Return the bytes of each, as the index counts them."""
+        return {name: self.tenants.of(tag).taken for name, tag in TAGS.items()}
+
+
+def test_borrowed_room_goes_back_to_a_tenant_within_its_quota() -> None:
+    """And no more than what was borrowed."""
+    shared = Shared("a=50%;b=50%")
+    shared.add("a", 200)
+
+    for _ in range(30):
+        shared.add("b", 7)
+
+    half = 2 * SLAB // (2 * BLOCK_BYTES)
+    assert shared.pages()["a"] == half
+    assert shared.pages()["b"] >= half - 4, "a slab's own block holds no page"
+
+
+def test_the_borrower_of_the_lowest_priority_gives_first() -> None:
+    """Its pages go before colder ones of a borrower that counts for more."""
+    shared = Shared("a=50%;b=10%,priority=2;c=10%,priority=1")
+    shared.add("b", 60)
+    shared.add("c", 64)
+
+    assert set(shared.add("a", 40)) == {"c"}
+
+
+def test_a_flood_without_a_quota_evicts_nothing_that_is_sure() -> None:
+    """Pages of all sizes."""
+    shared = Shared("a=50%")
+    shared.add("a", 60)
+
+    went = [
+        name for blocks in (2, 3, 9, 2) for _ in range(20) for name in shared.add("-", 8, blocks)
+    ]
+
+    assert set(went) == {"-"}
+    assert shared.pages()["a"] == 60
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc-"), st.integers(1, 12), st.sampled_from([2, 3, 5, 9])),
+        max_size=30,
+    )
+)
+@settings(max_examples=examples(25))
+def test_no_page_goes_for_another_tenant_while_its_own_is_within_its_quota(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """In every order of writers and sizes; and the sums are those of a slow count."""
+    shared = Shared("a=50%,priority=1;b=25%;c=25%,priority=2")
+    for name, count, blocks in steps:
+        before = shared.taken()
+        for victim in set(shared.add(name, count, blocks)) - {name}:
+            assert before[victim] > shared.tenants.of(TAGS[victim]).quota
+            # A page at most is given beyond what was borrowed.
+            left = shared.tenants.of(TAGS[victim])
+            assert left.taken > left.quota - 9 * BLOCK_BYTES
+        entries = shared.index._entries
+        slow = {
+            tag: sum(entries.slot_bytes(np.array([entry])) for entry in entries.held().tolist()
+                     if entries.rows["namespace"][entry] == tag)
+            for tag in TAGS.values()
+        }  # fmt: skip
+        assert shared.taken() == {name: slow[tag] for name, tag in TAGS.items()}
+
+
+def test_a_name_that_is_told_later_finds_its_pages() -> None:
+    """A restart knows tags only; a writer that says its name gets what its pages are due."""
+    metrics = Metrics()
+    tier = DiskTier(
+        queue_bytes_max=SLAB, tell_rate=1000, metrics=metrics, quotas=parse_quotas("team-*=50%")
+    )
+    tag = Namespace("team-1").tag()
+    index = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)
+    index.begin(bytes(16), *[np.array([value], np.uint64) for value in (tag, BLOCK_BYTES, 1)], 1)
+    entries = index.entries(np.array([0]))
+    fresh = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)
+    fresh.load(entries)
+    opened = DiskOpened(4 * SLAB, SLAB, entries, 100)
+    tier.on_message(Origin(0), DiskIndexed(opened, fresh), 0.0)
+    assert fresh.tenants.of(tag) is fresh.tenants.others
+
+    tier.on_message(Origin(0), NamespaceNamed("team-1"), 0.0)
+
+    assert fresh.tenants.of(tag).taken == 2 * BLOCK_BYTES
+    assert fresh.tenants.others.taken == 0
+    labels = {"namespace": "team-1", "tier": "disk"}
+    shown = metrics.registry.get_sample_value("peercache_namespace_bytes", labels)
+    assert shown == 2 * BLOCK_BYTES

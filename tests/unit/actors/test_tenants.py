@@ -1,0 +1,336 @@
+"""Tenants of the pool: what each is sure of, what it borrows, and who gives first."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peercache.actors.mailboxes import NamespaceNamed
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.tenants import OTHERS, TENANTS_MAX, Tenant, Tenants
+from peercache.config.quotas import parse_quotas, written_quotas
+from peercache.model.keys import Namespace
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.pool import REFUSED_FULL, Granted
+from tests.examples import examples
+from tests.unit.actors.pool_world import GRANULE, World
+from tests.unit.actors.slots_rig import Rig
+
+
+def tenants_of(text: str, whole: int = 64) -> Tenants:
+    return Tenants(parse_quotas(text), whole=whole)
+
+
+def tenant_of(tenants: Tenants, name: str) -> Tenant:
+    return tenants.of(Namespace(name).space_tag())
+
+
+def rig_of(text: str, *, whole: int = 64, units: int = 16) -> tuple[Rig, dict[str, Tenant]]:
+    """Return a pool of `units` units, and its tenants a, b, c and the others."""
+    tenants = tenants_of(text, whole)
+    named = {name: tenant_of(tenants, name) for name in "abc"}
+    return Rig(whole, units_about=units, tenants=tenants), named | {"-": tenants.others}
+
+
+def fill(rig: Rig, tenant: Tenant, count: int) -> list[Slot]:
+    return [rig.put(1, tenant) for _ in range(count)]
+
+
+def taken(rig: Rig) -> Counter[Tenant]:
+    """Count anew what the extents of each tenant take."""
+    counted: Counter[Tenant] = Counter()
+    for extent in dict.fromkeys(rig.slots._units):
+        if extent is not None:
+            counted[extent.size_class.tenant] += rig.slots._extent_granules(extent)
+    return counted
+
+
+def largest_extents(rig: Rig) -> Counter[Tenant]:
+    """Return the granules of the largest extent of each tenant."""
+    largest: Counter[Tenant] = Counter()
+    for extent in dict.fromkeys(rig.slots._units):
+        if extent is not None:
+            owner, granules = extent.size_class.tenant, rig.slots._extent_granules(extent)
+            largest[owner] = max(largest[owner], granules)
+    return largest
+
+
+# --- stories -------------------------------------------------------------------------------------
+
+
+def test_room_that_is_free_may_be_borrowed() -> None:
+    """A quota is no limit while nothing else wants the room."""
+    rig, named = rig_of("a=25%;b=25%")
+
+    fill(rig, named["a"], 64)
+
+    assert named["a"].taken == 64
+    assert not rig.evicted
+
+
+def test_borrowed_room_goes_back_to_a_tenant_within_its_quota() -> None:
+    """It gets all that it is sure of, and the borrower keeps what it is sure of itself."""
+    rig, named = rig_of("a=50%;b=50%")
+    fill(rig, named["a"], 64)
+
+    fill(rig, named["b"], 400)
+
+    assert (named["a"].taken, named["b"].taken) == (32, 32)
+
+
+def test_a_tenant_over_its_quota_evicts_its_own_oldest_pages() -> None:
+    """Pages of a tenant within its quota stay, be they ever so old."""
+    rig, named = rig_of("a=50%;b=50%")
+    old = fill(rig, named["a"], 32)
+    own = fill(rig, named["b"], 32)
+
+    fill(rig, named["b"], 100)
+
+    assert set(rig.evicted) == {slot.first for slot in own}, "none of the other's"
+    assert all(slot.first in rig.held for slot in old)
+
+
+def test_the_borrower_of_the_lowest_priority_gives_first() -> None:
+    """Its pages go before colder ones of a borrower that counts for more."""
+    rig, named = rig_of("a=50%;b=10%,priority=2;c=10%,priority=1")
+    high = fill(rig, named["b"], 32)
+    fill(rig, named["c"], 32)
+
+    fill(rig, named["a"], 24)
+
+    assert all(slot.first in rig.held for slot in high), "colder, and of a higher priority"
+
+
+def test_a_higher_priority_borrows_from_a_lower_one_and_not_the_other_way() -> None:
+    """What is left of all quotas goes by priority; each keeps what it is sure of."""
+    rig, named = rig_of("a=25%,priority=2;b=25%,priority=1")
+    fill(rig, named["b"], 64)
+
+    fill(rig, named["a"], 400)
+    assert (named["a"].taken, named["b"].taken) == (48, 16)
+    before = len(rig.evicted)
+    fill(rig, named["b"], 100)
+
+    assert (named["a"].taken, named["b"].taken) == (48, 16)
+    assert len(rig.evicted) == before + 100
+
+
+def test_namespaces_without_a_quota_share_what_is_left() -> None:
+    """They may fill the pool, and give before any tenant within its quota evicts its own."""
+    rig, named = rig_of("a=75%")
+    fill(rig, named["-"], 64)
+
+    own = fill(rig, named["a"], 48)
+
+    assert all(slot.first in rig.held for slot in own)
+    assert (named["a"].taken, named["-"].taken) == (48, 16)
+
+
+def test_a_new_page_size_takes_room_from_its_own_tenant() -> None:
+    """Else it would come from a quota, or the size could never be stored."""
+    rig, named = rig_of("a=50%;b=50%")
+    kept = fill(rig, named["a"], 32)
+    fill(rig, named["b"], 32)
+
+    rig.put(3, named["b"])
+
+    assert all(slot.first in rig.held for slot in kept)
+    assert (named["a"].taken, named["b"].taken) == (32, 32)
+
+
+def test_a_page_of_several_units_takes_no_more_than_what_was_borrowed() -> None:
+    """One extent at most is given beyond it, though the page wants four."""
+    rig, named = rig_of("a=50%;b=50%")
+    fill(rig, named["a"], 36)
+    fill(rig, named["b"], 28)
+
+    assert rig.take(16, tenant=named["b"]) is not None, "in its own room"
+    assert named["a"].taken >= 32
+
+
+# --- who is a tenant ------------------------------------------------------------------------------
+
+
+def test_each_name_that_fits_a_pattern_has_a_quota_of_its_own() -> None:
+    """Until all that is left of exact names is given away."""
+    tenants = tenants_of("team-*=30%;sure=50%", whole=100)
+
+    quotas = [tenants.named(name) for name in ("team-a", "team-b", "team-c", "other", "team-a")]
+
+    assert [one and one.quota for one in quotas] == [30, 20, 0, None, None]
+    assert tenant_of(tenants, "sure").quota == 50
+    assert tenant_of(tenants, "other") is tenants.others
+
+
+def test_an_exact_name_goes_before_a_pattern() -> None:
+    """Wherever it stands."""
+    tenants = tenants_of("*=1%;a=30%", whole=100)
+
+    assert tenants.named("a") is None, "it was there from the start"
+    assert tenant_of(tenants, "a").quota == 30
+
+
+def test_names_beyond_the_bound_replace_idle_ones_or_share() -> None:
+    """A name costs room and lines of metrics, and is a client's to choose."""
+    tenants = tenants_of("*=1KiB", whole=2**20)
+    first = [tenants.named(f"n{number}") for number in range(TENANTS_MAX)]
+    for tenant in first[1:]:
+        assert tenant is not None
+        tenant.taken = 1
+
+    late = tenants.named("late")
+    assert late is not None, "the first one is idle"
+    late.taken = 1
+    assert tenants.named("later") is None
+    assert tenant_of(tenants, "later") is tenants.others
+    assert tenant_of(tenants, "n0") is tenants.others
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", "e"])))
+def test_tenants_of_a_batch_are_those_of_each(names: list[str]) -> None:
+    """The vectorised answer is that of one after the other."""
+    tenants = tenants_of("a=1%;c=1%;b*=2%")
+    tenants.named("b")
+    tags = [Namespace(name, "geometry").tag() for name in names]
+
+    numbers = tenants.numbers(np.array(tags, np.uint64))
+
+    assert [tenants.all()[number] for number in numbers] == [tenants.of(tag) for tag in tags]
+
+
+# --- every order ----------------------------------------------------------------------------------
+
+SIZES = (1, 2, 4, 5)
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abc-"), st.sampled_from(SIZES), st.integers(1, 24)), max_size=25
+)
+
+
+@given(STEPS, st.randoms(use_true_random=False))
+@settings(max_examples=examples(25))
+def test_no_page_goes_for_another_tenant_while_its_own_is_within_its_quota(
+    steps: list[tuple[str, int, int]], rng: random.Random
+) -> None:
+    """Nor does a tenant with a quota ever fail to store a page that fits into a unit."""
+    rig, named = rig_of("a=50%,priority=1;b=25%;c=25%,priority=2", units=16)
+    owner: dict[int, Tenant] = {}
+    for name, size, count in steps:
+        tenant = named[name]
+        for _ in range(count):
+            before, evicted = taken(rig), len(rig.evicted)
+            largest = largest_extents(rig)
+            slot = rig.take(size, tenant=tenant)
+            for first in rig.evicted[evicted:]:
+                victim = owner.pop(first)
+                assert victim is tenant or before[victim] > victim.quota
+                # Whole extents are given: the last one may be more than what was borrowed.
+                assert victim is tenant or taken(rig)[victim] > victim.quota - largest[victim]
+            assert all(one.taken == taken(rig)[one] for one in named.values())
+            if slot is None:
+                assert size > rig.slots.unit or not tenant.quota
+                continue
+            rig.hold(slot)
+            owner[slot.first] = tenant
+            if rng.random() < 0.1:
+                gone = rng.choice(list(rig.held.values()))
+                rig.release(gone)
+                del owner[gone.first]
+    rig.check()
+
+
+def put(world: World, client: int, keys: range, length: int, *, namespace: int) -> None:
+    """Reserve, write and commit."""
+    world.reserve(client, keys, length, namespace=namespace)
+    world.commit(client)
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+
+def test_a_pool_keeps_the_pages_of_a_tenant_within_its_quota() -> None:
+    """A flood of another namespace evicts nothing of it, and is told when there is no room."""
+    world = World(granules=64, units_about=16, quotas=parse_quotas("a=50%;b=50%"))
+    a, b = Namespace("a").tag(), Namespace("b").tag()
+    put(world, 1, range(32), GRANULE, namespace=a)
+
+    for start in range(1000, 1400, 8):
+        put(world, 2, range(start, start + 8), GRANULE, namespace=b)
+
+    here = world.pool.pages.of_namespace(a)
+    assert len(here) == 32
+    pages = {tenant.name: count for tenant, count in world.pool.pages_of_tenants().items()}
+    assert pages == {"a": 32, "b": 32, OTHERS: 0}
+    assert len(world.pool.pages.of_namespace(b)) == 32
+    answer = world.reserve(2, range(2000, 2001), 40 * GRANULE, namespace=b)
+    assert isinstance(answer, Granted)
+    assert answer.states == bytes((REFUSED_FULL,))
+
+
+def test_gauges_show_each_tenant_once_its_name_is_known() -> None:
+    """And none where there are no quotas."""
+    metrics = Metrics()
+    world = World(granules=64, units_about=16, metrics=metrics, quotas=parse_quotas("t-*=25%"))
+    world.say(0, NamespaceNamed("t-1"))
+    put(world, 1, range(3), GRANULE, namespace=Namespace("t-1").tag())
+
+    def shown(name: str) -> float | None:
+        labels = {"namespace": name, "tier": "pool"}
+        return metrics.registry.get_sample_value("peercache_namespace_bytes", labels)
+
+    assert shown("t-1") == 4 * GRANULE, "an extent"
+    assert shown(OTHERS) == 0
+    assert shown("t-2") is None
+
+
+def test_without_quotas_there_is_no_gauge_of_tenants() -> None:
+    """The whole pool is one tenant's, which `pool_bytes` shows already."""
+    metrics = Metrics()
+    World(granules=64, metrics=metrics)
+
+    assert not [
+        sample
+        for family in metrics.registry.collect()
+        if family.name == "peercache_namespace_bytes"
+        for sample in family.samples
+    ]
+
+
+# --- the setting ----------------------------------------------------------------------------------
+
+
+def test_quotas_are_read_as_they_are_written() -> None:
+    """Shares, sizes, a share of the disk apart, priorities."""
+    text = "a=20%,priority=2;team-*=4GiB;*=1%/5%"
+    rules = parse_quotas(text)
+
+    assert [rule.pattern for rule in rules] == ["a", "team-*", "*"]
+    assert rules[0].pool.of(1000) == 200
+    assert rules[0].priority == 2
+    assert rules[1].disk.of(2**40) == 4 * 2**30
+    assert (rules[2].pool.of(1000), rules[2].disk.of(1000)) == (10, 50)
+    assert written_quotas(rules) == text
+    assert parse_quotas(text.split(";")) == rules
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a", "wants NAME=20%"),
+        ("a=110%", "more than all"),
+        ("a=60%;b=50%", "110%"),
+        ("a=1%;a=2%", "two rules"),
+        ("a=lots", "wants a size"),
+        ("a=1%,priority=1000", "at most 100"),
+        ("a=1%,prio=1", "wants NAME=20%"),
+    ],
+)
+def test_a_wrong_quota_is_named(text: str, says: str) -> None:
+    """One sentence that says what is allowed."""
+    with pytest.raises(ValueError, match=says):
+        parse_quotas(text)
