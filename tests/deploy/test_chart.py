@@ -335,9 +335,11 @@ def test_commands_of_the_pod_exist(name: str) -> None:
 
 def test_pod_is_given_the_time_that_leaving_takes(tmp_path: Path) -> None:
     """Kubernetes counts the hook before SIGTERM as part of it, and then kills."""
-    rendered = Rendered.of({**SECURE, "leaveSeconds": "40"})
+    rendered = Rendered.of({**SECURE, "leaveSeconds": "40", "drainSeconds": "90"})
 
-    assert rendered.pod["terminationGracePeriodSeconds"] >= 40 + 5
+    assert rendered.pod["terminationGracePeriodSeconds"] >= 90 + 40 + 5
+    assert rendered.node["lifecycle"]["preStop"]["exec"]["command"][-1] == "90"
+    assert "lifecycle" not in Rendered.of({**SECURE, "drainSeconds": "0"}).node
     assert rendered.config(tmp_path).disk_flush_s < 40
 
 
