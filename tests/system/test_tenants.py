@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 
 import pytest
 
+from peercache.cli import main as cli
 from peercache.model.keys import Namespace
-from tests.system.nodes import PAGE_BYTES, LocalCluster, empty, free_port, keys_of, pages_of
+from tests.system.nodes import (
+    PAGE_BYTES,
+    LocalCluster,
+    empty,
+    free_port,
+    keys_of,
+    pages_of,
+    wait_until,
+)
 
 
 @pytest.mark.slow
-def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota() -> None:
-    """The name of a pattern is told by its writer; memory, disk index and metrics know it."""
+def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The name of a pattern is told by its writer; memory, metrics and status know it."""
     port = free_port()
     with LocalCluster() as cluster:
         flags = ("--quotas", "team-*=50%,priority=1;batch=10%", "--metrics-port", port)
@@ -41,3 +53,14 @@ def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota() -> None:
         assert 7 * 2**20 <= taken <= 8 * 2**20
         assert shown['peercache_namespace_quota_bytes{namespace="team-1",tier="pool"}'] == 8 * 2**20
         assert shown['peercache_namespace_bytes{namespace="batch",tier="pool"}'] > 6 * 2**20
+
+        at = ["--at", node.ready["home"], "--cluster", cluster.name]
+        # A node answers with what it has gathered a moment ago.
+        wait_until(lambda: cli.main(["status", *at]) == 0)
+        capsys.readouterr()
+        assert cli.main(["status", "--json", *at]) == 0
+        (member,) = json.loads(capsys.readouterr().out)["members"]
+        uses = {use["name"]: use for use in member["status"]["namespaces"]}
+        assert set(uses) == {"team-1", "batch", "(others)"}
+        assert (uses["team-1"]["pages"], uses["team-1"]["priority"]) == (len(kept), 1)
+        assert uses["team-1"]["bytes"] == taken
