@@ -52,8 +52,8 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
             case Put(number) | Delete(number) | Repair(number):
                 truth.heard[stream] = max(truth.heard.get(stream, 0), number)
             case StreamSummary(number) | HandedOver(number):
-                # It speaks of all messages up to this one.
-                truth.heard[stream] = max(truth.heard.get(stream, 0), number + 1)
+                # It speaks of all messages up to this one; a higher number before was forged.
+                truth.heard[stream] = number + 1
     match message:
         case PagesCommitted(origin, _, sequence, _, made) if isinstance(actor, Publisher):
             truth.waiting[actor.incarnation, origin.identity, sequence] = made
