@@ -41,6 +41,7 @@ FROZEN: dict[str, Any] = {
     "write_policy": "through",
     "disk_queue": 268435456,
     "disk_flush_s": 5.0,
+    "drain_s": 60.0,
     "disk_promote_rate": 268435456,
     "max_masters": 3,
     "heartbeat_s": 1.0,
