@@ -1,15 +1,18 @@
-"""What all tests share: their order, what is measured, Ctrl-C, and an end that comes."""
+"""What all tests share: their order, what is measured, the log, Ctrl-C, an end that comes."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from peercache.observability import log
 from tests.examples import register_profiles
 
 register_profiles()
@@ -110,3 +113,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         print(f"threads left behind: {', '.join(left)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(config.stash.get(_ENDED, 0) or 1)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a command does to the log of its process: other tests read warnings there."""
+    logger = logging.getLogger(log.LOGGER)
+    monkeypatch.setattr(log, "_rendering", dict(log._rendering))
+    monkeypatch.setattr(logger, "handlers", list(logger.handlers))
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    level = logger.level
+    yield
+    logger.setLevel(level)  # Not its attribute: loggers remember which levels they write.

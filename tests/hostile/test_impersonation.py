@@ -140,7 +140,7 @@ def test_clear_empties_every_host_and_names_the_ones_that_did_not_answer(
         assert clients[0].clear() == 4
         nodes[2].resume()
         assert "client.removal_incomplete" in caplog.text
-        assert nodes[2].ready["node"] in caplog.text
+        assert nodes[2].ready["control"] in caplog.text
 
 
 def stored(client: object) -> object:

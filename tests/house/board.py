@@ -140,8 +140,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Memory for pages of other hosts", "bytes",
               ((gauge("pool_bytes_mirrored"), "{{instance}}"),)),
         Panel("Taken by namespaces with quotas", "bytes",
-              ((gauge("namespace_bytes", "namespace", "tier"), "{{namespace}} {{tier}}"),
-               (gauge("namespace_quota_bytes", "namespace", "tier"),
+              ((gauge("namespace_bytes", "namespace, tier", unborn=True), "{{namespace}} {{tier}}"),
+               (gauge("namespace_quota_bytes", "namespace, tier", unborn=True),
                 "{{namespace}} {{tier}}, sure"))),
     ),
     "Disk": (
