@@ -105,6 +105,10 @@ class Truth:
         """By key and holder: a generation, and by owner the message that has told of it last."""
         self.heard: dict[tuple[int, int], int] = {}
         """By holder and owner: the highest message of a stream that has come."""
+        self.sent: dict[tuple[int, int], int] = {}
+        """By holder and owner: the last message of a stream that the holder has sent."""
+        self.forged: set[tuple[int, int]] = set()
+        """Streams to which another sender has added a message since holder and owner compared."""
         self.suspects: dict[int, set[int]] = {}
         """By node: the members that its shard has been told are suspected."""
         self.places: dict[int, Place] = {}

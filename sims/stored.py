@@ -50,10 +50,14 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
         stream = sender, actor.incarnation
         match message:
             case Put(number) | Delete(number) | Repair(number):
+                if number > truth.sent.get(stream, 0):
+                    # It may have removed what the holder has told, until they compare.
+                    truth.forged.add(stream)
                 truth.heard[stream] = max(truth.heard.get(stream, 0), number)
             case StreamSummary(number) | HandedOver(number):
                 # It speaks of all messages up to this one; a higher number before was forged.
                 truth.heard[stream] = number + 1
+                truth.forged.discard(stream)
     match message:
         case PagesCommitted(origin, _, sequence, _, made) if isinstance(actor, Publisher):
             truth.waiting[actor.incarnation, origin.identity, sequence] = made
@@ -109,6 +113,9 @@ def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
 
 def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
     match message:
+        case Put(number) | Delete(number) | Repair(number):
+            truth.sent[holder, owner] = number
+    match message:
         case Delete(_, drops):
             for key in records.keys_of(np.frombuffer(drops, records.DROP)):
                 if holder in truth.told.get(key, {}):
@@ -139,7 +146,7 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, i
         # holder's own shard hears of a commit just before its client does.
         seen = truth.rings.get(holder)
         is_owner = seen is not None and owner in seen.members
-        if holder == owner or not is_owner:
+        if holder == owner or not is_owner or (holder, owner) in truth.forged:
             continue
         if holder not in truth.living or holder not in ring.members:
             continue
