@@ -107,6 +107,10 @@ class Truth:
         """By holder and owner: the highest message of a stream that has come."""
         self.sent: dict[tuple[int, int], int] = {}
         """By holder and owner: the last message of a stream that the holder has sent."""
+        self.ended: dict[tuple[int, int], int] = {}
+        """By holder and owner: how often the owner has let go of the holder's records at once."""
+        self.live: dict[int, set[int]] = {}
+        """By node: the members that its view has alive or suspected."""
         self.forged: set[tuple[int, int]] = set()
         """Streams to which another sender has added a message since holder and owner compared."""
         self.suspects: dict[int, set[int]] = {}

@@ -30,6 +30,7 @@ from peercache.model import records
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import from_bytes, split_keys
 from peercache.model.member import SUSPECT
+from peercache.model.view import is_live
 from peercache.paths.writing import PUBLISH_PATIENCE_S
 from peercache.wire.messages.directory import (
     Delete,
@@ -53,6 +54,7 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
                 if number > truth.sent.get(stream, 0):
                     # It may have removed what the holder has told, until they compare.
                     truth.forged.add(stream)
+                    truth.ended[stream] = truth.ended.get(stream, 0) + 1
                 truth.heard[stream] = max(truth.heard.get(stream, 0), number)
             case StreamSummary(number) | HandedOver(number):
                 # It speaks of all messages up to this one; a higher number before was forged.
@@ -70,8 +72,14 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
         case RingChanged(ring) if isinstance(actor, DirectoryShard):
             truth.rings[actor.incarnation] = ring
         case ViewChanged(members) if isinstance(actor, DirectoryShard):
+            owner = actor.incarnation
             suspects = {member.incarnation for member in members if member.state == SUSPECT}
-            truth.suspects[actor.incarnation] = suspects
+            truth.suspects[owner] = suspects
+            live = {member.incarnation for member in members if is_live(member)}
+            for gone in truth.live.get(owner, set()) - live:
+                # Its records are not served any more, though it may be alive.
+                truth.ended[gone, owner] = truth.ended.get((gone, owner), 0) + 1
+            truth.live[owner] = live
 
 
 def _let_go(noted: dict[bytes, dict[int, Noted]], key: bytes, holder: int, generation: int) -> None:
@@ -132,15 +140,16 @@ def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
                 noted.owners[owner] = number
 
 
-def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, int]:
-    """Return the living holders, and generations, of a page that this owner may not call absent.
+def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, tuple[int, int]]:
+    """Return the living holders of a page that this owner may not call absent.
 
+    With the page's generation, and how often the owner has let go of the holder's records.
     ring: that of the process to which the owner's word counts.
     """
     noted = [each.get(key) for each in (truth.known, truth.unheard, truth.told)]
     if not any(noted) or owner not in ring.owners(from_bytes(key))[0].tolist():
         return {}
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     for holder in sorted({holder for each in noted for holder in each or ()}):
         # A node that the holder's view has dead is no owner, and may not know it yet. The
         # holder's own shard hears of a commit just before its client does.
@@ -150,6 +159,8 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, i
             continue
         if holder not in truth.living or holder not in ring.members:
             continue
+        if holder not in truth.live.get(owner, set()):
+            continue
         heard = truth.heard.get((holder, owner), 0)
         for each in noted:
             of = (each or {}).get(holder)
@@ -157,7 +168,7 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, i
                 continue
             number = of.owners.get(owner, -1)
             if each is noted[0] or number == 0 or 0 < number < heard:
-                found[holder] = of.generation
+                found[holder] = of.generation, truth.ended.get((holder, owner), 0)
                 break
     return found
 
@@ -194,7 +205,7 @@ def check_authority(shard: DirectoryShard, truth: Truth) -> None:
 def check_table(
     owner: int,
     told: set[bytes],
-    before: dict[bytes, dict[int, int]],
+    before: dict[bytes, dict[int, tuple[int, int]]],
     ring: HashRing,
     truth: Truth,
 ) -> None:
@@ -203,7 +214,7 @@ def check_table(
         if key in told:
             continue
         now = lacking(owner, key, ring, truth)
-        for holder, generation in holders.items():
-            if now.get(holder) == generation:
+        for holder, since in holders.items():
+            if now.get(holder) == since:
                 detail = f"{key.hex()} of {holder:016x} is not in the table of {owner:016x}"
                 raise Violation("stored-found", detail)
