@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import trustme
 
 from tests.system import separate_hosts
 from tests.system.nodes import (
@@ -43,18 +46,24 @@ class Etcd:
     port: int
     peer_port: int
     process: subprocess.Popen[bytes] | None = None
+    tls: dict[str, str] = attrs.field(factory=dict)
+    """Where it wants certificates: the files of a client, as settings."""
 
-    def start(self) -> None:
-        client = f"http://127.0.0.1:{self.port}"
+    def start(self, *flags: str) -> None:
+        client = f"{self.scheme}://127.0.0.1:{self.port}"
         peer = f"http://127.0.0.1:{self.peer_port}"
         self.process = subprocess.Popen(
             ["etcd", "--data-dir", str(self.folder), "--listen-client-urls", client,
              "--advertise-client-urls", client, "--listen-peer-urls", peer,
-             "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+             "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", *flags],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         wait_until(self.answers)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls else "http"
 
     def answers(self) -> bool:
         try:
@@ -67,8 +76,12 @@ class Etcd:
         """Return what is written below the prefix."""
         begin, end = (base64.b64encode(f"{PREFIX}{c}".encode()).decode() for c in "/0")
         body = json.dumps({"key": begin, "range_end": end}).encode()
-        url = f"http://127.0.0.1:{self.port}/v3/kv/range"
-        with urllib.request.urlopen(url, data=body, timeout=5) as answer:
+        url = f"{self.scheme}://127.0.0.1:{self.port}/v3/kv/range"
+        context = None
+        if self.tls:
+            context = ssl.create_default_context(cafile=self.tls["etcd_ca"])
+            context.load_cert_chain(self.tls["etcd_cert"], self.tls["etcd_key"])
+        with urllib.request.urlopen(url, data=body, timeout=5, context=context) as answer:
             rows = json.load(answer).get("kvs", [])
         return {base64.b64decode(row["value"]).decode() for row in rows}
 
@@ -94,18 +107,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def etcd() -> Iterator[Etcd]:
+@contextlib.contextmanager
+def running_etcd(*flags: str, tls: dict[str, str] | None = None) -> Iterator[Etcd]:
     if shutil.which("etcd") is None:
         pytest.skip("there is no etcd: apt-get install etcd-server")
     with tempfile.TemporaryDirectory() as folder:
-        server = Etcd(Path(folder), free_port(), free_port())
+        server = Etcd(Path(folder), free_port(), free_port(), tls=tls or {})
         try:
-            server.start()
+            server.start(*flags)
             yield server
         finally:
             if server.process is not None:
                 server.kill()
+
+
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    with running_etcd() as server:
+        yield server
 
 
 def test_cluster_that_etcd_brings_together_needs_it_no_more(etcd: Etcd) -> None:
@@ -143,6 +162,50 @@ def test_cluster_that_etcd_brings_together_needs_it_no_more(etcd: Etcd) -> None:
 
         assert nodes[0].terminate() == 0
         wait_until(lambda: etcd.values() == {node.ready["control"] for node in nodes[1:]})
+
+
+def certificate_of(authority: trustme.CA, name: str, folder: Path) -> tuple[str, str]:
+    """Issue a certificate for 127.0.0.1; return its file and that of its key."""
+    issued = authority.issue_cert("127.0.0.1")
+    files = folder / f"{name}.crt", folder / f"{name}.key"
+    issued.cert_chain_pems[0].write_to_path(str(files[0]))
+    files[1].touch(mode=0o600)
+    issued.private_key_pem.write_to_path(str(files[1]))
+    return str(files[0]), str(files[1])
+
+
+def test_etcd_that_wants_certificates_brings_nodes_together(tmp_path: Path) -> None:
+    """Over TLS, with a certificate of the node's; without one, and by a foreign etcd, by none."""
+    authority = trustme.CA()
+    ca = str(tmp_path / "ca.crt")
+    authority.cert_pem.write_to_path(ca)
+    certificate, key = certificate_of(authority, "node", tmp_path)
+    server_cert, server_key = certificate_of(authority, "server", tmp_path)
+    known = {"etcd_ca": ca, "etcd_cert": certificate, "etcd_key": key}
+    foreign = str(tmp_path / "foreign.crt")
+    trustme.CA().cert_pem.write_to_path(foreign)
+    flags = ["--cert-file", server_cert, "--key-file", server_key,
+             "--client-cert-auth", "--trusted-ca-file", ca]  # fmt: skip
+    with LocalCluster() as cluster, running_etcd(*flags, tls=known) as etcd:
+        source = f"etcds://127.0.0.1:{etcd.port}/{PREFIX}"
+
+        def start(**files: str) -> NodeProcess:
+            given = [part for name, file in files.items()
+                     for part in (f"--{name.replace('_', '-')}", file)]  # fmt: skip
+            where = ["--insecure", cluster.name, "--discovery-addr", source]
+            return cluster.start(flags=[*where, *given])
+
+        nodes = [start(**known), start(**known)]
+        for node in nodes:
+            cluster.wait_for_members(node, 2)
+        assert etcd.values() == {node.ready["control"] for node in nodes}
+
+        unknown, deceived = start(etcd_ca=ca), start(**{**known, "etcd_ca": foreign})
+        wait_until(lambda: "discovery.source_failed" in unknown.said())
+        wait_until(lambda: "certificate verify failed" in deceived.said())
+        for node in (unknown, deceived):
+            cluster.wait_for_members(node, 1)
+        assert etcd.values() == {node.ready["control"] for node in nodes}
 
 
 def pages_go_round(cluster: LocalCluster, nodes: list[NodeProcess], name: str) -> None:

@@ -1,7 +1,7 @@
 """What `discovery_addr` names: nodes by their addresses, and sources that give addresses.
 
-A source is written as a URL: `dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`,
-`k8s://SERVICE[.NAMESPACE][:PORT]`.
+A source is written as a URL: `dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`
+(`etcds://` over TLS), `k8s://SERVICE[.NAMESPACE][:PORT]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", re.ASCII)
 _PREFIX_CHARACTERS_MAX = 200
 
 _DNS = "wants dns://NAME or dns://NAME:PORT"
-_ETCD = "wants etcd://HOST:PORT[,HOST:PORT]/PREFIX"
+_ETCD = "wants etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds:// for TLS"
+_ETCD_SCHEMES = ("etcd", "etcds")
 _KUBERNETES = "wants k8s://SERVICE, k8s://SERVICE.NAMESPACE or k8s://SERVICE.NAMESPACE:PORT"
 
 
@@ -52,6 +53,7 @@ class EtcdAddress:
     text: str
     servers: tuple[tuple[str, int], ...]
     prefix: str
+    has_tls: bool = False
 
 
 @attrs.frozen
@@ -108,11 +110,11 @@ def parse_source(text: str) -> SourceAddress:
     scheme, rest = (match[1], match[2]) if match is not None else ("", "")
     if scheme == "dns":
         return _parse_dns(text, rest)
-    if scheme == "etcd":
-        return _parse_etcd(text, rest)
+    if scheme in _ETCD_SCHEMES:
+        return _parse_etcd(text, scheme, rest)
     if scheme == "k8s":
         return _parse_kubernetes(text, rest)
-    raise ValueError(f"{text!r} wants HOST:PORT, dns://, etcd:// or k8s://")
+    raise ValueError(f"{text!r} wants HOST:PORT, dns://, etcd://, etcds:// or k8s://")
 
 
 def _whole(items: Iterable[str]) -> Iterable[str]:
@@ -122,7 +124,8 @@ def _whole(items: Iterable[str]) -> Iterable[str]:
         if begun and is_source(item):
             raise ValueError(f"{begun!r} {_ETCD}")
         begun = f"{begun},{item}" if begun else item
-        if begun.startswith("etcd://") and "/" not in begun.removeprefix("etcd://"):
+        scheme, _, rest = begun.partition("://")
+        if scheme in _ETCD_SCHEMES and "/" not in rest:
             continue
         yield begun
         begun = ""
@@ -146,7 +149,7 @@ def _parse_dns(text: str, rest: str) -> DnsAddress:
     return DnsAddress(f"dns://{format_address(name, port)}", name, port)
 
 
-def _parse_etcd(text: str, rest: str) -> EtcdAddress:
+def _parse_etcd(text: str, scheme: str, rest: str) -> EtcdAddress:
     servers, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     if not _PREFIX.fullmatch(prefix) or len(prefix) > _PREFIX_CHARACTERS_MAX:
@@ -155,7 +158,7 @@ def _parse_etcd(text: str, rest: str) -> EtcdAddress:
     if not all(host and port and "@" not in host for host, port in found):
         raise ValueError(f"{text!r} {_ETCD}")
     written = ",".join([format_address(host, port) for host, port in found])
-    return EtcdAddress(f"etcd://{written}/{prefix}", found, prefix)
+    return EtcdAddress(f"{scheme}://{written}/{prefix}", found, prefix, scheme == "etcds")
 
 
 def _parse_kubernetes(text: str, rest: str) -> KubernetesAddress:

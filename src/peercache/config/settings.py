@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from peercache.config.discovery import is_source
 from peercache.config.other_names import REMOVED, SGLANG_KEYS
-from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
+from peercache.config.relations import LOOPBACK, RELATIONS, UNNAMED_PORT
 from peercache.config.sources import Given, from_environment, read_toml
 from peercache.config.table import (
     DEVICES,
@@ -51,22 +51,6 @@ DEFAULT_METRICS_PORT = 31997
 DEFAULT_CLUSTER = "default"
 
 CLUSTER_CHARACTERS_MAX = 255
-
-LOOPBACK = "127.0.0.1"
-
-HTTP_WAYS_OUT = (
-    "other hosts reach that address: without certificates it wants http_open = true, which shows "
-    "/metrics and /healthz only, or insecure = NAME"
-)
-
-UNNAMED_PORT = -1
-"""Stands for the port that an address does not name."""
-
-WAYS_OUT = (
-    "give the node a certificate (`peercache certs` makes it; tls_ca, tls_cert, tls_key), or, for "
-    "a trial in which every process that connects may read every page, set insecure = NAME"
-)
-"""What the error about an open address tells to do."""
 
 
 @attrs.frozen
@@ -103,8 +87,8 @@ class Config:
         PEERS,
         (),
         "One or several HOST:PORT of nodes to join, the first ones of which become head masters; "
-        "or what gives addresses: dns://NAME:PORT, etcd://HOST:PORT[,HOST:PORT]/PREFIX or "
-        "k8s://SERVICE[.NAMESPACE][:PORT]. Empty: start a cluster alone.",
+        "or what gives addresses: dns://NAME:PORT, etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// "
+        "for etcd over TLS, or k8s://SERVICE[.NAMESPACE][:PORT]. Empty: start a cluster alone.",
         aliases=("--discovery",),
     )
     home: str = setting(
@@ -164,6 +148,22 @@ class Config:
     )
     share_uids: tuple[str, ...] = setting(
         USERS, (), "Users, by name or number, that share this host's node beside share_group."
+    )
+    etcd_ca: str = setting(
+        FILE,
+        "",
+        "Certificates of the authorities that sign the etcd servers of etcds://, as PEM. Default: "
+        "those that this system trusts.",
+    )
+    etcd_cert: str = setting(
+        FILE,
+        "",
+        "Certificate by which this node proves itself to the etcd servers of etcds://, as PEM.",
+    )
+    etcd_key: str = setting(
+        FILE,
+        "",
+        "Private key of etcd_cert, as PEM; other users must not be able to read the file.",
     )
     # --- memory
     pool_size: int = setting(
@@ -450,7 +450,7 @@ class Config:
                 raise ConfigError(name, f"there is no such name{_meant(name)}")
         config = cls(**{name: SETTINGS[name].parse(value) for name, value in given.items()})
         config = _of_the_trial(config)
-        for name, problem, is_kept in _RELATIONS:
+        for name, problem, is_kept in RELATIONS:
             if not is_kept(config):
                 raise ConfigError(name, problem)
         return config
@@ -507,77 +507,6 @@ SETTINGS: dict[str, Setting] = {
     for field in attrs.fields(Config)
 }
 """The rows of the table, by name."""
-
-_RELATIONS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    (
-        "pool_size",
-        "wants at least one granule",
-        lambda config: config.pool_size >= config.granule,
-    ),
-    (
-        "suspect_s",
-        "wants more than 2 heartbeat_s",
-        lambda config: config.suspect_s > 2 * config.heartbeat_s,
-    ),
-    ("dead_s", "wants more than suspect_s", lambda config: config.dead_s > config.suspect_s),
-    (
-        "tls_ca",
-        "tls_ca, tls_cert and tls_key go together: set all three, or none",
-        lambda config: len({bool(config.tls_ca), bool(config.tls_cert), bool(config.tls_key)}) == 1,
-    ),
-    (
-        "insecure",
-        "is for trials without certificates: leave it out, or leave out tls_ca, tls_cert, tls_key",
-        lambda config: not (config.insecure and config.has_tls),
-    ),
-    (
-        "listen",
-        f"other hosts reach that address; {WAYS_OUT}",
-        lambda config: config.is_open or is_loopback(config.listen_address()[0]),
-    ),
-    (
-        "discovery_addr",
-        f"names another host, and this node listens on loopback only; {WAYS_OUT}",
-        lambda config: config.is_open or all(map(_is_on_this_host, config.discovery_addr)),
-    ),
-    (
-        "http_listen",
-        HTTP_WAYS_OUT,
-        lambda config: (
-            config.is_open or config.http_open or is_loopback(_host_of(config.http_listen))
-        ),
-    ),
-    (
-        "http_listen",
-        "says something else than metrics_port: leave one of them out",
-        lambda config: not config.http_listen or _is_one_port(config),
-    ),
-    (
-        "fabric",
-        "rdma does not encrypt; beside TLS it wants rdma_clear_text = true",
-        lambda config: config.fabric != "rdma" or config.may_use_rdma,
-    ),
-    (
-        "disk_path",
-        "wants a folder where disk_enabled is true",
-        lambda config: bool(config.disk_path) or not config.disk_enabled,
-    ),
-)
-"""What settings must be beside each other: the one to name, the problem, and the check."""
-
-
-def _is_one_port(config: Config) -> bool:
-    _, port = parse_address(config.http_listen, default_port=UNNAMED_PORT)
-    is_off = config.metrics_port == 0
-    return config.metrics_port == -1 or (not is_off and port in (UNNAMED_PORT, config.metrics_port))
-
-
-def _host_of(http_listen: str) -> str:
-    return parse_address(http_listen or LOOPBACK, default_port=UNNAMED_PORT)[0]
-
-
-def _is_on_this_host(address: str) -> bool:
-    return not is_source(address) and is_loopback(parse_address(address)[0])
 
 
 def _of_the_trial(config: Config) -> Config:

@@ -2,7 +2,7 @@
 
 A node's key has a lease that the node keeps alive, so that the addresses of dead nodes go. It is
 etcd's JSON gateway (3.4 and later) that is asked. A watch only says that something has changed:
-then all keys are read again, so no order and no loss of events matters.
+then all keys are read again, so no order and no loss of events matters. etcds:// is etcd over TLS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, final
@@ -20,6 +21,7 @@ from peercache.config.discovery import EtcdAddress
 from peercache.discovery.port import SourceFailed, Tell, printable, reading
 from peercache.discovery.resolving import Resolver
 from peercache.discovery.web import OK, Request, WebServer
+from peercache.errors import ConfigError
 
 LEASE_S = 30
 """How long the address of a dead node stays; one that is dialled in vain costs little."""
@@ -51,12 +53,17 @@ class EtcdSource:
         name: str,
         own_address: Callable[[], str],
         rng: random.Random,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Write `own_address` under `name`, which no other node has."""
+        """Write `own_address` under `name`, which no other node has.
+
+        tls: of etcds:// alone, makes the TLS of an attempt, and raises ConfigError.
+        """
         self._address = address
         self._name = name
         self._own_address = own_address
         self._rng = rng
+        self._tls = tls
         resolver = Resolver(address.text)
         self._servers = [
             WebServer(address.text, host, port, resolver) for host, port in address.servers
@@ -73,6 +80,7 @@ class EtcdSource:
         """Write the own address, and tell all of them; raise SourceFailed."""
         # The next attempt asks the next member of the etcd cluster.
         self._servers.append(self._servers.pop(0))
+        self._servers[0].tls = self._context()
         self._lease = ""
         try:
             await self._keep_telling(tell)
@@ -80,6 +88,13 @@ class EtcdSource:
             with trio.CancelScope(deadline=trio.current_time() + GOODBYE_S, shield=True):
                 await self._give_back()
             raise
+
+    def _context(self) -> ssl.SSLContext | None:
+        """Return the TLS of a new attempt: certificates are replaced while a node runs."""
+        try:
+            return None if self._tls is None else self._tls()
+        except ConfigError as error:
+            raise SourceFailed(f"discovery_addr: {self.text}: {error}") from error
 
     async def _keep_telling(self, tell: Tell) -> None:
         await self._register()

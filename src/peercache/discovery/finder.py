@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
@@ -22,16 +23,25 @@ AGAIN_MAX_S = 30.0
 
 
 def source_of(
-    address: SourceAddress, *, name: str, own_address: Callable[[], str], rng: random.Random
+    address: SourceAddress,
+    *,
+    name: str,
+    own_address: Callable[[], str],
+    rng: random.Random,
+    etcd_tls: Callable[[], ssl.SSLContext],
 ) -> AddressSource:
     """Return what asks a source.
 
-    name, own_address: under which name this node may be found, and where. Raises ConfigError.
+    name, own_address: under which name this node may be found, and where.
+    etcd_tls: makes the TLS of etcds://. Raises ConfigError.
     """
     if isinstance(address, DnsAddress):
         return DnsSource(address)
     if isinstance(address, EtcdAddress):
-        return EtcdSource(address, name=name, own_address=own_address, rng=rng)
+        tls = etcd_tls if address.has_tls else None
+        if tls is not None:
+            tls()  # A wrong file is noticed at the start.
+        return EtcdSource(address, name=name, own_address=own_address, rng=rng, tls=tls)
     return KubernetesSource(address, ApiServer.of_this_pod(address.text), rng=rng)
 
 

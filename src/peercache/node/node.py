@@ -69,6 +69,7 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reports import absorb
 from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
+from peercache.trust.etcd import EtcdFiles
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
@@ -323,6 +324,7 @@ class Node:
                 name=name_of(self.incarnation),
                 own_address=lambda: self._crew.membership.me.control,
                 rng=self._rng,
+                etcd_tls=EtcdFiles(self.config).context,
             )
             for address in sources_of(self.config.discovery_addr)
         ]

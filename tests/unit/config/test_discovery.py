@@ -30,6 +30,7 @@ from peercache.errors import ConfigError
             "etcd://a,[::1]:7/pc/nodes/",
             EtcdAddress("etcd://a:2379,[::1]:7/pc/nodes", (("a", 2379), ("::1", 7)), "pc/nodes"),
         ),
+        ("etcds://a/pc", EtcdAddress("etcds://a:2379/pc", (("a", 2379),), "pc", has_tls=True)),
         ("k8s://peercache", KubernetesAddress("k8s://peercache", "peercache", "", 0)),
         ("k8s://pc.prod:5", KubernetesAddress("k8s://pc.prod:5", "pc", "prod", 5)),
     ],
@@ -55,6 +56,7 @@ def test_a_source_is_a_url(text: str, expected: object) -> None:
         ("etcd:///pc", "wants etcd://HOST:PORT"),
         ("etcd://root:secret@a:1/pc", "wants etcd://HOST:PORT"),
         ("etcd://a:1,b:2", "wants etcd://HOST:PORT"),
+        ("etcds://a:1,b:2", "etcds:// for TLS"),
         ("etcd://a:1,dns://b", "wants etcd://HOST:PORT"),
         ("etcd://a:1/pc nodes", "wants etcd://HOST:PORT"),
         ("etcd://a:1/" + "x" * 201, "wants etcd://HOST:PORT"),
@@ -63,7 +65,7 @@ def test_a_source_is_a_url(text: str, expected: object) -> None:
         ("k8s://a.b.c", "wants k8s://SERVICE"),
         ("k8s://a.", "wants k8s://SERVICE"),
         ("k8s://a.b/c", "wants k8s://SERVICE"),
-        ("consul://a", "dns://, etcd:// or k8s://"),
+        ("consul://a", "dns://, etcd://, etcds:// or k8s://"),
         ("dns://a,dns://b,dns://c,dns://d,dns://e", "more than 4 sources"),
     ],
 )
@@ -78,14 +80,14 @@ def test_wrong_source_is_answered_with_its_form(text: str, wanted: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["a,etcd://b:1,c:2/pc,dns://d", ["a", "etcd://b:1,c:2/pc", "dns://d"]],
+    ["a,etcds://b:1,c:2/pc,dns://d", ["a", "etcds://b:1,c:2/pc", "dns://d"]],
     ids=["text", "list"],
 )
 def test_nodes_and_sources_stand_side_by_side(value: Any) -> None:
     """The servers of one etcd belong together, though commas stand between them."""
     entries = parse_discovery(value)
 
-    assert entries == ("a:31998", "etcd://b:1,c:2/pc", "dns://d:31998")
+    assert entries == ("a:31998", "etcds://b:1,c:2/pc", "dns://d:31998")
     assert heads_of(entries) == ("a:31998",)
     assert [source.text for source in sources_of(entries)] == list(entries[1:])
     asked = [host for entry in (*entries, "k8s://pc") for host in hosts_to_ask(entry)]
@@ -97,3 +99,24 @@ def test_node_on_loopback_asks_no_source() -> None:
     """A source names other hosts, which could not call back."""
     with pytest.raises(ConfigError, match="'discovery_addr': names another host"):
         Config.load({"discovery_addr": "dns://localhost"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "said"),
+    [
+        ({"etcd_cert": "a.crt"}, "etcd_cert", "go together"),
+        (
+            {"etcd_ca": "ca.crt", "discovery_addr": "etcd://a/pc"},
+            "discovery_addr",
+            "write etcds://",
+        ),
+    ],
+)
+def test_files_for_etcd_are_whole_and_never_left_unused(
+    settings: dict[str, Any], name: str, said: str
+) -> None:
+    """A certificate wants its key; clear text beside an authority is a mistake."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        Config.load({**settings, "insecure": "x"})
+
+    assert caught.value.name == name

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import trio
+import trustme
 
+from peercache.config.discovery import parse_source
+from peercache.config.settings import Config
 from peercache.discovery import etcd
+from peercache.discovery.finder import source_of
 from peercache.discovery.port import SourceFailed
+from peercache.errors import ConfigError
+from peercache.trust.etcd import EtcdFiles
 from tests.contracts.source_fakes import PORT, FakeEtcd
 from tests.pace import PATIENCE_S
 
@@ -133,3 +141,56 @@ async def test_refusal_says_what_to_do(
     assert refusal[1] in said
     assert todo in said
     assert re.search(r"\n", said) is None
+
+
+def secured(folder: Path, **other: str) -> Config:
+    """Return settings whose files for etcd are there, and right."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("node")
+    files = {name: folder / name for name in ("etcd_ca", "etcd_cert", "etcd_key")}
+    authority.cert_pem.write_to_path(str(files["etcd_ca"]))
+    issued.cert_chain_pems[0].write_to_path(str(files["etcd_cert"]))
+    files["etcd_key"].touch(mode=0o600)
+    issued.private_key_pem.write_to_path(str(files["etcd_key"]))
+    return Config.load({**{name: str(path) for name, path in files.items()}, **other})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "said"),
+    [
+        (lambda files: (files / "etcd_ca").unlink(), "etcd_ca", "No such file"),
+        (lambda files: (files / "etcd_ca").write_text("no PEM"), "etcd_ca", "it is no PEM"),
+        (lambda files: (files / "etcd_cert").unlink(), "etcd_cert", "No such file"),
+        (lambda files: (files / "etcd_key").chmod(0o644), "etcd_key", "chmod 600"),
+        (
+            lambda files: (files / "etcd_key").write_text(
+                trustme.CA().issue_cert("other").private_key_pem.bytes().decode()
+            ),
+            "etcd_cert",
+            "no pair",
+        ),
+    ],
+)
+async def test_wrong_file_is_named_at_the_start_and_later(
+    spoil: Callable[[Path], object], name: str, said: str, tmp_path: Path
+) -> None:
+    """A node does not start with it; one that runs says so of the source, and goes on."""
+    config = secured(tmp_path)
+    address = parse_source("etcds://127.0.0.1:1/pc")
+
+    def source() -> object:
+        return source_of(
+            address,
+            name="me",
+            own_address=lambda: "",
+            rng=random.Random(1),
+            etcd_tls=EtcdFiles(config).context,
+        )
+
+    running = source()
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=said) as caught:
+        source()
+    assert caught.value.name == name
+    with pytest.raises(SourceFailed, match=said):
+        await running.follow(lambda addresses: None)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -147,7 +148,13 @@ def test_each_kind_of_entry_has_its_source(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     address = parse_source(text)
 
-    found = source_of(address, name="n", own_address=lambda: "a:1", rng=random.Random(1))
+    found = source_of(
+        address,
+        name="n",
+        own_address=lambda: "a:1",
+        rng=random.Random(1),
+        etcd_tls=ssl.create_default_context,
+    )
 
     assert isinstance(found, kind)
     assert found.text == address.text
