@@ -6,6 +6,7 @@
     │   ├── PoolTooLarge       the memory for the pool is missing
     │   ├── AddressTaken       a configured address is in use
     │   ├── BrokenInstallation a part is missing or stale, or another project mixes in
+    │   ├── InvalidRequest     tokens, a shape or buffers that no call can take
     │   └── Rejected           the peer refuses: version, cluster, granule, geometry
     ├── IndefiniteError        may have happened
     │   ├── PeerUnreachable    no connection, or no answer
@@ -52,6 +53,10 @@ class RemoteProtocolError(ProtocolError):
     def __str__(self) -> str:
         """Return the message for a person."""
         return f"the peer broke the protocol: {self.what}"
+
+
+class InvalidRequest(DefiniteError, ValueError):
+    """The caller hands over what no call can take: tokens, shapes, buffers, a closed connector."""
 
 
 @attrs.define(eq=False)

@@ -32,6 +32,7 @@ LAYERS: dict[str, str] = {
     "installation": "",
     # Plain values, settings, the wire, and what is told.
     "model": "installation",
+    "content": "model",
     "config": "model",
     "wire.messages": "model",
     "wire": "model wire.messages",
@@ -84,6 +85,7 @@ LAYERS: dict[str, str] = {
 # A foreign library is known to few places, so that a change of it has few places to be made.
 # docs/explanation/dependencies.md says why each is there; attrs and numpy are free to all.
 HOMES: dict[str, frozenset[str]] = {
+    "blake3": frozenset({"content"}),
     "pynng": frozenset({"net"}),
     "pyverbs": frozenset({"rdma"}),
     "huggingface_hub": frozenset({"sglang"}),

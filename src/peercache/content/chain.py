@@ -1,0 +1,183 @@
+"""The chain: from a model and token ids to the addresses of pages.
+
+Version 1 of the addresses. BLAKE3 in three of its modes, so that no message of one step is a
+message of another:
+
+    seed    derive_key(context "… seed", model identity, dtype, page size, salts; each framed)
+    page    keyed_hash(key = the page before, or the seed; message = the page's token ids)
+    layers  derive_key(context "… layers", the page), read on and on: 16 bytes a layer
+
+A page's digest has 32 bytes and stands for the whole prefix that ends with it. Its first 16 bytes
+are the page's hash. The key of a layer does not depend on how many layers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeAlias, cast
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from peercache.content.tokens import Tokens, token_ids
+from peercache.errors import InvalidRequest
+from peercache.model.keys import KEY, KEY_BYTES, PageKeys
+
+DIGEST_BYTES = 32
+
+PAGE_TOKENS_MAX = 2**20
+LAYERS_MAX = 2**16
+
+Digests: TypeAlias = npt.NDArray[np.uint8]
+"""(pages, 32) uint8: the digest of each page of a prefix."""
+
+SEED_CONTEXT = "peercache content addresses, version 1: seed of a chain"
+LAYERS_CONTEXT = "peercache content addresses, version 1: layers of a page"
+
+DTYPES = frozenset(
+    {
+        *("float64", "float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float4_e2m1fn_x2", "int8", "uint8", "int4", "uint4"),
+    }
+)
+"""What the elements of a KV cache may be, in the names of numpy and torch."""
+
+OTHER_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp4_e2m1": "float4_e2m1fn_x2",
+}
+"""What engines call them on their command lines."""
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the one name of a dtype: of `torch.bfloat16`, "bf16" and "bfloat16" the last.
+
+    InvalidRequest: what is no dtype of a KV cache.
+    """
+    name = np.dtype(dtype).name if isinstance(dtype, (np.dtype, type)) else str(dtype)
+    name = name.removeprefix("torch.").lower()
+    name = OTHER_NAMES.get(name, name)
+    if name not in DTYPES:
+        raise InvalidRequest(f"{str(dtype)!r:.60} is no dtype of a KV cache: {sorted(DTYPES)} are")
+    return name
+
+
+def _identity(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"a model's identity is a text, not {value!r:.60}")
+    return value
+
+
+def _page_tokens(value: object) -> int:
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_number or not 1 <= (number := int(cast("int", value))) <= PAGE_TOKENS_MAX:
+        raise InvalidRequest(f"a page has 1 to {PAGE_TOKENS_MAX} tokens, not {value!r:.40}")
+    return number
+
+
+def _salts(value: object) -> Mapping[str, str]:
+    """Return a copy: the address of a chain does not change with the caller's dictionary."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(part, str) for salt in value.items() for part in salt
+    ):
+        raise InvalidRequest(f"salts are texts by name, not {value!r:.60}")
+    return MappingProxyType(dict(value))
+
+
+@attrs.frozen
+class Chain:
+    """The addresses of one model's pages.
+
+    model:       what computed the KV cache: the model's name with the identity of its weights. Two
+                 models with one identity take each other's pages.
+    dtype:       of the elements of the KV cache, in any name that `dtype_name` knows.
+    page_tokens: tokens of a page, 1 to 2**20.
+    salts:       what else separates pages: {"tenant": …, "lora": …}. A salt that is "" counts.
+    InvalidRequest: a field of another kind.
+    """
+
+    model: str = attrs.field(converter=_identity)
+    dtype: str = attrs.field(converter=dtype_name)
+    page_tokens: int = attrs.field(converter=_page_tokens)
+    salts: Mapping[str, str] = attrs.field(converter=_salts, factory=dict, hash=False)
+    seed: bytes = attrs.field(init=False, repr=False)
+
+    @seed.default
+    def _seed(self) -> bytes:
+        # In the order of names, and each part behind its length: no two sets of facts are one text.
+        named = [part for name in sorted(self.salts) for part in (name, self.salts[name])]
+        parts = [self.model, self.dtype, str(self.page_tokens), *named]
+        hasher = blake3(derive_key_context=SEED_CONTEXT)
+        for raw in (part.encode(errors="surrogatepass") for part in parts):
+            hasher.update(len(raw).to_bytes(8, "little") + raw)
+        return hasher.digest()
+
+    def salted(self, **salts: str) -> Chain:
+        """Return the chain with these salts beside its own; a salt of the same name is replaced."""
+        return attrs.evolve(self, salts={**self.salts, **salts})
+
+    def digests(self, tokens: Tokens, parent: bytes | None = None) -> Digests:
+        """Return the digest of each whole page of a prefix, (pages, 32) uint8.
+
+        tokens: those behind the parent; what is left over after the last whole page counts for
+                nothing.
+        parent: the digest of the page before, 32 bytes; None: `tokens` begin the prompt.
+        InvalidRequest: tokens that are none, a parent that is no digest.
+        """
+        digest = self.seed if parent is None else bytes(parent)
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidRequest(f"a parent is a digest of {DIGEST_BYTES} bytes, not {len(digest)}")
+        ids = token_ids(tokens)
+        size = self.page_tokens * ids.itemsize
+        pages = len(ids) // self.page_tokens
+        raw = ids.tobytes()
+        found = []
+        for begin in range(0, pages * size, size):
+            digest = blake3(raw[begin : begin + size], key=digest).digest()
+            found.append(digest)
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def keys(self, tokens: Tokens, parent: bytes | None = None) -> PageKeys:
+        """Return the page key of each whole page of a prefix, (pages,) V16; as `digests`."""
+        return page_keys_of(self.digests(tokens, parent))
+
+
+def page_keys_of(digests: Digests) -> PageKeys:
+    """Return the page keys of digests, (pages,) V16: the first half of each."""
+    return np.ascontiguousarray(digests[:, :KEY_BYTES]).view(KEY).reshape(-1)
+
+
+def layer_keys_of(digests: Digests, layers: int) -> PageKeys:
+    """Return the page key of each layer of each page, (pages, layers) V16.
+
+    For stores of one layer at a time. No key of a layer is the key of a page.
+    InvalidRequest: a number of layers that is none.
+    """
+    if not 1 <= layers <= LAYERS_MAX:
+        raise InvalidRequest(f"a model has 1 to {LAYERS_MAX} layers, not {layers}")
+    length = layers * KEY_BYTES
+    read = (blake3(digest.tobytes(), derive_key_context=LAYERS_CONTEXT) for digest in digests)
+    joined = b"".join(hasher.digest(length=length) for hasher in read)
+    return np.frombuffer(joined, KEY).reshape(-1, layers)
+
+
+def in_namespace(keys: PageKeys, namespace_digest: bytes) -> PageKeys:
+    """Return the keys as a namespace has them, in the shape given.
+
+    What `Client` makes of the keys' hexadecimal text; an array of keys it takes as it is.
+    namespace_digest: the 16 bytes of `Namespace.digest()`.
+    """
+    words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
+    mixed = words ^ np.frombuffer(namespace_digest, np.uint64)
+    return mixed.view(KEY).reshape(keys.shape)
