@@ -29,12 +29,14 @@ from peercache.config.settings import Config
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
+from peercache.model.overlap import Overlap
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.calls import current
 from peercache.observability.latency import HOME, PAGE_OF, PLACES, place_of
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.envelope import Message
+from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
 from peercache.wire.messages.pool import Clear, Remove, Removed
 from peercache.wire.messages.session import Stats, StatsAsked
 
@@ -217,6 +219,27 @@ class Client:
             return self._tell_home([Clear(0, self.namespace.tag(), self._patience_s(until))], until)
 
         return self._call("clear", 0, 0, ask)
+
+    def overlap(self, keys: Keys) -> Overlap:
+        """Return which members hold these pages, and on which tier, as the home node finds out.
+
+        A hint, for routers and schedulers: nothing is read or touched. Without an answer it names
+        no holder, and is not `whole`. Has the deadline `op_timeout_s`.
+        """
+
+        def ask(until: float) -> Overlap:
+            attached, names = self._tie.attached, self._names(keys)
+            if attached is None:
+                return Overlap.unknown(len(keys))
+            home, step = attached.incarnation, OVERLAP_KEYS_MAX
+            parts = [names[begin : begin + step] for begin in range(0, len(names), step)]
+            asked = [(home, OverlapAsked(0, part.tobytes(), shard_only=False)) for part in parts]
+            told = self._wiring.asker.ask(asked, until)
+            return Overlap.joined(
+                [overlap_of(answer, len(part)) for answer, part in zip(told, parts, strict=True)]
+            )
+
+        return self._call("stats", 0, Overlap.unknown(len(keys)), ask)
 
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
         """Make memory ready for reads into it, in the background; return what ends that.

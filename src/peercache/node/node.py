@@ -13,7 +13,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import attrs
@@ -32,11 +31,7 @@ from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
-from peercache.http.access import Access
-from peercache.http.pages import Health, Pages
-from peercache.http.server import serve_http
-from peercache.http.watching import Watching
-from peercache.installation.distribution import version
+from peercache.http.pages import Health
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
@@ -58,12 +53,14 @@ from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
+from peercache.node.overlaps import Overlaps
 from peercache.node.owners import OwnersWatch
 from peercache.node.pulling import Puller
 from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
-from peercache.node.switchboard import Switchboard
+from peercache.node.switchboard import Switchboard, Told
+from peercache.node.web import Web
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import absorb
@@ -75,6 +72,7 @@ from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
@@ -231,7 +229,7 @@ class Node:
             revocations=lambda: None if self.tls is None else message_of(self.tls),
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
-            status_told=self._status_told,
+            told=self._told,
             perform_pull=self._open_puller(segment),
             links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
             names_writers=bool(config.quotas),
@@ -249,9 +247,8 @@ class Node:
             log=self.log,
         )
         self._draining = self._drainer(crew, nursery)
-        self._watch(crew, housekeeping, reach, admission)
+        self._watch(crew, housekeeping, reach, admission, nursery)
         await nursery.start(switchboard.run)
-        nursery.start_soon(self.gathering.run)
         crew.start(nursery, switchboard.perform)
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
@@ -267,9 +264,14 @@ class Node:
         )  # fmt: skip
 
     def _watch(
-        self, crew: Crew, housekeeping: Housekeeping, reach: Reach, admission: Admission
+        self,
+        crew: Crew,
+        housekeeping: Housekeeping,
+        reach: Reach,
+        admission: Admission,
+        nursery: trio.Nursery,
     ) -> None:
-        """Make what tells how this node is, and how the others are."""
+        """Begin to tell how this node is, how the others are, and which of them hold pages."""
         self._status = NodeStatus(
             self.incarnation, crew, self._disk, housekeeping, reach=reach,
             config=self.config, tls=self.tls, is_leaving=self._stopping.is_set,
@@ -281,6 +283,14 @@ class Node:
             members=self._members,
             perform=self._switchboard.perform,
         )
+        self.overlaps = Overlaps(
+            shard=crew.directory,
+            ring=lambda: crew.ring.current,
+            member_of=crew.membership.member,
+            perform=self._switchboard.perform,
+        )
+        nursery.start_soon(self.gathering.run)
+        nursery.start_soon(self.overlaps.run)
 
     def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
         crew = Crew(
@@ -487,29 +497,17 @@ class Node:
         address = self.config.http_address(in_process=self._in_process)
         if address is None:
             return ""
-        self.metrics.describe_process(version())
-        if self.tls is not None:
-            tls = self.tls
-            self.metrics.certificate_days.set_function(lambda: tls.days_left)
-        access = Access(
+        web = Web(
             self.config,
             sharing=self.sharing,
             tls=self.tls,
             metrics=self.metrics,
             log=self.log,
+            health=self.health,
+            own=lambda: self._crew.membership.me.control,
+            gathering=self.gathering,
         )
-        watching = Watching(self.gathering.statuses)
-        pages = Pages(
-            self.metrics.registry, self.health, lambda: self._crew.membership.me.control, watching
-        )
-        nursery.start_soon(watching.run)
-        serve = partial(
-            serve_http,
-            *address,
-            application=pages.application(),
-            access=access,
-        )
-        return str(await nursery.start(serve))
+        return await web.serve(nursery, address)
 
     def _members(self) -> tuple[Member, ...]:
         return self._crew.membership.view.members()
@@ -553,8 +551,11 @@ class Node:
         """Return named figures about this node."""
         return self._status.figures()
 
-    def _status_told(self, sender: int, told: StatusTold) -> None:
-        self.gathering.take(sender, told)
+    def _told(self, sender: int, told: Told) -> None:
+        if isinstance(told, OverlapTold):
+            self.overlaps.take(sender, told)
+        else:
+            self.gathering.take(sender, told)
 
     def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer a message for the node itself."""
@@ -564,6 +565,8 @@ class Node:
             return StatusTold(message.request, encoded(self._status.status(detail=message.detail)))
         if isinstance(message, ClusterAsked):
             return self.gathering.ask(sender, message)
+        if isinstance(message, OverlapAsked):
+            return self.overlaps.ask(sender, message)
         if isinstance(message, (DrainNode, CancelDrain, DrainAsked)):
             return DrainTold(message.request, self._draining.answer(message))
         if isinstance(message, RevocationsTold) and self._revocations is not None:

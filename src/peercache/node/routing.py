@@ -73,6 +73,7 @@ from peercache.wire.messages.membership import (
     ViewShared,
 )
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -194,13 +195,13 @@ class NodeMailboxes:
             case (
                 Hello() | StatsAsked() | Counted() | RevocationsTold()
                 | StatusAsked() | ClusterAsked()
-                | DrainNode() | CancelDrain() | DrainAsked()
+                | DrainNode() | CancelDrain() | DrainAsked() | OverlapAsked()
             ):  # fmt: skip
                 raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
             case (
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
                 | Stats() | Promoted() | ChannelOpened() | ViewChanges()
-                | StatusTold() | ClusterTold() | DrainTold()
+                | StatusTold() | ClusterTold() | DrainTold() | OverlapTold()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import trio
@@ -58,6 +58,7 @@ from peercache.wire.envelope import (
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.session import (
     Counted,
     Hello,
@@ -81,9 +82,12 @@ fits, and to decode a megabyte would cost this node a second for any connection.
 
 FOR_THE_NODE = (
     StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked,
-    DrainNode, CancelDrain, DrainAsked,
+    DrainNode, CancelDrain, DrainAsked, OverlapAsked,
 )  # fmt: skip
 """Messages that the node answers itself, and no actor."""
+
+Told: TypeAlias = StatusTold | OverlapTold
+"""What another node answers to a question of the node itself."""
 
 
 @final
@@ -112,7 +116,7 @@ class Switchboard:
         open_link: Callable[..., Link] = Link,
         perform_disk: Callable[[DiskEffect], None] | None = None,
         perform_rdma: Callable[[RdmaEffect], None] | None = None,
-        status_told: Callable[[int, StatusTold], None] = lambda *_: None,
+        told: Callable[[int, Told], None] = lambda *_: None,
         perform_pull: Callable[[Pull], None] | None = None,
         in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync,
         links_max: int = LINKS_MAX,
@@ -149,7 +153,7 @@ class Switchboard:
         self._perform_rdma = perform_rdma
         self._perform_pull = perform_pull
         self._in_thread = in_thread
-        self._status_told = status_told
+        self._told = told
         self._links: dict[str, Link] = {}
         self._link_use = LinkUse(links_max=links_max)
         # By address: the name of the node that this node means to reach there; None: any node.
@@ -512,8 +516,8 @@ class Switchboard:
             if address in self._answering:
                 self._reach.connected(self._answering[address].local[0])
             self._welcomed(address, message.member)
-        elif isinstance(message, StatusTold):
-            self._status_told(envelope.sender, message)
+        elif isinstance(message, (StatusTold, OverlapTold)):
+            self._told(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")
             key = (address, message.reason)

@@ -68,6 +68,7 @@ from peercache.wire.messages.membership import (
     ViewShared,
 )
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -188,6 +189,9 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     Promote: _CLIENTS,
     OpenChannel: _CLIENTS,
     ChannelsHeld: _CLIENTS,
+    # As a Lookup, and for other nodes too: where pages are, never what is in them.
+    OverlapAsked: _EVERY,
+    OverlapTold: _NONE,
     # Writing.
     Reserve: _WRITERS,
     ReserveMirror: _WRITERS,

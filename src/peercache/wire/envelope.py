@@ -16,7 +16,7 @@ gets a new name, and a place at the end.
 
 Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
 secret, members have names and nonces, and removals go through the home node. Version 3: messages
-for operators, and pages are handed over by a node that leaves.
+for operators, pages are handed over by a node that leaves, and which members hold a prompt's pages.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from peercache.wire.messages.membership import (
     ViewShared,
 )
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.pool import (
     Abort,
     Clear,
@@ -109,6 +110,7 @@ Message: TypeAlias = (
     | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
     | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
+    | OverlapAsked | OverlapTold
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -94,6 +94,8 @@ TABLE = {
     "DrainTold":        (False, False, False, False),
     "PagesOffered":     (True,  False, False, False),
     "PagesTaken":       (True,  False, False, False),
+    "OverlapAsked":     (True,  True,  True,  True),
+    "OverlapTold":      (False, False, False, False),
 }  # fmt: skip
 """Written by hand, and not made from the table that it tests."""
 

@@ -1,0 +1,205 @@
+"""Overlaps: which members hold the pages of a prompt, asked of the owners of their records.
+
+Owns    no record: each answer is read from directory shards when it is asked for.
+Hears   OverlapAsked, from clients, operators and nodes; OverlapTold, from the nodes that it asked.
+Says    OverlapAsked, to owners; OverlapTold or Refused.
+Keeps   an answer says whether an absent page is absent for certain. Nodes ask each other about
+        their shards only, so that no question goes round.
+Limits  OVERLAP_KEYS_MAX keys, ASKERS_MAX questions at once, ROUNDS owners of a key and ANSWER_S
+        for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peercache.actors.directory.actor import LOCATED_MAX, DirectoryShard
+from peercache.actors.effects import Effect, Send
+from peercache.actors.origin import Origin
+from peercache.model.hash_ring import HashRing
+from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
+from peercache.model.member import ALIVE, Member
+from peercache.model.overlap import HOLDERS_MAX, Overlap
+from peercache.model.records import from_bytes as records_from_bytes
+from peercache.wire.envelope import Message
+from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
+from peercache.wire.messages.session import Refused
+
+SLICE_KEYS = LOCATED_MAX // HOLDERS_MAX
+"""Keys of one look into the table, whose answer has room for LOCATED_MAX records."""
+
+TURN_SLICES = 8
+"""Slices between two turns of the loop: half a millisecond where each page has 16 holders."""
+
+ASKERS_MAX = 16
+"""Questions of others that are answered at the same time; further ones are refused."""
+
+ROUNDS = 2
+"""Owners of a key that are asked one after the other: the first may have died, or be behind."""
+
+ANSWER_S = 0.25
+"""How long an owner may take; one that serves answers in milliseconds."""
+
+BUSY = "busy"
+
+Places = npt.NDArray[np.intp]
+
+
+@attrs.frozen(eq=False)
+class _Asked:
+    """A question that waits. owner: the node that alone may answer, about so many pages."""
+
+    owner: int
+    pages: int
+    answered: trio.Event = attrs.field(factory=trio.Event)
+    found: list[Overlap] = attrs.field(factory=list)
+
+
+@final
+class Overlaps:
+    """Answers which members hold which pages, on the node's loop."""
+
+    def __init__(
+        self,
+        *,
+        shard: DirectoryShard,
+        ring: Callable[[], HashRing],
+        member_of: Callable[[int], Member | None],
+        perform: Callable[[Effect], None],
+    ) -> None:
+        """Read `shard`, and ask other owners on the ring. perform: sends."""
+        self._shard = shard
+        self._ring = ring
+        self._member_of = member_of
+        self._perform = perform
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Asked] = {}
+        self._askers = 0
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Answer the questions of others until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await trio.sleep_forever()
+
+    def ask(self, sender: Origin, asked: OverlapAsked) -> Message | None:
+        """Take a question, which is answered when it is known; or refuse it."""
+        count = len(asked.keys) // KEY_BYTES
+        if count > OVERLAP_KEYS_MAX:
+            detail = f"{count} keys in one OverlapAsked, {OVERLAP_KEYS_MAX} at most"
+            return Refused(asked.request, "malformed", detail)
+        if self._nursery is None or self._askers >= ASKERS_MAX:
+            return Refused(asked.request, BUSY, "too many ask this node which nodes hold pages")
+        self._askers += 1
+        self._nursery.start_soon(self._tell, sender, asked)
+        return None
+
+    def take(self, sender: int, told: OverlapTold) -> None:
+        """Take what an owner says; of other senders and to other questions nothing."""
+        asked = self._waiting.get(told.request)
+        if asked is None or asked.owner != sender or asked.answered.is_set():
+            return
+        asked.found.append(overlap_of(told, asked.pages))
+        asked.answered.set()
+
+    async def overlap(self, keys: PageKeys) -> Overlap:
+        """Return which members hold these pages; ask what this node's shard cannot know.
+
+        keys: (n,) V16, at most OVERLAP_KEYS_MAX. Lasts ROUNDS × ANSWER_S at most.
+        """
+        own = await self.of_shard(keys)
+        everything: Places = np.arange(len(keys))
+        parts: list[tuple[Places, Overlap]] = [(everything, own)]
+        ring = self._ring()
+        certain, tried = np.zeros(len(keys), np.bool_), np.zeros((len(keys), len(ring)), np.bool_)
+        if len(ring) and len(keys):
+            owners = ring.table[:, : ring.replicas][ring.arcs(keys)]
+            me = self._shard.incarnation
+            if me in ring.members:
+                at = ring.members.index(me)
+                tried[:, at] = True
+                if own.whole:
+                    certain = (owners == at).any(axis=1)
+            for _ in range(ROUNDS):
+                left = (~certain).nonzero()[0]
+                targets = self._targets(ring, owners, left, tried)
+                if not targets:
+                    break
+                found: dict[int, Overlap] = {}
+                async with trio.open_nursery() as nursery:
+                    for owner, places in targets.items():
+                        nursery.start_soon(self._look, owner, keys[places], found)
+                for owner, told in found.items():
+                    parts.append((targets[owner], told))
+                    if told.whole:
+                        certain[targets[owner]] = True
+        merged = own if len(parts) == 1 else Overlap.merged(len(keys), parts)
+        return attrs.evolve(merged, whole=merged.whole and bool(certain.all()))
+
+    async def of_shard(self, keys: PageKeys) -> Overlap:
+        """Return which members hold these pages as far as this node's shard knows."""
+        packed, parts = keys.tobytes(), []
+        table, asker = self._shard.table, self._shard.incarnation
+        whole = not self._shard.authority.is_behind(trio.current_time())
+        for turn, begin in enumerate(range(0, len(keys), SLICE_KEYS), 1):
+            some = packed[begin * KEY_BYTES : (begin + SLICE_KEYS) * KEY_BYTES]
+            parts.append(table.locate(some, asker, HOLDERS_MAX)[1])
+            if turn % TURN_SLICES == 0:
+                await trio.lowlevel.checkpoint()
+        return Overlap.of(keys, records_from_bytes(b"".join(parts)), whole=whole)
+
+    def _targets(
+        self, ring: HashRing, owners: Places, left: Places, tried: npt.NDArray[np.bool_]
+    ) -> Mapping[int, Places]:
+        """Return which of the pages that are left to ask each owner about, and note them as tried.
+
+        The owners that own the most of them, so that few are asked.
+        """
+        targets: dict[int, Places] = {}
+        live = [self._is_alive(node) for node in ring.members]
+        while len(left):
+            open_to = np.take_along_axis(~tried[left], owners[left], axis=1)
+            open_to &= np.array(live)[owners[left]]
+            counts = np.bincount(owners[left][open_to], minlength=len(ring))
+            if not counts.any():
+                break
+            best = int(counts.argmax())
+            its = ((owners[left] == best) & open_to).any(axis=1)
+            targets[ring.members[best]] = left[its]
+            tried[left[its], best] = True
+            left = left[~its]
+        return targets
+
+    def _is_alive(self, node: int) -> bool:
+        member = self._member_of(node)
+        return member is not None and member.state == ALIVE
+
+    async def _look(self, owner: int, keys: PageKeys, found: dict[int, Overlap]) -> None:
+        """Ask one owner, which may not answer."""
+        number, asked = next(self._numbers), _Asked(owner, len(keys))
+        self._waiting[number] = asked
+        try:
+            self._perform(Send(owner, OverlapAsked(number, keys.tobytes(), shard_only=True)))
+            with trio.move_on_after(ANSWER_S):
+                await asked.answered.wait()
+        finally:
+            del self._waiting[number]
+        if asked.found:
+            found[owner] = asked.found[0]
+
+    async def _tell(self, sender: Origin, asked: OverlapAsked) -> None:
+        try:
+            keys = from_bytes(asked.keys)
+            told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
+            flags = told.flags.tobytes()
+            self._perform(Send(sender, OverlapTold(asked.request, told.holders, flags, told.whole)))
+        finally:
+            self._askers -= 1
