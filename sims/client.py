@@ -28,7 +28,8 @@ from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
 from peercache.paths.reading import Loads, Reader
 from peercache.paths.steps import (

@@ -222,7 +222,7 @@ class Calls:
         timeout_s = client.config.op_timeout_s
         started = trio.current_time()
         if isinstance(message, Remove):
-            client.cache.forget(np.frombuffer(message.keys, KEY).tolist())
+            client.cache.forget(np.frombuffer(message.keys, KEY))
         else:
             client.cache.clear()
         attached = client.tie.attached

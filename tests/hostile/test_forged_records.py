@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from peercache.client.client import Client
-from peercache.model.keys import Namespace, page_keys
-from peercache.model.records import HAS_CHECKSUM, Records, from_bytes
+from peercache.model.keys import KEY, Namespace, page_keys
+from peercache.model.records import HAS_CHECKSUM, Records
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 STORED, WANTED = keys_of("forged", 2)
@@ -23,9 +23,9 @@ def key_of(name: str) -> bytes:
 
 def record_of(client: Client, name: str) -> Records:
     """Return the record that a client knows of a page."""
-    (packed,) = client._wiring.cache.find([key_of(name)])
-    assert packed is not None
-    return from_bytes(packed).copy()
+    records, known = client._wiring.cache.find(np.frombuffer(key_of(name), KEY))
+    assert known.all()
+    return records
 
 
 def believe(client: Client, record: Records) -> None:

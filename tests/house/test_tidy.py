@@ -53,7 +53,7 @@ LAYERS: dict[str, str] = {
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",
     # The read and write paths, without I/O.
-    "paths": "model config observability wire wire.messages",
+    "paths": "model config observability installation wire wire.messages",
     # One foreign library or kernel facility each.
     "memory": "trust model observability installation",
     "storage": "trust model observability actors actors.disk",

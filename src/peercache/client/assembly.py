@@ -30,7 +30,8 @@ from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer
 from peercache.paths.reading import Loads, Reader
 from peercache.paths.writing import Writer

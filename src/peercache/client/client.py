@@ -33,7 +33,7 @@ from peercache.model.overlap import Overlap
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.calls import current
-from peercache.observability.latency import HOME, PAGE_OF, PLACES, place_of
+from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.envelope import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
@@ -199,7 +199,7 @@ class Client:
 
         def ask(until: float) -> int:
             names = self._names(keys)
-            self._wiring.cache.forget(names.tolist())
+            self._wiring.cache.forget(names)
             tag, patience_s = self.namespace.tag(), self._patience_s(until)
             return self._tell_home(
                 [
@@ -303,7 +303,7 @@ class Client:
             ),
             attached.memory,
         )
-        current.series = place_of("set", HOME, outcome.copied + outcome.here, len(names))
+        current.series = series_of("set", HOME, outcome.copied + outcome.here, len(names))
         metrics = self.metrics
         metrics.pages_set.labels("copied").inc(outcome.copied)
         metrics.pages_set.labels("here").inc(outcome.here)
@@ -328,7 +328,7 @@ class Client:
             self.metrics.pages_mirrored.inc(outcome.mirrored)
         else:
             outcome = self._bridge.run(reader.get(names, runs, cluster, until))
-        current.series = place_of(
+        current.series = series_of(
             "get", outcome.tier, sum(outcome.pages_by_fabric.values()), len(names)
         )
         for fabric, pages in outcome.pages_by_fabric.items():
@@ -361,7 +361,7 @@ class Client:
         if (report := current_call.report) is not None and report.is_detailed:
             tell_missed(Counter(whys))
         run = len(known) if known.all() else int(np.argmin(known))
-        current.series = place_of("exists", tier, run, len(known))
+        current.series = series_of("exists", tier, run, len(known))
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
@@ -503,3 +503,9 @@ class Client:
                     name = sample.name.removeprefix("peercache_").removesuffix("_total")
                     figures.setdefault(name + labels, sample.value)
         return figures
+
+
+def series_of(operation: str, tier: str, served: int, asked: int) -> int:
+    """Return the series of a call that served so many of the pages that it was asked for."""
+    outcome = ALL if served == asked else SOME if served else NONE
+    return PLACES.get((operation, tier, outcome), 0) or PLACES[operation, "", ""]

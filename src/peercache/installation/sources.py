@@ -18,6 +18,7 @@ SOURCES = (
     "memory/_seals.c",
     "memory/_table_reading.c",
     "net/_handshakes.c",
+    "paths/_locations.c",
     "fabric/tcp/_receiving.c",
     "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",

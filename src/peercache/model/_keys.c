@@ -5,39 +5,57 @@
 #define HEX_BYTES 64 /* of a digest, as text */
 #define KEY_BYTES 16 /* a page key has its first 16 bytes */
 
-#define IS_DIGIT 16
+#define EACH(byte) (0x0101010101010101ull * (byte)) /* in each of a word's eight bytes */
 
-/* By character: the value of a lower-case hex digit, with IS_DIGIT; 0: it is none. A table, because
- * the digits are random: a branch on them would be foretold wrongly half of the time. */
-static const unsigned char DIGITS[256] = {
-    ['0'] = 16, ['1'] = 17, ['2'] = 18, ['3'] = 19, ['4'] = 20, ['5'] = 21, ['6'] = 22, ['7'] = 23,
-    ['8'] = 24, ['9'] = 25, ['a'] = 26, ['b'] = 27, ['c'] = 28, ['d'] = 29, ['e'] = 30, ['f'] = 31,
-};
+/* Return eight characters of text, the first in the lowest byte. All are ASCII. */
+static uint64_t word_at(const unsigned char *text)
+{
+    uint64_t word;
+
+    memcpy(&word, text, sizeof(word));
+    return word;
+}
+
+/* Return a word whose bytes have their highest bit where a character is a lower-case hex digit. The
+ * digits are random: a branch on them would be foretold wrongly half of the time. */
+static uint64_t are_digits(uint64_t word)
+{
+    uint64_t from_0 = word + EACH(0x80 - '0'), above_9 = word + EACH(0x7f - '9');
+    uint64_t from_a = word + EACH(0x80 - 'a'), above_f = word + EACH(0x7f - 'f');
+
+    return (from_0 & ~above_9) | (from_a & ~above_f);
+}
+
+/* Return the four bytes that eight hex digits stand for. */
+static uint32_t value_of(uint64_t word)
+{
+    uint64_t digits = (word & EACH(0x0f)) + 9 * (word >> 6 & EACH(1));
+
+    digits = (digits << 4 | digits >> 8) & 0x00ff00ff00ff00ff;
+    digits = (digits | digits >> 8) & 0x0000ffff0000ffff;
+    return (uint32_t)(digits | digits >> 16);
+}
 
 /* Write the page keys of `count` digests in each of `spaces` namespaces: (spaces, count, 16) bytes.
  *
- * hex:   count x 64 bytes of text; masks: (spaces, 16) bytes, which each key is XORed with.
+ * hex:   count x 64 bytes of ASCII; masks: (spaces, 16) bytes, which each key is XORed with.
  * Returns 1; 0 if some byte is no lower-case hex digit, and then what `into` has says nothing.
  */
 int64_t peercache_keys_of_hex(const unsigned char *hex, uint64_t count, const unsigned char *masks,
                               uint64_t spaces, unsigned char *into)
 {
-    unsigned char all = IS_DIGIT;
+    uint64_t all = EACH(0x80);
     uint64_t i, space, part;
 
     for (i = 0; i < count; i++, hex += HEX_BYTES) {
-        unsigned char *key = into + i * KEY_BYTES;
-        int at;
+        for (part = 0; part < KEY_BYTES; part += 4) {
+            uint32_t value = value_of(word_at(hex + 2 * part));
 
-        for (at = 0; at < KEY_BYTES; at++) {
-            unsigned char high = DIGITS[hex[2 * at]], low = DIGITS[hex[2 * at + 1]];
-
-            all &= high & low;
-            key[at] = (unsigned char)(high << 4 | (low & 15));
+            memcpy(into + i * KEY_BYTES + part, &value, sizeof(value));
         }
         /* The rest is no part of the key, but decides whether it is a digest at all. */
-        for (at = 2 * KEY_BYTES; at < HEX_BYTES; at++)
-            all &= DIGITS[hex[at]];
+        for (part = 0; part < HEX_BYTES; part += 8)
+            all &= are_digits(word_at(hex + part));
     }
     /* The first namespace last: the others are made from what lies in its place. */
     for (space = spaces; space-- > 0;) {
@@ -54,5 +72,5 @@ int64_t peercache_keys_of_hex(const unsigned char *hex, uint64_t count, const un
             }
         }
     }
-    return (all & IS_DIGIT) != 0;
+    return all == EACH(0x80);
 }

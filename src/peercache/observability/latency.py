@@ -75,12 +75,6 @@ Calls = npt.NDArray[np.void]
 """Times, (n,) CALL."""
 
 
-def place_of(operation: str, tier: str, served: int, asked: int) -> int:
-    """Return the series of a call that served so many of the pages that it was asked for."""
-    outcome = ALL if served == asked else SOME if served else NONE
-    return PLACES.get((operation, tier, outcome), 0) or PLACES[operation, "", ""]
-
-
 def packed(calls: Sequence[tuple[int, float]]) -> Calls:
     """Return times as they travel."""
     times: Calls = np.array(list(calls), CALL)

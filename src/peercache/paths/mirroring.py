@@ -27,7 +27,7 @@ from peercache.model.records import HAS_CHECKSUM, RECORD, Records
 from peercache.model.runs import U64, PageRuns
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import LocationCache
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Place, Post, Step
 from peercache.wire.envelope import Message
@@ -216,7 +216,7 @@ class MirroredBatch:
         self._offsets = np.frombuffer(granted.offsets, np.uint64)
         here = self._states == HERE
         # What another client has mirrored is read at home from now on.
-        self._mirrorer.cache.forget(self._keys[wanted[here]].tolist())
+        self._mirrorer.cache.forget(self._keys[wanted[here]])
         if not (here | (self._states == RESERVED)).any():
             self._mirrorer.pause()
 

@@ -24,7 +24,8 @@ from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import EXISTS_TRUSTS_S, LocationCache, Locator
+from peercache.paths.locating import EXISTS_TRUSTS_S, Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.promoting import Awaited, wishes
 from peercache.paths.searching import Mask, names_of_records

@@ -6,7 +6,7 @@ only on a disk. Knows no step and no time: `locating` asks, and puts the answers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import repeat
 from typing import Any, final
@@ -302,15 +302,6 @@ class Search:
                     (holder,), self._cluster
                 )
         return np.array([usable[holder] for holder in names], np.bool_)
-
-
-def unpacked(
-    found: Sequence[bytes | None],
-) -> tuple[Records, npt.NDArray[np.bool_]]:
-    """Return (records, known): one record a key, zeros where it is not known."""
-    known = np.array([record is not None for record in found], np.bool_)
-    blank = bytes(RECORD.itemsize)
-    return np.frombuffer(b"".join(record or blank for record in found), RECORD).copy(), known
 
 
 def names_of_records(records: Records) -> list[bytes]:

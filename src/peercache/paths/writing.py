@@ -23,7 +23,7 @@ from peercache.model.records import PAGE_BYTES_MAX, RECORD, RECORD_BYTES
 from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
-from peercache.paths.locating import LocationCache
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import ClientReservations, offsets_of
 from peercache.paths.steps import Ask, Checksum, Collect, Drain, Place, Post, Step, Submit
 from peercache.paths.verify import (
@@ -287,7 +287,7 @@ class _Round:
     def _take_ahead(self, portion: _Portion) -> Generator[Step, Any, None]:
         """Take granted slots that were reserved ahead, if there are any for such a portion."""
         # Pages that are at home already are asked for by name: they need no copy.
-        if self._cache.has_any_at(self._home, portion.keys.tolist()):
+        if self._cache.has_any_at(self._home, portion.keys):
             return
         if self._reservations.awaits_grant():
             yield Drain(self._home)

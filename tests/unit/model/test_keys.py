@@ -81,6 +81,18 @@ def test_what_is_not_exactly_a_digest_is_hashed_whole(other: str) -> None:
     assert keys[1].tobytes() == slow_page_key(other, NAMESPACE)
 
 
+def test_each_character_counts_at_each_place() -> None:
+    """Only [0-9a-f] makes a digest: any other character anywhere makes a name, hashed whole."""
+    digest = hashlib.sha256(b"page").hexdigest()
+    for place in range(64):
+        for code in range(128):
+            other = digest[:place] + chr(code) + digest[place + 1 :]
+            # Alone: another one that is no digest would take the whole batch off the fast path.
+            key = page_keys([other], bytes(16)).tobytes()
+            whole = hashlib.sha256(other.encode()).digest()[:16]
+            assert key == (bytes.fromhex(other[:32]) if chr(code) in "0123456789abcdef" else whole)
+
+
 def test_one_odd_key_does_not_change_its_neighbours() -> None:
     """A batch that leaves the fast path names the same pages as the fast path."""
     hashes = [hashlib.sha256(bytes([i])).hexdigest() for i in range(8)]

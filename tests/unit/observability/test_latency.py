@@ -6,6 +6,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from peercache.client.client import series_of
 from peercache.observability.latency import (
     LATENCY_BUCKETS_S,
     OPERATIONS,
@@ -15,7 +16,6 @@ from peercache.observability.latency import (
     Latency,
     observe_calls,
     packed,
-    place_of,
 )
 from peercache.observability.metrics import Metrics
 
@@ -24,11 +24,11 @@ TIMES = [0.0, 0.00004, 0.0001, 0.00010001, 0.0002, 0.003, 0.005, 1.0, 2.5, 2.6, 
 
 def test_a_call_has_the_series_of_its_tier_and_outcome() -> None:
     """A combination that no call has falls back to the operation alone."""
-    assert SERIES[place_of("get", "tcp", 3, 3)] == ("get", "tcp", "all")
-    assert SERIES[place_of("get", "tcp", 2, 3)] == ("get", "tcp", "some")
-    assert SERIES[place_of("get", "", 0, 3)] == ("get", "", "none")
-    assert SERIES[place_of("exists", "table", 0, 3)] == ("exists", "table", "none")
-    assert SERIES[place_of("get", "pigeon", 3, 3)] == ("get", "", "")
+    assert SERIES[series_of("get", "tcp", 3, 3)] == ("get", "tcp", "all")
+    assert SERIES[series_of("get", "tcp", 2, 3)] == ("get", "tcp", "some")
+    assert SERIES[series_of("get", "", 0, 3)] == ("get", "", "none")
+    assert SERIES[series_of("exists", "table", 0, 3)] == ("exists", "table", "none")
+    assert SERIES[series_of("get", "pigeon", 3, 3)] == ("get", "", "")
 
 
 def test_places_are_kept_for_clients_and_nodes_of_other_builds() -> None:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.model.records import RECORD, Records
-from peercache.paths.locating import LocationCache
-from peercache.paths.searching import unpacked
+from peercache.model.records import ON_DISK, RECORD, RESIDENT, Records
+from peercache.paths.location_cache import HOLDERS_MAX, WAYS, LocationCache
 from tests.unit.paths.world import named
 
 
-def record(name: str, generation: int = 2) -> Records:
+def record(name: str, generation: int = 2, *, holder: int = 1, flags: int = RESIDENT) -> Records:
     made = np.zeros(1, RECORD)
     made["key"], made["generation"] = named(name), generation
+    made["holder"], made["flags"] = holder, flags
     return made
 
 
-def names_in(cache: LocationCache, names: str) -> str:
-    """Return which of these are remembered, without touching one of them."""
-    known = set(cache._entries)
-    return "".join(name for name in names if named(name).tobytes() in known)
+def packed_in(cache: LocationCache, names: str) -> dict[str, bytes]:
+    """Return the record of each of these names that is remembered; to look is to use."""
+    records, known = cache.find(named(*names))
+    return {name: records[at].tobytes() for at, name in enumerate(names) if known[at]}
 
 
 def test_the_least_recently_used_record_goes_first() -> None:
@@ -32,23 +33,36 @@ def test_the_least_recently_used_record_goes_first() -> None:
     for name in "abc":
         cache.store(record(name), 0.0)
 
-    cache.find(named("a").tolist())
+    cache.find(named("a"))
     cache.store(record("d"), 0.0)
 
-    assert names_in(cache, "abcd") == "acd"
+    assert "".join(packed_in(cache, "abcd")) == "acd"
 
 
-def test_a_full_cache_lets_go_of_many_at_once() -> None:
-    """One at a time costs a walk over all gaps each: 9 ms a batch in a cache of the usual size."""
-    cache = LocationCache(entries_max=128)
-    names = [f"p{i}" for i in range(129)]
-    for name in names:
-        cache.store(record(name), 0.0)
+@pytest.mark.parametrize("entries_max", [1, 15, 16, 17, 100, 1000])
+def test_a_cache_is_bounded(entries_max: int) -> None:
+    """It is filled to its last whole set, and what is there is right."""
+    cache = LocationCache(entries_max=entries_max)
+    names = [f"p{i}" for i in range(20 * entries_max)]
+    batch = np.concatenate([record(name, 2 + 2 * i) for i, name in enumerate(names)])
 
-    known = cache.find(named(*names).tolist())
+    cache.store(batch, 0.0)
+    records, known = cache.find(batch["key"])
 
-    assert len(cache) == 126
-    assert [packed is None for packed in known] == [True] * 3 + [False] * 126
+    whole = entries_max if entries_max < WAYS else entries_max - entries_max % WAYS
+    assert len(cache) == whole == np.count_nonzero(known)
+    assert (records[known] == batch[known]).all()
+    assert not records[~known].view(np.uint8).any()
+
+
+def test_half_a_cache_lacks_next_to_nothing() -> None:
+    """Keys spread over the sets: few have more than their ways while half of all are in use."""
+    cache = LocationCache(entries_max=4096)
+    batch = np.concatenate([record(f"p{i}") for i in range(2048)])
+
+    cache.store(batch, 0.0)
+
+    assert len(cache) > 2048 * 0.99
 
 
 def test_a_cache_of_nothing_remembers_nothing() -> None:
@@ -56,9 +70,13 @@ def test_a_cache_of_nothing_remembers_nothing() -> None:
     cache = LocationCache(entries_max=0)
 
     cache.store(record("a"), 0.0)
+    cache.drop(record("a"))
+    cache.forget(named("a"))
 
     assert len(cache) == 0
-    assert cache.find(named("a").tolist()) == [None]
+    assert packed_in(cache, "a") == {}
+    assert cache.holders(named("a"), not_before=0.0) is None
+    assert not cache.has_any_at(0, named("a"))
 
 
 def test_drop_spares_a_newer_record() -> None:
@@ -67,45 +85,93 @@ def test_drop_spares_a_newer_record() -> None:
     cache.store(record("a", 4), 0.0)
 
     cache.drop(record("a", 2))
-    assert names_in(cache, "a") == "a"
+    assert packed_in(cache, "a") == {"a": record("a", 4).tobytes()}
     cache.drop(record("a", 4))
-    assert names_in(cache, "a") == ""
+    assert packed_in(cache, "a") == {}
 
 
 def test_find_knows_how_old_a_record_is() -> None:
     """not_before is when it was stored, not when it was used."""
     cache = LocationCache(entries_max=3)
     cache.store(record("a"), 10.0)
-    cache.find(named("a").tolist())
+    cache.find(named("a"))
 
-    assert cache.find(named("a").tolist(), not_before=10.0) != [None]
-    assert cache.find(named("a").tolist(), not_before=10.5) == [None]
+    assert cache.find(named("a"), not_before=10.0)[1].all()
+    assert not cache.find(named("a"), not_before=10.5)[1].any()
     # It is still good for a get.
-    assert cache.find(named("a").tolist()) != [None]
+    assert cache.find(named("a"))[1].all()
 
 
 def test_a_key_that_is_repeated_is_found_at_each_place() -> None:
-    """Beside an unknown one, too; and what was found is still remembered."""
+    """Beside an unknown one, too, which has zeros."""
     cache = LocationCache(entries_max=3)
     cache.store(record("a"), 0.0)
-    cache.store(record("b"), 0.0)
 
-    found = cache.find(named(*"aba").tolist())
-    beside_unknown = cache.find(named(*"axa").tolist())
+    records, known = cache.find(named(*"axa"))
 
-    packed = [record(name).tobytes() for name in "ab"]
-    assert found == [packed[0], packed[1], packed[0]]
-    assert beside_unknown == [packed[0], None, packed[0]]
-    assert names_in(cache, "abx") == "ab"
+    assert known.tolist() == [True, False, True]
+    a = record("a").tobytes()
+    assert [one.tobytes() for one in records] == [a, bytes(len(a)), a]
 
 
-def test_unpack_gives_zeros_for_what_is_not_known() -> None:
-    """Zeros are no record: their generation and their holder are 0."""
-    records, known = unpacked([record("a", 8).tobytes(), None])
+def test_holders_are_named_once_if_all_pages_are_in_memory() -> None:
+    """A page on a disk, an unknown one and an old record are no answer; nor is an empty batch."""
+    cache = LocationCache(entries_max=100)
+    for name, holder in (("a", 7), ("b", 8), ("c", 7)):
+        cache.store(record(name, holder=holder, flags=RESIDENT), 10.0)
+    cache.store(record("d", holder=7, flags=ON_DISK), 10.0)
 
-    assert known.tolist() == [True, False]
-    assert records["generation"].tolist() == [8, 0]
-    assert unpacked([])[1].tolist() == []
+    assert cache.holders(named(*"abca"), not_before=10.0) == [7, 8]
+    assert cache.holders(named(*"abc"), not_before=10.5) is None
+    assert cache.holders(named(*"abd"), not_before=10.0) is None
+    assert cache.holders(named(*"abx"), not_before=10.0) is None
+    assert cache.holders(named(), not_before=10.0) is None
+
+
+def test_holders_may_have_to_be_told() -> None:
+    """A record that is stored anew says whether its holder was told, and nothing of before."""
+    cache = LocationCache(entries_max=100)
+    told = record("a", holder=7, flags=RESIDENT)
+
+    cache.store(told, 10.0, are_touched=True)
+    assert cache.holders(named("a"), not_before=0.0, are_touched=True) == [7]
+    cache.store(told, 10.0)
+    assert cache.holders(named("a"), not_before=0.0, are_touched=True) is None
+    assert cache.holders(named("a"), not_before=0.0) == [7]
+
+
+def test_more_holders_than_a_batch_may_have_are_no_answer() -> None:
+    """The search that follows takes any number."""
+    cache = LocationCache(entries_max=1000)
+    names = [f"p{i}" for i in range(HOLDERS_MAX + 1)]
+    for holder, name in enumerate(names):
+        cache.store(record(name, holder=holder + 1, flags=RESIDENT), 0.0)
+
+    assert len(cache.holders(named(*names[:-1]), not_before=0.0) or []) == HOLDERS_MAX
+    assert cache.holders(named(*names), not_before=0.0) is None
+
+
+def test_pages_at_a_holder_are_those_in_its_memory() -> None:
+    """What it has only on its disk is copied into its memory as any other page."""
+    cache = LocationCache(entries_max=100)
+    cache.store(record("a", holder=7, flags=RESIDENT), 0.0)
+    cache.store(record("d", holder=8, flags=ON_DISK), 0.0)
+
+    assert cache.has_any_at(7, named(*"xa"))
+    assert not cache.has_any_at(8, named(*"xad"))
+
+
+def test_a_cleared_cache_is_empty_and_as_large_as_before() -> None:
+    """`clear` of a namespace forgets all that this client knows."""
+    cache = LocationCache(entries_max=100)
+    cache.store(record("a"), 0.0)
+
+    cache.clear()
+
+    assert len(cache) == 0
+    assert packed_in(cache, "a") == {}
+    cache.store(record("a"), 0.0)
+    assert len(cache) == 1
 
 
 @given(
@@ -125,24 +191,28 @@ def test_cache_behaves_like_an_ordered_list(
             slow = [e for e in slow if e[0] != name] + [(name, generation)]
             slow = slow[-entries_max:]
         elif action == "f":
-            found = cache.find(named(name).tolist())[0]
-            assert found == (record(name, 2 * there[0][1]).tobytes() if there else None)
+            expected = {name: record(name, 2 * there[0][1]).tobytes()} if there else {}
+            assert packed_in(cache, name) == expected
             slow = [e for e in slow if e[0] != name] + there
         elif action == "d":
             cache.drop(record(name, 2 * generation))
             slow = [e for e in slow if e != (name, generation)]
         else:
-            cache.forget(named(name).tolist())
+            cache.forget(named(name))
             slow = [e for e in slow if e[0] != name]
+        assert len(cache) == len(slow)
 
-        assert list(cache._entries) == [named(entry[0]).tobytes() for entry in slow]
+    # From the oldest on, so that to look at one pushes none of the others.
+    assert {name: packed_in(cache, name)[name] for name, _ in slow} == {
+        name: record(name, 2 * generation).tobytes() for name, generation in slow
+    }
 
 
 def test_threads_may_share_a_cache() -> None:
     """Nothing is lost to a race but what the bound takes."""
     cache = LocationCache(entries_max=50)
     batch = np.concatenate([record(f"p{i}") for i in range(100)])
-    keys = batch["key"].tolist()
+    keys = batch["key"]
 
     def work(seed: int) -> None:
         for i in range(50):
@@ -155,4 +225,4 @@ def test_threads_may_share_a_cache() -> None:
             done.result()
 
     cache.store(batch, 0.0)
-    assert len(cache) == 50
+    assert len(cache) == 48  # Whole sets of WAYS.

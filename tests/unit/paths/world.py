@@ -25,7 +25,8 @@ from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import LocationCache, Locator
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import Mirrorer, MirrorHome
 from peercache.paths.reading import Reader
 from peercache.paths.reserving import ClientReservations
