@@ -100,7 +100,7 @@ int64_t peercache_reading_begin(struct reading *r)
     r->count = r->steps = r->is_torn = 0;
     if (r->file >= 0 && (fstat((int)r->file, &found) || (uint64_t)found.st_size != r->bytes))
         return CUT_SHORT;
-    if (r->bytes < PAGE_BYTES || r->bytes > FILE_BYTES_MAX)
+    if (r->bytes > FILE_BYTES_MAX)
         return MALFORMED;
     if (!load(r, offsetof(struct table, epoch), &r->epoch) ||
         !load(r, offsetof(struct table, authority), &r->authority) ||

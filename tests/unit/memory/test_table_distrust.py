@@ -32,7 +32,7 @@ NODE = Incarnation(0xD157)
 HOLDER = 11
 RING, NOW_S = 77, 1000.0
 ROW_BYTES, ROWS_MAX, HOLDERS_MAX = 64, 2**27, 16384
-STATE_BITS, HOLDER_BITS = 3 << 16, 0xFFFF
+STATE_BITS, TOMBSTONE = 3 << 16, 1 << 32
 F_OFD_SETLK = 37
 
 
@@ -198,12 +198,67 @@ def test_a_holder_that_is_none_is_not_told(shelf: Shelf) -> None:
 
 def test_of_more_holders_than_a_reader_lists_some_are_told(shelf: Shelf) -> None:
     """Its memory has room for them, and for no more."""
-    for holder in range(100, 180):
+    for holder in range(100, 220):
         entry = shelf.table.begin(holder, is_served=True)
         assert entry is not None
         shelf.table.put(entry, records_of(holder, [1], [10]).tobytes())
 
     assert shelf.count(1) == 8
+
+
+def test_a_reader_without_room_writes_nothing_beyond_it(shelf: Shelf) -> None:
+    """Its caller promised memory for fewer records than there are: a bug, and no overflow."""
+    reading = shelf.reader._reader
+    assert reading is not None
+    reading._reading.found_max = 2
+
+    with pytest.raises(KeyError, match="-6"):
+        shelf.look(1, 2, 3)
+
+
+def test_an_index_without_an_empty_slot_is_searched_once(shelf: Shelf) -> None:
+    """Each slot was used, and its record is gone: absent all the same."""
+    shelf.slots()[:] = [TOMBSTONE] * len(shelf.slots())
+
+    looked = shelf.look(1)
+
+    assert (len(looked.places), looked.is_final) == (0, True)
+
+
+def test_an_index_without_slots_is_not_looked_into(shelf: Shelf) -> None:
+    """It is the one that counts no longer, wherever it says that it lies."""
+    header = header_of(shelf.table)
+    header.index[0] += 8 * shelf.slot_of(1)
+    header.index[1] = 0
+
+    assert shelf.count(1) == 0
+
+
+def test_a_file_smaller_than_a_header_is_not_believed(shm_dir: Path) -> None:
+    """However right its beginning is."""
+    table = DirectoryTable(bytes(16), told_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
+    header_of(table).bytes = 100
+    path = shm_dir / table_name(NODE)
+    path.write_bytes(bytes(header_of(table))[:100])
+    file = os.open(path, os.O_RDONLY)
+
+    for by_kernel, reason in ((True, "cut_short"), (False, "malformed")):
+        reader = AttachedTable(os.dup(file), NODE, by_kernel=by_kernel)
+        with pytest.raises(Unusable, match=reason):
+            reader.look(key_of(1), RING, NOW_S, 0)
+        reader.close()
+    os.close(file)
+
+
+def test_private_memory_is_read_without_a_lock() -> None:
+    """No file has it, so none can be locked, and nothing of it is given back under a reader."""
+    table = DirectoryTable(bytes(16), told_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
+    table.begin(HOLDER, is_served=True)
+    table.put(0, records_of(HOLDER, [1], [10]).tobytes())
+    address, size = table.place
+    reader = TableReader(address=address, file=-1, size_bytes=size, incarnation=NODE)
+
+    assert len(reader.batch(key_of(1), RING, NOW_S, 0).places) == 1
 
 
 def test_a_tick_from_long_after_the_call_makes_nothing_final(shelf: Shelf) -> None:
@@ -228,11 +283,59 @@ def test_a_mapped_table_is_not_read_while_memory_is_given_back(shelf: Shelf) -> 
     if not shelf.reader.by_kernel:
         with pytest.raises(Unusable, match=TORN):
             shelf.look(1)
+    else:
+        assert shelf.count(1) == 1
     lock(owner, fcntl.F_UNLCK)
     assert shelf.count(1) == 1
 
     lock(owner, fcntl.F_WRLCK)
     os.close(owner)
+
+
+class Turns:
+    """A lock that says who has it, and lets an end come while a look has it."""
+
+    def __init__(self, on_taken: Callable[[], None]) -> None:
+        """Call `on_taken` each time that it is taken."""
+        self.is_held = False
+        self._on_taken = on_taken
+
+    def __enter__(self) -> None:
+        """Take it."""
+        assert not self.is_held, "taken twice"
+        self.is_held = True
+        self._on_taken()
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        self.is_held = False
+
+
+def test_a_look_and_the_end_of_a_table_take_turns(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping that ends under a look of another thread is a crash; one that ended is no table."""
+    taken: list[str] = []
+    turns = Turns(lambda: taken.append("taken"))
+    monkeypatch.setattr(shelf.reader, "_lock", turns)
+    right_batch, right_close = TableReader.batch, os.close
+
+    def batch(self: TableReader, *arguments: Any) -> Looked:
+        assert turns.is_held, "another thread could end the mapping now"
+        return right_batch(self, *arguments)
+
+    def close(file: int) -> None:
+        assert turns.is_held or file != shelf.reader._file, "a look could be under way"
+        right_close(file)
+
+    monkeypatch.setattr(TableReader, "batch", batch)
+    monkeypatch.setattr(os, "close", close)
+
+    assert shelf.count(1) == 1
+    shelf.reader.close()
+    with pytest.raises(Unusable, match="closed"):
+        shelf.look(1)
+    assert taken == ["taken"] * 3
 
 
 def test_a_table_is_closed_once(shelf: Shelf) -> None:

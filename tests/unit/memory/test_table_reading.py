@@ -254,6 +254,7 @@ def test_a_row_that_is_written_for_ever_makes_nothing_final(opened: Shelf) -> No
     assert from_bytes(torn.records)["key"].tolist() == [key_of(2)]
     assert (torn.is_final, torn.is_at_work) == (False, True)
     assert len(told(reader, 1, 2)) == 2
+    assert reader.look(keys(1, 2), RING, NOW, 0).is_final
 
 
 # --- the memory of a table ------------------------------------------------------------------------
@@ -422,6 +423,10 @@ def spoil_capacity(table: DirectoryTable) -> None:
     header_of(table).index[1] = 2**32
 
 
+def spoil_other_index(table: DirectoryTable) -> None:
+    header_of(table).index[4] = 2**63
+
+
 def spoil_current(table: DirectoryTable) -> None:
     header_of(table).current = 2
 
@@ -438,6 +443,7 @@ def spoil_current(table: DirectoryTable) -> None:
         (spoil_holders, "malformed"),
         (spoil_index, "malformed"),
         (spoil_capacity, "malformed"),
+        (spoil_other_index, "malformed"),
         (spoil_current, "malformed"),
     ],
 )
@@ -468,9 +474,14 @@ def test_a_file_that_is_cut_short_is_not_read(opened: Shelf) -> None:
 
 
 def test_a_search_without_an_end_is_given_up(opened: Shelf) -> None:
-    """An index in which each slot names a row has no empty one to end at."""
+    """An index in which each slot names a row has no empty one to end at.
+
+    Batches before it have left it nothing of what they were allowed.
+    """
     table, reader = opened
     put(table, A, [1])
+    for _ in range(10):
+        assert not reader.look(keys(*range(1000, 3000)), RING, NOW, 0).records
     header = header_of(table)
     slots = (ctypes.c_uint64 * header.index[1]).from_address(table.place[0] + header.index[0])
     saved = bytes(slots)

@@ -449,7 +449,7 @@ class DirectoryShard:
     def _end(self, holder: int, now: float) -> None:
         """Stop serving a holder now; its keys are swept later, a few at a time."""
         held = self._held.pop(holder)
-        self.authority.forget(holder, now)
+        self.authority.forget(holder)
         self._serving.discard(holder)
         self._table.serve(held.entry, is_served=False)
         self._count -= held.count

@@ -112,10 +112,9 @@ class ShardAuthority:
             self._behind.pop(holder, None)
         self.look(holder, now)
 
-    def forget(self, holder: int, now: float) -> None:
-        """Note that nothing is held of a holder any more."""
+    def forget(self, holder: int) -> None:
+        """Note that nothing is held of a holder any more: the view has none such that lives."""
         self._behind.pop(holder, None)
-        self.look(holder, now)
 
     def doubt_all(self, now: float) -> None:
         """Ask all holders: this process stood still, and they may have stopped to wait for it."""
@@ -159,7 +158,8 @@ class ShardAuthority:
         self._wanted.setdefault(holder, (now + WANTED_FIRST_S, WANTED_FIRST_S))
 
     def _decide(self) -> None:
-        has_all = bool(self._ring) and len(self._in_sync) == len(self._members)
+        # Before the first ring there are no members, and the version to be granted is none.
+        has_all = len(self._in_sync) == len(self._members)
         granted = self._ring if has_all else b""
         if granted == self._granted:
             return

@@ -1,0 +1,285 @@
+"""A batch of a table's reader, and what its owner does at each moment of it: before every load."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from peercache.actors.directory.table import DirectoryTable
+from peercache.memory.attached_table import AttachedTable
+from peercache.memory.table_file import TableFile
+from peercache.memory.table_reading import TORN, Unusable
+from peercache.model.ids import Incarnation
+from peercache.model.reads import Looked
+from peercache.model.records import RECORD_BYTES
+from sims.tables import header_of, make_index_anew
+from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+from tests.unit.memory.table_fuzzer import data_of
+from tests.unit.memory.watched_reader import WatchedReader, compiled, put_in_place
+
+NODE = Incarnation(0x3040)
+A, B, NEXT = 11, 12, 99
+RING, NOW_S = 77, 1000.0
+ROW_BYTES = 64
+STATE_BITS, WRITING = 3 << 16, 2 << 16
+MANY = range(100, 200)
+"""Pages that have slots all over a small index."""
+
+
+@attrs.define
+class Shelf:
+    """A table in which A has pages 1 to 5 and B has page 1, too; and its reader."""
+
+    file: TableFile
+    table: DirectoryTable
+    reader: AttachedTable
+
+    def look(self, *names: int) -> Looked:
+        return self.reader.look(b"".join(map(key_of, names)), RING, NOW_S, 0)
+
+    def row(self, number: int) -> Any:
+        """Return the words of a row, to be changed in place."""
+        at = self.table.place[0] + header_of(self.table).rows_at + number * ROW_BYTES
+        return (ctypes.c_uint64 * 8).from_address(at)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.file.close()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("watched"))
+
+
+@pytest.fixture
+def watched(library: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedReader:
+    made = WatchedReader(library)
+    put_in_place(made, monkeypatch)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["mapped", "by pread"])
+def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
+    def made() -> Shelf:
+        file = TableFile.create(shm_dir, NODE, None)
+        table = DirectoryTable(
+            bytes(range(16)), told_max=64, rows_max=2000, slots_min=512, file=file.file,
+            incarnation=NODE,
+        )  # fmt: skip
+        for entry, holder in enumerate((A, B)):
+            assert table.begin(holder, is_served=True) == entry
+        table.put(0, records_of(A, [1, 2, 3, 4, 5], [10] * 5).tobytes())
+        table.put(1, records_of(B, [1], [20]).tobytes())
+        table.grant(RING.to_bytes(8, "little"))
+        table.tick(NOW_S)
+        descriptor = os.open(file.path, os.O_RDONLY)
+        return Shelf(file, table, AttachedTable(descriptor, NODE, by_kernel=request.param))
+
+    return made
+
+
+def split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
+
+
+def at_each_moment(
+    watched: WatchedReader,
+    make: Callable[[], Shelf],
+    change: Callable[[Shelf], None],
+    names: tuple[int, ...],
+    prepare: Callable[[Shelf], None] = lambda _: None,
+) -> Iterator[Looked]:
+    """Yield what a batch finds with a change before its first load, its second one, and so on."""
+    moment, loads = 0, 1
+    while moment < loads:  # None is after the last one.
+        moment += 1
+        shelf = make()
+        try:
+            prepare(shelf)
+            with watched.at(moment, lambda at=shelf: change(at)):  # type: ignore[misc]
+                looked = shelf.look(*names)
+            loads = watched.loads
+        finally:
+            shelf.close()
+        yield looked
+    assert moment > 15, "a batch has fewer loads than its header needs"
+
+
+def told_newer(shelf: Shelf) -> None:
+    shelf.table.put(0, records_of(A, [1], [14]).tobytes())
+
+
+def removed(shelf: Shelf) -> None:
+    shelf.table.drop(0, drops_of([1], [10]).tobytes())
+
+
+def row_given_to_another_page(shelf: Shelf) -> None:
+    removed(shelf)
+    shelf.table.put(0, records_of(A, [77], [16]).tobytes())
+
+
+def index_made_anew(shelf: Shelf) -> None:
+    make_index_anew(shelf.table)
+
+
+def entry_given_to_another_holder(shelf: Shelf) -> None:
+    shelf.table.serve(0, is_served=False)
+    while shelf.table.sweep(0, 100) == 100:
+        pass
+    assert shelf.table.begin(NEXT, is_served=True) == 0
+    shelf.table.put(0, records_of(NEXT, [1], [30]).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "later"),
+    [
+        (told_newer, records_of(A, [1], [14])),
+        (removed, None),
+        (row_given_to_another_page, None),
+        (index_made_anew, records_of(A, [1], [10])),
+        (entry_given_to_another_holder, records_of(NEXT, [1], [30])),
+    ],
+)
+def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
+    watched: WatchedReader, make: Callable[[], Shelf], change: Callable[[Shelf], None], later: Any
+) -> None:
+    """Never a mixture of both; and what the change does not concern is found all the time."""
+    before, other = records_of(A, [1], [10]).tobytes(), records_of(B, [1], [20]).tobytes()
+    after = None if later is None else later.tobytes()
+    seen = set()
+
+    for looked in at_each_moment(watched, make, change, (1, 5, 900)):
+        told = split(looked.records)
+        assert other in told
+        told.remove(other)
+        of_page = [record for record in told if record[:16] == key_of(1)]
+        assert len(of_page) <= 1
+        seen.add(of_page[0] if of_page else None)
+        assert looked.is_final
+        if change is not entry_given_to_another_holder:
+            assert records_of(A, [5], [10]).tobytes() in told
+
+    assert seen == {before, after}
+
+
+def test_what_moves_into_the_next_index_is_found(
+    watched: WatchedReader, make: Callable[[], Shelf]
+) -> None:
+    """A slot is in the next index before the old one loses it: the old one is looked at first."""
+
+    def begin_to_grow(shelf: Shelf) -> None:
+        shelf.table.put(0, records_of(A, list(MANY), [10] * len(MANY)).tobytes())
+        header = header_of(shelf.table)
+        header.moved, header.next_capacity = 0, 2 * header.index[4 * header.current + 1]
+        epoch = header.epoch
+        while header.epoch == epoch:
+            assert shelf.table.tend(512)
+
+    def go_on(shelf: Shelf) -> None:
+        header = header_of(shelf.table)
+        epoch, old = header.epoch, header.index[4 * (1 - header.current) + 1]
+        assert shelf.table.tend(old)
+        assert old // 4 < header.moved < old
+        assert header.epoch == epoch, "a new epoch would have it looked at again"
+
+    names = tuple(MANY)[::8]
+    for looked in at_each_moment(watched, make, go_on, names, begin_to_grow):
+        assert looked.places.tolist() == list(range(len(names)))
+
+
+def test_a_row_that_is_written_during_a_look_is_looked_at_again(
+    watched: WatchedReader, make: Callable[[], Shelf]
+) -> None:
+    """Its owner is between its first store and its last one for a while."""
+    for began in range(1, 80):
+        shelf = make()
+        row = shelf.row(1)
+        assert row[4] == 10
+
+        def write(load: int, _: int | None, row: Any = row, began: int = began) -> None:
+            if load == began:
+                row[0] = row[0] & ~STATE_BITS | WRITING
+                row[4] = 14  # The generation.
+            elif load == began + 6:
+                row[0] = (row[0] & ~STATE_BITS | 1 << 16) + (1 << 18)
+                row[3] = 4242  # Its place.
+
+        with watched.acting(write):
+            looked = shelf.look(1)
+        shelf.close()
+
+        told = [record for record in split(looked.records) if record[16] == A]
+        assert looked.is_final
+        assert len(told) == 1
+        generation, offset = told[0][32:40], told[0][24:32]
+        is_new = generation == (14).to_bytes(8, "little")
+        assert (offset == (4242).to_bytes(8, "little")) == is_new
+
+
+def test_every_load_lies_within_the_table(
+    watched: WatchedReader, make: Callable[[], Shelf]
+) -> None:
+    """Also where an index has no slots, and begins where the table ends."""
+    shelf = make()
+    begin = size = 0
+    if shelf.reader._mapping is not None:
+        begin, size = shelf.reader._reader._reading.at, shelf.reader._reader._reading.bytes  # type: ignore[union-attr]
+
+    def check(_: int, place: int | None) -> None:
+        if place is not None:
+            assert begin <= place <= begin + size - 8
+
+    header = header_of(shelf.table)
+    counts = []
+    for places in (list(header.index), [header.bytes, 0, 0, 0] * 2):
+        header.index[:] = places
+        with watched.acting(check):
+            counts.append(len(shelf.look(1, 2, 3, 900).places))
+    shelf.close()
+
+    assert counts == [4, 0]
+
+
+@pytest.mark.parametrize("make", [True], ids=["by pread"], indirect=True)
+def test_a_file_that_is_cut_short_during_a_batch_ends_it(
+    watched: WatchedReader, make: Callable[[], Shelf]
+) -> None:
+    """What could not be read is not taken for absent, whichever load met the end of the file.
+
+    A file that another user may cut short is never mapped.
+    """
+    shelf = make()
+    header = header_of(shelf.table)
+    ends = sorted({0, 64, header.rows_at + 70, header.holders_at + 4, header.index[0] + 64})
+    with watched.acting(lambda *_: None):
+        whole = shelf.look(1, 2).records
+    loads = watched.loads
+    file = os.open(shelf.file.path, os.O_RDWR)
+    size = os.fstat(file).st_size
+    areas = data_of(file, size)
+    del header
+    shelf.table = None  # type: ignore[assignment]  # It is mapped there no more.
+    reasons = set()
+    for end in ends:
+        for moment in range(1, loads + 1):
+            with watched.at(moment, lambda at=end: os.truncate(file, at)):  # type: ignore[misc]
+                try:
+                    assert shelf.look(1, 2).records == whole
+                    assert end, "a load has failed, whichever it was"
+                except Unusable as unusable:
+                    reasons.add(unusable.reason)
+            os.truncate(file, size)
+            for at, data in areas:
+                os.pwrite(file, data, at)
+    os.close(file)
+    shelf.close()
+
+    assert reasons <= {"cut_short", TORN}
+    assert "cut_short" in reasons
