@@ -8,7 +8,7 @@ import subprocess
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -57,14 +57,25 @@ class Receiver:
         self.server.server_close()
 
 
+def _over_tls(files: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a scrape of nodes with certificates says more."""
+    tls = {f"{name.removeprefix('tls_')}_file": file for name, file in files.items()}
+    return {"scheme": "https", "tls_config": tls}
+
+
 class Monitoring:
     """A Prometheus that scrapes nodes twice a second by the rules of deploy, and an Alertmanager.
 
     The rules' windows and waits are those of a long day; here a minute is a second.
     """
 
-    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
-        """Start both, and wait until Prometheus answers."""
+    def __init__(
+        self, folder: Path, nodes: Sequence[str], *, tls: Mapping[str, str] | None = None
+    ) -> None:
+        """Start both, and wait until Prometheus has scraped a node.
+
+        tls: the files of an operator, as settings, where nodes want certificates.
+        """
         self.receiver = Receiver()
         self.port = free_port()
         manager, gossip = free_port(), free_port()
@@ -83,7 +94,8 @@ class Monitoring:
                     "alerting": {"alertmanagers": [
                         {"static_configs": [{"targets": [f"127.0.0.1:{manager}"]}]}]},
                     "scrape_configs": [
-                        {"job_name": "peercache", "static_configs": [{"targets": list(nodes)}]}],
+                        {"job_name": "peercache", "static_configs": [{"targets": list(nodes)}],
+                         **(_over_tls(tls) if tls else {})}],
                 }
             )
         )  # fmt: skip

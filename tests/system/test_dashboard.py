@@ -43,8 +43,9 @@ class Reader:
     @contextmanager
     def at(self, url: str, *, width: int = DESK, scheme: str = "light") -> Iterator[Any]:
         """Open a page for the length of a block; at its end it must have asked its node only."""
+        # A browser that does not know the cluster's authority is told to go on.
         context = self._browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme
+            viewport={"width": width, "height": 900}, color_scheme=scheme, ignore_https_errors=True
         )
         page, asked = context.new_page(), []
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -60,7 +61,8 @@ class Reader:
 
 
 @contextmanager
-def _reader() -> Iterator[Reader]:
+def browsing() -> Iterator[Reader]:
+    """Start a browser for the length of a block."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
@@ -70,7 +72,7 @@ def _reader() -> Iterator[Reader]:
 
 def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
     """All three live, one dies, one leaves; the page renews itself and keeps what is open."""
-    with LocalCluster() as nodes, _reader() as reader:
+    with LocalCluster() as nodes, browsing() as reader:
         first, second, third = [
             nodes.start(flags=("--metrics-port", free_port())) for _ in range(3)
         ]
@@ -83,9 +85,9 @@ def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
         name = first.ready["control"]
 
         with reader.at(f"{url}/") as page:
-            _expect(page.locator("td .state.ok")).to_have_count(3, timeout=PATIENCE_MS)
+            expect(page.locator("td .state.ok")).to_have_count(3, timeout=PATIENCE_MS)
             assert page.locator(".attention").count() == 0
-            _expect(page.locator(".tiles")).to_contain_text("100 %", timeout=PATIENCE_MS)
+            expect(page.locator(".tiles")).to_contain_text("100 %", timeout=PATIENCE_MS)
             assert page.get_by_role("heading", name="Engines").count() == 1
             assert page.locator("main").get_by_role("table").count() >= 2
             page.screenshot(path=tmp_path / "healthy.png", full_page=True)
@@ -109,32 +111,32 @@ def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
 
             third.kill()
             trouble = page.locator(".attention li.bad", has_text=third.ready["control"])
-            _expect(trouble).to_have_count(1, timeout=PATIENCE_MS)
+            expect(trouble).to_have_count(1, timeout=PATIENCE_MS)
             page.screenshot(path=tmp_path / "dead.png", full_page=True)
 
             assert second.terminate() == 0
             gone = page.locator("td .state", has_text="left")
-            _expect(gone).to_have_count(1, timeout=PATIENCE_MS)
+            expect(gone).to_have_count(1, timeout=PATIENCE_MS)
             page.locator("#pause").press("Enter")
             assert page.locator("#pause").get_attribute("aria-pressed") == "true"
 
         with reader.at(f"{url}/nodes/{name}", width=PHONE, scheme="dark") as page:
             page.screenshot(path=tmp_path / "phone.png", full_page=True)
             # A node that stops is said to be gone, and its last figures stay.
-            reader.complaints = _Ignored()
+            reader.complaints = Ignored()
             first.terminate()
-            _expect(page.locator("#trouble")).to_be_visible(timeout=PATIENCE_MS)
+            expect(page.locator("#trouble")).to_be_visible(timeout=PATIENCE_MS)
             assert name in page.locator("h1").inner_text()
 
 
-class _Ignored(list[str]):
+class Ignored(list[str]):
     """Complaints about a node that a test has stopped."""
 
     def append(self, _: str) -> None:
         """Forget it."""
 
 
-def _expect(what: Any) -> Any:
+def expect(what: Any) -> Any:
     """Return what waits; the page itself evaluates nothing, as its policy forbids that."""
     return pytest.importorskip("playwright.sync_api").expect(what)
 
@@ -175,7 +177,7 @@ async def test_states_are_shown_dark_and_light_on_desk_and_phone(tmp_path: Path)
                 page.screenshot(path=tmp_path / f"{state}-{width}-{scheme}.png", full_page=True)
 
     def look_at_all(addresses: dict[str, str]) -> None:
-        with _reader() as reader:
+        with browsing() as reader:
             for state, address in addresses.items():
                 nonlocal now
                 make, wanted = STATES[state]

@@ -80,20 +80,28 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
-    """One JSON object a line; the last node says that nothing takes its pages."""
+    """One JSON object a line; it goes by tcp where that is asked for. The last node keeps all."""
     with LocalCluster() as cluster:
-        leaving, last = cluster.start_many(2)
+        flags = ("--fabric", "tcp", "--log-level", "debug")
+        leaving, last = cluster.start(flags=flags), cluster.start(flags=flags)
+        cluster.wait_for_members(leaving, 2)
         keys = keys_of("command", PAGES)
         with cluster.client(leaving) as client:
             assert client.batch_set(keys, pages_of(keys)) == [True] * PAGES
 
-        said = command(leaving.ready["control"], "--cluster", cluster.name, "--json")
+        # It does not wait for an answer of a node that has ended.
+        said = command(
+            leaving.ready["control"], "--cluster", cluster.name, "--json",
+            "--timeout", str(3 * PATIENCE_S),
+        )  # fmt: skip
 
         assert (said.returncode, said.stderr) == (0, "")
         lines = [json.loads(line) for line in said.stdout.splitlines()]
         assert [line["state"] for line in lines][-1] == "left"
         assert lines[-1]["given"] == PAGES
         assert ended(leaving) == 0
+        pulls = [json.loads(line) for line in last.said().splitlines() if ".pulled" in line]
+        assert {pull["fabric"] for pull in pulls} == {"tcp"}
 
         # Over the home socket the user of the node is an operator.
         alone = command(last.ready["home"], "--cluster", cluster.name)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
-import fcntl
 import json
-import os
-import pty
 import re
-import select
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import click
@@ -188,30 +182,6 @@ def test_wrong_geometry_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_
             assert cli.main(["set", *at, "--geometry", "layers=2", "key", str(page)]) == 0
     assert "'layers=2'" in said
     assert "name that one with --geometry" in said
-
-
-def test_top_draws_on_a_terminal_until_q() -> None:
-    """A real terminal: rates of every member, and the key ends it with status 0."""
-    with LocalCluster() as cluster:
-        node = cluster.start("one")
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
-        command = [sys.executable, "-m", "peercache", "top", "--at", node.ready["control"]]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs) as top:
-            drawn = b""
-            while b"q ends it" not in drawn:
-                assert select.select([ours], [], [], PATIENCE_S)[0], "it draws nothing"
-                drawn += os.read(ours, 65_536)
-            os.write(ours, b"q")
-            # A terminal that is not read fills up.
-            while top.poll() is None:
-                if select.select([ours], [], [], 0.1)[0]:
-                    os.read(ours, 65_536)
-        os.close(ours)
-        os.close(theirs)
-    assert top.returncode == 0
-    assert node.ready["control"].encode() in drawn
-    assert b"hit/s" in drawn
 
 
 def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Path) -> None:

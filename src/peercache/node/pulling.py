@@ -51,7 +51,7 @@ class Puller:
         self._tell = tell
         self._log = log
         self._token = trio.lowlevel.current_trio_token()
-        self._fabrics: tuple[ShmFabric, TcpFabric] | tuple[()] = ()
+        self._fabrics: tuple[ShmFabric | TcpFabric, ...] = ()
         self._thread: ThreadPoolExecutor | None = None
 
     def perform(self, pull: Pull) -> None:
@@ -101,7 +101,8 @@ class Puller:
         for fabric in self._fabrics:
             fabric.forget(incarnation)
 
-    def _open_fabrics(self) -> tuple[ShmFabric, TcpFabric]:
+    def _open_fabrics(self) -> tuple[ShmFabric | TcpFabric, ...]:
+        """Return what reads, the best first. tcp is left where it is asked for."""
         config = self._config
         named = [folder for folder in (config.shm_dir, config.hugepages_dir) if folder]
         folders = {str(Path(folder)) for folder in (*hugetlbfs_folders(), *named)}
@@ -111,4 +112,6 @@ class Puller:
             tls=self._tls,
             max_channels_per_peer=CHANNELS_MAX,
         )
+        if config.fabric == "tcp":
+            return (tcp,)
         return (ShmFabric(boot_id=boot_id(), sharing=self._sharing, folders=folders), tcp)

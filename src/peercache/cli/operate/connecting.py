@@ -220,6 +220,7 @@ class Operator:
         self._identity = new_client_id(random.SystemRandom())
         self._numbers = itertools.count(2)
         self._refused_peer: Rejected | None = None
+        self._has_lost = False
         self._dialer: Dialer | None = None
         self.welcome: Welcome | None = None
 
@@ -303,7 +304,7 @@ class Operator:
                 raise PeerUnreachable(f"{self._target.at} in clear text; {_WANTS_CERTIFICATES}")
             raise PeerUnreachable(f"{self._target.at}: nothing listens there; {_HINT}")
         try:
-            self._dialer = Dialer(url, tls=self._tls, accepts=self._accepts)
+            self._dialer = Dialer(url, tls=self._tls, accepts=self._accepts, on_removed=self._lost)
         except UnusableAddress as error:
             raise PeerUnreachable(f"{self._target.at}: {error}") from error
         self._greet(until)
@@ -330,6 +331,15 @@ class Operator:
             self._refused_peer = rejected
             return False
         return True
+
+    def _lost(self) -> None:
+        """Note that a connection has ended; comes on a thread of nng."""
+        self._has_lost = True
+
+    def _look_whether_it_left(self) -> None:
+        """Raise PeerUnreachable where the node has ended: no answer comes from it any more."""
+        if self._has_lost and self.welcome is not None and reached(self._url(), CONNECT_S) is False:
+            raise PeerUnreachable(f"{self._target.at}: nothing listens there any more; {_HINT}")
 
     def _greet(self, until: float) -> None:
         self._say(self._hello(), until)
@@ -389,6 +399,7 @@ class Operator:
         while not self._dialer.send(raw):
             if time.monotonic() >= until or self._refused_peer is not None:
                 raise self._silence()
+            self._look_whether_it_left()
             time.sleep(TURN_S)
 
     def _hear(self, until: float) -> Message | None:
@@ -403,6 +414,7 @@ class Operator:
             left_s = until - time.monotonic()
             if left_s <= 0 or self._refused_peer is not None:
                 return None
+            self._look_whether_it_left()
             poll.poll(1000 * min(left_s, SLICE_S))
 
 
