@@ -27,6 +27,7 @@ MADE_BY_TOOLS = {"__pycache__", "peercache_kv.egg-info", "peercache.egg-info"}
 COMPONENTS = frozenset(
     {
         "client",
+        "connector",
         "directory",
         "discovery",
         "disk",

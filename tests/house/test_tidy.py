@@ -74,6 +74,7 @@ LAYERS: dict[str, str] = {
     "": "client",
     # What people and engines start.
     "sglang": "model config observability client",
+    "connector": "model content config observability memory client",
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net node client cli",
     "cli.demo": "config observability '' cli",

@@ -123,9 +123,9 @@ class Chain:
             hasher.update(len(raw).to_bytes(8, "little") + raw)
         return hasher.digest()
 
-    def salted(self, **salts: str) -> Chain:
+    def salted(self, salts: Mapping[str, str]) -> Chain:
         """Return the chain with these salts beside its own; a salt of the same name is replaced."""
-        return attrs.evolve(self, salts={**self.salts, **salts})
+        return attrs.evolve(self, salts={**self.salts, **_salts(salts)})
 
     def digests(self, tokens: Tokens, parent: bytes | None = None) -> Digests:
         """Return the digest of each whole page of a prefix, (pages, 32) uint8.

@@ -155,10 +155,10 @@ def test_near_chains_share_no_address(one: Chain, other: Chain) -> None:
 
 def test_salts_replace_and_add() -> None:
     """A request's LoRA joins the chain's tenant."""
-    salted = CHAIN.salted(lora="x")
+    salted = CHAIN.salted({"lora": "x"})
 
     assert salted.seed == Chain("llama@abc", "bfloat16", 4, {"lora": "x", "tenant": "a"}).seed
-    assert CHAIN.salted(tenant="b").salts == {"tenant": "b"}
+    assert CHAIN.salted({"tenant": "b"}).salts == {"tenant": "b"}
     assert CHAIN.salts == {"tenant": "a"}
 
 
@@ -169,7 +169,7 @@ def test_a_chain_keeps_its_salts() -> None:
     salts["tenant"] = "b"
 
     assert chain.salts == {"tenant": "a"}
-    assert chain.salted().seed == chain.seed
+    assert chain.salted({}).seed == chain.seed
 
 
 @settings(max_examples=examples(40))

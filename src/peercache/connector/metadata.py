@@ -1,0 +1,93 @@
+"""What a connector is told when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from peercache.connector.page_store import OpenStore, cluster_store
+from peercache.content.chain import Chain, Digests
+from peercache.content.tokens import TokenIds
+from peercache.errors import InvalidRequest
+from peercache.model.keys import DEFAULT_NAME, Namespace
+
+AllReduceMin: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""Returns, for each place, the smallest number that a tensor-parallel rank gave. Each rank calls it
+with as many numbers, in the same order of calls: the scheduler's thread does."""
+
+
+@attrs.frozen(eq=False)
+class StoredPages:
+    """Pages that were stored, for a publisher of KV events.
+
+    digests: (pages, 32) uint8. parent: the digest before the first, None at the prompt's begin.
+    tokens:  (pages * page_tokens,) uint32. salts: those of the request's chain.
+    """
+
+    digests: Digests
+    parent: bytes | None
+    tokens: TokenIds
+    page_tokens: int
+    salts: Mapping[str, str]
+
+
+def _is_positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value > 0:
+        raise InvalidRequest(f"{attribute.name} is more than 0, not {value!r}")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ConnectorMetadata:
+    """What a connector serves, and how.
+
+    model, dtype, page_tokens, salts: of the chain of content addresses (`peercache.content`).
+    namespace:    the name that rights and quotas are given to.
+    layout:       what else the bytes of a page mean: the order of layers, of K and V, of heads. Two
+                  engines with one model and other layouts share no page.
+    tp_rank, tp_size: this process among those that each keep a part of every page.
+    is_replicated: each rank has the same bytes (MLA): the ranks share pages.
+    store:        opens what keeps the pages: `cluster_store(home=…)`, `folder_store(path)`.
+    all_reduce_min: agrees on results over ranks; None: each rank has its own.
+    on_stored:    is told what was stored, in a thread of the connector; None: nothing is told.
+    timeout_s:    of a transfer that names none; no part of one begins later.
+    queued_pages: that wait or move, for gets and for sets each; what is beyond is refused.
+    chunk_bytes:  that one call of the store moves: cancellation and deadlines act in between.
+    get_threads, set_threads: calls of the store at once.
+    """
+
+    model: str
+    dtype: str
+    page_tokens: int
+    salts: Mapping[str, str] = attrs.field(factory=dict)
+    namespace: str = DEFAULT_NAME
+    layout: str = ""
+    tp_rank: int = attrs.field(default=0)
+    tp_size: int = 1
+    is_replicated: bool = False
+    store: OpenStore = attrs.field(factory=cluster_store)
+    all_reduce_min: AllReduceMin | None = None
+    on_stored: Callable[[StoredPages], None] | None = None
+    timeout_s: float = attrs.field(default=5.0, validator=_is_positive)
+    queued_pages: int = attrs.field(default=65_536, validator=_is_positive)
+    chunk_bytes: int = attrs.field(default=64 * 2**20, validator=_is_positive)
+    get_threads: int = attrs.field(default=2, validator=_is_positive)
+    set_threads: int = attrs.field(default=1, validator=_is_positive)
+
+    @tp_rank.validator
+    def _check_rank(self, _: object, rank: int) -> None:
+        if not 0 <= rank < self.tp_size:
+            raise InvalidRequest(f"rank {rank} is none of {self.tp_size} tensor-parallel ranks")
+
+    def chain(self) -> Chain:
+        """Return the chain of content addresses. InvalidRequest: a field that makes none."""
+        return Chain(self.model, self.dtype, self.page_tokens, self.salts)
+
+    def space(self) -> Namespace:
+        """Return the namespace of this rank's pages: its part of each, in its layout."""
+        ranks = {} if self.is_replicated else {"tp_rank": self.tp_rank, "tp_size": self.tp_size}
+        geometry = {"dtype": self.chain().dtype, "page_tokens": self.page_tokens}
+        return Namespace.of(
+            self.namespace, {"connector": 1, **geometry, "layout": self.layout}, ranks
+        )

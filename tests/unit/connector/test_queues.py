@@ -1,0 +1,316 @@
+"""The two queues: what a poll reports, whose pages are whose, and that it never waits."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from examples.connector_scheduler import PAGE_TOKENS as EXAMPLE_TOKENS
+from examples.connector_scheduler import Pool, Scheduler
+from peercache.connector import (
+    AsyncKVPrefetchQueue,
+    AsyncKVStoreQueue,
+    ConnectorMetadata,
+    RemoteKVConnector,
+)
+from peercache.connector.queues import Prefetched, Stored
+from peercache.errors import InvalidRequest
+from tests.pace import PATIENCE_S
+from tests.unit.connector.rig import Engine, MemoryPages, mapping_of
+
+TOKENS = list(range(100, 130))
+PAGES = [5, 3, 9, 1, 0, 60, 7]
+
+
+class Pages:
+    """The engine's free pages."""
+
+    def __init__(self, count: int = 20) -> None:
+        self.free = list(range(20, 20 + count))
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > len(self.free):
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def release(self, pages: list[int]) -> None:
+        self.free += pages
+
+
+@pytest.fixture
+def store() -> MemoryPages:
+    return MemoryPages()
+
+
+@pytest.fixture
+def engine(store: MemoryPages) -> Iterator[Engine]:
+    with Engine(store, get_threads=1) as engine:
+        future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES), TOKENS)
+        assert future.result(PATIENCE_S) == 28
+        yield engine
+        store.go.set()
+
+
+def queue_of(engine: Engine, pages: Pages, **kw: Any) -> AsyncKVPrefetchQueue:
+    return AsyncKVPrefetchQueue(
+        engine.connector,
+        pages.allocate,
+        pages.release,
+        **{"retrieve_remote_cache_threshold": 8, **kw},
+    )
+
+
+def polled(queue: Any) -> list[Any]:
+    """Poll until the queue is empty."""
+    until = time.monotonic() + PATIENCE_S
+    ended = []
+    while queue:
+        assert time.monotonic() < until, "the queue never ended"
+        ended += queue.poll()
+    return ended
+
+
+def test_a_prefetch_brings_the_prefix(engine: Engine) -> None:
+    """A request gets as many pages as were found, with the bytes that were stored."""
+    pages = Pages()
+    queue = queue_of(engine, pages)
+    assert queue.add("r", TOKENS)
+
+    (ended,) = polled(queue)
+
+    assert ended == Prefetched("r", 28, [20, 21, 22, 23, 24, 25, 26])
+    assert [engine.page(i) for i in ended.pages] == [engine.page(i) for i in PAGES]
+    assert len(pages.free) == 13
+
+
+def test_a_prefetch_begins_behind_what_the_engine_has(engine: Engine) -> None:
+    """Local tokens are whole pages; the page that is computed in part is read."""
+    queue = queue_of(engine, Pages())
+    assert queue.add("r", TOKENS, 14)
+
+    (ended,) = polled(queue)
+
+    assert ended.tokens == 16
+    assert [engine.page(i) for i in ended.pages] == [engine.page(i) for i in PAGES[3:]]
+
+
+@pytest.mark.parametrize(("threshold", "tokens"), [(28, 28), (29, 0)])
+def test_less_than_the_threshold_is_computed(engine: Engine, threshold: int, tokens: int) -> None:
+    """A few tokens are computed faster than they are fetched."""
+    pages = Pages()
+    queue = queue_of(engine, pages, retrieve_remote_cache_threshold=threshold)
+    queue.add("r", TOKENS)
+
+    (ended,) = polled(queue)
+
+    assert (ended.tokens, len(pages.free)) == (tokens, 20 - tokens // 4)
+
+
+def test_without_room_the_request_is_computed(engine: Engine) -> None:
+    """An allocation that fails ends the prefetch, and takes nothing."""
+    pages = Pages(count=6)
+    queue = queue_of(engine, pages)
+    queue.add("r", TOKENS)
+
+    assert polled(queue) == [Prefetched("r", 0, [])]
+    assert len(pages.free) == 6
+
+
+def test_pages_that_did_not_come_are_released(store: MemoryPages, engine: Engine) -> None:
+    """A page that is evicted between lookup and retrieve ends the run."""
+    pages = Pages()
+    queue = queue_of(engine, pages)
+    exists = store.exists
+
+    def then_lose(keys: Any) -> int:
+        found = exists(keys)
+        del store.pages[list(store.pages)[2]]
+        return found
+
+    store.exists = then_lose  # type: ignore[method-assign]
+    queue.add("r", TOKENS)
+
+    assert polled(queue) == [Prefetched("r", 8, [20, 21])]
+    assert sorted(pages.free) == list(range(22, 40))
+
+
+def test_a_request_that_is_wanted_now_takes_what_has_come(store: MemoryPages) -> None:
+    """`stop` cuts a retrieve at its chunk; the rest of its pages goes back."""
+    page = 3 * (32 + 48)
+    with Engine(store, chunk_bytes=2 * page) as engine:
+        future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES), TOKENS)
+        assert future.result(PATIENCE_S) == 28
+        pages = Pages()
+        queue = queue_of(engine, pages)
+        queue.add("r", TOKENS)
+        hang_at_retrieve(store, queue)
+
+        queue.stop("r")
+        assert queue.poll() == []
+        store.go.set()
+
+        assert polled(queue) == [Prefetched("r", 8, [20, 21])]
+        assert sorted(pages.free) == list(range(22, 40))
+
+
+def test_a_request_that_has_gone_is_not_reported(store: MemoryPages, engine: Engine) -> None:
+    """Its pages go back only when nothing writes to them any more."""
+    pages = Pages()
+    queue = queue_of(engine, pages)
+    queue.add("r", TOKENS)
+    hang_at_retrieve(store, queue)
+
+    queue.cancel("r")
+    queue.cancel("never seen")
+    assert queue.poll() == []
+    assert len(pages.free) == 13
+    store.go.set()
+
+    assert polled(queue) == []
+    assert len(pages.free) == 20
+    queue.add("again", TOKENS)
+    queue.cancel("again")
+    assert polled(queue) == []
+    assert len(pages.free) == 20
+
+
+def hang_at_retrieve(store: MemoryPages, queue: AsyncKVPrefetchQueue) -> None:
+    """Poll until a retrieve is in the store, and leave it there."""
+    get_into, inside = store.get_into, threading.Event()
+
+    def hung(keys: Any, runs: Any) -> list[bool]:
+        if not inside.is_set():
+            store.go.clear()
+        inside.set()
+        return get_into(keys, runs)
+
+    store.get_into = hung  # type: ignore[method-assign]
+    until = time.monotonic() + PATIENCE_S
+    while not inside.wait(0.001):
+        assert time.monotonic() < until
+        assert queue.poll() == []
+
+
+def test_queues_are_bounded(store: MemoryPages, engine: Engine) -> None:
+    """A full queue says so; a request that is in it is no second one."""
+    prefetches = queue_of(engine, Pages(), requests_max=2)
+    stores = AsyncKVStoreQueue(engine.connector, requests_max=1)
+    store.go.clear()
+    assert [prefetches.add(name, TOKENS) for name in "abc"] == [True, True, False]
+    with pytest.raises(InvalidRequest, match="request a is being prefetched already"):
+        prefetches.add("a", TOKENS)
+    with pytest.raises(InvalidRequest, match="token 0 is -1"):
+        prefetches.add("d", [-1])
+    with pytest.raises(InvalidRequest, match="1 request or more"):
+        queue_of(engine, Pages(), requests_max=0)
+    assert stores.add("s", mapping_of(PAGES), TOKENS)
+    assert not stores.add("t", mapping_of(PAGES), TOKENS)
+    store.go.set()
+
+    assert polled(stores) == [Stored("s", 28, PAGES)]
+    assert {ended.req_id for ended in polled(prefetches)} == {"a", "b"}
+
+
+class Ranks:
+    """Two ranks in one thread: the second polls when the first reduces."""
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+        self.go_on: Callable[[], None] = lambda: None
+
+    def first(self, numbers: Sequence[int]) -> list[int]:
+        self.given = [list(numbers)]
+        self.go_on()
+        return [min(pair) for pair in zip(*self.given, strict=True)]
+
+    def second(self, numbers: Sequence[int]) -> list[int]:
+        self.given.append(list(numbers))
+        return [min(pair) for pair in zip(*self.given, strict=True)]
+
+
+def test_ranks_end_a_prefetch_together(store: MemoryPages) -> None:
+    """Each rank gets the shorter run of the two, in the same poll."""
+    ranks = Ranks()
+    with (
+        Engine(store, tp_size=2, all_reduce_min=ranks.first) as one,
+        Engine(store, tp_rank=1, tp_size=2, all_reduce_min=ranks.second) as two,
+    ):
+        for engine, count in ((one, 7), (two, 5)):
+            future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES[:count]), TOKENS)
+            assert future.result(PATIENCE_S) == count * 4
+        free = (Pages(), Pages())
+        queues = [queue_of(engine, pages) for engine, pages in zip((one, two), free, strict=True)]
+        ended: list[list[Prefetched]] = [[], []]
+        ranks.go_on = lambda: ended[1].extend(queues[1].poll())
+        for queue in queues:
+            queue.add("r", TOKENS)
+        until = time.monotonic() + PATIENCE_S
+        while queues[0]:
+            assert time.monotonic() < until
+            ended[0] += queues[0].poll()
+            assert len(ended[0]) == len(ended[1])
+
+        assert ended == [[Prefetched("r", 20, [20, 21, 22, 23, 24])]] * 2
+
+
+def test_no_poll_waits_for_a_store_that_hangs(store: MemoryPages, engine: Engine) -> None:
+    """While every call of the store hangs, a scheduler polls, adds, stops and finishes."""
+    stores = AsyncKVStoreQueue(engine.connector)
+    prefetches = queue_of(engine, Pages())
+    store.go.clear()
+    took: list[float] = []
+    ended: list[Any] = []
+    done = threading.Event()
+
+    def scheduler() -> None:
+        for number in range(200):
+            prefetches.add(f"r{number}", TOKENS)
+            stores.add(f"s{number}", mapping_of(PAGES), TOKENS)
+            begun = time.perf_counter()
+            ended.extend(prefetches.poll() + stores.poll())
+            took.append(time.perf_counter() - begun)
+            prefetches.stop(f"r{number // 2}")
+            engine.connector.finish_req(f"s{number // 2}")
+        done.set()
+
+    thread = threading.Thread(target=scheduler, daemon=True)
+    thread.start()
+    # Had a poll taken a lock that a call of the store holds, it would never end.
+    assert done.wait(PATIENCE_S)
+    store.go.set()
+    # Of the loop's own work: a busy machine takes single polls away, not half of them.
+    assert statistics.median(took) < 0.001
+    thread.join(PATIENCE_S)
+    ended += polled(stores) + polled(prefetches)
+    assert len(ended) == 400
+
+
+def test_the_example_reuses_what_it_has_stored(store: MemoryPages) -> None:
+    """The second turn of the same prompts computes nothing, with right bytes."""
+    connector = RemoteKVConnector(
+        ConnectorMetadata(
+            model="m", dtype="int8", page_tokens=EXAMPLE_TOKENS, store=lambda _: store
+        )
+    )
+    scheduler = Scheduler(connector, Pool(512))
+    prompts = [[seed * 1000 + i for i in range(200)] for seed in range(5)]
+    until = time.monotonic() + PATIENCE_S
+    for turn in range(2):
+        scheduler.reused = scheduler.computed = 0
+        for number, prompt in enumerate(prompts):
+            scheduler.submit(f"{turn}/{number}", prompt)
+        while not scheduler.is_idle():
+            assert time.monotonic() < until
+            scheduler.step()
+        assert (scheduler.reused, scheduler.computed) == ((0, 960), (960, 0))[turn]
+    connector.close()
+
+    assert scheduler.wrong == 0
+    assert sorted(scheduler.pool.free) == list(range(512))
+    assert statistics.median(scheduler.polls_s) < 0.001
