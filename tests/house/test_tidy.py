@@ -72,6 +72,8 @@ LAYERS: dict[str, str] = {
     "client": "trust model config wire wire.messages observability paths memory net fabric "
     "fabric.tcp rdma node",
     "": "client",
+    # What routers are told.
+    "events": "",
     # What people and engines start.
     "sglang": "model config observability client",
     "connector": "model content config observability memory client",
@@ -95,6 +97,8 @@ HOMES: dict[str, frozenset[str]] = {
     "cbor2": frozenset({"wire"}),
     "click": frozenset({"cli"}),
     "cryptography": frozenset({"trust"}),
+    "msgspec": frozenset({"events"}),
+    "zmq": frozenset({"events"}),
     "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),
     "starlette": frozenset({"http"}),

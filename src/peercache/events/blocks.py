@@ -1,0 +1,248 @@
+"""Block events: batches of KV events as vLLM and SGLang publish them, encoded and decoded.
+
+A batch travels as three frames of ZeroMQ: topic, sequence (8 bytes, big-endian), and msgpack
+`[seconds, [event, …], rank]`. An event is a map with its name under "type" (vLLM and SGLang of
+today), or an array that begins with its name (earlier versions). Fields that are not known here are
+passed over, and so is an event of an unknown kind: a batch is never lost by one of its events.
+Needs the extra `events`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import attrs
+import msgspec
+
+from peercache.errors import RemoteProtocolError
+
+GPU: Final = "GPU"
+"""The medium of blocks in GPU memory; so are those whose events name none."""
+
+FRAMES: Final = 3
+SEQUENCE: Final = struct.Struct(">q")
+SEQUENCE_END: Final = -1
+"""In place of a sequence: the end of a replay."""
+
+Hash: TypeAlias = int | bytes | str
+"""An engine's own name of a block: it says nothing to anything but its other events."""
+
+
+@attrs.frozen
+class BlockStored:
+    """Blocks that hold the KV of tokens, one behind the other.
+
+    hashes:       of the blocks, in the order of the tokens.
+    parent:       of the block before the first one; None where they begin a prompt.
+    tokens:       token ids, as many as the blocks have together.
+    block_tokens: tokens of a block.
+    medium:       where the blocks are, as the engine calls it; "" where it does not say.
+    lora:         the adapter, "" for none.
+    extra:        by block, what else it depends on (images, a salt), or None; empty for nothing.
+    group:        of layers, in an engine that keeps several; None: it keeps one.
+    """
+
+    hashes: tuple[Hash, ...]
+    parent: Hash | None
+    tokens: tuple[int, ...]
+    block_tokens: int
+    medium: str = GPU
+    lora: str = ""
+    extra: tuple[str | None, ...] = ()
+    group: int | None = None
+
+
+@attrs.frozen
+class BlockRemoved:
+    """Blocks that are no longer in this medium. group: as in BlockStored; None: in any."""
+
+    hashes: tuple[Hash, ...]
+    medium: str = GPU
+    group: int | None = None
+
+
+@attrs.frozen
+class AllBlocksCleared:
+    """The engine has no block any more."""
+
+
+BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@attrs.frozen
+class EventBatch:
+    """The events of one message, in their order.
+
+    at:      seconds since 1970, by the publisher's clock.
+    rank:    of the data-parallel rank; None: there is one.
+    skipped: why events of the message are not among `events`, one reason each.
+    """
+
+    at: float
+    events: tuple[BlockEvent, ...]
+    rank: int | None = None
+    skipped: tuple[str, ...] = ()
+
+
+def encode(batch: EventBatch) -> bytes:
+    """Return the third frame of a batch: events as maps, which all readers of today take."""
+    return _encoded([batch.at, [_map_of(event) for event in batch.events], batch.rank])
+
+
+def frames_of(sequence: int, payload: bytes, topic: bytes = b"") -> list[bytes]:
+    """Return the three frames of a message."""
+    return [topic, SEQUENCE.pack(sequence), payload]
+
+
+def sequence_of(frame: bytes) -> int:
+    """Return the sequence in a second frame; raise RemoteProtocolError."""
+    if len(frame) != SEQUENCE.size:
+        raise RemoteProtocolError(f"a sequence of {len(frame)} bytes, not {SEQUENCE.size}")
+    number: int = SEQUENCE.unpack(frame)[0]
+    return number
+
+
+def decode(payload: bytes) -> EventBatch:
+    """Return the batch in a third frame; raise RemoteProtocolError if it is none.
+
+    An event that is none, or of an unknown kind, is left out and told in `skipped`.
+    """
+    try:
+        parts = _decoded(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"no msgpack: {error}") from None
+    if not isinstance(parts, list) or len(parts) < 2 or not isinstance(parts[1], list):
+        raise RemoteProtocolError("no array of a time and events")
+    at, told = parts[:2]
+    rank = parts[2] if len(parts) > 2 else None
+    if type(at) not in (int, float) or not (rank is None or type(rank) is int):
+        raise RemoteProtocolError("a time that is no number, or a rank that is no integer")
+    events: list[BlockEvent] = []
+    skipped: list[str] = []
+    for one in told:
+        event = _event_of(one)
+        if isinstance(event, str):
+            skipped.append(event)
+        else:
+            events.append(event)
+    return EventBatch(float(at), tuple(events), rank, tuple(skipped))
+
+
+class _NoEvent(Exception):
+    """An event cannot be read."""
+
+
+_STORED: Final = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+    "lora_name", "extra_keys", "group_idx",
+)  # fmt: skip
+_REMOVED: Final = ("block_hashes", "medium", "group_idx")
+"""The fields of an event that is an array, behind its name."""
+
+
+def _event_of(told: Any) -> BlockEvent | str:
+    """Return an event, or why it is none."""
+    try:
+        kind, fields = _named(told)
+        if kind == "BlockStored":
+            return _stored_of(fields)
+        if kind == "BlockRemoved":
+            hashes = _hashes(fields.get("block_hashes"))
+            return BlockRemoved(hashes, _medium(fields), _group(fields))
+    except _NoEvent as problem:
+        return str(problem)
+    if kind == "AllBlocksCleared":
+        return AllBlocksCleared()
+    return f"an event of the kind {str(kind)[:40]!r}"
+
+
+def _named(told: Any) -> tuple[Any, Mapping[Any, Any]]:
+    """Return the kind and the fields of an event."""
+    if isinstance(told, dict):
+        return told.get("type"), told
+    if isinstance(told, list) and told:
+        names = _STORED if told[0] == "BlockStored" else _REMOVED
+        return told[0], dict(zip(names, told[1:], strict=False))
+    raise _NoEvent("an event that is neither a map nor an array")
+
+
+def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
+    hashes, parent = _hashes(fields.get("block_hashes")), fields.get("parent_block_hash")
+    tokens, block_tokens = fields.get("token_ids"), fields.get("block_size")
+    if parent is not None:
+        (parent,) = _hashes([parent])
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise _NoEvent("token ids that are no integers")
+    if type(block_tokens) is not int or block_tokens < 1:
+        raise _NoEvent("a block size that is no number of tokens")
+    if len(tokens) != len(hashes) * block_tokens:
+        raise _NoEvent(f"{len(tokens)} tokens in {len(hashes)} blocks of {block_tokens}")
+    lora_id, lora_name = fields.get("lora_id"), fields.get("lora_name")
+    lora = lora_name if lora_name is not None else "" if lora_id is None else lora_id
+    return BlockStored(
+        hashes,
+        parent,
+        tuple(tokens),
+        block_tokens,
+        _medium(fields),
+        str(lora),
+        _extra(fields, len(hashes)),
+        _group(fields),
+    )
+
+
+def _hashes(told: Any) -> tuple[Hash, ...]:
+    if not isinstance(told, list) or not all(type(one) in (int, bytes, str) for one in told):
+        raise _NoEvent("block hashes that are none")
+    return tuple(told)
+
+
+def _medium(fields: Mapping[Any, Any]) -> str:
+    medium = fields.get("medium")
+    if not isinstance(medium, (str, type(None))):
+        raise _NoEvent("a medium that is no text")
+    return GPU if medium is None else medium
+
+
+def _group(fields: Mapping[Any, Any]) -> int | None:
+    group = fields.get("group_idx")
+    if not isinstance(group, (int, type(None))):
+        raise _NoEvent("a group that is no number")
+    return group
+
+
+def _extra(fields: Mapping[Any, Any], blocks: int) -> tuple[str | None, ...]:
+    """Return what each block depends on beside its tokens, as text that no other such has."""
+    salt, keys = fields.get("cache_salt"), fields.get("extra_keys")
+    if keys is not None and (not isinstance(keys, list) or len(keys) != blocks):
+        raise _NoEvent("extra keys that are not one a block")
+    if not salt and not any(keys or ()):
+        return ()
+    told = keys or [None] * blocks
+    return tuple(repr((salt, one)) if salt or one else None for one in told)
+
+
+def _map_of(event: BlockEvent) -> dict[str, Any]:
+    told: dict[str, Any] = {"type": type(event).__name__}
+    if isinstance(event, BlockStored):
+        # Readers of today want these six, whatever their values.
+        told |= {
+            "block_hashes": event.hashes,
+            "parent_block_hash": event.parent,
+            "token_ids": event.tokens,
+            "block_size": event.block_tokens,
+            "lora_id": None,
+            "medium": event.medium,
+            "lora_name": event.lora or None,
+        }
+    elif isinstance(event, BlockRemoved):
+        told |= {"block_hashes": event.hashes, "medium": event.medium}
+    if not isinstance(event, AllBlocksCleared) and event.group is not None:
+        told["group_idx"] = event.group
+    return told
+
+
+_encoded: Callable[[Sequence[Any]], bytes] = msgspec.msgpack.Encoder().encode
+_decoded: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode

@@ -1,0 +1,211 @@
+"""Publishes block events over ZeroMQ, as vLLM does: routers that read vLLM's engines read these.
+
+A reader that joins late, or has missed a batch, asks the replay endpoint for all since a sequence.
+Routers forget nothing by themselves when a publisher starts anew, and ignore sequences below those
+that they have seen. So sequences begin with the clock, and a publisher's first event, as that after
+a loss of its own, is AllBlocksCleared, followed by what there is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, final
+
+import attrs
+import zmq
+
+from peercache.errors import RemoteProtocolError
+from peercache.events.blocks import (
+    SEQUENCE_END,
+    AllBlocksCleared,
+    BlockEvent,
+    EventBatch,
+    encode,
+    frames_of,
+    sequence_of,
+)
+
+EVENTS_A_BATCH: Final = 256
+"""Events of one message: some hundred kilobytes."""
+
+QUEUE_EVENTS_MAX: Final = 16_384
+"""Events that wait to be sent. A caller never waits: what is too many is told anew, all of it."""
+
+REPLAY_BATCHES_MAX: Final = 10_000
+REPLAY_BYTES_MAX: Final = 64 * 2**20
+"""What is kept for readers that have missed something."""
+
+WAITING_MAX: Final = 1000
+"""Batches that wait for one reader."""
+
+CLOSE_S: Final = 1.0
+"""How long `close` waits for what is queued."""
+
+POLL_MS: Final = 50
+"""How long a batch waits for more events where few come, and how soon a close is seen."""
+
+
+@attrs.frozen
+class PublisherFigures:
+    """What a publisher has done. resyncs: how often it told everything anew after a loss."""
+
+    events: int
+    batches: int
+    resyncs: int
+    replays: int
+
+
+@final
+class BlockPublisher:
+    """One publisher of block events, with a thread that owns its sockets."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str = "",
+        *,
+        topic: str = "",
+        rank: int | None = None,
+        present: Callable[[], Iterable[BlockEvent]] = tuple,
+    ) -> None:
+        """Bind, and send what is present.
+
+        endpoint: to bind, such as tcp://127.0.0.1:5557; `tcp://127.0.0.1:*` takes a free port.
+        replay:   the same for readers that have missed something; "" for none.
+        present:  yields events that store all blocks there are now; called by the publisher's
+                  thread when it begins and after it had too many events to send.
+        Raises OSError with the endpoint if one cannot be bound.
+        """
+        self._context = zmq.Context()
+        try:
+            self._sockets = [self._bound(zmq.PUB, endpoint)]
+            if replay:
+                self._sockets.append(self._bound(zmq.ROUTER, replay))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, f"{error.strerror}: {endpoint} {replay}") from None
+        self.endpoint, self.replay = (self._bound_to(socket) for socket in self._pair())
+        self._topic, self._rank, self._present = topic.encode(), rank, present
+        self._lock = threading.Lock()
+        self._queue: deque[BlockEvent] = deque()
+        self._is_lossy = True
+        """Something was not queued: everything is told anew."""
+        self._is_closing = threading.Event()
+        self._has_events = threading.Event()
+        # Above all that an earlier publisher of this endpoint has used: it sent fewer than a
+        # million batches a second.
+        self._next = time.time_ns() // 1000
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._counts = {"events": 0, "batches": 0, "resyncs": -1, "replays": 0}
+        self._thread = threading.Thread(target=self._run, name="peercache-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        """Queue events; never waits. With too many waiting, everything is told anew instead."""
+        with self._lock:
+            if len(self._queue) + len(events) > QUEUE_EVENTS_MAX:
+                self._queue.clear()
+                self._is_lossy = True
+            elif not self._is_lossy:
+                self._queue.extend(events)
+            # What happens before `present` is asked is in its answer.
+        self._has_events.set()
+
+    def figures(self) -> PublisherFigures:
+        """Return what was done so far."""
+        return PublisherFigures(**(self._counts | {"resyncs": max(0, self._counts["resyncs"])}))
+
+    def close(self) -> None:
+        """Send what is queued, and end; bounded, may be repeated."""
+        self._is_closing.set()
+        self._has_events.set()
+        self._thread.join(CLOSE_S + 1)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        until = float("inf")
+        try:
+            while True:
+                if len(self._sockets) > 1:
+                    self._answer_replays()
+                if self._is_closing.is_set() and until == float("inf"):
+                    until = time.monotonic() + CLOSE_S
+                sent = self._send_some()
+                if (not sent and until != float("inf")) or time.monotonic() >= until:
+                    return
+                if not sent:
+                    self._has_events.wait(POLL_MS / 1000)
+                    self._has_events.clear()
+        finally:
+            self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _send_some(self) -> bool:
+        """Send one batch, or everything anew; return whether there was something."""
+        with self._lock:
+            is_lossy, self._is_lossy = self._is_lossy, False
+            count = min(len(self._queue), EVENTS_A_BATCH)
+            events = [] if is_lossy else [self._queue.popleft() for _ in range(count)]
+        if not is_lossy:
+            if events:
+                self._send(events)
+            return bool(events)
+        self._counts["resyncs"] += 1
+        batch: list[BlockEvent] = [AllBlocksCleared()]
+        # Events that are queued from here on may be told twice, in their order: that is harmless.
+        for event in self._present():
+            batch.append(event)
+            if len(batch) == EVENTS_A_BATCH:
+                self._send(batch)
+                batch = []
+        if batch:
+            self._send(batch)
+        return True
+
+    def _send(self, events: Sequence[BlockEvent]) -> None:
+        payload = encode(EventBatch(time.time(), tuple(events), self._rank))
+        number, self._next = self._next, self._next + 1
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > REPLAY_BATCHES_MAX or self._kept_bytes > REPLAY_BYTES_MAX:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        # A PUB socket drops for a reader that is too slow, which sees the gap and asks again.
+        self._sockets[0].send_multipart(frames_of(number, payload, self._topic))
+        self._counts["batches"] += 1
+        self._counts["events"] += len(events)
+
+    def _answer_replays(self) -> None:
+        """Send what is kept, to each reader that asks for it: all since a sequence, and an end."""
+        router = self._sockets[1]
+        while router.poll(0):
+            asker, *asked = router.recv_multipart()
+            try:
+                since = sequence_of(asked[-1] if asked else b"")
+            except RemoteProtocolError:
+                continue
+            self._counts["replays"] += 1
+            for number, payload in self._kept:
+                if number >= since:
+                    router.send_multipart([asker, *frames_of(number, payload)])
+            router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
+
+    # --- sockets ------------------------------------------------------------------------------
+
+    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        # What waits for one reader that does not read; more is dropped, and the reader sees a gap.
+        socket.sndhwm = REPLAY_BATCHES_MAX + 1 if kind == zmq.ROUTER else WAITING_MAX
+        socket.bind(endpoint)
+        return socket
+
+    def _pair(self) -> tuple[zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]:
+        return self._sockets[0], self._sockets[1] if len(self._sockets) > 1 else None
+
+    @staticmethod
+    def _bound_to(socket: zmq.Socket[bytes] | None) -> str:
+        return "" if socket is None else socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,140 @@
+"""A publisher of block events with real sockets: what late readers, and those of a gap, see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import zmq
+
+from peercache.events import publishing
+from peercache.events.blocks import (
+    SEQUENCE_END,
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    decode,
+    frames_of,
+    sequence_of,
+)
+from peercache.events.publishing import BlockPublisher
+
+ANY = "tcp://127.0.0.1:*"
+WAIT_MS = 10_000
+
+
+def stored(number: int) -> BlockStored:
+    """Return one block of two tokens."""
+    return BlockStored((number,), None, (number, number), 2)
+
+
+@contextmanager
+def reading(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.linger = 0
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(endpoint)
+        yield socket
+
+
+def received(socket: zmq.Socket[bytes]) -> tuple[int, list[BlockEvent]]:
+    assert socket.poll(WAIT_MS), "nothing came"
+    *_, sequence, payload = socket.recv_multipart()
+    number = sequence_of(sequence)
+    return number, [] if number == SEQUENCE_END else list(decode(payload).events)
+
+
+def replayed(endpoint: str, since: int) -> list[tuple[int, list[BlockEvent]]]:
+    """Ask for all batches since a sequence, as vLLM's readers do."""
+    with reading(zmq.DEALER, endpoint) as dealer:
+        dealer.send_multipart([b"", *frames_of(since, b"")[1:2]])
+        told: list[tuple[int, list[BlockEvent]]] = []
+        while not told or told[-1][0] != SEQUENCE_END:
+            told.append(received(dealer))
+    return told[:-1]
+
+
+def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
+    """The first event of all is AllBlocksCleared; sequences follow each other."""
+    with closing(BlockPublisher(ANY, ANY, topic="kv")) as publisher:
+        with reading(zmq.SUB, publisher.endpoint) as reader:
+            number = 0
+            while not reader.poll(20):
+                number += 1
+                publisher.publish([stored(number)])
+            first, events = received(reader)
+        publisher.publish([BlockRemoved((1,))])
+        told: list[tuple[int, list[BlockEvent]]] = []
+        while not told or BlockRemoved((1,)) not in told[-1][1]:
+            told = replayed(publisher.replay, 0)
+
+    assert isinstance(events[0], BlockStored)
+    assert told[0][1][0] == AllBlocksCleared()
+    assert (first, events) in told
+    sequences = [one for one, _ in told]
+    assert sequences == list(range(sequences[0], sequences[0] + len(told)))
+    flat = [event for _, events in told for event in events]
+    assert flat == [AllBlocksCleared(), *map(stored, range(1, number + 1)), BlockRemoved((1,))]
+    assert [one for one, _ in told if one >= first] == sequences[sequences.index(first) :]
+
+
+def test_a_publisher_that_begins_anew_has_higher_sequences() -> None:
+    """A router ignores those that are lower than it has seen."""
+    seen = []
+    for _ in range(2):
+        with closing(BlockPublisher(ANY, ANY)) as publisher:
+            told: list[tuple[int, list[BlockEvent]]] = []
+            while not told:
+                told = replayed(publisher.replay, 0)
+            seen.append(told[0][0])
+
+    assert seen[1] > seen[0]
+
+
+def test_too_many_events_are_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing grows, and nothing that is gone stays in a reader's index."""
+    monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 4)
+    may_go, asked = threading.Event(), []
+
+    def present() -> Iterator[BlockEvent]:
+        asked.append(len(asked))
+        assert may_go.wait(10)
+        yield stored(100 + asked[-1])
+
+    with closing(BlockPublisher(ANY, ANY, present=present)) as publisher:
+        while not asked:
+            pass
+        for number in range(20):
+            publisher.publish([stored(number)])
+        may_go.set()
+        told: list[tuple[int, list[BlockEvent]]] = []
+        while sum(AllBlocksCleared() in events for _, events in told) < 2:
+            told = replayed(publisher.replay, 0)
+        figures = publisher.figures()
+
+    flat = [event for _, events in told for event in events]
+    begin = len(flat) - 1 - flat[::-1].index(AllBlocksCleared())
+    assert flat[begin : begin + 2] == [AllBlocksCleared(), stored(101)]
+    assert figures.resyncs == 1
+
+
+def test_what_is_no_question_for_a_replay_is_passed_over() -> None:
+    """A stranger at the replay endpoint ends nothing."""
+    with closing(BlockPublisher(ANY, ANY)) as publisher:
+        with reading(zmq.DEALER, publisher.replay) as dealer:
+            for frames in ([b"x"], [b"", b"", b""], [b"", bytes(9)]):
+                dealer.send_multipart(frames)
+        while not replayed(publisher.replay, 0):
+            pass
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    """The error says which endpoint, and no thread or socket stays."""
+    with closing(BlockPublisher(ANY)) as publisher:
+        with pytest.raises(OSError, match=publisher.endpoint.rpartition(":")[2]):
+            BlockPublisher(publisher.endpoint)
+        assert publisher.replay == ""
