@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from peercache.cli import main as cli
-from peercache.cli.operate.connecting import complete_members
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
@@ -66,6 +64,24 @@ def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
         assert [found[name].answers for name in names] == [True, True, False]
 
 
+def completed(
+    node: NodeProcess,
+    words: str,
+    begun: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> list[str]:
+    """Return what fish gets for a word that is begun, on the host of a node."""
+    with monkeypatch.context() as shell:
+        shell.setenv(cli.COMPLETION, "fish_complete")
+        shell.setenv("PEERCACHE_HOME", node.ready["home"])
+        shell.setenv("COMP_WORDS", f"peercache {words} {begun}")
+        shell.setenv("COMP_CWORD", begun)
+        assert cli.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(line.split(",")[1].split("\t")[0] for line in lines)
+
+
 def test_the_command_line_shows_and_judges_the_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,8 +98,12 @@ def test_the_command_line_shows_and_judges_the_cluster(
         assert cli.main(["members", "--at", nodes[1].ready["home"], "--json"]) == 0
         listed = json.loads(capsys.readouterr().out)
         assert [each["state"] for each in listed["members"]] == ["ok", "ok"]
-        completed = complete_members(click.Context(click.Command("x")), click.Option(["--at"]), "")
-        assert isinstance(completed, list)
+        assert completed(nodes[0], "status --at", "", monkeypatch, capsys) == sorted(
+            node.ready["control"] for node in nodes
+        )
+        assert completed(
+            nodes[0], "drain", nodes[1].ready["control"][:-1], monkeypatch, capsys
+        ) == [nodes[1].ready["control"]]
 
         assert cli.main(["status", *at, "--cluster", "another"]) == 2
         assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err

@@ -45,12 +45,17 @@ def certs() -> None:
 @_folder
 @click.option("--cluster", required=True, metavar="NAME", help="Name of the cluster.")
 @_days_option(AUTHORITY_DAYS)
-def init_command(folder: Path, cluster: str, days: int) -> None:
+@json_option
+def init_command(folder: Path, cluster: str, days: int, *, as_json: bool) -> None:
     """Make the authority of a cluster: ca.crt and ca.key in DIR."""
     try:
         Authority.create(folder, cluster, dt.timedelta(days=days))
     except Rejected as error:
         raise ConfigError("cluster", error.detail) from error
+    if as_json:
+        made = {"tls_ca": str(folder / CA_CERTIFICATE), "key": str(folder / CA_KEY)}
+        print_json({"cluster": cluster, **made})
+        return
     print(f"Made {folder / CA_CERTIFICATE}: every node and client needs it as tls_ca.")
     print(f"Made {folder / CA_KEY}: keep it here, and secret. It signs every certificate.")
     print(f"Next: peercache certs issue {folder} --node NAME")
@@ -77,6 +82,7 @@ def init_command(folder: Path, cluster: str, days: int) -> None:
 )
 @click.option("--renew", is_flag=True, help="Keep the key, and replace the certificate.")
 @_days_option(CERTIFICATE_DAYS)
+@json_option
 def issue_command(
     folder: Path,
     node: str | None,
@@ -87,6 +93,7 @@ def issue_command(
     *,
     renew: bool,
     days: int,
+    as_json: bool,
 ) -> None:
     """Issue a certificate: ROLE-NAME.crt and ROLE-NAME.key in DIR."""
     wanted = {
@@ -108,6 +115,11 @@ def issue_command(
     path = authority.issue(
         identity, hosts=hosts, lifetime=dt.timedelta(days=days), is_renewal=renew
     )
+    if as_json:
+        ca, key = folder / CA_CERTIFICATE, path.with_suffix(".key")
+        made = {"tls_ca": str(ca), "tls_cert": str(path), "tls_key": str(key)}
+        print_json({"identity": identity.uri(), **made})
+        return
     print(f"Made {path} for {identity.uri()}")
     print(f"Settings: tls_ca = {folder / CA_CERTIFICATE}, tls_cert = {path},")
     print(f"          tls_key = {path.with_suffix('.key')}")
@@ -116,12 +128,17 @@ def issue_command(
 @certs.command("revoke")
 @_folder
 @click.argument("what", metavar="FILE|NAME")
-def revoke_command(folder: Path, what: str) -> None:
+@json_option
+def revoke_command(folder: Path, what: str, *, as_json: bool) -> None:
     """Refuse a certificate from now on. NAME is that of its files, without .crt: node-a."""
     try:
         revoked = Authority.open(folder).revoke(what)
     except Rejected as error:
         raise ConfigError("certs", error.detail) from error
+    if as_json:
+        told = [{"identity": each.uri, "serial": common_name_of(each.serial)} for each in revoked]
+        print_json({"revoked": told, "tls_crl": str(folder / REVOKED_NAME)})
+        return
     for each in revoked:
         print(f"Revoked {each.uri or 'a certificate'}, serial {common_name_of(each.serial)}")
     if not revoked:

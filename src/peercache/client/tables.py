@@ -62,6 +62,8 @@ class Tables:
         self._metrics = metrics
         self._log = log
         self._opened: dict[int, AttachedTable] = {}
+        self._addresses: dict[int, str] = {}
+        """HOST:PORT of the nodes of this host, for the log."""
 
     def nodes(self) -> Iterable[int]:
         """Return the nodes whose tables can be read now."""
@@ -70,6 +72,7 @@ class Tables:
     def follow(self, members: Iterable[Member]) -> None:
         """Open the tables of the live members of this host, close those of others. One thread."""
         here = {member.incarnation: member for member in members if member.boot_id == self._boot_id}
+        self._addresses = {node: member.control for node, member in here.items()}
         kept = {node: table for node, table in self._opened.items() if node in here}
         gone = [table for node, table in self._opened.items() if node not in here]
         for node, member in here.items():
@@ -120,4 +123,5 @@ class Tables:
         return None
 
     def _tell(self, node: int, problem: str) -> None:
-        self._log.warning("client.table_unusable", node=name_of(node), problem=problem)
+        at = self._addresses.get(node, "")
+        self._log.warning("client.table_unusable", node=name_of(node), at=at, problem=problem)

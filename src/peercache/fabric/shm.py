@@ -190,10 +190,16 @@ class ShmFabric:
             self._retry_at.move_to_end(incarnation)
             if len(self._retry_at) > FAILURES_MAX:
                 self._retry_at.popitem(last=False)
-            get_logger().info("shm.attach_failed", node=name_of(incarnation), reason=str(error))
+            get_logger().info(
+                "shm.attach_failed",
+                node=name_of(incarnation), at=member.control, reason=str(error),
+            )  # fmt: skip
             return None
         self._retry_at.pop(incarnation, None)
-        get_logger().info("shm.attached", node=name_of(incarnation), bytes=found.page_bytes)
+        get_logger().info(
+            "shm.attached",
+            node=name_of(incarnation), at=member.control, bytes=found.page_bytes,
+        )  # fmt: skip
         return found
 
 

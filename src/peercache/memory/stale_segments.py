@@ -24,6 +24,8 @@ def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = 
     """
     try:
         folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # What makes the segment there says so.
     except OSError as error:
         get_logger().warning("segment.scan_failed", shm_dir=str(shm_dir), reason=str(error))
         return []

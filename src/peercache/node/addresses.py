@@ -75,7 +75,7 @@ def listen_home(listener: Listener, config: Config, control_port: int, sharing: 
             os.chown(path, -1, sharing.gid)
         make_folder(home, sharing)
     except OSError as error:
-        raise ConfigError("home", f"cannot use {path}: {error.strerror}") from error
+        raise ConfigError("home", f"cannot use {path}: {error.strerror}: choose another") from error
     return home
 
 

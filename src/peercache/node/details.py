@@ -18,7 +18,8 @@ shown: they are no business of the cluster."""
 MASKED = "(masked)"
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|_KEY\b|APIKEY", re.IGNORECASE)
-_USER = re.compile(r"//[^/@\s]+@")
+_USER = re.compile(r"//[^/\s]+@")
+"""Up to the last @ before the path: a password may hold one."""
 
 THREADS_MAX = 128
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
+import attrs
 import trio
 
 from peercache.actors.disk.open_index import indexed_of
@@ -83,3 +84,11 @@ class NodeDisk:
             self.problem = fact.reason
             self._log.warning("disk.ended", reason=fact.reason)
         self._tell(fact)
+
+
+def disk_settings_unused(config: Config) -> list[str]:
+    """Return the settings of a disk tier that are given, where none is asked for."""
+    given = attrs.asdict(config, recurse=False)
+    default = attrs.asdict(Config.load({}), recurse=False)
+    named = ("disk_path", "disk_size", "write_policy")
+    return [] if config.disk_enabled else [n for n in named if given[n] != default[n]]

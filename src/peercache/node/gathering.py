@@ -16,6 +16,7 @@ from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.model.member import Member
 from peercache.model.status import (
+    UNAVAILABLE,
     MemberStatus,
     Status,
     decoded_status,
@@ -39,6 +40,9 @@ AT_ONCE = 64
 FRESH_S = 1.0
 """How long a gathered answer serves."""
 
+FRESH_STARTING_S = 0.1
+"""How long one with a member that does not serve: most often it is starting, and soon does."""
+
 ASKERS_MAX = 64
 """Questions of operators that wait at the same time; further ones are refused."""
 
@@ -60,6 +64,7 @@ class _Asked:
 @attrs.define(eq=False)
 class _Gathered:
     at: float = float("-inf")
+    fresh_s: float = FRESH_S
     members: tuple[MemberStatus, ...] = ()
     incarnations: tuple[int, ...] = ()
     lock: trio.Lock = attrs.field(factory=trio.Lock)
@@ -125,7 +130,7 @@ class Gathering:
     async def _gathered(self, *, detail: bool) -> _Gathered:
         kept = self._kept[detail]
         async with kept.lock:  # One gathers, and the others wait for what it finds.
-            if trio.current_time() - kept.at >= FRESH_S:
+            if trio.current_time() - kept.at >= kept.fresh_s:
                 members = sorted(self._members(), key=lambda member: member.incarnation)
                 found: dict[int, MemberStatus] = {}
                 async with trio.open_nursery() as nursery:
@@ -138,6 +143,8 @@ class Gathering:
                 )
                 kept.incarnations = tuple([member.incarnation for member in members])
                 kept.members = tuple([found.get(m.incarnation) or unanswered(m) for m in members])
+                starts = any(each.status.state == UNAVAILABLE for each in kept.members)
+                kept.fresh_s = FRESH_STARTING_S if starts else FRESH_S
                 kept.at = trio.current_time()
         return kept
 

@@ -57,7 +57,8 @@ def publish(
         )
     except OSError as error:
         name = "hugepages" if huge_page_bytes else "shm_dir"
-        raise ConfigError(name, f"cannot use {folder}: {error.strerror}") from error
+        remedy = "mount a tmpfs there that the node may write to, or name another folder"
+        raise ConfigError(name, f"cannot use {folder}: {error.strerror}: {remedy}") from error
     try:
         if not huge_page_bytes:
             _expect_memory(config)

@@ -46,7 +46,7 @@ from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
-from peercache.node.disk import NodeDisk
+from peercache.node.disk import NodeDisk, disk_settings_unused
 from peercache.node.draining import Drainer
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.gathering import Gathering
@@ -157,6 +157,8 @@ class Node:
         self.metrics.insecure.set(bool(self.config.insecure))
         if self.config.insecure:
             self.log.warning("node.started_insecure", cluster=self.config.insecure)
+        if idle := disk_settings_unused(self.config):
+            self.log.warning("disk.not_enabled", settings=idle, remedy="disk_enabled = true")
         segment = await trio.to_thread.run_sync(
             publish, self.config, self.incarnation, self.sharing
         )

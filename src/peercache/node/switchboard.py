@@ -275,12 +275,20 @@ class Switchboard:
         self._metrics.messages_refused.labels(reason, what).inc()
         name = name_of(session.identity)
         self._warn_once(
-            "node.message_refused", (session.identity, reason), peer=name, role=role,
-            reason=reason, message=what,
+            "node.message_refused", (session.identity, reason), peer=name,
+            at=self._address_of(pipe, session.identity), role=role, reason=reason, message=what,
         )  # fmt: skip
         detail = f"this {role} may not send this {what}: {reason}"
         refused = Refused(getattr(message, "request", 0), reason, detail)
         self._reply(pipe, session.identity, refused)
+
+    def _address_of(self, pipe: int, sender: int) -> str:
+        """Return the HOST:PORT of a node, the host of another sender; "" on a home address."""
+        member = self._member_of(sender)
+        if member is not None:
+            return member.control
+        peer = self._listener.peer(pipe)
+        return peer.remote[0] if peer is not None else ""
 
     def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
         peer = self._listener.peer(pipe)

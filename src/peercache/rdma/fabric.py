@@ -176,7 +176,10 @@ class RdmaFabric:
             failure = self._read(progress)
         except Exception:
             self._log.error(
-                "rdma.read_failed", peer=name_of(read.member.incarnation), exc_info=True
+                "rdma.read_failed",
+                peer=name_of(read.member.incarnation),
+                at=read.member.control,
+                exc_info=True,
             )
             failure = INTERNAL
         if not failure and progress.unopened.any():
@@ -293,7 +296,7 @@ class RdmaFabric:
                 return channel, ""
             why = REFUSED if isinstance(answer, Refused) else PEER_UNREACHABLE
         except (side.rail.verbs.Error, OSError, OverflowError, ValueError) as error:
-            self._warn_channel(progress.peer, side, str(error))
+            self._warn_channel(progress.read.member, side, str(error))
             why = PEER_UNREACHABLE
         except BaseException:
             if channel is not None:
@@ -312,9 +315,11 @@ class RdmaFabric:
             patience_s = ABSENT_S if answer.reason == NO_RDMA else REFUSED_S
             rail = side.index if answer.reason == NO_PATH else ALL_RAILS
             why = f"{answer.reason}: {answer.detail}"
-            self._away(progress.peer, now + patience_s, why, rail)
+            self._away(progress.read.member, now + patience_s, why, rail)
         elif answer is None and now < progress.deadline:
-            self._away(progress.peer, now + AWAY_S, "no answer to the exchange of queue pairs")
+            self._away(
+                progress.read.member, now + AWAY_S, "no answer to the exchange of queue pairs"
+            )
         return answer
 
     def _finds(self, progress: ReadProgress, side: ClientRail, answer: ChannelOpened) -> bool:
@@ -328,7 +333,7 @@ class RdmaFabric:
         now = self._clock()
         if now < progress.deadline:
             why = f"{NO_PATH}: no host answers for its GID {gid.hex(':', 2)} at {side.rail.name}"
-            self._away(progress.peer, now + REFUSED_S, why, side.index)
+            self._away(progress.read.member, now + REFUSED_S, why, side.index)
         return False
 
     def _use(self, progress: ReadProgress, leased: Sequence[Leased]) -> str:
@@ -393,12 +398,15 @@ class RdmaFabric:
                     "rdma.rail_left_out",
                     (progress.peer, side.index),
                     peer=name_of(progress.peer),
+                    at=progress.read.member.control,
                     reason=why,
                     rail=side.rail.name,
                 )
             elif transfer.is_stuck:
                 # Says nothing of the peer, nor of other channels: the next turn takes another one.
-                self._warn_channel(progress.peer, side, "the device has forgotten its requests")
+                self._warn_channel(
+                    progress.read.member, side, "the device has forgotten its requests"
+                )
             elif why in (PEER_UNREACHABLE, REFUSED) and share.leased.reserved.lease.is_new:
                 progress.avoided.add(side.index)
             elif why in (PEER_UNREACHABLE, REFUSED):
@@ -418,7 +426,7 @@ class RdmaFabric:
             try:
                 leased.channel.published = published_by(answer)
             except ValueError as error:
-                self._warn_channel(progress.peer, leased.reserved.side, str(error))
+                self._warn_channel(progress.read.member, leased.reserved.side, str(error))
 
     def _fall_back(
         self, fallback: Fabric, progress: ReadProgress, failure: str, deadline: float
@@ -426,10 +434,10 @@ class RdmaFabric:
         """Read the missing pages over the other fabric."""
         pages, peer = progress.elsewhere(), progress.peer
         self._metrics.rdma_fallbacks.labels(failure).inc(len(pages))
-        key, name = (peer, failure), name_of(peer)
-        self._warn_once("rdma.fell_back", key, peer=name, reason=failure, to=fallback.name)
+        key, name, at = (peer, failure), name_of(peer), progress.read.member.control
+        self._warn_once("rdma.fell_back", key, peer=name, at=at, reason=failure, to=fallback.name)
         if failure == PEER_UNREACHABLE:
-            self._away(peer, self._clock() + AWAY_S, failure)
+            self._away(progress.read.member, self._clock() + AWAY_S, failure)
         got = fallback.read(progress.part(pages), deadline)
         progress.seen[pages] = got.seals
         why = got.failure or (REFUSED if progress.outside.any() else "")
@@ -437,11 +445,18 @@ class RdmaFabric:
 
     # --- warnings ---------------------------------------------------------------------------------
 
-    def _away(self, peer: int, until: float, why: str, rail: int = ALL_RAILS) -> None:
+    def _away(self, member: Member, until: float, why: str, rail: int = ALL_RAILS) -> None:
         """Skip a peer until a time, over one rail or over all, and warn once."""
-        self._unreachable.note(peer, until, rail)
-        self._warn_once("rdma.connect_failed", (peer, why), peer=name_of(peer), reason=why)
+        self._unreachable.note(member.incarnation, until, rail)
+        self._warn_once(
+            "rdma.connect_failed",
+            (member.incarnation, why),
+            peer=name_of(member.incarnation), at=member.control, reason=why,
+        )  # fmt: skip
 
-    def _warn_channel(self, peer: int, side: ClientRail, why: str) -> None:
-        key, name = (peer, why), name_of(peer)
-        self._warn_once("rdma.channel_failed", key, peer=name, reason=why, rail=side.rail.name)
+    def _warn_channel(self, member: Member, side: ClientRail, why: str) -> None:
+        self._warn_once(
+            "rdma.channel_failed",
+            (member.incarnation, why),
+            peer=name_of(member.incarnation), at=member.control, reason=why, rail=side.rail.name,
+        )  # fmt: skip

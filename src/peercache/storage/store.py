@@ -182,8 +182,9 @@ class DiskStore:
         try:
             self._open_when_there_is_room()
         except (OSError, ConfigError, sqlite3.Error) as error:
-            self._log.warning("disk.open_failed", path=self._disk_path, error=str(error))
-            self._tell(DiskEnded(str(error)))
+            why = _plain(error)
+            self._log.warning("disk.open_failed", path=self._disk_path, error=why)
+            self._tell(DiskEnded(why))
         except Exception as error:
             self._log.error("disk.internal_error", error=repr(error), exc_info=True)
             self._tell(DiskEnded(f"a bug: {error!r}"))
@@ -322,3 +323,14 @@ def _entries_of(effect: Spill, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.vo
     entries["sequence"] = effect.sequences[pages]
     entries["written"] = entries["used"] = int(time.time())
     return entries
+
+
+def _plain(error: Exception) -> str:
+    """Return what is wrong with the folder and what to do, for a person."""
+    if not isinstance(error, OSError):
+        return str(error)
+    at = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{at}{error.strerror or error}: make it a folder that the node may write to, or name "
+        "another disk_path, and restart the node"
+    )

@@ -191,3 +191,28 @@ def test_wrong_usage_is_one_sentence(
     assert problem in told
     assert len(told.splitlines()) == 1
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_script_takes_the_paths_from_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names are those of the settings, so what `issue` says is a node's configuration."""
+    folder = tmp_path / "made"
+    authority = json.loads(_run(capsys, "init", folder, "--cluster", "prod", "--json")[1])
+    issued = json.loads(_run(capsys, "issue", folder, "--node", "a", "--json")[1])
+    again, listed = (
+        json.loads(_run(capsys, "revoke", folder, "node-a", "--json")[1]) for _ in range(2)
+    )
+
+    assert authority == {
+        "cluster": "prod", "tls_ca": f"{folder}/ca.crt", "key": f"{folder}/ca.key",
+    }  # fmt: skip
+    assert issued.pop("identity") == "peercache://prod/node/a"
+    assert issued == {
+        "tls_ca": f"{folder}/ca.crt",
+        "tls_cert": f"{folder}/node-a.crt",
+        "tls_key": f"{folder}/node-a.key",
+    }
+    assert [each["identity"] for each in again["revoked"]] == ["peercache://prod/node/a"]
+    assert Path(again["tls_crl"]).exists()
+    assert listed == {"revoked": [], "tls_crl": again["tls_crl"]}

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -159,6 +160,35 @@ def test_help_lists_every_command_without_importing_one() -> None:
         assert f"\n  {name} " in done.stdout
     for heavy in ("numpy", "trio", "pynng", "rich", "jinja2", "multiprocessing"):
         assert f" {heavy}\n" not in done.stderr, heavy
+
+
+def commands_of(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Yield every command below a group that is none itself, with its name."""
+    if not isinstance(group, click.Group):
+        yield pytest.param(group, id=" ".join(path))
+        return
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield from commands_of(command, (*path, name))
+
+
+NO_JSON = {
+    "node": "its only output is a line of JSON",
+    "bench serve": "it prints one line when it serves; `bench drive` has the figures",
+    "top": "it is a screen; `status --json` has its numbers",
+    "completion": "its output is a script for a shell",
+}
+
+
+@pytest.mark.parametrize("command", list(commands_of(cli.peercache)))
+def test_every_command_speaks_json(command: click.Command, request: pytest.FixtureRequest) -> None:
+    """So that a script need not read tables; an exception has its reason."""
+    name = request.node.callspec.id
+    speaks = any("--json" in parameter.opts for parameter in command.params)
+
+    assert speaks != (name in NO_JSON)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

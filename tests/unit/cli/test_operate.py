@@ -190,3 +190,25 @@ def test_top_without_a_terminal_names_the_other_command(
     """One sentence, and status 2."""
     assert cli.main(["top", "--at", "127.0.0.1:1"]) == 2
     assert "use `peercache status`" in capsys.readouterr().err
+
+
+def test_a_page_does_not_go_to_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes would be commands to the terminal."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    assert cli.main(["get", "key"]) == 2
+
+    assert "name a file with -o" in capsys.readouterr().err
+
+
+def test_without_a_terminal_clear_wants_yes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script is not asked, and does not wait for an answer for ever."""
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+
+    assert cli.main(["clear", "--namespace", "x"]) == 2
+
+    assert "say --yes" in capsys.readouterr().err

@@ -33,8 +33,9 @@ RING = bytes(range(1, 9))
 class Said(list[tuple[str, str]]):
     """A log: the events that are told, and the problem that each names."""
 
-    def warning(self, event: str, *, node: str, problem: str) -> None:
+    def warning(self, event: str, *, node: str, at: str, problem: str) -> None:
         """Take one."""
+        assert at == "h:1"
         assert node == f"{NODE:016x}"
         self.append((event, problem))
 

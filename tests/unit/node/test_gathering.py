@@ -11,13 +11,21 @@ from trio.testing import MockClock
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
-from peercache.model.status import NO_ANSWER, MemberStatus, Status, decoded_statuses, encoded
+from peercache.model.status import (
+    NO_ANSWER,
+    UNAVAILABLE,
+    MemberStatus,
+    Status,
+    decoded_statuses,
+    encoded,
+)
 from peercache.node.gathering import (
     ANSWER_S,
     ASKERS_MAX,
     AT_ONCE,
     BUSY,
     FRESH_S,
+    FRESH_STARTING_S,
     TOLD_BYTES_MAX,
     Gathering,
     portion,
@@ -189,3 +197,23 @@ def test_a_portion_fits_into_a_message() -> None:
         count += 1
     assert seen == many
     assert count > 5
+
+
+async def test_a_node_that_starts_is_looked_at_again_soon(autojump_clock: MockClock) -> None:
+    """It is not shown as unavailable for the second that follows its start."""
+    del autojump_clock
+    cluster = Cluster(member(2), replies=silent)
+    states = iter([UNAVAILABLE, "ok", "ok"])
+
+    def answer(node: int, asked: StatusAsked) -> None:
+        told = encoded(Status(name=f"n{node}:1", state=next(states)))
+        cluster.gathering.take(node, StatusTold(asked.request, told))
+
+    cluster.replies = answer
+    seen = []
+    for pause_s in (0.0, FRESH_STARTING_S / 2, FRESH_STARTING_S, FRESH_S / 2):
+        await trio.sleep(pause_s)
+        seen.append((await cluster.gathering.statuses())[1].status.state)
+
+    assert seen == [UNAVAILABLE, UNAVAILABLE, "ok", "ok"]
+    assert cluster.asked == [2, 2]

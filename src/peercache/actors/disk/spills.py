@@ -204,9 +204,11 @@ class Spills:
 
     def _note_trouble(self, states: npt.NDArray[np.uint8]) -> None:
         if (states == DISK_FULL).any():
-            self.trouble = "the file system is full, or at disk_free_floor"
+            self.trouble = (
+                "the file system is full, or at disk_free_floor: free some room, or lower disk_size"
+            )
         elif (states == DISK_FAILED).any():
-            self.trouble = "writes to it fail"
+            self.trouble = "writes to it fail: see the kernel's log, or name another disk_path"
         elif (states == DISK_DONE).any():
             self.trouble = ""
 

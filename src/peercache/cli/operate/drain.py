@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.connecting import Operator, Target, complete_members, target_options
 from peercache.cli.options import json_option
 from peercache.cli.terminal import print_json
 from peercache.errors import DeadlineExceeded, PeerUnreachable
@@ -23,7 +23,7 @@ EXIT_NOT_DONE = 1
 
 
 @click.command
-@click.argument("node", required=False)
+@click.argument("node", required=False, shell_complete=complete_members)
 @target_options
 @click.option(
     "--within",
