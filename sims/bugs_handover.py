@@ -1,4 +1,4 @@
-"""The planted bugs of a drain: what is handed over and must not be.
+"""The planted bugs of hand-overs: of records to a new owner, and of a drained node's pages.
 
 Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from peercache.actors.mailboxes import TAKER
 from peercache.actors.pool.actor import Pool
+from peercache.actors.publisher.actor import Publisher
 from sims import node
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
@@ -30,6 +31,20 @@ def _whatever_came(_: Any) -> Any:
 
     return arrived
 
+
+def _as_soon_as_it_begins(right: Any) -> Any:
+    def turn(self: Any, ring: Any, now: float) -> Any:
+        effects = right(self, ring, now)
+        self._is_complete = True
+        for stream in self._streams.values():
+            stream.ask_soon(now)
+        self._due = now
+        return effects
+
+    return turn
+
+
+INCOMPLETE_HAND_OVER: Patches = ((Publisher, "_turn", _as_soon_as_it_begins),)
 
 THOUGH_REMOVED: Patches = ((Pool, "_take_over", _as_a_client_stores),)
 

@@ -19,9 +19,11 @@ from typing import Any
 import attrs
 
 from sims import bugs, bugs_handover, bugs_owners, bugs_tables, planted
+from sims.doubting import doubt
 from sims.play import play
-from sims.racing import race
-from sims.swarm import Options, draining, smaller, with_tables
+from sims.racing import race, race_drains
+from sims.rewriting import rewrite
+from sims.swarm import Options, draining, smaller, with_a_bound, with_rot, with_tables
 from sims.turning import turn
 
 FIRST_SEED = 1_000_000
@@ -68,12 +70,14 @@ CANARIES: tuple[Canary, ...] = (
         "a fabric reads the bytes without a look at the word before them",
         100,
         plant=planted.NO_FIRST_LOOK,
+        story=rewrite,
     ),
     Canary(
         planted.FUTURE_ACCEPTED,
         "the look before the bytes accepts a record whose word is still to come",
         100,
         plant=planted.FUTURE_ACCEPTED,
+        story=rewrite,
     ),
     Canary(
         planted.KEY_AFTER_WORD,
@@ -194,6 +198,7 @@ CANARIES: tuple[Canary, ...] = (
         "the owner samples the word before it sends the bytes",
         100,
         plant=planted.WORD_BEFORE_BYTES,
+        story=rewrite,
     ),
     Canary(
         "lost-put-or-delete-never-repaired",
@@ -224,6 +229,7 @@ CANARIES: tuple[Canary, ...] = (
         "a page that was loaded from disk is believed without its checksum",
         100,
         plant=planted.CHECKSUM_NOT_VERIFIED,
+        change=with_rot,
     ),
     Canary(
         "late-slot-reused",
@@ -322,28 +328,35 @@ CANARIES: tuple[Canary, ...] = (
         "a table has authority however long ago its owner was at work",
         50,
         patches=bugs_tables.OLD_TICK_BELIEVED,
-        change=with_tables,
+        story=doubt,
+    ),
+    Canary(
+        "another-rings-word-believed",
+        "a table that has authority for one ring is believed on another one",
+        20,
+        patches=bugs_tables.ANOTHER_RINGS_WORD_BELIEVED,
+        story=doubt,
     ),
     Canary(
         "gap-not-doubted",
         "an owner keeps its authority when a message of a stream is missing",
         50,
         patches=bugs_owners.GAP_NOT_DOUBTED,
-        change=with_tables,
+        story=doubt,
     ),
     Canary(
         "incarnation-inherits-in-sync",
         "a holder counts as in sync until it says otherwise",
         50,
         patches=bugs_owners.INCARNATION_INHERITS,
-        change=with_tables,
+        story=doubt,
     ),
     Canary(
         "own-stall-unnoticed",
         "an owner keeps its authority when its process has stood still",
         50,
         patches=bugs_owners.STALL_UNNOTICED,
-        change=with_tables,
+        story=doubt,
     ),
     Canary(
         "suspect-in-sync",
@@ -357,7 +370,14 @@ CANARIES: tuple[Canary, ...] = (
         "a summary that matches counts as a hand-over",
         50,
         patches=bugs_owners.SUMMARY_COUNTS_AS_HAND_OVER,
-        change=with_tables,
+        story=doubt,
+    ),
+    Canary(
+        "incomplete-hand-over",
+        "a holder says that it has handed over as soon as it begins",
+        20,
+        patches=bugs_handover.INCOMPLETE_HAND_OVER,
+        story=doubt,
     ),
     Canary(
         "pool-shares-taken-out",
@@ -370,6 +390,7 @@ CANARIES: tuple[Canary, ...] = (
         "one writer reserves more than client_uncommitted_max",
         50,
         patches=bugs.WRITER_BOUND_IGNORED,
+        change=with_a_bound,
     ),
     Canary(
         "waits-by-another-clock",
@@ -380,9 +401,9 @@ CANARIES: tuple[Canary, ...] = (
     Canary(
         "handed-over-though-removed",
         "a page that is removed while it is handed over is committed all the same",
-        60,
+        20,
         patches=bugs_handover.THOUGH_REMOVED,
-        change=draining,
+        story=race_drains,
     ),
     Canary(
         "handed-over-unverified",

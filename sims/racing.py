@@ -1,13 +1,21 @@
-"""A story: readers mirror pages of another host while a third one removes them, at every moment.
+"""Two stories: pages are copied from one host to another while a third one removes them.
 
-A page that a removal has ended at every member must not come back by a copy that was read before.
+Readers mirror them, or their node is drained. A page that a removal has ended at every member must
+not come back by a copy that was read before, whatever the moment.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias
+
 import attrs
 import trio
 
+from peercache.actors.mailboxes import DrainCancelled
+from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
 from sims import determinism
 from sims.clock import VirtualClock
@@ -24,23 +32,46 @@ LATEST_S = 0.04
 """A removal begins at most so long after the read that it races: then its copies are committed."""
 
 
+Copies: TypeAlias = Callable[[World, int, random.Random], Awaitable[None]]
+"""Has a page copied from the first host to another one."""
+
+
 def race(seed: int) -> str:
-    """Return what a checker has found, "" for nothing."""
+    """Return what a checker has found while readers mirror, "" for nothing."""
+    return _raced(seed, _mirror)
+
+
+def race_drains(seed: int) -> str:
+    """Return what a checker has found while a node is drained, "" for nothing."""
+    return _raced(seed, _drain)
+
+
+def _raced(seed: int, copy: Copies) -> str:
     clock = VirtualClock(wall_s=WALL_LIMIT_S)
-    crowd = Crowd(readers=2, pages=ROUNDS, pulls="all", seed=seed)
+    crowd = Crowd(readers=2, pages=ROUNDS, pulls="all" if copy is _mirror else "off", seed=seed)
     options = attrs.evolve(crowd.options(), step_s=STEP_S, steps_a_page=4, latency_mean_s=0.0005)
-
-    async def main() -> None:
-        await _run(World(options, clock, Trace(clock.current_time, show=None)))
-
+    world = World(options, clock, Trace(clock.current_time, show=None))
     try:
-        determinism.run(main, seed=seed, clock=clock)
+        determinism.run(partial(_run, world, copy), seed=seed, clock=clock)
     except Exception as error:
         return explained(error)[0]
     return ""
 
 
-async def _run(world: World) -> None:
+async def _mirror(world: World, page: int, rng: random.Random) -> None:
+    await world.calls.get(world.clients["c-n1"], [page], rng, 2.0)
+
+
+async def _drain(world: World, page: int, rng: random.Random) -> None:
+    del page, rng
+    node, counts = world.nodes["n0"], world.calls.counts
+    await node.drained(lambda: True)
+    given = node.crew.handover.giving.progress.given
+    counts["mirrored"] = counts.get("mirrored", 0) + given
+    node.crew.mailboxes.handover.tell(SELF, DrainCancelled())
+
+
+async def _run(world: World, copy: Copies) -> None:
     names = list(world.host_of)
     world.network.heal()
     async with trio.open_nursery() as nursery:
@@ -50,17 +81,17 @@ async def _run(world: World) -> None:
             nursery.start_soon(world.run_node, name, 0.0)
             nursery.start_soon(world.run_reader, f"c-{name}", name)
         await trio.sleep(SETTLED_S)
-        producer, reader, remover = (world.clients[f"c-{name}"] for name in names)
+        producer, _, remover = (world.clients[f"c-{name}"] for name in names)
         rng = world.stream("race")
         for page in range(ROUNDS):
             await world.calls.set(producer, [page], rng, 2.0)
             key = world.library.keys[[page]].tobytes()
             async with trio.open_nursery() as racing:
-                racing.start_soon(world.calls.get, reader, [page], rng, 2.0)
+                racing.start_soon(copy, world, page, rng)
                 await trio.sleep(LATEST_S * page / ROUNDS)
                 removal = Remove(0, remover.namespace.tag(), key, 0.0)
                 racing.start_soon(world.calls.tell_all, remover, removal)
             # Until a removal's deadline nothing of its namespace is mirrored.
             await trio.sleep(remover.config.op_timeout_s + 0.5)
-        assert world.calls.counts["mirrored"], "no page was mirrored: there was no race"
+        assert world.calls.counts["mirrored"], "no page was copied: there was no race"
         nursery.cancel_scope.cancel()

@@ -141,6 +141,34 @@ def draining(options: Options) -> Options:
     )
 
 
+def with_rot(options: Options) -> Options:
+    """Return a small run with disks that lose bits all the time, and pools that need them."""
+    return attrs.evolve(
+        smaller(options),
+        disk_slabs=16,
+        disk_on_evict=False,
+        disk_queue_bytes=10**6,
+        disk_step_s=0.0002,
+        disk_full=0.0,
+        disk_late=0.0,
+        disk_rot=4.0,
+        pool_granules=24,
+        keys=40,
+    )
+
+
+def with_a_bound(options: Options) -> Options:
+    """Return a small run in which one writer wants more than it may have, all the time."""
+    return attrs.evolve(
+        smaller(options),
+        pool_granules=96,
+        uncommitted_granules=16,
+        batch_max=16,
+        think_s=0.02,
+        workers=2,
+    )
+
+
 def with_tables(options: Options) -> Options:
     """Return the same run where clients ask tables all the time, and little else goes wrong.
 

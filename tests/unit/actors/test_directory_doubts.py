@@ -160,3 +160,37 @@ def test_how_many_are_in_doubt_is_told() -> None:
     hear(shard, A, Put(7, records_of(A, [1], 10).tobytes()), 0.01)
 
     assert (before, shard.authority.doubted) == (0, 1)
+
+
+def test_as_many_records_with_another_content_differ() -> None:
+    """A page that was lost and one that came too late: the count is right."""
+    shard = shard_in_sync()
+    hear(shard, A, Put(1, records_of(A, [1], 10).tobytes()), 0.01)
+    before = has_authority(shard, 0.01)
+
+    hear(shard, A, summary_of(1, records_of(A, [2], 10)), 0.01)
+
+    assert (before, has_authority(shard, 0.01)) == (True, False)
+
+
+def test_a_batch_without_memory_ends_authority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has none left, or the table is full: what is refused is lacking."""
+    monkeypatch.setattr("peercache.actors.directory.actor.ROWS_MAX", 4200)
+    shard = shard_in_sync()
+    before = has_authority(shard, 0.01)
+
+    hear(shard, A, Put(1, records_of(A, list(range(4300)), [10] * 4300).tobytes()), 0.01)
+
+    assert (before, has_authority(shard, 0.01)) == (True, False)
+
+
+def test_a_stall_is_noticed_once() -> None:
+    """What holders answer before the next tick counts."""
+    shard = shard_in_sync()
+    tick(shard, 1.0)
+
+    stalled = has_authority(shard, 3.0)
+    for holder in (A, B):
+        hear(shard, holder, HandedOver(0, 0, 0, RING.version), 3.0)
+
+    assert (stalled, has_authority(shard, 3.0)) == (False, True)

@@ -1,0 +1,140 @@
+"""A story: an owner that cannot know a page, and a client that looks into its table just then.
+
+Without a cluster's other troubles, and each cause by itself, again and again:
+
+    lost      a message of a stream is lost, and the next one comes;
+    stopped   the owner's process is stopped for longer than sets wait, and its messages are lost;
+    newcomer  an owner has just come, and former owners take a second to hand over.
+
+Whatever the cause is, the owner's table calls nothing absent for certain that has been stored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import trio
+
+from peercache.model.hash_ring import AUTO
+from peercache.paths.writing import PUBLISH_PATIENCE_S
+from sims import determinism
+from sims.client import SimClient
+from sims.clock import VirtualClock
+from sims.crowd import SETTLED_S, Crowd
+from sims.play import explained
+from sims.trace import Trace
+from sims.world import WALL_LIMIT_S, World
+
+ROUNDS = 8
+LOOK_S = 0.0007
+"""Between two looks into a table."""
+
+LOST_S = 0.004
+"""How long nothing comes through: what is lost is asked about 0.02 s after it was sent."""
+
+STOPPED_S = PUBLISH_PATIENCE_S + 0.1
+"""How long an owner is stopped: sets give it up."""
+
+CUT_S = STOPPED_S + 0.2
+
+TOLD_A_SECOND = 40
+"""Records that a holder hands over: a second's work is of interest here, and not a blink's."""
+
+HANDED_OVER_S = 4.0
+
+RING_S = 0.3
+"""How long a thread takes to make a ring: nodes and clients follow a view at different times."""
+
+
+def doubt(seed: int) -> str:
+    """Return what a checker has found, "" for nothing."""
+    for act in (_lost, _stopped, _newcomer):
+        clock = VirtualClock(wall_s=WALL_LIMIT_S)
+        options = _options(seed, ring_s=RING_S if act is _newcomer else 0.0)
+        world = World(options, clock, Trace(clock.current_time, show=None))
+        try:
+            determinism.run(partial(_run, world, act), seed=seed, clock=clock)
+        except Exception as error:
+            return explained(error)[0]
+    return ""
+
+
+def _options(seed: int, *, ring_s: float) -> Any:
+    """Return three hosts with a node each, without faults of their own."""
+    return attrs.evolve(
+        Crowd(readers=2, pages=64, seed=seed).options(),
+        replicas=AUTO,
+        cache_entries=0,
+        republish_rate=TOLD_A_SECOND,
+        summary_s=2.0,
+        ring_s=ring_s,
+        partition_holds=False,
+        latency_mean_s=0.0002,
+    )
+
+
+async def _run(world: World, act: Callable[[World, random.Random], Awaitable[None]]) -> None:
+    world.network.heal()
+    async with trio.open_nursery() as nursery:
+        world.nursery = nursery
+        nursery.start_soon(world.network.run)
+        for name in [*world.host_of][:2] if act is _newcomer else world.host_of:
+            _start(world, name)
+        await trio.sleep(SETTLED_S)
+        await act(world, world.stream("doubting"))
+        nursery.cancel_scope.cancel()
+
+
+def _start(world: World, name: str) -> None:
+    """Start a node, and a client beside it."""
+    world.nursery.start_soon(world.run_node, name, 0.0)
+    world.nursery.start_soon(world.run_reader, f"c-{name}", name)
+
+
+async def _look(world: World, reader: SimClient, pages: list[int], span_s: float) -> None:
+    """Ask for pages again and again, as a client that knows of none does."""
+    until = trio.current_time() + span_s
+    while trio.current_time() < until:
+        await world.calls.exists(reader, pages)
+        await trio.sleep(LOOK_S)
+
+
+async def _lost(world: World, rng: random.Random) -> None:
+    producer, owner = world.clients["c-n0"], world.clients["c-n1"]
+    for page in range(0, 2 * ROUNDS, 2):
+        world.network.cut("h0", "h1", trio.current_time() + LOST_S)
+        async with trio.open_nursery() as setting:
+            setting.start_soon(world.calls.set, producer, [page], rng, 2.0)
+            await trio.sleep(LOST_S + 0.001)
+            setting.start_soon(world.calls.set, producer, [page + 1], rng, 2.0)
+            setting.start_soon(_look, world, owner, [page], 0.03)
+        await trio.sleep(0.2)
+
+
+async def _stopped(world: World, rng: random.Random) -> None:
+    producer, owner = world.clients["c-n0"], world.clients["c-n1"]
+    for page in range(ROUNDS):
+        now = trio.current_time()
+        world.places["n1"].pause(now, STOPPED_S)
+        world.network.cut("h0", "h1", now + CUT_S)
+        await world.calls.set(producer, [page], rng, 2.0)
+        await _look(world, owner, [page], now + CUT_S - trio.current_time())
+        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+
+
+async def _newcomer(world: World, rng: random.Random) -> None:
+    pages = list(range(64))
+    producer = world.clients["c-n0"]
+    for begin in range(0, len(pages), 8):
+        await world.calls.set(producer, pages[begin : begin + 8], rng, 2.0)
+    world.nursery.start_soon(world.run_reader, "c-n2", "n2")
+    await trio.sleep(0.6)
+    world.nursery.start_soon(world.run_node, "n2", 0.0)
+    until = trio.current_time() + HANDED_OVER_S
+    while trio.current_time() < until:
+        await world.calls.exists(world.clients["c-n2"], rng.sample(pages, 8))
+        await trio.sleep(0.005)
