@@ -1,6 +1,7 @@
 """Publishes block events over ZeroMQ, as vLLM does: routers that read vLLM's engines read these.
 
-A reader that joins late, or has missed a batch, asks the replay endpoint for all since a sequence.
+A reader that joins late, or has missed a batch, asks the replay endpoint for all since a sequence;
+where that is further back than what is kept, everything is told anew to all readers.
 Routers forget nothing by themselves when a publisher starts anew, and ignore sequences below those
 that they have seen. So sequences begin with the clock, and a publisher's first event, as that after
 a loss of its own, is AllBlocksCleared, followed by what there is.
@@ -8,6 +9,7 @@ a loss of its own, is AllBlocksCleared, followed by what there is.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -37,6 +39,13 @@ QUEUE_EVENTS_MAX: Final = 16_384
 REPLAY_BATCHES_MAX: Final = 10_000
 REPLAY_BYTES_MAX: Final = 64 * 2**20
 """What is kept for readers that have missed something."""
+
+QUIET_S: Final = 1.0
+"""Silence after which an empty batch goes out: a reader that has missed the last one, or has joined
+since, sees the gap and asks for a replay."""
+
+ANEW_S: Final = 5.0
+"""At most so often is everything told anew because a replay reaches back no further."""
 
 WAITING_MAX: Final = 1000
 """Batches that wait for one reader."""
@@ -91,8 +100,9 @@ class BlockPublisher:
         self._topic, self._rank, self._present = topic.encode(), rank, present
         self._lock = threading.Lock()
         self._queue: deque[BlockEvent] = deque()
-        self._is_lossy = True
+        self._is_lossy = False
         """Something was not queued: everything is told anew."""
+        self._has_begun = False
         self._is_closing = threading.Event()
         self._has_events = threading.Event()
         # Above all that an earlier publisher of this endpoint has used: it sent fewer than a
@@ -100,7 +110,9 @@ class BlockPublisher:
         self._next = time.time_ns() // 1000
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._counts = {"events": 0, "batches": 0, "resyncs": -1, "replays": 0}
+        self._is_trimmed = False
+        self._sent_at = self._anew_at = -math.inf
+        self._counts = {"events": 0, "batches": 0, "resyncs": 0, "replays": 0}
         self._thread = threading.Thread(target=self._run, name="peercache-events", daemon=True)
         self._thread.start()
 
@@ -117,7 +129,7 @@ class BlockPublisher:
 
     def figures(self) -> PublisherFigures:
         """Return what was done so far."""
-        return PublisherFigures(**(self._counts | {"resyncs": max(0, self._counts["resyncs"])}))
+        return PublisherFigures(**self._counts)
 
     def close(self) -> None:
         """Send what is queued, and end; bounded, may be repeated."""
@@ -147,14 +159,15 @@ class BlockPublisher:
     def _send_some(self) -> bool:
         """Send one batch, or everything anew; return whether there was something."""
         with self._lock:
-            is_lossy, self._is_lossy = self._is_lossy, False
-            count = min(len(self._queue), EVENTS_A_BATCH)
-            events = [] if is_lossy else [self._queue.popleft() for _ in range(count)]
-        if not is_lossy:
-            if events:
+            is_anew = self._is_lossy or not self._has_begun
+            self._counts["resyncs"] += self._is_lossy
+            self._has_begun, self._is_lossy = True, False
+            count = 0 if is_anew else min(len(self._queue), EVENTS_A_BATCH)
+            events = [self._queue.popleft() for _ in range(count)]
+        if not is_anew:
+            if events or time.monotonic() - self._sent_at >= QUIET_S:
                 self._send(events)
             return bool(events)
-        self._counts["resyncs"] += 1
         batch: list[BlockEvent] = [AllBlocksCleared()]
         # Events that are queued from here on may be told twice, in their order: that is harmless.
         for event in self._present():
@@ -173,8 +186,10 @@ class BlockPublisher:
         self._kept_bytes += len(payload)
         while len(self._kept) > REPLAY_BATCHES_MAX or self._kept_bytes > REPLAY_BYTES_MAX:
             self._kept_bytes -= len(self._kept.popleft()[1])
+            self._is_trimmed = True
         # A PUB socket drops for a reader that is too slow, which sees the gap and asks again.
         self._sockets[0].send_multipart(frames_of(number, payload, self._topic))
+        self._sent_at = time.monotonic()
         self._counts["batches"] += 1
         self._counts["events"] += len(events)
 
@@ -188,10 +203,20 @@ class BlockPublisher:
             except RemoteProtocolError:
                 continue
             self._counts["replays"] += 1
+            self._tell_anew_before(since)
             for number, payload in self._kept:
                 if number >= since:
                     router.send_multipart([asker, *frames_of(number, payload)])
             router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
+
+    def _tell_anew_before(self, since: int) -> None:
+        """Tell everything anew if a reader has missed what is not kept any more."""
+        now = time.monotonic()
+        if self._is_trimmed and since < self._kept[0][0] and now - self._anew_at >= ANEW_S:
+            self._anew_at = now
+            with self._lock:
+                self._queue.clear()
+                self._is_lossy = True
 
     # --- sockets ------------------------------------------------------------------------------
 

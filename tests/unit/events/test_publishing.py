@@ -63,7 +63,7 @@ def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
     with closing(BlockPublisher(ANY, ANY, topic="kv")) as publisher:
         with reading(zmq.SUB, publisher.endpoint) as reader:
             number = 0
-            while not reader.poll(20):
+            while not (number and reader.poll(20)):
                 number += 1
                 publisher.publish([stored(number)])
             first, events = received(reader)
@@ -72,7 +72,6 @@ def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
         while not told or BlockRemoved((1,)) not in told[-1][1]:
             told = replayed(publisher.replay, 0)
 
-    assert isinstance(events[0], BlockStored)
     assert told[0][1][0] == AllBlocksCleared()
     assert (first, events) in told
     sequences = [one for one, _ in told]
@@ -120,6 +119,55 @@ def test_too_many_events_are_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = len(flat) - 1 - flat[::-1].index(AllBlocksCleared())
     assert flat[begin : begin + 2] == [AllBlocksCleared(), stored(101)]
     assert figures.resyncs == 1
+
+
+def test_what_is_published_at_once_is_not_lost() -> None:
+    """Before the publisher's thread has run; what is present may be told twice."""
+    with closing(BlockPublisher(ANY, ANY, present=lambda: [stored(1)])) as publisher:
+        publisher.publish([stored(1), stored(2)])
+        flat: list[BlockEvent] = []
+        while stored(2) not in flat:
+            flat = [event for _, events in replayed(publisher.replay, 0) for event in events]
+
+    assert flat == [AllBlocksCleared(), stored(1), stored(1), stored(2)]
+    assert publisher.figures().resyncs == 0
+
+
+def test_a_quiet_publisher_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has missed the last batch sees the gap before the next event."""
+    monkeypatch.setattr(publishing, "QUIET_S", 0.1)
+    with (
+        closing(BlockPublisher(ANY, ANY)) as publisher,
+        reading(zmq.SUB, publisher.endpoint) as reader,
+    ):
+        heard = [received(reader), received(reader)]
+
+    assert heard[1][1] == []
+    assert heard[1][0] == heard[0][0] + 1
+
+
+def test_a_replay_from_before_what_is_kept_tells_everything_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that joins after a day knows what there is, not what happened lately."""
+    monkeypatch.setattr(publishing, "REPLAY_BATCHES_MAX", 2)
+    monkeypatch.setattr(publishing, "EVENTS_A_BATCH", 1)
+    monkeypatch.setattr(publishing, "QUIET_S", 0.1)
+    with closing(BlockPublisher(ANY, ANY, present=lambda: [stored(7)])) as publisher:
+        publisher.publish([stored(number) for number in range(5)])
+        while publisher.figures().events < 7:
+            pass
+        with reading(zmq.SUB, publisher.endpoint) as reader:
+            received(reader)
+            assert AllBlocksCleared() not in replayed(publisher.replay, 0)[0][1]
+            flat: list[BlockEvent] = []
+            while stored(7) not in flat:
+                flat += received(reader)[1]
+            # Not again at once: a stranger could keep the publisher busy.
+            replayed(publisher.replay, 0)
+            assert publisher.figures().resyncs == 1
+
+    assert flat == [AllBlocksCleared(), stored(7)]
 
 
 def test_what_is_no_question_for_a_replay_is_passed_over() -> None:
