@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.frozen.public import COMMANDS, flags_of
+from tests.house.layers import HOMES
 from tests.house.reference_pages import BEGIN, END, FILES, MADE, PAGES, ROOT, with_made_part
-from tests.house.test_tidy import HOMES
 
 DOCS = ROOT / "docs"
 BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")

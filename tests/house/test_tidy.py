@@ -15,6 +15,8 @@ from typing import TypeAlias
 import attrs
 import pytest
 
+from tests.house.layers import HOMES, LAYERS
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "peercache"
 
@@ -23,96 +25,6 @@ pytestmark = pytest.mark.xdist_group("source")
 
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
-
-# Every folder of the package, from the bottom up, with the folders that it may import. A folder
-# imports only what stands above its own line in this table, so folders form no circle. `errors`
-# is free to all, and so are files of the same folder; among files, circles are looked for apart.
-LAYERS: dict[str, str] = {
-    # What pip installed: the compiled library, and the distribution's name.
-    "installation": "",
-    # Plain values, settings, the wire, and what is told.
-    "model": "installation",
-    "content": "model",
-    "config": "model",
-    "wire.messages": "model",
-    "wire": "model wire.messages",
-    "observability": "wire.messages",
-    # Who may do what: everything below that opens a socket or a file asks it.
-    "trust": "model config wire wire.messages observability",
-    # The actors of a node: state machines without I/O, and the loop that runs them.
-    "actors": "model observability wire wire.messages",
-    "actors.membership": "model observability wire.messages actors",
-    "actors.ring": "model actors",
-    "actors.directory": "model observability installation wire.messages actors",
-    "actors.publisher": "model observability wire.messages actors",
-    "actors.pool": "model observability wire.messages actors",
-    "actors.disk": "model observability wire.messages actors",
-    "actors.removal": "model wire.messages actors",
-    "actors.handover": "model wire.messages actors",
-    "actors.promote": "model observability wire.messages actors",
-    "actors.channels": "",
-    "actors.rdma": "wire.messages actors",
-    # The read and write paths, without I/O.
-    "paths": "model config observability installation wire wire.messages",
-    # One foreign library or kernel facility each.
-    "memory": "trust model observability installation",
-    "storage": "trust model observability actors actors.disk",
-    "net": "trust model config observability installation wire wire.messages paths",
-    "fabric": "trust model observability actors.channels memory",
-    "fabric.tcp": "trust model config observability installation actors.channels fabric",
-    "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
-    "fabric",
-    "http": "trust model config observability",
-    "discovery": "config observability",
-    # A node is put together from all of them, then the blocking client.
-    "node": "trust model config wire wire.messages observability installation actors "
-    "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
-    "actors.promote actors.removal actors.rdma actors.handover paths memory storage net fabric "
-    "fabric.tcp rdma http discovery",
-    "client": "trust model config wire wire.messages observability paths memory net fabric "
-    "fabric.tcp rdma node",
-    "": "client",
-    # What routers are told.
-    "events": "",
-    # What people and engines start.
-    "sglang": "model config observability client",
-    "connector": "model content config observability memory client",
-    "cli": "trust config observability installation wire storage node",
-    "cli.operate": "model trust config observability wire wire.messages net node client cli",
-    "cli.demo": "config observability '' cli",
-    "cli.bench": "model config observability installation wire wire.messages trust actors "
-    "actors.disk storage net fabric.tcp rdma client cli",
-    "cli.doctor": "trust config observability installation memory rdma node cli cli.bench",
-}
-
-# A foreign library is known to few places, so that a change of it has few places to be made.
-# docs/explanation/dependencies.md says why each is there; attrs and numpy are free to all.
-HOMES: dict[str, frozenset[str]] = {
-    "blake3": frozenset({"content"}),
-    "pynng": frozenset({"net"}),
-    "pyverbs": frozenset({"rdma"}),
-    "huggingface_hub": frozenset({"sglang"}),
-    "sglang": frozenset({"sglang"}),
-    "torch": frozenset({"sglang"}),
-    "cbor2": frozenset({"wire"}),
-    "click": frozenset({"cli"}),
-    "cryptography": frozenset({"trust"}),
-    "msgspec": frozenset({"events"}),
-    "zmq": frozenset({"events"}),
-    "h11": frozenset({"discovery", "http"}),
-    "jinja2": frozenset({"http"}),
-    "starlette": frozenset({"http"}),
-    "rich": frozenset({"cli"}),
-    "structlog": frozenset({"observability"}),
-    "prometheus_client": frozenset({"observability", "http"}),
-    "trio": frozenset({"actors", "discovery", "fabric", "http", "net", "node", "rdma"}),
-    "xxhash": frozenset({"client", "storage"}),
-    "tomli": frozenset({"config"}),
-    "typing_extensions": frozenset({"actors", "node", "rdma"}),
-    "matplotlib": frozenset({"cli"}),
-    "sqlite3": frozenset({"storage"}),
-    "asyncio": frozenset(),
-}
 
 PURE = frozenset({"model", "config", "wire", "paths"})
 """Rooms of which a simulation replays every file; of the actors it is every file but the loop."""
