@@ -305,7 +305,7 @@ def test_rdma_gets_devices_and_may_lock_memory() -> None:
     by_plug_in = Rendered.of(VALUES["rdma by a plug-in"]).node
     of_host = Rendered.of(VALUES["rdma of the host"]).node
 
-    assert by_plug_in["resources"]["limits"]["rdma/hca"] == 1
+    assert by_plug_in["resources"]["limits"]["rdma/hca"] == "1"
     assert "privileged" not in by_plug_in["securityContext"]
     assert "IPC_LOCK" in by_plug_in["securityContext"]["capabilities"]["add"]
     assert of_host["securityContext"]["privileged"] is True
