@@ -32,14 +32,16 @@ COMPONENTS = frozenset(
         "discovery",
         "disk",
         "drain",
+        "engines",
         "fabric",
         "handover",
         "home",
         "http",
+        "lmcache",
         "membership",
         "memory",
     }
-    | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp", "tls"}
+    | {"node", "pool", "rdma", "segment", "sglang", "shm", "tcp", "tls", "vllm"}
 )
 """The first part of a log event: the component that an operator looks for."""
 

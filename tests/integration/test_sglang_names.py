@@ -18,10 +18,10 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 
 import peercache.sglang.registration as registration_module
+from peercache.engines.weights import BLOCK_BYTES, SAMPLES, content_digest, weights_identity
 from peercache.errors import Rejected
 from peercache.observability import reasons
 from peercache.sglang import PeerCacheStore
-from peercache.sglang.weights import BLOCK_BYTES, SAMPLES, content_digest, weights_identity
 from tests.integration.sglang_fakes import FakeCluster
 from tests.integration.sglang_pools import PAGE_TOKENS
 from tests.integration.sglang_rig import prompt, wait_until

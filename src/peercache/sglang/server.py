@@ -12,7 +12,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from peercache.sglang.weights import weights_identity
+from peercache.engines.weights import weights_identity
 
 _BAGS = ("model", "serving", "lora")
 """Namespaces of SGLang's resolved configuration that hold what we read, since 0.5.20."""

@@ -1,0 +1,1 @@
+"""What adapters of several engines share: client, threads behind the engine, names of weights."""

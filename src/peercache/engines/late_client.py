@@ -1,0 +1,108 @@
+"""The client of an adapter: opened at once where the home node is there, else as soon as it is.
+
+An engine starts whether its cache serves or not: until the client is open every call is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from peercache.client.client import Client
+from peercache.config.settings import Config
+from peercache.model.keys import Namespace
+from peercache.observability.log import WarnOnce
+
+OP_TIMEOUT_S = 0.8
+"""Deadline of a get where no setting says another: an engine waits for a load a second at most, of
+which a quarter of this may pass in a queue."""
+
+PATIENCE_PART = 0.25
+"""Part of a call's deadline that work may wait for its thread."""
+
+REOPEN_RETRY_S = 5.0
+"""Until the next try to open a client."""
+
+
+def engine_config(settings: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+    """Return the settings of an engine's JSON line, above those of the environment.
+
+    Raises ConfigError that names what is wrong: a person reads it as the engine starts.
+    """
+    return Config.load(
+        settings, environment={"PEERCACHE_OP_TIMEOUT_S": str(OP_TIMEOUT_S)} | dict(environment)
+    )
+
+
+@final
+class LateClient:
+    """A client that is there, or will be. Thread-safe."""
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        log: Any,
+        *,
+        on_open: Callable[[Any], None] = lambda _: None,
+        client_factory: Callable[..., Any] = Client.open,
+        retry_s: float = REOPEN_RETRY_S,
+    ) -> None:
+        """Try to open a client; go on trying in a thread where that fails. Never raises.
+
+        on_open: hears the client, before any call is made with it.
+        """
+        self._config = config
+        self._namespace = namespace
+        self._log = log
+        self._on_open = on_open
+        self._client_factory = client_factory
+        self._retry_s = retry_s
+        self._warn_once = WarnOnce(log)
+        self._change = threading.Lock()
+        self._closing = threading.Event()
+        self._client: Any = None
+        self._thread: threading.Thread | None = None
+        if not self._try():
+            self._thread = threading.Thread(target=self._main, name="peercache-attach", daemon=True)
+            self._thread.start()
+
+    @property
+    def client(self) -> Any | None:
+        """The client that serves calls; None while there is none."""
+        return self._client
+
+    def close(self) -> None:
+        """Close the client; bounded, may be repeated."""
+        self._closing.set()
+        with self._change:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _main(self) -> None:
+        while not self._closing.wait(self._retry_s):
+            if self._try():
+                return
+
+    def _try(self) -> bool:
+        try:
+            client = self._client_factory(self._config, namespace=self._namespace)
+        except Exception as error:
+            self._warn_once(
+                "engines.open_failed", str(error), namespace=self._namespace.name, why=str(error)
+            )
+            return False
+        try:
+            self._on_open(client)
+        except Exception:
+            # Without it reads may cost a copy; they are as right.
+            self._log.exception("engines.work_failed", thread=threading.current_thread().name)
+        with self._change:
+            if not self._closing.is_set():
+                self._client = client
+                self._log.info("engines.opened", namespace=self._namespace.name)
+                return True
+        client.close()
+        return True

@@ -1,0 +1,342 @@
+"""Owns PeerCacheL2Adapter, the class that LMCache's `plugin` L2 adapter builds.
+
+Owns    the tasks of LMCache's controllers until their results are asked for, and the counts of
+        what is locked; the client moves the bytes, into and out of LMCache's own memory.
+Hears   LMCache's store and prefetch loops, and its main thread.
+Keeps   no method raises or waits. Each task gets one result and one signal. LMCache takes the bytes
+        of a set bit as they are, so a bit is set for a verified page alone.
+Limits  RESULTS_MAX results wait to be asked for; those of the lanes and of the client's deadlines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from peercache.client.client import Client
+from peercache.client.report import reporting
+from peercache.engines.harmless import harmless
+from peercache.engines.lanes import Lane
+from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
+from peercache.lmcache.addresses import GEOMETRY, Addresses, layout_of
+from peercache.model.keys import Namespace
+from peercache.model.runs import PageRuns
+from peercache.observability.log import get_logger
+
+DEFAULT_NAME = "lmcache"
+"""The namespace of an adapter that is given none."""
+
+RESULTS_MAX = 8192
+"""Results that wait. A prefetch that LMCache gives up asks for none, and they must not grow."""
+
+STORE_BYTES = 256 << 20
+"""Bytes of one call of a store: each call has the deadline of its own."""
+
+LOAD_THREADS = 4
+"""A load that waits for a slow peer keeps no other load waiting."""
+
+USAGE_S = 5.0
+"""Between two questions to the home node for its usage, which LMCache's metrics want often."""
+
+CLOSE_S = 5.0
+"""How long `close` waits for calls in flight; their own deadlines are shorter."""
+
+STORE_PATIENCE_S = 30.0
+"""Stores may wait: LMCache holds their memory until they are done, and needs none of them soon."""
+
+
+class _Results:
+    """Results of one kind of task, and the descriptor that says there are some."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self._lock = threading.Lock()
+        self._done: dict[int, Any] = {}
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor that LMCache polls."""
+        number: int = self._notifier.fileno()
+        return number
+
+    def put(self, task: int, result: Any) -> None:
+        """Keep a result, and signal."""
+        with self._lock:
+            if self._is_closed:
+                return
+            while len(self._done) >= RESULTS_MAX:
+                self._done.pop(next(iter(self._done)))
+            self._done[task] = result
+            self._notifier.notify()
+
+    def take(self, task: int) -> Any | None:
+        """Return a result once; None before it is there."""
+        with self._lock:
+            return self._done.pop(task, None)
+
+    def take_all(self) -> dict[int, Any]:
+        """Return all results, by their tasks."""
+        with self._lock:
+            done, self._done = self._done, {}
+            return done
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._notifier.close()
+
+
+class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no stubs
+    """L2 of an LMCache server in the memory of every host of a PeerCache cluster."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        l1_memory_desc: Any = None,
+        *,
+        client_factory: Callable[..., Any] = Client.open,
+    ) -> None:
+        """Check the settings; raise ConfigError that names the one that is wrong.
+
+        params:         `adapter_params` of LMCache's JSON line: settings of PeerCache.
+        l1_memory_desc: the memory that objects lie in; it is made ready for reads into it.
+        client_factory: what opens the client; tests pass a fake with the same contract.
+        """
+        # PeerCache evicts by itself: LMCache's eviction has no capacity to look at.
+        super().__init__(max_capacity_bytes=0)
+        config = engine_config(params, os.environ)
+        name = config.namespace or DEFAULT_NAME
+        self._log = get_logger(component="lmcache")
+        self._addresses = Addresses(name)
+        self._numbers = itertools.count(1)
+        self._stores, self._lookups, self._loads = _Results(), _Results(), _Results()
+        self._lock = threading.Lock()
+        self._locked: Counter[Any] = Counter()
+        self._l1 = l1_memory_desc
+        self._used_bytes = 0
+        self._usage_asked_s = -math.inf
+        self._clock = time.monotonic
+        self._late = LateClient(
+            config,
+            Namespace.of(name, GEOMETRY, {}),
+            self._log,
+            on_open=self._register_memory,
+            client_factory=client_factory,
+        )
+        patience_s = config.op_timeout_s * PATIENCE_PART
+        log = self._log
+        self._store_lane = Lane("lmcache-store", log, patience_s=STORE_PATIENCE_S)
+        self._ask_lane = Lane("lmcache-lookup", log, patience_s=patience_s)
+        self._load_lane = Lane("lmcache-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+
+    # --- descriptors -------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that is readable when stores are done."""
+        return self._stores.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that is readable when lookups are done."""
+        return self._lookups.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that is readable when loads are done."""
+        return self._loads.fileno()
+
+    # --- store -------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        """Store objects; return the task's number. The objects' memory is read until it is done."""
+        task, keys, objects = next(self._numbers), list(keys), list(objects)
+        self._store_lane.submit(
+            lambda: self._stores.put(task, self._store(keys, objects)),
+            lambda: self._stores.put(task, L2StoreResult(success=False, bytes_transferred=0)),
+        )
+        return task
+
+    @harmless(dict[int, Any])
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """Return the results of stores that are done, each once."""
+        return self._stores.take_all()
+
+    # --- lookup ------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock_task(
+        self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Ask which objects are held, and have them evicted last; return the task's number.
+
+        PeerCache pins nothing for a reader: a load of an object that went meanwhile is a miss.
+        """
+        task, keys = next(self._numbers), list(keys)
+        self._ask_lane.submit(
+            lambda: self._lookups.put(task, self._look_up(keys, group_layout_descs)),
+            lambda: self._lookups.put(task, Bitmap(len(keys))),
+        )
+        return task
+
+    @harmless(lambda: None)
+    def query_lookup_and_lock_result(self, task_id: int) -> Any | None:
+        """Return which objects are held, once; None before it is known."""
+        return self._lookups.take(task_id)
+
+    @harmless(lambda: None)
+    def submit_unlock(self, keys: Sequence[Any]) -> None:
+        """Count locks down."""
+        with self._lock:
+            for key in keys:
+                if self._locked[key] > 1:
+                    self._locked[key] -= 1
+                else:
+                    del self._locked[key]
+
+    # --- load --------------------------------------------------------------------------------
+
+    def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        """Read objects into LMCache's memory; return the task's number."""
+        task, keys, objects = next(self._numbers), list(keys), list(objects)
+        self._load_lane.submit(
+            lambda: self._loads.put(task, self._load(keys, objects)),
+            lambda: self._loads.put(task, Bitmap(len(keys))),
+        )
+        return task
+
+    @harmless(lambda: None)
+    def query_load_result(self, task_id: int) -> Any | None:
+        """Return which objects were read and verified, once; None before it is known."""
+        return self._loads.take(task_id)
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    @harmless(lambda: None)
+    def delete(self, keys: Sequence[Any]) -> None:
+        """Remove objects from every node, in the layouts that this server has met."""
+        asked = list(keys)
+        self._ask_lane.submit(
+            lambda: self._delete(asked),
+            lambda: self._log.warning("lmcache.deletion_dropped", objects=len(asked)),
+        )
+
+    @harmless(lambda: AdapterUsage(0, 0))
+    def get_usage(self) -> Any:
+        """Return the bytes used of the home node's pool, as they were when this was asked last."""
+        if self._clock() - self._usage_asked_s >= USAGE_S:
+            self._usage_asked_s = self._clock()
+            self._ask_lane.submit(self._ask_usage, lambda: None)
+        return AdapterUsage(self._used_bytes, 0)
+
+    @harmless(lambda: {"is_healthy": False, "type": "PeerCacheL2Adapter"})
+    def report_status(self) -> dict[str, Any]:
+        """Return what a person asks first: attached or not, locks, and what waits."""
+        with self._lock:
+            locked = len(self._locked)
+        return {
+            "is_healthy": self._late.client is not None,
+            "type": type(self).__name__,
+            "locked": locked,
+            "stores_waiting": len(self._store_lane),
+            "lookups_waiting": len(self._ask_lane),
+            "loads_waiting": len(self._load_lane),
+        }
+
+    @harmless(lambda: None)
+    def close(self) -> None:
+        """End tasks, the client and the descriptors; bounded, may be repeated."""
+        lanes = (self._store_lane, self._ask_lane, self._load_lane)
+        ended = [lane.close(CLOSE_S) for lane in lanes]
+        self._late.close()
+        with self._lock:
+            locked = len(self._locked)
+        self._log.info("lmcache.closed", locked=locked, in_time=all(ended))
+        for results in (self._stores, self._lookups, self._loads):
+            results.close()
+
+    # --- in the lanes' threads -----------------------------------------------------------------
+
+    def _store(self, keys: list[Any], objects: list[Any]) -> Any:
+        client = self._late.client
+        if client is None:
+            return L2StoreResult(success=False, bytes_transferred=0)
+        names = self._addresses.of(keys, [layout_of(each.meta) for each in objects])
+        runs, sizes = _runs(objects)
+        stored = np.zeros(len(keys), np.bool_)
+        with reporting() as report:
+            for part in _parts(sizes):
+                stored[part] = client.batch_set_from(names[part], runs.take(part))
+        if held := [key for key, is_held in zip(keys, stored, strict=True) if is_held]:
+            self._notify_keys_stored(held, sizes[stored].tolist())
+        return L2StoreResult(bool(stored.all()), report.bytes)
+
+    def _look_up(self, keys: list[Any], layouts: Mapping[int, Any]) -> Any:
+        bits, client = Bitmap(len(keys)), self._late.client
+        if client is None:
+            return bits
+        by_group = {group: layout_of(layout) for group, layout in layouts.items()}
+        names = self._addresses.of(
+            keys, [by_group.get(key.object_group_id) or self._addresses.likely(key) for key in keys]
+        )
+        found = client.touch(names)
+        with self._lock:
+            for place in np.flatnonzero(found).tolist():
+                bits.set(place)
+                self._locked[keys[place]] += 1
+        return bits
+
+    def _load(self, keys: list[Any], objects: list[Any]) -> Any:
+        bits, client = Bitmap(len(keys)), self._late.client
+        if client is None:
+            return bits
+        names = self._addresses.of(keys, [layout_of(each.meta) for each in objects])
+        hits = np.flatnonzero(client.batch_get_into(names, _runs(objects)[0])).tolist()
+        for place in hits:
+            bits.set(place)
+        if hits:
+            self._notify_keys_accessed([keys[place] for place in hits])
+        return bits
+
+    def _delete(self, keys: list[Any]) -> None:
+        client = self._late.client
+        if client is None:
+            self._log.warning("lmcache.deletion_dropped", objects=len(keys))
+            return
+        names, places = self._addresses.known(keys)
+        if client.remove(names):
+            self._notify_keys_deleted([keys[place] for place in places], [0] * len(places))
+
+    def _ask_usage(self) -> None:
+        if (client := self._late.client) is not None:
+            self._used_bytes = int(client.stats().get("home_pool_bytes_used", 0))
+
+    def _register_memory(self, client: Any) -> None:
+        if self._l1 is None:
+            return
+        # A lazy arena grows: only its first part stays where it is.
+        size = getattr(self._l1, "stable_registration_size", None)
+        client.register_memory(self._l1.ptr, self._l1.size if size is None else size)
+
+
+def _runs(objects: Sequence[Any]) -> tuple[PageRuns, Any]:
+    """Return where objects lie, one run each, and their sizes in bytes, (n,) int64."""
+    addresses = np.array([each.data_ptr for each in objects], np.uint64)
+    sizes = np.array([each.get_size() for each in objects], np.int64)
+    return PageRuns.regular(addresses, sizes, len(objects)), sizes
+
+
+def _parts(sizes: Any) -> list[Any]:
+    """Return places of objects in groups of about STORE_BYTES, in their order."""
+    groups = (np.cumsum(sizes) - sizes) // STORE_BYTES
+    return np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(groups)) + 1)

@@ -1,0 +1,241 @@
+"""Owns PeerCacheTier, the secondary tier that vLLM's TieringOffloadingSpec builds.
+
+Owns    the jobs of vLLM's scheduler until their results are asked for; the client moves the bytes,
+        into and out of the rows of vLLM's own CPU cache.
+Hears   vLLM's scheduler, from one thread.
+Keeps   no method raises, for that would end vLLM's EngineCore, and none but `drain_jobs` waits.
+        Each job gets one result. A chunk is told as loaded where its page was verified.
+Limits  those of the lanes and of the client's deadlines, which bound `drain_jobs` too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import vllm
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from peercache.client.client import Client
+from peercache.client.report import reporting
+from peercache.engines.harmless import harmless
+from peercache.engines.lanes import Lane
+from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
+from peercache.model.keys import Namespace, PageKeys, page_keys
+from peercache.model.runs import PageRuns
+from peercache.observability.log import get_logger
+from peercache.vllm.lookups import Lookups
+from peercache.vllm.namespace import namespace_of
+
+LOAD_THREADS = 4
+"""A load that waits for a slow peer keeps no other load waiting."""
+
+STORE_PATIENCE_S = 30.0
+"""Stores may wait: vLLM pins their rows until they are done, and needs none of them soon."""
+
+CLOSE_S = 5.0
+"""How long `shutdown` waits for calls in flight; their own deadlines are shorter."""
+
+
+class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed here
+    """Chunks of vLLM engines in the memory of every host of a PeerCache cluster."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        client_factory: Callable[..., Any] = Client.open,
+        **settings: Any,
+    ) -> None:
+        """Check the settings; raise ConfigError that names the one that is wrong.
+
+        primary_kv_view: (chunks, bytes) int8, vLLM's CPU cache; a row is a page.
+        client_factory:  what opens the client; tests pass a fake with the same contract.
+        settings:        the rest of the tier's JSON: settings of PeerCache.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality.REMOTE
+        config = engine_config(settings, os.environ)
+        self._log = get_logger(component="vllm")
+        self._rows: Any = np.asarray(primary_kv_view)
+        self._spec_config = offloading_spec.config
+        self._name = config.namespace
+        namespace = self._space()
+        self._digest = namespace.digest()
+        self._finished: deque[Any] = deque()
+        self._lookups = Lookups(self._ask)
+        self._late = LateClient(
+            config,
+            namespace,
+            self._log,
+            on_open=self._register_memory,
+            client_factory=client_factory,
+        )
+        patience_s = config.op_timeout_s * PATIENCE_PART
+        log = self._log
+        self._ask_lane = Lane("vllm-lookup", log, patience_s=patience_s)
+        self._store_lane = Lane("vllm-store", log, patience_s=STORE_PATIENCE_S)
+        self._load_lane = Lane("vllm-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+        log.info("vllm.tier_made", namespace=namespace.name, chunk_bytes=self._rows.shape[1])
+
+    # --- lookups -------------------------------------------------------------------------------
+
+    @harmless(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Return whether a chunk is held: a miss or a hit, or that it is not known yet."""
+        held = self._lookups.verdict(req_context.req_id, bytes(key))
+        if held is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if held else LookupResult.MISS
+
+    @harmless(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM names it
+        """Ask for what was looked up in this step."""
+        self._lookups.flush()
+
+    @harmless(RequestOffloadingContext)
+    def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002 - vLLM names it
+        """Return that chunks are stored as they come."""
+        return RequestOffloadingContext()
+
+    @harmless(lambda: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what was looked up for a request."""
+        self._lookups.forget(req_context.req_id)
+
+    @harmless(lambda: None)
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002 - likewise
+        """Have chunks evicted last; dropped where too much is asked already."""
+        names = self._names(keys)
+
+        def touch() -> None:
+            self._touch(names)
+
+        self._ask_lane.submit(touch, lambda: None)
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Store the rows of a job; they are read until its result is there."""
+        self._submit(self._store_lane, job_metadata, self._store)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Read chunks into the rows of a job; they are written until its result is there."""
+        self._submit(self._load_lane, job_metadata, self._load)
+
+    @harmless(list[Any])
+    def get_finished_jobs(self) -> list[Any]:
+        """Return the results of jobs that are done, each once."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    @harmless(lambda: None)
+    def drain_jobs(self) -> None:
+        """Wait until no job touches a row, and leave the chunks that were stored before.
+
+        vLLM calls it when its caches are reset, as after an update of weights in place: from now on
+        the engine shares chunks with itself alone, until it starts anew.
+        """
+        for lane in (self._store_lane, self._load_lane):
+            lane.drain()
+        space = self._space(reset=secrets.token_hex(8))
+        self._digest = space.digest()
+        self._log.info("vllm.cache_reset", namespace=space.name, weights=space.weights)
+
+    @harmless(lambda: None)
+    def shutdown(self) -> None:
+        """End jobs and the client; bounded, may be repeated."""
+        lanes = (self._store_lane, self._ask_lane, self._load_lane)
+        ended = [lane.close(CLOSE_S) for lane in lanes]
+        self._late.close()
+        if all(ended):
+            # vLLM unmaps the memory next, which no array may refer to then.
+            self._rows = None
+        self._log.info("vllm.tier_closed", in_time=all(ended))
+
+    # --- between the scheduler and the lanes -----------------------------------------------------
+
+    def _submit(self, lane: Lane, job: Any, move: Callable[[Any, float], None]) -> None:
+        begun_s = time.monotonic()
+        lane.submit(lambda: move(job, begun_s), lambda: self._fail(job))
+
+    def _fail(self, job: Any) -> None:
+        if job.is_promotion:
+            # Else the scheduler asks for the same load in every step.
+            self._settle_failed(job, job.keys)
+        self._finished.append(JobResult(job.job_id, success=False, successful_keys=()))
+
+    def _ask(self, request: str, keys: list[bytes]) -> None:
+        self._ask_lane.submit(
+            lambda: self._lookups.settle(request, keys, held=self._touch(self._names(keys))),
+            lambda: self._lookups.settle(request, keys, held=[False] * len(keys)),
+        )
+
+    # --- in the lanes' threads -----------------------------------------------------------------
+
+    def _touch(self, names: PageKeys) -> list[bool]:
+        client = self._late.client
+        return [False] * len(names) if client is None else list(client.touch(names))
+
+    def _store(self, job: Any, begun_s: float) -> None:
+        self._move(job, begun_s, lambda client, names, runs: client.batch_set_from(names, runs))
+
+    def _load(self, job: Any, begun_s: float) -> None:
+        self._move(job, begun_s, lambda client, names, runs: client.batch_get_into(names, runs))
+
+    def _move(
+        self, job: Any, begun_s: float, call: Callable[[Any, PageKeys, PageRuns], Sequence[bool]]
+    ) -> None:
+        client, keys = self._late.client, list(job.keys)
+        if client is None:
+            self._fail(job)
+            return
+        with reporting() as report:
+            flags = call(client, self._names(keys), self._runs(job.chunk_ids, len(keys)))
+        moved = [key for key, is_moved in zip(keys, flags, strict=True) if is_moved]
+        if job.is_promotion and len(moved) < len(keys):
+            self._settle_failed(job, set(keys).difference(moved))
+        self._finished.append(
+            JobResult(
+                job.job_id,
+                success=len(moved) == len(keys),
+                successful_keys=moved,
+                transfer_time=time.monotonic() - begun_s,
+                transfer_bytes=report.bytes,
+            )
+        )
+
+    def _settle_failed(self, job: Any, keys: Collection[bytes]) -> None:
+        self._lookups.settle(job.req_context.req_id, map(bytes, keys), held=[False] * len(keys))
+
+    def _names(self, keys: Iterable[bytes]) -> PageKeys:
+        # Hashed whole: their first bytes alone would say nothing of the group.
+        return page_keys([b"vllm:" + bytes(key) for key in keys], self._digest)
+
+    def _runs(self, chunk_ids: Any, chunks: int) -> PageRuns:
+        """Return the rows of a job; raise ValueError where one is none of vLLM's."""
+        rows = np.asarray(chunk_ids, np.int64)
+        if rows.shape != (chunks,) or (rows < 0).any() or (rows >= len(self._rows)).any():
+            raise ValueError(f"{chunks} chunks in rows {rows.tolist()!r:.80}")
+        base = self._rows.__array_interface__["data"][0]
+        addresses = (base + rows * self._rows.strides[0]).astype(np.uint64)
+        return PageRuns.regular(addresses, np.full(chunks, self._rows.shape[1]), chunks)
+
+    def _space(self, reset: str = "") -> Namespace:
+        return namespace_of(
+            self._spec_config, self._rows.shape[1], str(vllm.__version__), self._name, reset
+        )
+
+    def _register_memory(self, client: Any) -> None:
+        address = self._rows.__array_interface__["data"][0]
+        client.register_memory(address, self._rows.nbytes, self._rows)

@@ -1,0 +1,122 @@
+"""The parts of vLLM that the tier imports, where vLLM is not installed."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+VERSION = "0.32.0"
+
+
+class LookupResult(enum.Enum):
+    """Answers to a lookup."""
+
+    MISS = 1
+    HIT = 2
+    RETRY = 3
+
+
+class Medium(enum.Enum):
+    """Where a tier keeps chunks."""
+
+    STORAGE = "STORAGE"
+
+
+class Locality(enum.Enum):
+    """How far a tier is."""
+
+    REMOTE = "REMOTE"
+
+
+@attrs.frozen
+class RequestOffloadingContext:
+    """What a tier wants of a request."""
+
+    policy: str = "chunk_level"
+
+
+@attrs.frozen
+class JobResult:
+    """The end of a job."""
+
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+class SecondaryTierManager:
+    """The base class."""
+
+    def __init__(self, offloading_spec: Any, view: memoryview, tier_type: str, bp: Any) -> None:
+        """Keep what vLLM's keeps."""
+        self.tier_type = tier_type
+
+
+@attrs.define
+class Job:
+    """One transfer, as vLLM's scheduler submits it."""
+
+    job_id: int
+    keys: list[bytes]
+    chunk_ids: Any
+    is_promotion: bool
+    req_context: Any
+
+
+def job(number: int, keys: list[bytes], rows: list[int], *, request: str = "") -> Job:
+    """Return a store; a load where a request is named."""
+    ids = np.array(rows, np.int32)
+    return Job(number, keys, ids, bool(request), SimpleNamespace(req_id=request or "r"))
+
+
+def spec(**other: Any) -> SimpleNamespace:
+    """Return an offloading spec; `other` changes its configuration."""
+    facts: dict[str, Any] = {
+        "groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",)),),
+        "model": SimpleNamespace(name="a/model", dtype="torch.bfloat16"),
+        "cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        "parallel": SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+        "kv_cache_layout": "NHD",
+        "canonical_layout": False,
+        "replicated_layout": False,
+    }
+    return SimpleNamespace(config=SimpleNamespace(**{**facts, **other}))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-ins where the tier imports them from."""
+    parts = {
+        "vllm": {"__version__": VERSION},
+        "vllm.v1": {},
+        "vllm.v1.kv_offload": {},
+        "vllm.v1.kv_offload.base": {
+            "Locality": Locality,
+            "LookupResult": LookupResult,
+            "Medium": Medium,
+            "RequestOffloadingContext": RequestOffloadingContext,
+        },
+        "vllm.v1.kv_offload.tiering": {},
+        "vllm.v1.kv_offload.tiering.base": {
+            "JobResult": JobResult,
+            "SecondaryTierManager": SecondaryTierManager,
+        },
+    }
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    forget()
+
+
+def forget() -> None:
+    """Have the next test import the tier anew."""
+    for name in ("peercache.vllm", "peercache.vllm.tier"):
+        sys.modules.pop(name, None)

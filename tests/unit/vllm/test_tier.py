@@ -1,0 +1,217 @@
+"""The secondary tier: lookups, jobs, rows, and nothing raised, over stand-ins of vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.errors import ConfigError
+from tests.system.nodes import wait_until
+from tests.unit.engines.fake_client import FakeClient
+from tests.unit.vllm import fake_vllm
+from tests.unit.vllm.fake_vllm import LookupResult, job
+
+ROW_BYTES = 64
+KEYS = [bytes([i]) * 32 + (0).to_bytes(4, "big") for i in range(4)]
+ASKS = SimpleNamespace(req_id="asks")
+
+
+@pytest.fixture
+def fake() -> FakeClient:
+    """Return the client of the tier."""
+    return FakeClient()
+
+
+@pytest.fixture
+def rows() -> Any:
+    """Return vLLM's CPU cache: eight chunks of other bytes."""
+    return np.arange(8 * ROW_BYTES, dtype=np.uint16).astype(np.int8).reshape(8, ROW_BYTES)
+
+
+@pytest.fixture
+def tier(fake: FakeClient, rows: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a tier over the fake client."""
+    fake_vllm.install(monkeypatch)
+    tier = make(fake, rows)
+    yield tier
+    fake.may_answer.set()
+    tier.shutdown()
+    fake_vllm.forget()
+
+
+def make(fake: FakeClient, rows: Any, **settings: Any) -> Any:
+    """Build a tier as vLLM's factory does."""
+    module = importlib.import_module("peercache.vllm")
+    return module.PeerCacheTier(
+        offloading_spec=fake_vllm.spec(),
+        primary_kv_view=memoryview(rows),
+        tier_type="PeerCacheTier",
+        backpressure_detector=None,
+        client_factory=fake.open,
+        **settings,
+    )
+
+
+def results(tier: Any, *numbers: int) -> dict[int, Any]:
+    """Return the results of jobs, when all of them are there."""
+    done: dict[int, Any] = {}
+
+    def have_come() -> bool:
+        done.update((each.job_id, each) for each in tier.get_finished_jobs())
+        return set(done) >= set(numbers)
+
+    wait_until(have_come)
+    assert set(done) == set(numbers)
+    return done
+
+
+def verdicts(tier: Any, keys: list[bytes], asks: Any = ASKS) -> list[Any]:
+    """Look keys up until all are known, as vLLM's scheduler does in its steps."""
+    answers: list[Any] = []
+
+    def are_known() -> bool:
+        answers[:] = [tier.lookup(key, asks) for key in keys]
+        tier.on_schedule_end(None)
+        return LookupResult.RETRY not in answers
+
+    wait_until(are_known)
+    return answers
+
+
+def test_what_was_stored_is_found_and_loaded_into_other_rows(tier: Any, rows: Any) -> None:
+    """Rows are pages, read and written in place."""
+    stored, other = rows[2].copy(), rows[5].copy()
+    tier.submit_store(job(1, KEYS[:2], [2, 5]))
+    done = results(tier, 1)[1]
+    assert (done.success, done.transfer_bytes) == (True, 2 * ROW_BYTES)
+    assert verdicts(tier, KEYS[:3]) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+    before = rows.copy()
+    tier.submit_load(job(2, [KEYS[1], KEYS[0]], [6, 7], request="asks"))
+    assert results(tier, 2)[2].success
+    assert (rows[6] == other).all()
+    assert (rows[7] == stored).all()
+    assert (rows[:6] == before[:6]).all()
+
+
+def test_a_lookup_never_waits_and_a_step_is_one_question(tier: Any, fake: FakeClient) -> None:
+    """The scheduler hears "later" until the answer is there, and asks once."""
+    fake.may_answer.clear()
+    assert [tier.lookup(key, ASKS) for key in KEYS] == [LookupResult.RETRY] * 4
+    tier.on_schedule_end(None)
+    assert tier.lookup(KEYS[0], ASKS) == LookupResult.RETRY
+    fake.may_answer.set()
+    assert verdicts(tier, KEYS) == [LookupResult.MISS] * 4
+    assert fake.touched == [4]
+
+
+def test_a_load_that_failed_is_a_miss_for_its_request(tier: Any, fake: FakeClient) -> None:
+    """Else the scheduler would load the same chunk in every step; another request may try."""
+    tier.submit_store(job(1, KEYS[:2], [0, 1]))
+    results(tier, 1)
+    assert verdicts(tier, KEYS[:2]) == [LookupResult.HIT] * 2
+    gone = min(fake.pages)
+    fake.pages[gone] = b"short"
+    tier.submit_load(job(2, KEYS[:2], [6, 7], request="asks"))
+    done = results(tier, 2)[2]
+    assert not done.success
+    assert len(done.successful_keys) == 1
+    again = [tier.lookup(key, ASKS) for key in KEYS[:2]]
+    assert sorted(each.name for each in again) == ["HIT", "MISS"]
+    tier.on_request_finished(ASKS)
+    assert verdicts(tier, KEYS[:2], SimpleNamespace(req_id="other")) == [LookupResult.HIT] * 2
+
+
+def test_a_client_that_raises_is_a_miss_with_a_result(tier: Any, fake: FakeClient) -> None:
+    """An exception would end vLLM's EngineCore; a job without a result would pin its rows."""
+    fake.problem = RuntimeError("a bug")
+    tier.submit_store(job(1, KEYS, [0, 1, 2, 3]))
+    tier.submit_load(job(2, KEYS, [0, 1, 2, 3], request="asks"))
+    done = results(tier, 1, 2)
+    assert not done[1].success
+    assert not done[2].success
+    assert verdicts(tier, KEYS) == [LookupResult.MISS] * 4
+
+
+def test_rows_that_are_none_of_vllms_are_not_touched(tier: Any, rows: Any) -> None:
+    """A wrong row would be another's memory."""
+    before = rows.copy()
+    tier.submit_store(job(1, KEYS[:2], [0, 1]))
+    results(tier, 1)
+    tier.submit_load(job(2, KEYS[:2], [0, 8], request="asks"))
+    tier.submit_load(job(3, KEYS[:2], [-1, 0], request="asks"))
+    tier.submit_load(job(4, KEYS[:2], [0], request="asks"))
+    assert [each.success for each in results(tier, 2, 3, 4).values()] == [False] * 3
+    assert (rows == before).all()
+
+
+def test_nothing_raises_whatever_comes(tier: Any) -> None:
+    """Nonsense has a harmless answer."""
+    assert tier.lookup(None, None) == LookupResult.MISS
+    assert tier.on_new_request(None) == fake_vllm.RequestOffloadingContext()
+    tier.on_request_finished(None)
+    tier.touch(None, None)
+    tier.touch(KEYS, ASKS)
+    tier.on_schedule_end(None)
+    assert tier.get_finished_jobs() == []
+
+
+def test_a_drain_ends_all_jobs_and_leaves_the_chunks_before_it(tier: Any, fake: FakeClient) -> None:
+    """After an update of weights vLLM resets its caches: chunks of the old ones are not served."""
+    tier.submit_store(job(1, KEYS, [0, 1, 2, 3]))
+    results(tier, 1)
+    tier.submit_load(job(2, KEYS, [4, 5, 6, 7], request="asks"))
+    tier.drain_jobs()
+    assert [each.job_id for each in tier.get_finished_jobs()] == [2]
+    fresh = SimpleNamespace(req_id="fresh")
+    assert verdicts(tier, KEYS, fresh) == [LookupResult.MISS] * 4
+    tier.submit_store(job(3, KEYS, [0, 1, 2, 3]))
+    results(tier, 3)
+    assert verdicts(tier, KEYS, SimpleNamespace(req_id="later")) == [LookupResult.HIT] * 4
+
+
+def test_a_drain_waits_for_what_touches_a_row(tier: Any, fake: FakeClient) -> None:
+    """Its rows are given to others next."""
+    fake.may_answer.clear()
+    tier.submit_load(job(1, KEYS, [4, 5, 6, 7], request="asks"))
+    wait_until(lambda: len(tier._load_lane) == 1 and not tier._load_lane._waiting)
+    tier.submit_load(job(2, KEYS, [0, 1, 2, 3], request="asks"))
+    drain = threading.Thread(target=tier.drain_jobs)
+    drain.start()
+    drain.join(0.05)
+    assert drain.is_alive()
+    fake.may_answer.set()
+    drain.join(30)
+    assert sorted(each.job_id for each in tier.get_finished_jobs()) == [1, 2]
+
+
+def test_a_shutdown_leaves_vllm_its_memory(tier: Any, fake: FakeClient, rows: Any) -> None:
+    """No array may refer to the cache that vLLM unmaps next. Later calls are misses."""
+    view = tier._rows
+    tier.shutdown()
+    assert fake.is_closed
+    assert tier._rows is None
+    assert fake.registered == [(view.__array_interface__["data"][0], rows.nbytes)]
+    tier.submit_load(job(9, KEYS, [0, 1, 2, 3], request="asks"))
+    assert not results(tier, 9)[9].success
+    tier.shutdown()
+
+
+def test_a_wrong_setting_is_named(tier: Any, fake: FakeClient, rows: Any) -> None:
+    """A person reads it as the engine starts."""
+    with pytest.raises(ConfigError, match="hom"):
+        make(fake, rows, hom="x")
+
+
+def test_without_vllm_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear error in place of a stack of theirs."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    fake_vllm.forget()
+    with pytest.raises(ImportError, match=r"install vllm 0\.32\.0 or later"):
+        importlib.import_module("peercache.vllm")
