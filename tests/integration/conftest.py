@@ -43,11 +43,14 @@ if HAVE_SGLANG:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need SGLang; it may warn."""
+    """Mark the tests that need an engine; SGLang may warn."""
     for item in items:
         if HERE in item.path.parents and item.path.name.startswith("test_sglang"):
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.filterwarnings("default"))
+        for engine in ("lmcache", "vllm"):
+            if HERE in item.path.parents and item.path.name.startswith(f"test_{engine}"):
+                item.add_marker(engine)
 
 
 if not HAVE_SGLANG:
