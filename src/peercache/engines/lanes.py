@@ -31,7 +31,7 @@ class _Piece:
 
 
 @final
-class Lane:
+class CallLane:
     """A bounded queue and its threads. Thread-safe."""
 
     def __init__(

@@ -28,7 +28,7 @@ from lmcache.v1.platform import create_event_notifier
 from peercache.client.client import Client
 from peercache.client.report import reporting
 from peercache.engines.harmless import harmless
-from peercache.engines.lanes import Lane
+from peercache.engines.lanes import CallLane
 from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
 from peercache.lmcache.addresses import GEOMETRY, Addresses, layout_of
 from peercache.model.keys import Namespace
@@ -139,9 +139,9 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         )
         patience_s = config.op_timeout_s * PATIENCE_PART
         log = self._log
-        self._store_lane = Lane("lmcache-store", log, patience_s=STORE_PATIENCE_S)
-        self._ask_lane = Lane("lmcache-lookup", log, patience_s=patience_s)
-        self._load_lane = Lane("lmcache-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+        self._store_lane = CallLane("lmcache-store", log, patience_s=STORE_PATIENCE_S)
+        self._ask_lane = CallLane("lmcache-lookup", log, patience_s=patience_s)
+        self._load_lane = CallLane("lmcache-load", log, threads=LOAD_THREADS, patience_s=patience_s)
 
     # --- descriptors -------------------------------------------------------------------------
 

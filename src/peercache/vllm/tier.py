@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from peercache.client.client import Client
 from peercache.client.report import reporting
 from peercache.engines.harmless import harmless
-from peercache.engines.lanes import Lane
+from peercache.engines.lanes import CallLane
 from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
@@ -84,9 +84,9 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         )
         patience_s = config.op_timeout_s * PATIENCE_PART
         log = self._log
-        self._ask_lane = Lane("vllm-lookup", log, patience_s=patience_s)
-        self._store_lane = Lane("vllm-store", log, patience_s=STORE_PATIENCE_S)
-        self._load_lane = Lane("vllm-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+        self._ask_lane = CallLane("vllm-lookup", log, patience_s=patience_s)
+        self._store_lane = CallLane("vllm-store", log, patience_s=STORE_PATIENCE_S)
+        self._load_lane = CallLane("vllm-load", log, threads=LOAD_THREADS, patience_s=patience_s)
         log.info("vllm.tier_made", namespace=namespace.name, chunk_bytes=self._rows.shape[1])
 
     # --- lookups -------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     # --- between the scheduler and the lanes -----------------------------------------------------
 
-    def _submit(self, lane: Lane, job: Any, move: Callable[[Any, float], None]) -> None:
+    def _submit(self, lane: CallLane, job: Any, move: Callable[[Any, float], None]) -> None:
         begun_s = time.monotonic()
         lane.submit(lambda: move(job, begun_s), lambda: self._fail(job))
 

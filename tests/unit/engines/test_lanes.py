@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peercache.engines.lanes import Lane
+from peercache.engines.lanes import CallLane
 from peercache.observability.log import get_logger
 from tests.system.nodes import wait_until
 
@@ -22,7 +22,9 @@ class Told:
         self.refused: list[str] = []
         self.go = threading.Event()
 
-    def submit(self, lane: Lane, name: str, *, waits: bool = False, fails: bool = False) -> None:
+    def submit(
+        self, lane: CallLane, name: str, *, waits: bool = False, fails: bool = False
+    ) -> None:
         """Submit a piece of work that may wait for `go`, or raise."""
 
         def work() -> None:
@@ -53,9 +55,9 @@ def told() -> Iterator[Told]:
     told.go.set()
 
 
-def lane(**options: Any) -> Lane:
+def lane(**options: Any) -> CallLane:
     """Return a lane of one thread."""
-    return Lane("test", get_logger(), **{"patience_s": 30.0, **options})
+    return CallLane("test", get_logger(), **{"patience_s": 30.0, **options})
 
 
 def test_work_is_done_in_its_order(told: Told) -> None:
