@@ -11,9 +11,10 @@ Keeps   its own entry is in its view, and alive until `leave`; it refutes every 
         each by its own clock. A member heard lately is not dead, whatever other nodes say: they
         tell it, so that it can refute. A dead incarnation comes back only by its own counter.
         A node becomes a member when it has answered at its own address; what others say of it
-        before is an address to try. Only masters are believed about others. Peers get the entries
-        in which their view differs, and no more: a peer whose view this node had lately is told
-        what has changed since. A message costs what it changes, not the view.
+        before is an address to try. Only masters are believed about others, and about their end
+        none that was dead itself a moment ago. Peers get the entries in which their view differs,
+        and no more: a peer whose view this node had lately is told what has changed since. A
+        message costs what it changes, not the view.
 Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `found`, `tombstones`,
         `reconnect`, `claims`, `exchange` and `view_log`; LEAVE_MAX goodbyes.
 """
@@ -403,6 +404,7 @@ class Membership:
             live_at=self._places.live_at,
             heard_lately=lambda one: self._detector.heard_within(one, now, self._suspect_s),
             is_master=sender.identity in masters,
+            is_back=self._detector.back_within(sender.identity, now, self._suspect_s),
         )
         of_me = theirs.get(self._me.incarnation)
         if of_me is not None and is_live(of_me):
@@ -561,6 +563,8 @@ class Membership:
             if before is None or member.counter > before.counter:
                 # Only a member raises its own counter: it lived lately, though unheard here.
                 self._detector.restart(incarnation)
+            if before is not None and not is_live(before):
+                self._detector.back(incarnation, now)
             return
         self._detector.ended(incarnation)
         self._tombstones.ended(incarnation, now)

@@ -21,6 +21,7 @@ class FailureDetector:
         """Judge no member."""
         self._heard_at: dict[int, float] = {}
         self._silent_since: dict[int, float] = {}
+        self._back_since: dict[int, float] = {}
 
     def __len__(self) -> int:
         """Return how many members are remembered as heard."""
@@ -57,6 +58,15 @@ class FailureDetector:
         """Judge a member no longer that is dead or has left, and drop what was heard of it."""
         self._heard_at.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
+        self._back_since.pop(incarnation, None)
+
+    def back(self, incarnation: int, now: float) -> None:
+        """Note that a member lives which this node has held dead."""
+        self._back_since[incarnation] = now
+
+    def back_within(self, incarnation: int, now: float, span_s: float) -> bool:
+        """Tell whether this node held a member dead less than `span_s` ago."""
+        return now - self._back_since.get(incarnation, -math.inf) < span_s
 
     def silent_for(self, span_s: float, now: float) -> list[tuple[int, float]]:
         """Return members silent for `span_s` or longer, with how long, in the order of `judge`."""

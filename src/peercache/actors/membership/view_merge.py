@@ -1,9 +1,10 @@
 """View merge: which entries of another node's view this node merges into its own. Pure.
 
 How two entries merge is a law (`model/view.py`). Which entries to merge is judged here: a member
-heard lately is not dead, only the judges of a member end it, a tombstone stays, and an address has
-one holder. Otherwise one node that was cut off, and comes back with a view full of dead members,
-would empty every view until the last of them has refuted.
+heard lately is not dead, only the judges of a member end it, and none that comes back itself just
+now; a tombstone stays, and an address has one holder. Otherwise one node that was cut off, and
+comes back with a view full of dead members, would empty every view until the last of them has
+refuted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ while two sides do not hear each other. A counter at the end of its range could 
 class JudgedView:
     """What follows from a view.
 
-    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members heard lately.
+    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members that may well live.
     to_meet: addresses at which members may be that this node does not know, or holds dead.
     unmet:   the entries among them that are live, and newer than what this node knows.
     """
@@ -80,11 +81,14 @@ def judge_view(
     live_at: Mapping[str, Collection[int]],
     heard_lately: Callable[[int], bool],
     is_master: bool,
+    is_back: bool,
 ) -> JudgedView:
     """Part the entries of a known `sender`'s view: to merge, to doubt, and to look for.
 
     heard_lately: whether a message of the member itself came within suspect_s.
     is_master:    whether the sender is a master: what others say of third nodes is not believed.
+    is_back:      whether this node held the sender dead until lately: it comes from another side of
+                  a partition, and has not heard yet who lives on this one.
     """
     holders = {member.control: member.incarnation for member in theirs.values() if is_live(member)}
     judged = JudgedView([], [], [], [])
@@ -110,7 +114,7 @@ def judge_view(
             continue
         elif entry.state in (SUSPECT, DEAD) and (
             is_live(mine)
-            and heard_lately(incarnation)
+            and (is_back or heard_lately(incarnation))
             and holders.get(entry.control, incarnation) == incarnation
         ):
             judged.doubted.append(entry)
