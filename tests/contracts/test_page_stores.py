@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from peercache.connector.folder import folder_store
 from peercache.connector.page_store import OpenStore, PageStore, cluster_store
 from peercache.model.keys import KEY, Namespace, PageKeys
 from peercache.model.runs import PageRuns
@@ -20,6 +21,11 @@ PAGE = 200_000
 KINDS: dict[str, Callable[[Path], OpenStore]] = {
     "peercache": lambda path: cluster_store(
         pool_size="32MiB", listen="127.0.0.1:0", shm_dir=str(path), op_timeout_s=PATIENCE_S
+    ),
+    "folder": lambda path: folder_store(path / "pages", "32MiB"),
+    "folder, zstd": lambda path: folder_store(path / "pages", "32MiB", zstd_level=1),
+    "folder, direct, durable": lambda path: folder_store(
+        path / "pages", "32MiB", is_direct=True, is_durable=True
     ),
 }
 

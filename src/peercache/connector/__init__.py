@@ -1,6 +1,7 @@
 """The remote KV connector: KV pages of any engine, by token ids, in PeerCache or in a folder."""
 
 from peercache.connector.connector import RemoteKVConnector
+from peercache.connector.folder import folder_store
 from peercache.connector.metadata import ConnectorMetadata
 from peercache.connector.page_store import cluster_store
 from peercache.connector.queues import AsyncKVPrefetchQueue, AsyncKVStoreQueue
@@ -11,4 +12,5 @@ __all__ = [
     "ConnectorMetadata",
     "RemoteKVConnector",
     "cluster_store",
+    "folder_store",
 ]

@@ -314,3 +314,24 @@ def test_the_example_reuses_what_it_has_stored(store: MemoryPages) -> None:
     assert scheduler.wrong == 0
     assert sorted(scheduler.pool.free) == list(range(512))
     assert statistics.median(scheduler.polls_s) < 0.001
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_no_retrieve_begins_after_a_stop(
+    store: MemoryPages, engine: Engine, *, is_cancelled: bool
+) -> None:
+    """A lookup that was under way finds pages that no one waits for any more."""
+    pages = Pages()
+    queue = queue_of(engine, pages)
+    taken: list[int] = []
+    queue._allocate = lambda count: taken.append(count) or pages.allocate(count)
+    while store.entered.acquire(blocking=False):
+        pass
+    store.go.clear()
+    queue.add("r", TOKENS)
+    assert store.entered.acquire(timeout=PATIENCE_S)
+    (queue.cancel if is_cancelled else queue.stop)("r")
+    store.go.set()
+
+    assert polled(queue) == ([] if is_cancelled else [Prefetched("r", 0, [])])
+    assert taken == []
