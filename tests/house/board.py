@@ -143,6 +143,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               ((gauge("namespace_bytes", "namespace, tier", unborn=True), "{{namespace}} {{tier}}"),
                (gauge("namespace_quota_bytes", "namespace, tier", unborn=True),
                 "{{namespace}} {{tier}}, sure"))),
+        Panel("Drains: pages by what became of them", "short",
+              ((gauge("drain_pages", "instance, state"), "{{instance}} {{state}}"),)),
+        Panel("Drains: bytes by what became of them", "bytes",
+              ((gauge("drain_bytes", "instance, state"), "{{instance}} {{state}}"),)),
+        Panel("Taken over from drained nodes", "ops",
+              ((rate("pages_taken_over_total", "instance"), "{{instance}}"),)),
     ),
     "Disk": (
         Panel("Disk tier open", "none", ((gauge("disk_open"), "{{instance}}"),)),

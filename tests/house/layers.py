@@ -26,7 +26,7 @@ LAYERS: dict[str, str] = {
     "actors.pool": "model observability wire.messages actors",
     "actors.disk": "model observability wire.messages actors",
     "actors.removal": "model wire.messages actors",
-    "actors.handover": "model wire.messages actors",
+    "actors.handover": "model observability wire.messages actors",
     "actors.promote": "model observability wire.messages actors",
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",

@@ -501,13 +501,14 @@ class PagesToGive:
     """pool → handover: the answer to GiveAsked.
 
     groups: pages by namespace, hottest first; none: there are no more.
-    left:   pages behind these.
+    left:   pages behind these; left_bytes: of their slots.
     unfinished: reservations of clients that may still be committed.
     """
 
     groups: tuple[PagesStored, ...]
     left: int
     unfinished: int
+    left_bytes: int = 0
 
 
 @attrs.frozen

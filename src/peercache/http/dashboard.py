@@ -29,8 +29,8 @@ from peercache.model.status import (
     OK,
     UNAVAILABLE,
     MemberStatus,
-    NamespaceUse,
     Status,
+    namespaces_of,
 )
 from peercache.observability.reasons import MISS_REASONS
 
@@ -80,7 +80,7 @@ async def cluster_page(view: PageFacts) -> str:
     """Return the page of all members."""
     members = sorted(view.members, key=_place)
     told = [member.status for member in members if member.answers]
-    namespaces = _namespaces(told)
+    namespaces = namespaces_of(told)
     workers = [(status, worker) for status in told for worker in status.workers]
     peers = [
         (status, peer)
@@ -385,26 +385,6 @@ def _fabrics(history: History, member: str) -> list[tuple[str, str, float]]:
     known = {fabric: rate for fabric, rate in rates.items() if rate > 0}
     total = sum(known.values())
     return [(fabric, written_rate(rate), rate / total) for fabric, rate in known.items()]
-
-
-def _namespaces(told: Sequence[Status]) -> list[NamespaceUse]:
-    """Return what each namespace takes in all of the cluster, the largest first."""
-    found: dict[str, NamespaceUse] = {}
-    for status in told:
-        for use in status.namespaces:
-            known = found.get(use.name)
-            found[use.name] = (
-                use
-                if known is None
-                else attrs.evolve(
-                    known,
-                    bytes=known.bytes + use.bytes,
-                    pages=known.pages + use.pages,
-                    disk_bytes=known.disk_bytes + use.disk_bytes,
-                    quota=known.quota + use.quota,
-                )
-            )
-    return sorted(found.values(), key=lambda use: -use.bytes)
 
 
 def _balance(told: Sequence[Status]) -> str:

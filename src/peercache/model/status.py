@@ -122,7 +122,7 @@ class PeerStatus:
 
 @attrs.frozen(kw_only=True)
 class NamespaceUse:
-    """What a namespace takes at this node. quota: bytes; 0 for no limit."""
+    """What a namespace takes at this node. quota: bytes of the pool it is sure of; 0 for none."""
 
     name: str = ""
     bytes: int = 0
@@ -147,7 +147,10 @@ class Shard:
 
 @attrs.frozen(kw_only=True)
 class Draining:
-    """How far a node has handed its pages over. active: whether it is draining at all."""
+    """How far a node has handed its pages over. active: whether it is draining at all.
+
+    pages, bytes: all that are to be handed over; done: those that other nodes have.
+    """
 
     active: bool = False
     phase: str = ""
@@ -224,6 +227,26 @@ class Status:
         hits = self.total("pages_hit")
         asked = hits + self.total("pages_missed")
         return hits / asked if asked else math.nan
+
+
+def namespaces_of(told: Sequence[Status]) -> list[NamespaceUse]:
+    """Return what each namespace takes in all of the cluster, the largest first."""
+    found: dict[str, NamespaceUse] = {}
+    for status in told:
+        for use in status.namespaces:
+            known = found.get(use.name)
+            found[use.name] = (
+                use
+                if known is None
+                else attrs.evolve(
+                    known,
+                    bytes=known.bytes + use.bytes,
+                    pages=known.pages + use.pages,
+                    disk_bytes=known.disk_bytes + use.disk_bytes,
+                    quota=known.quota + use.quota,
+                )
+            )
+    return sorted(found.values(), key=lambda use: -use.bytes)
 
 
 @attrs.frozen(kw_only=True)

@@ -92,6 +92,8 @@ class Crew:
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
         self.handover = Handover(me.incarnation)
+        if metrics is not None:
+            self.handover.show(metrics)
         self.mailboxes = boxes = NodeMailboxes()
         self.actors: tuple[NamedActor[Any], ...] = (
             NamedActor("membership", self.membership, boxes.membership),

@@ -73,12 +73,14 @@ class Drainer:
             return status.Draining()
         progress = self.giving.progress
         done = progress.given + progress.there
+        bytes_done = progress.given_bytes + progress.there_bytes
         return status.Draining(
             active=True,
             phase=self.state,
             pages=done + progress.lost + progress.left,
             pages_done=done,
-            bytes_done=progress.given_bytes,
+            bytes=bytes_done + progress.lost_bytes + progress.left_bytes,
+            bytes_done=bytes_done,
         )
 
     def _begin(self, within_s: float) -> None:

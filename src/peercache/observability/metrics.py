@@ -98,6 +98,7 @@ class Metrics:
         self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
         self._make_namespaces(gauge)
+        self._make_drain(counter, gauge)
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
         self._make_disk(registry, counter, gauge)
@@ -136,6 +137,15 @@ class Metrics:
         )
         self.namespace_quota_bytes = gauge(
             "namespace_quota_bytes", "Bytes that a namespace is sure of.", "namespace", "tier"
+        )
+
+    def _make_drain(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Make the metrics of pages that are handed over when a node is drained."""
+        told = "of this node's drain: given, there before, lost for want of room or time, and left."
+        self.drain_pages = gauge("drain_pages", f"Pages {told}", "state")
+        self.drain_bytes = gauge("drain_bytes", f"Bytes {told}", "state")
+        self.pages_taken_over = counter(
+            "pages_taken_over", "Pages that this node took over from nodes that were drained."
         )
 
     def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:

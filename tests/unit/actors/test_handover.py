@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import numpy as np
@@ -39,7 +40,10 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
-from peercache.wire.messages.draining import PagesOffered, PagesTaken
+from peercache.model.status import Draining
+from peercache.node.draining import Drainer
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.draining import DrainNode, PagesOffered, PagesTaken
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -140,7 +144,8 @@ def test_pages_are_offered_until_none_are_left() -> None:
     assert story.giving.state == HANDED_OVER
     progress = story.giving.progress
     assert (progress.given, progress.there, progress.lost, progress.left) == (2, 1, 0, 0)
-    assert progress.given_bytes == 2 * 4096
+    assert (progress.given_bytes, progress.there_bytes) == (2 * 4096, 4096)
+    assert (progress.lost_bytes, progress.left_bytes) == (0, 0)
 
 
 def test_each_target_has_one_offer() -> None:
@@ -177,6 +182,51 @@ def test_what_one_has_no_room_for_is_offered_to_another() -> None:
 
     assert asked == 2 * FULL_MAX - 1
     assert (story.giving.progress.given, story.giving.progress.lost) == (1, 1)
+    assert story.giving.progress.lost_bytes == 4096
+
+
+def test_a_drain_is_shown_in_pages_and_bytes_from_its_first_offer() -> None:
+    """Status and metrics, the same: what is given, was there, is lost, and is left."""
+    story, metrics = Story(), Metrics()
+    story.actor.show(metrics)
+    story.see(ONE)
+    drainer = Drainer(
+        story.giving, tell=story.hear, others=lambda: 1, within_s=60.0, leave=lambda: None,
+        nursery=Mock(), log=Mock(),
+    )  # fmt: skip
+    assert drainer.status() == Draining()
+    drainer.answer(DrainNode(0, 0.0))
+    story.hear(DrainBegan(story.now + 60.0))
+    told = PagesToGive((PagesStored(records_of(1, 2, 3), 1),), 2, 0, left_bytes=10_000)
+    ((_, number, _),) = offers(story.hear(told))
+    whole = 3 * 4096 + 10_000
+    assert (drainer.status().bytes, drainer.status().bytes_done) == (whole, 0)
+
+    story.hear(taken(number, COMMITTED, HERE, ABORTED), Origin(ONE))
+
+    status = drainer.status()
+    assert (status.pages, status.pages_done) == (5, 2)
+    assert (status.bytes, status.bytes_done) == (whole, 2 * 4096)
+    read = metrics.registry.get_sample_value
+    shown = [
+        read(f"peercache_drain_{name}", {"state": state})
+        for name in ("pages", "bytes")
+        for state in ("given", "there", "lost", "left")
+    ]
+    assert shown == [1, 1, 0, 3, 4096, 4096, 0, 4096 + 10_000]
+
+
+def test_what_is_taken_over_is_counted() -> None:
+    """Only what was committed: this node's metrics outlive those of the node that leaves."""
+    story, metrics = Story(), Metrics()
+    story.actor.show(metrics)
+    story.see(ONE)
+    story.hear(PagesOffered(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
+    story.hear(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
+    story.hear(PullDone(1, b"\1\0"))
+    story.hear(Committed(0, 1, bytes((COMMITTED, ABORTED)), b"", 0))
+
+    assert metrics.registry.get_sample_value("peercache_pages_taken_over_total") == 1
 
 
 def test_a_silent_target_is_given_up_and_its_pages_go_elsewhere() -> None:

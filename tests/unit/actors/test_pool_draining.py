@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from peercache.actors.effects import StoreWords, TellDirectory, TellHandover, TellPublisher
 from peercache.actors.mailboxes import (
@@ -16,6 +17,7 @@ from peercache.actors.mailboxes import (
     TakeOver,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.pool import giving
 from peercache.actors.pool.mirrors import NEWCOMER_S
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -179,7 +181,25 @@ def test_pages_are_given_hottest_first_and_by_namespace() -> None:
 
     (group,) = given.groups
     assert [bytes(name) for name in group.records["key"].tolist()] == [key(1), key(3), key(2)]
-    assert (given.left, group.namespace) == (0, 1)
+    assert (given.left, given.left_bytes, group.namespace) == (0, 0, 1)
     assert rig.give(anew=False).groups == ()
     rig.say(Remove(9, 1, key(3)), NODE)
     assert [len(group.records) for group in rig.give().groups] == [2]
+
+
+def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bytes are those of the slots, of each size; mirrors are not among them."""
+    monkeypatch.setattr(giving, "PORTION_PAGES", 1)
+    rig = Taker()
+    rig.mirror(7)
+    rig.store(1, 2)
+    lengths = np.full(1, 2 * GRANULE - 5, "<u8").tobytes()
+    rig.say(Reserve(5, 90, 1, key(3), lengths))
+    rig.say(Commit(6, 90, b"\1", bytes(8), 0.1))
+
+    told = [rig.give(anew=at == 0) for at in range(4)]
+
+    assert [portion.left for portion in told] == [2, 1, 0, 0]
+    assert [portion.left_bytes // GRANULE for portion in told] == [2, 1, 0, 0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from peercache.cli import main as cli
 from peercache.cli.operate import connecting
 from peercache.cli.operate.connecting import Operator, Target, _written
-from peercache.cli.operate.screen import age, duration, is_fine, whole
+from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine, whole
 from peercache.cli.operate.top import frame
 from peercache.errors import ConfigError, PeerCacheError
 from peercache.model.member import DEAD, Member
@@ -20,6 +20,7 @@ from peercache.model.status import (
     Draining,
     Latencies,
     MemberStatus,
+    NamespaceUse,
     PeerStatus,
     Status,
     Tier,
@@ -71,6 +72,35 @@ def test_the_sums_are_of_the_cluster() -> None:
     assert "90.0 % of 2,000 pages (shm 1,800)" in text
     assert "absent 180, full 20" in text
     assert "get      99 % of the calls take up to 1 ms" in text
+
+
+def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
+    """Summed over the members, the largest first; no table where no node has quotas."""
+    chat = NamespaceUse(
+        name="chat", bytes=2**30, pages=256, disk_bytes=2**34, quota=2**32, priority=2
+    )
+    rest = NamespaceUse(name="(others)", bytes=2**20, pages=7)
+    text = drawn(told(namespaces=(rest, chat)), told(name="b:1", namespaces=(chat,)))
+
+    line, last = text.rstrip().splitlines()[-2:]
+    assert line.split() == [
+        "chat",
+        "2.0",
+        "GiB",
+        "25",
+        "%",
+        "of",
+        "8.0",
+        "GiB",
+        "32.0",
+        "GiB",
+        "512",
+        "2",
+    ]
+    assert " ".join(last.split()) == "(others) 1.0 MiB - 0 bytes 7 0"
+    assert "namespace" not in drawn(told())
+    many = tuple(attrs.evolve(chat, name=f"n{number}") for number in range(NAMESPACES_MAX + 3))
+    assert "3 more: --json has all" in drawn(told(namespaces=many))
 
 
 def test_what_is_wrong_has_a_line_of_its_own() -> None:

@@ -16,8 +16,9 @@ Limits  one offer a target, of `giving.OFFER_PAGES` and OFFER_BYTES; `taking.TAK
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
-from typing import final
+from typing import Final, final
 
 import attrs
 from typing_extensions import assert_never
@@ -35,8 +36,11 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.model.member import Member
+from peercache.observability.metrics import Metrics
 from peercache.wire.messages.draining import PagesOffered, PagesTaken
 from peercache.wire.messages.pool import Committed, Granted
+
+_PAGE_STATES: Final = ("given", "there", "lost", "left")
 
 
 @final
@@ -49,6 +53,17 @@ class Handover:
     takings: Takings = attrs.field(factory=Takings)
     _members: dict[int, Member] = attrs.field(factory=dict)
     _deadline: float = inf
+
+    def show(self, metrics: Metrics) -> None:
+        """Compute the figures of the drain when they are read, and count what is taken over."""
+        for state in _PAGE_STATES:
+            metrics.drain_pages.labels(state).set_function(partial(self._figure, state))
+            size = metrics.drain_bytes.labels(state)
+            size.set_function(partial(self._figure, f"{state}_bytes"))
+        self.takings.count = metrics.pages_taken_over.inc
+
+    def _figure(self, name: str) -> float:
+        return float(attrs.asdict(self.giving.progress)[name])
 
     def on_message(self, sender: Origin, message: HandoverHears, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""

@@ -70,9 +70,11 @@ class Recipient:
 
 @attrs.define
 class Progress:
-    """How far a drain is, in pages. given: read by another node; there: it had them before.
+    """How far a drain is, in pages and bytes.
 
-    lost: not given, for want of free room or of time. left: still to be offered.
+    given: read by another node; there: it had them before. lost: not given, for want of free room
+    or of time. left: still to be offered; of pages that the pool has not named yet the bytes of
+    their slots are counted, which are a little more.
     """
 
     given: int = 0
@@ -80,6 +82,9 @@ class Progress:
     lost: int = 0
     left: int = 0
     given_bytes: int = 0
+    there_bytes: int = 0
+    lost_bytes: int = 0
+    left_bytes: int = 0
 
 
 @final
@@ -98,6 +103,7 @@ class Giving:
     _is_asking: bool = False
     _is_dry: bool = False
     _behind: int = 0
+    _behind_bytes: int = 0
     _last: int = 0
 
     @property
@@ -120,7 +126,8 @@ class Giving:
             return []
         self.state, self.progress = HANDING_OVER, Progress()
         self._until, self._settle_until = until, now + UNFINISHED_S
-        self._is_dry, self._is_asking, self._behind = False, True, 0
+        self._is_dry, self._is_asking = False, True
+        self._behind = self._behind_bytes = 0
         for target in self._targets.values():
             target.is_given_up, target.times_full, target.rests_until = False, 0, -inf
         return [TellPool(DrainChanged(is_draining=True)), TellPool(GiveAsked(anew=True))]
@@ -143,7 +150,8 @@ class Giving:
             self._ask_at = now + AGAIN_S
             return []
         self._settle_until = -inf
-        self._is_dry, self._behind = not portion.groups, portion.left
+        self._is_dry = not portion.groups
+        self._behind, self._behind_bytes = portion.left, portion.left_bytes
         for group in portion.groups:
             self._queue += cut(Batch(group.namespace, group.records))
         return self.go_on(now)
@@ -161,10 +169,11 @@ class Giving:
             node.is_given_up = True
             self._queue.appendleft(batch)
             return self.go_on(now)
-        is_new, is_full = states == COMMITTED, states == REFUSED_FULL
+        is_new, is_full, is_there = states == COMMITTED, states == REFUSED_FULL, states == HERE
         self.progress.given += int(is_new.sum())
-        self.progress.there += int((states == HERE).sum())
-        self.progress.given_bytes += int(batch.records["length"][is_new].sum(dtype=np.uint64))
+        self.progress.there += int(is_there.sum())
+        self.progress.given_bytes += bytes_of(batch.records[is_new])
+        self.progress.there_bytes += bytes_of(batch.records[is_there])
         if is_full.any():
             node.times_full = 0 if is_new.any() else node.times_full + 1
             node.rests_until = now + FULL_S
@@ -176,6 +185,7 @@ class Giving:
             self._queue.append(Batch(batch.namespace, batch.records[again], tries))
         else:
             self.progress.lost += int(again.sum())
+            self.progress.lost_bytes += bytes_of(batch.records[again])
         return self.go_on(now)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -223,18 +233,22 @@ class Giving:
         is_over = not self._queue and self._is_dry and not self._offers
         if is_over or now >= self._until or (not self.targets and not waits_for_pages):
             self.state = HANDED_OVER
-            self.progress.lost += self._waiting_pages()
+            pages, size = self._waiting()
+            self.progress.lost += pages
+            self.progress.lost_bytes += size
             self._forget()
-        self.progress.left = self._waiting_pages()
+        self.progress.left, self.progress.left_bytes = self._waiting()
         return effects
 
     def check(self) -> None:
         """Assert the bound of the offers."""
         assert len(self._offers) <= len(self._targets), f"{len(self._offers)} offers"
 
-    def _waiting_pages(self) -> int:
+    def _waiting(self) -> tuple[int, int]:
+        """Return how many pages are still to be given, and their bytes."""
         waiting = [*self._queue, *(batch for _, batch, _ in self._offers.values())]
-        return self._behind + sum(len(batch.records) for batch in waiting)
+        pages = self._behind + sum(len(batch.records) for batch in waiting)
+        return pages, self._behind_bytes + sum(bytes_of(batch.records) for batch in waiting)
 
     def _retake(self, number: int) -> None:
         """Have the pages of an offer without an answer offered to another target."""
@@ -249,9 +263,15 @@ class Giving:
     def _forget(self) -> None:
         self._queue.clear()
         self._offers.clear()
-        self._behind, self._ask_at, self._is_asking = 0, inf, False
+        self._behind = self._behind_bytes = 0
+        self._ask_at, self._is_asking = inf, False
         for target in self._targets.values():
             target.offer = 0
+
+
+def bytes_of(records: Records) -> int:
+    """Return the bytes of the pages of these records."""
+    return int(records["length"].sum(dtype=np.uint64))
 
 
 def cut(batch: Batch) -> list[Batch]:

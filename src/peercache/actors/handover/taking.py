@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, final
 
 import attrs
@@ -15,6 +16,7 @@ from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records
 from peercache.wire.messages.draining import PagesOffered, PagesTaken
 from peercache.wire.messages.pool import (
     ABORTED,
+    COMMITTED,
     REFUSED_FULL,
     RESERVED,
     Commit,
@@ -50,6 +52,8 @@ class Taking:
 class Takings:
     """The offers that are being taken; each has a number, which is that of its reservation, too."""
 
+    count: Callable[[int], None] | None = None
+    """Counts pages that were taken over."""
     _open: dict[int, Taking] = attrs.field(factory=dict)
     _last: int = 0
 
@@ -93,6 +97,8 @@ class Takings:
 
     def committed(self, committed: Committed) -> list[Effect]:
         """Tell the offerer what this node holds now."""
+        if self.count is not None:
+            self.count(committed.states.count(COMMITTED))
         return self._answer(committed.sequence, committed.states)
 
     def check(self) -> None:

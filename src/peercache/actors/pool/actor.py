@@ -249,7 +249,7 @@ class Pool:
                 return []
             case GiveAsked(anew):
                 if anew or self._giving is None:
-                    self._giving = GivingOrder(self._slots)
+                    self._giving = GivingOrder(self._slots, self._granule)
                 unfinished = self._reservations.open_count - self._reservations.ahead_count
                 return [TellHandover(self._giving.next(self._pages, unfinished))]
             case ReserveAhead():

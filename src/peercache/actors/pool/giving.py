@@ -25,10 +25,15 @@ PORTION_BYTES: Final = 256 * 2**20
 class GivingOrder:
     """The order in which pages are handed over; what changes meanwhile is looked at in its turn."""
 
-    def __init__(self, slots: SlotAllocator) -> None:
-        """Take the pages of this moment; a copy of the list of slots, and no look at any page."""
+    def __init__(self, slots: SlotAllocator, granule: int) -> None:
+        """Take the pages of this moment; a copy of the list of slots, and no look at any page.
+
+        granule: bytes.
+        """
         hottest_first = [list(held)[::-1] for held in slots.coldest_first()]
         self.left = sum(map(len, hottest_first))
+        self._granule = granule
+        self._left_granules = sum(_granules(held[0]) * len(held) for held in hottest_first if held)
         self._slots: Iterator[Slot] = merge(*hottest_first, key=lambda slot: -slot.touched)
 
     def next(self, pages: PageTable, unfinished: int) -> PagesToGive:
@@ -40,10 +45,15 @@ class GivingOrder:
             if slot is None:
                 break
             self.left -= 1
+            self._left_granules -= _granules(slot)
             if slot.state != HELD or slot.is_mirror:
                 continue
             (page,) = pages.in_slots([slot])
             by_namespace.setdefault(page.namespace, []).append(page)
             count, size = count + 1, size + page.length
         groups = tuple(PagesStored(pages.records(some), tag) for tag, some in by_namespace.items())
-        return PagesToGive(groups, self.left, unfinished)
+        return PagesToGive(groups, self.left, unfinished, self._left_granules * self._granule)
+
+
+def _granules(slot: Slot) -> int:
+    return slot.extent.size_class.granules

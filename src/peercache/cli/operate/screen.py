@@ -6,13 +6,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from peercache.cli.terminal import table
 from peercache.config.quantities import written_size
-from peercache.model.status import DRAINING, LEAVING, NO_ANSWER, OK, MemberStatus, Status, Tier
+from peercache.model.status import (
+    DRAINING,
+    LEAVING,
+    NO_ANSWER,
+    OK,
+    MemberStatus,
+    Status,
+    Tier,
+    namespaces_of,
+)
 
 COLOURS = {OK: "green", DRAINING: "cyan", LEAVING: "cyan", "left": "dim", NO_ANSWER: "bold red"}
 """By state; every other one is a warning."""
@@ -21,6 +30,7 @@ FINE = frozenset({OK, DRAINING, LEAVING, "left"})
 """States that an operator has wanted, or need not act on."""
 
 EXPIRES_SOON_DAYS = 14
+NAMESPACES_MAX = 16
 NAMED_MAX = 3
 """Fabrics and reasons that are named."""
 
@@ -118,11 +128,32 @@ def sums(members: Sequence[MemberStatus]) -> list[Text]:
     return [Text(line) for line in lines]
 
 
+def namespaces(members: Sequence[MemberStatus]) -> list[Table]:
+    """Return a table of what each namespace takes at all members; none where no node has quotas."""
+    uses = namespaces_of([member.status for member in members if member.answers])
+    if not uses:
+        return []
+    shown = table("namespace", "memory", "quota", "disk", "pages", "priority")
+    for column in shown.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for use in uses[:NAMESPACES_MAX]:
+        shown.add_row(
+            use.name,
+            written_size(use.bytes),
+            _used(use.bytes, use.quota),
+            written_size(use.disk_bytes),
+            f"{use.pages:,}",
+            str(use.priority),
+        )
+    if len(uses) > NAMESPACES_MAX:
+        shown.add_row(f"{len(uses) - NAMESPACES_MAX} more: --json has all")
+    return [shown]
+
+
 def whole(members: Sequence[MemberStatus], cluster: str, at: str, width: int) -> Group:
     """Return all of it, for one screen."""
-    return Group(
-        headline(members, cluster, at), rows(members, width), *problems(members), *sums(members)
-    )
+    parts: list[RenderableType] = [headline(members, cluster, at), rows(members, width)]
+    return Group(*parts, *problems(members), *sums(members), *namespaces(members))
 
 
 def age(seconds: float) -> str:
