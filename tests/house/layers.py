@@ -40,18 +40,20 @@ LAYERS: dict[str, str] = {
     "fabric.tcp": "trust model config observability installation actors.channels fabric",
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
     "fabric",
-    "http": "trust model config observability",
+    # What routers are told.
+    "events": "",
+    # How much of a prompt lies where.
+    "manager": "model config observability content events",
+    "http": "trust model config observability content manager",
     "discovery": "config observability",
     # A node is put together from all of them, then the blocking client.
     "node": "trust model config wire wire.messages observability installation actors "
     "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
     "actors.promote actors.removal actors.rdma actors.handover paths memory storage net fabric "
-    "fabric.tcp rdma http discovery",
+    "fabric.tcp rdma http discovery manager",
     "client": "trust model config wire wire.messages observability paths memory net fabric "
     "fabric.tcp rdma node",
     "": "client",
-    # What routers are told.
-    "events": "",
     # What people and engines start.
     "engines": "model config observability client",
     "sglang": "model config observability client engines",
@@ -80,8 +82,8 @@ HOMES: dict[str, frozenset[str]] = {
     "cbor2": frozenset({"wire"}),
     "click": frozenset({"cli"}),
     "cryptography": frozenset({"trust"}),
-    "msgspec": frozenset({"events"}),
-    "zmq": frozenset({"events"}),
+    "msgspec": frozenset({"events", "http"}),
+    "zmq": frozenset({"events", "manager"}),
     "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),
     "starlette": frozenset({"http"}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import attrs
 from benchmarks import peers_report, ttft_report
 from peercache import errors
 from peercache.config.settings import SETTINGS
+from peercache.http.prefix import openapi
 from peercache.model.member import Member
 from peercache.observability import reasons as miss_reasons
 from peercache.observability.latency import Latency
@@ -201,6 +203,7 @@ FILES: dict[str, Callable[[], str]] = {
     "../../deploy/prometheus/rules.yml": alerts.rules,
     "../../deploy/prometheus/rules_test.yml": alerts.rules_test,
     "../../deploy/grafana/peercache.json": board.board,
+    "prefix-index.openapi.json": lambda: json.dumps(openapi(), indent=1) + "\n",
     "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
         peers_report.measured()
     ),

@@ -38,6 +38,7 @@ COMPONENTS = frozenset(
         "home",
         "http",
         "lmcache",
+        "manager",
         "membership",
         "memory",
     }

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.request import Request, urlopen
 
+import msgspec
+import numpy as np
+import pytest
+import schemathesis
+import zmq
+from hypothesis import HealthCheck, assume, given, settings
+
+from peercache.content.chain import Chain, in_namespace
+from peercache.manager.remote import RemoteKVManager
 from peercache.model.records import ON_DISK, RESIDENT
-from tests.system.nodes import LocalCluster, keys_of, pages_of, wait_until
+from tests.system.nodes import LocalCluster, free_port, keys_of, page_of, pages_of, wait_until
 
 PAGES = 24
 
@@ -33,3 +46,103 @@ def test_a_client_learns_which_nodes_hold_a_prompt() -> None:
         nodes[0].kill()
         wait_until(lambda: clients[2].overlap(keys).holders == (holders[1],))
         assert clients[2].overlap(keys).stored() == 0
+
+
+@pytest.mark.slow
+def test_any_node_answers_over_http_as_its_description_says() -> None:
+    """Two real nodes and an engine's events: right answers; then generated questions of all kinds.
+
+    The pages are stored under the keys that a prompt's tokens have in the client's namespace.
+    """
+    tokens, chain = list(range(1000, 1000 + 64 * 8)), Chain("llama", "bfloat16", 64)
+    with publishing() as (engine, publish), LocalCluster() as cluster:
+        flags = ["--engine-events", f"gpu={engine}", "--metrics-port"]
+        nodes = [cluster.start(name, flags=[*flags, free_port()]) for name in ("one", "two")]
+        client = cluster.client(nodes[0])
+        named = in_namespace(chain.keys(tokens), client.namespace.digest())
+        pages = [page_of(f"{at}") for at in range(len(named))]
+        assert all(client.batch_set_from(named[:6], _segments(pages[:6])))
+
+        question = {"tokens": tokens, "model": "llama", "dtype": "bf16", "page_tokens": 64}
+        roots = [f"http://{node.ready['http']}" for node in nodes]
+        for root in roots:
+            wait_until(lambda root=root: _post(root, question)["whole"])
+            told = _post(root, question)
+            assert (told["pages"], told["stored_tokens"], told["memory_pages"]) == (8, 6 * 64, 6)
+            assert [node["node"] for node in told["nodes"]] == [nodes[0].ready["control"]]
+        publish(tokens[:128], 16)
+        for root in roots:
+            wait_until(
+                lambda root=root: _post(root, question)["engines"][0]["prefix_tokens"] == 128
+            )
+
+        with RemoteKVManager(client) as manager:
+            found = manager.find_tokens(np.array(tokens), chain)
+        assert (found.stored_tokens, found.nodes[0].node) == (6 * 64, nodes[0].ready["control"])
+        _check_generated(roots[1])
+
+
+def _on_gpu(told: dict[str, Any]) -> int:
+    tokens: int = told["engines"][0]["prefix_tokens"]
+    return tokens
+
+
+def _segments(pages: list[Any]) -> list[list[tuple[int, int]]]:
+    return [[(page.__array_interface__["data"][0], page.nbytes)] for page in pages]
+
+
+def _check_generated(root: str) -> None:
+    """Send what the description allows, and what it forbids; judge each answer by it."""
+    schema = schemathesis.openapi.from_url(f"{root}/api/v1/prefix/openapi.json")
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            if mode is schemathesis.GenerationMode.NEGATIVE and operation.method == "get":
+                continue  # It has nothing that could be wrong.
+
+            @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def check(case: schemathesis.Case) -> None:
+                # For JSON Schema 1.0 is an integer. No client writes a token so, and the node
+                # refuses it.
+                assume(not _has_float(case.body))
+                case.call_and_validate()
+
+            check()
+
+
+def _has_float(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_float, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_float, value))
+    return isinstance(value, float)
+
+
+def _post(root: str, question: dict[str, Any]) -> dict[str, Any]:
+    body = json.dumps(question).encode()
+    asked = Request(
+        f"{root}/api/v1/prefix/tokens", data=body, headers={"content-type": "application/json"}
+    )
+    with urlopen(asked, timeout=10) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
+
+
+@contextmanager
+def publishing() -> Iterator[tuple[str, Callable[[list[int], int], None]]]:
+    """Publish KV events as an engine does; give its endpoint, and what stores a prompt's blocks."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def publish(tokens: list[int], block: int) -> None:
+        hashes = list(range(1, len(tokens) // block + 1))
+        event = ["BlockStored", hashes, None, tokens, block]
+        payload = msgspec.msgpack.encode([0.0, [event]])
+        socket.send_multipart([b"", bytes(8), payload])
+
+    try:
+        yield endpoint, publish
+    finally:
+        context.destroy(0)

@@ -241,6 +241,10 @@ class Client:
 
         return self._call("stats", 0, Overlap.unknown(len(keys)), ask)
 
+    def member_addresses(self) -> dict[int, str]:
+        """Return HOST:PORT of each live member, by incarnation."""
+        return {number: member.control for number, member in self._tie.cluster.members.items()}
+
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
         """Make memory ready for reads into it, in the background; return what ends that.
 

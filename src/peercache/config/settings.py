@@ -16,12 +16,14 @@ from typing import Any
 
 import attrs
 
+from peercache.config.engines import EngineEvents
 from peercache.config.other_names import REMOVED, SGLANG_KEYS
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
 from peercache.config.relations import LOOPBACK, RELATIONS, UNNAMED_PORT
 from peercache.config.sources import Given, from_environment, read_toml
 from peercache.config.table import (
     DEVICES,
+    ENGINES,
     FILE,
     FOLDER,
     HOME,
@@ -411,6 +413,13 @@ class Config:
         "",
         "File with a bearer token that opens every page over HTTP; over TLS beyond loopback. Other "
         "users must not be able to read the file.",
+    )
+    engine_events: tuple[EngineEvents, ...] = setting(
+        ENGINES,
+        (),
+        "Engines that publish their KV events, as NAME=tcp://HOST:PORT, with the endpoint that "
+        "sends events again as NAME=tcp://HOST:PORT+tcp://HOST:PORT. The prefix index tells what "
+        "lies on their GPUs. Wants the extra `events`.",
     )
     log_format: str = setting(
         choice("auto", "json", "console"),

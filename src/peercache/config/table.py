@@ -14,6 +14,7 @@ import attrs
 
 from peercache.config import quantities
 from peercache.config.discovery import parse_discovery
+from peercache.config.engines import parse_engines, written_engines
 from peercache.config.quotas import parse_quotas, written_quotas
 from peercache.errors import ConfigError
 
@@ -51,6 +52,7 @@ HOME = Kind("ipc://PATH", quantities.parse_ipc)
 USERS = Kind("USER[,USER...]", quantities.parse_users, _written_list)
 DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)
 QUOTAS = Kind("NAME=SHARE[;NAME=SHARE...]", parse_quotas, written_quotas)
+ENGINES = Kind("NAME=ENDPOINT[+REPLAY][,...]", parse_engines, written_engines)
 SIZE = Kind("SIZE", quantities.parse_size, quantities.exact_size)
 POWER_OF_TWO = Kind("SIZE", quantities.parse_power_of_two, quantities.exact_size)
 WHOLE = Kind("N", quantities.parse_whole)

@@ -1,6 +1,7 @@
 """The gateway: carries one HTTP request to an ASGI application, and its answer back.
 
-Hears   h11's events of one request: head, then a body of at most BODY_BYTES_MAX.
+Hears   h11's events of one request: head, then a body of at most BODY_BYTES_MAX, or as many as
+        LONG_BODIES gives its path.
 Says    what the application sends; 400, 413, 431 or 500 where there is nothing of it to send.
 Keeps   one path for all: what access is asked about is what the application routes by.
 Limits  REQUEST_BYTES_MAX of head. The connection's place and time are the server's business.
@@ -23,6 +24,10 @@ from peercache.observability.log import get_logger
 REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.
 BODY_BYTES_MAX = 64 * 1024  # 64 connections hold 4 MiB of bodies at most.
 RECEIVE_BYTES = 16 * 1024
+
+LONG_BODIES = {"/api/v1/prefix/tokens": 2 * 2**20, "/api/v1/prefix/hashes": 2 * 2**20}
+"""By path: bytes of a body where more are taken. The application bounds how many are read at once;
+others wait unread, in the kernel."""
 
 PAGE_FAILED = "http.page_failed"
 """Log event: making a page failed, which is a bug of ours."""
@@ -85,6 +90,7 @@ class HttpExchange:
         self._is_sent = False
         """Something of the answer was sent."""
         self._received_bytes = 0
+        self._body_bytes_max = BODY_BYTES_MAX
         self._is_received = False
         """The request's body is received whole."""
 
@@ -110,11 +116,12 @@ class HttpExchange:
                 await self._tell(401, problem, [(b"www-authenticate", b"Bearer")])
             else:
                 self.phase = Phase.ASKED
+                self._body_bytes_max = LONG_BODIES.get(scope["path"], BODY_BYTES_MAX)
                 await self._apply(application, scope)
         except h11.RemoteProtocolError as error:
             await self._tell(error.error_status_hint, str(error))
         except _BodyTooLong:
-            await self._tell(413, f"a request has a body of at most {BODY_BYTES_MAX} bytes")
+            await self._tell(413, f"a request has a body of at most {self._body_bytes_max} bytes")
         return True
 
     async def _apply(self, application: Application, scope: Scope) -> None:
@@ -148,7 +155,7 @@ class HttpExchange:
         event = await self._event()
         if isinstance(event, h11.Data):
             self._received_bytes += len(event.data)
-            if self._received_bytes > BODY_BYTES_MAX:
+            if self._received_bytes > self._body_bytes_max:
                 raise _BodyTooLong
             return {"type": "http.request", "body": bytes(event.data), "more_body": True}
         self._is_received = True

@@ -16,14 +16,18 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from peercache.http.dashboard import PageFacts, absent_page, cluster_page, node_page, templates
-from peercache.http.gateway import Application
+from peercache.http.gateway import LONG_BODIES, Application
 from peercache.http.watching import Watching
+from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.model.keys import PageKeys
+from peercache.model.overlap import Overlap
 from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import Route
 
 _FILES = {
     "dashboard.css": "text/css; charset=utf-8",
@@ -53,16 +57,27 @@ class Health:
 
 
 @attrs.frozen(eq=False)
+class IndexParts:
+    """What the prefix index asks; as `http.prefix.PrefixIndex` has it."""
+
+    overlap: Callable[[PageKeys], Awaitable[Overlap]]
+    named: Callable[[int], str]
+    gpu: GpuBlocks
+
+
+@attrs.frozen(eq=False)
 class Pages:
     """The pages of one node.
 
-    own: the name of this node, HOST:PORT of its control plane.
+    own:   the name of this node, HOST:PORT of its control plane.
+    index: what the prefix index is made of, if this node has one.
     """
 
     registry: CollectorRegistry
     health: Callable[[], Health]
     own: Callable[[], str]
     watching: Watching
+    index: IndexParts | None = None
 
     def application(self) -> Application:
         """Return what answers requests. All that it needs is loaded here, and not by a request."""
@@ -81,13 +96,31 @@ class Pages:
             **{f"/files/{name}": _filed(name) for name in _FILES},
         }
         application = Starlette(
-            routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()],
+            routes=[
+                *(Route(path, answer, methods=["GET"]) for path, answer in routes.items()),
+                *self._prefix_routes(),
+            ],
             exception_handlers={404: _absent, 405: _refused, Exception: _failed},
         )
         # A path with a slash at its end is another one: no redirect sends a client to a host that
         # only its own Host header names.
         application.router.redirect_slashes = False
         return application
+
+    def _prefix_routes(self) -> Sequence[Route]:
+        """Return the routes of the prefix index, or one that says what it lacks."""
+        if self.index is None:
+            return ()
+        try:
+            from peercache.http.prefix import PrefixIndex  # noqa: PLC0415 - only with the extra
+        except ModuleNotFoundError as error:
+            if error.name != "msgspec":
+                raise
+            from starlette.routing import Route  # noqa: PLC0415 - loaded by `application`
+
+            return (Route("/api/v1/prefix/{what}", _not_installed, methods=["GET", "POST"]),)
+        index = self.index
+        return PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu).routes()
 
     async def _measured(self, request: Request) -> Response:
         """Answer with the samples of this node; the Accept header chooses the exposition format."""
@@ -159,11 +192,23 @@ def _filed(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _absent(_: Request, __: Exception) -> Response:
-    return _told(404, {"error": "there are /, /nodes/NODE, /api/v1/status, /metrics and /healthz"})
+    return _told(
+        404,
+        {
+            "error": "there are /, /nodes/NODE, /api/v1/status, /api/v1/prefix/openapi.json, "
+            "/metrics and /healthz"
+        },
+    )
 
 
-async def _refused(_: Request, __: Exception) -> Response:
-    return _told(405, {"error": "only GET and HEAD"})
+async def _refused(request: Request, __: Exception) -> Response:
+    methods = "POST" if request.url.path in LONG_BODIES else "GET and HEAD"
+    return _told(405, {"error": f"only {methods}"})
+
+
+async def _not_installed(_: Request) -> Response:
+    told = "this node lacks the prefix index: pip install 'peercache-kv[rest]' where it runs"
+    return _told(501, {"error": told})
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -71,12 +71,13 @@ class Overlap:
     @classmethod
     def merged(cls, pages: int, parts: Iterable[tuple[npt.NDArray[np.intp], Overlap]]) -> Overlap:
         """Return what several nodes know together. parts: places of pages, and what one knows."""
-        rows: dict[int, Flags] = {}
-        for places, part in parts:
-            for holder, told in zip(part.holders, part.flags, strict=True):
-                row = rows.setdefault(holder, np.zeros(pages, np.uint8))
-                row[places] |= told
-        flags = np.stack(list(rows.values())) if rows else np.zeros((0, pages), np.uint8)
+        told = list(parts)
+        holders = dict.fromkeys(holder for _, part in told for holder in part.holders)
+        rows = {holder: row for row, holder in enumerate(holders)}
+        flags: Flags = np.zeros((len(rows), pages), np.uint8)
+        for places, part in told:
+            its = np.array([rows[holder] for holder in part.holders], np.intp)
+            flags[its[:, None], places] |= part.flags
         return cls(tuple(rows), flags, whole=True).shortened()
 
     def shortened(self) -> Overlap:

@@ -508,11 +508,17 @@ class Node:
             health=self.health,
             own=lambda: self._crew.membership.me.control,
             gathering=self.gathering,
+            overlap=self.overlaps.overlap,
+            named=self._named,
         )
         return await web.serve(nursery, address)
 
     def _members(self) -> tuple[Member, ...]:
         return self._crew.membership.view.members()
+
+    def _named(self, incarnation: int) -> str:
+        member = self._crew.membership.member(incarnation)
+        return "" if member is None else member.control
 
     def _pool_grew(self, usable_bytes: int) -> None:
         self._crew.mailboxes.pool.tell(SELF, PoolGrew(usable_bytes))

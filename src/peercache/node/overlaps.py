@@ -113,8 +113,15 @@ class Overlaps:
     async def overlap(self, keys: PageKeys) -> Overlap:
         """Return which members hold these pages; ask what this node's shard cannot know.
 
-        keys: (n,) V16, at most OVERLAP_KEYS_MAX. Lasts ROUNDS × ANSWER_S at most.
+        keys: (n,) V16. Each OVERLAP_KEYS_MAX of them take ROUNDS × ANSWER_S at most.
         """
+        step = OVERLAP_KEYS_MAX
+        if len(keys) <= step:
+            return await self._part(keys)
+        parts = [await self._part(keys[at : at + step]) for at in range(0, len(keys), step)]
+        return Overlap.joined(parts)
+
+    async def _part(self, keys: PageKeys) -> Overlap:
         own = await self.of_shard(keys)
         everything: Places = np.arange(len(keys))
         parts: list[tuple[Places, Overlap]] = [(everything, own)]

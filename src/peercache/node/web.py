@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, final
 
@@ -10,10 +10,14 @@ import trio
 
 from peercache.config.settings import Config
 from peercache.http.access import Access
-from peercache.http.pages import Health, Pages
+from peercache.http.pages import Health, IndexParts, Pages
 from peercache.http.server import serve_http
 from peercache.http.watching import Watching
 from peercache.installation.distribution import version
+from peercache.manager.following import Follower
+from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.model.keys import PageKeys
+from peercache.model.overlap import Overlap
 from peercache.node.gathering import Gathering
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
@@ -35,18 +39,35 @@ class Web:
         health: Callable[[], Health],
         own: Callable[[], str],
         gathering: Gathering,
+        overlap: Callable[[PageKeys], Awaitable[Overlap]],
+        named: Callable[[int], str],
     ) -> None:
-        """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT."""
+        """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT.
+
+        overlap, named: what the prefix index asks, as `http.pages.IndexParts` has it.
+        """
         metrics.describe_process(version())
         if tls is not None:
             metrics.certificate_days.set_function(lambda: tls.days_left)
         self._access = Access(config, sharing=sharing, tls=tls, metrics=metrics, log=log)
         self._watching = Watching(gathering.statuses)
-        self._pages = Pages(metrics.registry, health, own, self._watching)
+        self._engines = config.engine_events
+        self._gpu = GpuBlocks(engine.name for engine in self._engines)
+        index = IndexParts(overlap, named, self._gpu)
+        self._pages = Pages(metrics.registry, health, own, self._watching, index)
 
     async def serve(self, nursery: trio.Nursery, address: tuple[str, int]) -> str:
         """Serve in the nursery; return HOST:PORT."""
         nursery.start_soon(self._watching.run)
+        if self._engines:
+            nursery.start_soon(self._follow, Follower(self._engines, self._gpu))
         application = self._pages.application()
         serve = partial(serve_http, *address, application=application, access=self._access)
         return str(await nursery.start(serve))
+
+    @staticmethod
+    async def _follow(follower: Follower) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            follower.close()

@@ -78,6 +78,7 @@ FROZEN: dict[str, Any] = {
     "http_listen": "",
     "http_open": False,
     "http_token_file": "",
+    "engine_events": (),
     "log_format": "auto",
     "log_level": "info",
 }

@@ -1,0 +1,171 @@
+"""`python -m benchmarks.overlap`: how long it takes to tell where a prompt of 32k tokens lies.
+
+16 nodes hold the prompt, each a longer beginning than the one before. In one process and in turns:
+
+    keys_us       page keys of the prompt's tokens (numpy, pages of 64)
+    lookup_us     beside it: the directory's own Lookup of these keys, which tells of 8 holders
+    shard_us      the overlap where one node owns all records, as on up to 8 hosts
+    nodes_us      where 16 hosts own them, two each: asked with real messages. All 16 nodes work on
+                  the one thread of this process, one after the other.
+    gpu_us        the same prompt on the GPUs of 16 engines, in blocks of 16 tokens
+    rest_us       the whole answer to a JSON question, of shard_us's cluster; without HTTP
+
+Medians of processor time, so a machine that does other work adds less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import trio
+
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.effects import Effect, Send
+from peercache.actors.mailboxes import RecordsChanged, ViewChanged
+from peercache.actors.origin import Origin
+from peercache.actors.runtime import SELF
+from peercache.content.chain import Chain, in_namespace
+from peercache.http.prefix import PrefixIndex, TokensAsked
+from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.model.hash_ring import HashRing
+from peercache.model.keys import Namespace, PageKeys
+from peercache.model.member import ALIVE, Member
+from peercache.model.records import DROP, RECORD, RESIDENT
+from peercache.node.overlaps import Overlaps
+from peercache.wire.codec import decode, encode
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.directory import Lookup, Put
+from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
+
+NODES = 16
+TOKENS = 32_768
+PAGE_TOKENS = 64
+BLOCK_TOKENS = 16
+PIPE = 3
+CLUSTER = "benchmark"
+
+
+def main() -> None:
+    """Measure in one run, and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=200)
+    chosen = parser.parse_args()
+    found = trio.run(measured, chosen.rounds)
+    if chosen.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:12} {value:8,.0f}")
+
+
+class Cluster:
+    """Nodes that own records of each other, and messages between them."""
+
+    def __init__(self, keys: PageKeys, *, owners: int) -> None:
+        members = {
+            n: Member(n, 1, ALIVE, 255, "host", f"n{n}:1", "d:1", f"h{n}", "")
+            for n in range(1, NODES + 1)
+        }
+        self.ring = HashRing(
+            {n: m.boot_id for n, m in members.items()}, virtual_nodes=160, replicas=owners
+        )
+        self.nodes: dict[int, Overlaps] = {}
+        self.shards = {n: DirectoryShard(incarnation=n) for n in members}
+        owned = self.ring.owners(keys)
+        for n, shard in self.shards.items():
+            shard.on_message(SELF, ViewChanged(tuple(members.values())), 0.0)
+            for holder in members:
+                records = np.zeros(len(keys) * holder // NODES, RECORD)
+                records["key"], records["holder"] = keys[: len(records)], holder
+                records["flags"], records["generation"] = RESIDENT, 2
+                if holder == n:
+                    shard.on_message(SELF, RecordsChanged(records, np.zeros(0, DROP)), 0.0)
+                else:
+                    records = records[(owned[: len(records)] == n).any(axis=1)]
+                    shard.on_message(Origin(holder), Put(1, records.tobytes()), 0.0)
+            self.nodes[n] = Overlaps(
+                shard=shard,
+                ring=lambda: self.ring,
+                member_of=members.get,
+                perform=partial(self.perform, n),
+            )
+
+    def perform(self, sender: int, effect: Effect) -> None:
+        """Carry a message to its node, as bytes."""
+        assert isinstance(effect, Send), effect
+        target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
+        raw = encode(Envelope(sender, target, effect.message), cluster=CLUSTER)
+        message = decode(raw, cluster=CLUSTER).message
+        if isinstance(message, OverlapAsked):
+            assert self.nodes[target].ask(Origin(sender, PIPE), message) is None
+        else:
+            assert isinstance(message, OverlapTold), message
+            self.nodes[target].take(sender, message)
+
+
+async def measured(rounds: int) -> dict[str, float]:
+    """Return the median of each figure, in microseconds."""
+    tokens = np.random.default_rng(1).integers(0, 128_000, TOKENS, np.uint32)
+    chain, space = Chain("model", "bfloat16", PAGE_TOKENS), Namespace()
+    keys = in_namespace(chain.keys(tokens), space.digest())
+    alone, spread = Cluster(keys, owners=NODES), Cluster(keys, owners=2)
+    gpu = GpuBlocks(f"gpu-{n}" for n in range(NODES))
+    for n in range(NODES):
+        gpu.begin(f"gpu-{n}")
+        held = tokens[: TOKENS * (n + 1) // NODES].tolist()
+        hashes = range(len(held) // BLOCK_TOKENS)
+        gpu.store(f"gpu-{n}", hashes, None, held, BLOCK_TOKENS)
+    lookup, packed = Lookup(1, keys.tobytes()), Origin(99, PIPE)
+    index = PrefixIndex(overlap=alone.nodes[1].overlap, named=str, gpu=GpuBlocks(()))
+    body = json.dumps(
+        {"tokens": tokens.tolist(), "model": "model", "dtype": "bfloat16", "page_tokens": 64}
+    ).encode()
+
+    async def rest() -> None:
+        asked = msgspec.json.decode(body, type=TokensAsked)
+        msgspec.json.encode(await index._of_tokens(asked))  # noqa: SLF001 - without HTTP
+
+    def now(call: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
+        async def called() -> Any:
+            return call()
+
+        return called
+
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "keys_us": now(lambda: in_namespace(chain.keys(tokens), space.digest())),
+        "lookup_us": now(lambda: alone.shards[1].on_message(packed, lookup, 0.0)),
+        "shard_us": partial(alone.nodes[1].overlap, keys),
+        "nodes_us": partial(spread.nodes[1].overlap, keys),
+        "gpu_us": now(lambda: gpu.find(tokens)),
+        "rest_us": rest,
+    }
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    async with trio.open_nursery() as nursery:
+        for node in (*alone.nodes.values(), *spread.nodes.values()):
+            nursery.start_soon(node.run)
+        await trio.lowlevel.checkpoint()
+        for cluster in (alone, spread):
+            told = await cluster.nodes[1].overlap(keys)
+            runs = dict(zip(told.holders, told.run().tolist(), strict=True))
+            assert runs == {n: len(keys) * n // NODES for n in range(1, NODES + 1)}, runs
+            assert told.whole
+        for _ in range(rounds):
+            for name, call in calls.items():
+                begun = time.thread_time()
+                await call()
+                took[name].append(time.thread_time() - begun)
+        nursery.cancel_scope.cancel()
+    return {name: statistics.median(each) * 1e6 for name, each in took.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The prefix index over HTTP: how much of a prompt lies where, as JSON, described by OpenAPI.
+
+Hears   POST with a prompt as token ids or as page hashes; GET for the engines that are followed.
+Says    a `manager.answers.FoundPrefix`; in words what is wrong with a question; 503 while busy.
+Keeps   nothing: an answer is made from the directory and from the engines' events, now.
+Limits  QUESTIONS_MAX questions at once, before their bodies are read; BODY_BYTES_MAX, TOKENS_MAX,
+        PAGES_MAX each; ANSWER_S.
+
+The types below are the schema: requests are checked against them, and the OpenAPI document is made
+from them. A node without the extra `rest` says so at these paths, and serves all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any
+
+import attrs
+import msgspec
+import numpy as np
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from peercache.content.chain import DTYPES, OTHER_NAMES, Chain, in_namespace
+from peercache.content.tokens import token_ids
+from peercache.errors import InvalidRequest
+from peercache.manager.answers import FoundPrefix, prefix_of
+from peercache.manager.gpu_blocks import GpuBlocks, OnGpu
+from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
+from peercache.model.overlap import Overlap
+
+QUESTIONS_MAX = 8
+"""Bodies of 2 MiB that are held at once."""
+
+TOKENS_MAX = 2**17
+"""Of one question. As JSON they are a megabyte, which the loop reads in a few milliseconds."""
+
+PAGES_MAX = 8192
+"""Of one question: as many as 2**17 tokens have in pages of 16."""
+
+TEXT_MAX = 1024
+
+ANSWER_S = 3.0
+
+ROOT = "/api/v1/prefix"
+
+API_VERSION = "1"
+
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+
+
+_DTYPES = {"enum": sorted({*DTYPES, *OTHER_NAMES})}
+
+
+class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The namespace of the pages, as the client that stored them has it."""
+
+    name: Text = DEFAULT_NAME
+    geometry: Text = ""
+    coordinates: Text = ""
+    weights: Text = ""
+
+
+class TokensAsked(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt as token ids, and how its pages are named: as `content.Chain` and `Client` do.
+
+    lora: the adapter, as engines name it in their events; for pages it is a salt.
+    """
+
+    tokens: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(max_length=TOKENS_MAX)
+    ]
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_MAX)]
+    dtype: Annotated[str, msgspec.Meta(max_length=TEXT_MAX, extra_json_schema=_DTYPES)]
+    page_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    salts: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)] = {}
+    namespace: Space = Space()
+    lora: Text = ""
+
+
+class HashesAsked(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt as page hashes: those of SGLang (64 hexadecimal digits), or a client's keys."""
+
+    hashes: Annotated[list[Text], msgspec.Meta(max_length=PAGES_MAX)]
+    namespace: Space = Space()
+
+
+class Engines(msgspec.Struct):
+    """The engines whose events are followed."""
+
+    engines: tuple[OnGpu, ...]
+
+
+class Problem(msgspec.Struct):
+    """What is wrong, in one sentence."""
+
+    error: str
+
+
+@attrs.frozen(eq=False)
+class PrefixIndex:
+    """Answers questions about prompts.
+
+    overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
+    """
+
+    overlap: Callable[[PageKeys], Awaitable[Overlap]]
+    named: Callable[[int], str]
+    gpu: GpuBlocks
+    limit: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(QUESTIONS_MAX))
+
+    def routes(self) -> Sequence[Route]:
+        """Return the routes of a Starlette application."""
+        return (
+            Route(f"{ROOT}/tokens", self._tokens, methods=["POST"]),
+            Route(f"{ROOT}/hashes", self._hashes, methods=["POST"]),
+            Route(f"{ROOT}/engines", self._engines, methods=["GET"]),
+            Route(f"{ROOT}/openapi.json", _described, methods=["GET"]),
+        )
+
+    async def _tokens(self, request: Request) -> Response:
+        return await self._answered(request, TokensAsked, self._of_tokens)
+
+    async def _hashes(self, request: Request) -> Response:
+        return await self._answered(request, HashesAsked, self._of_hashes)
+
+    async def _engines(self, _: Request) -> Response:
+        return _told(200, Engines(tuple(self.gpu.find(np.empty(0, np.uint32)))))
+
+    async def _answered(
+        self, request: Request, kind: type[Any], answer: Callable[[Any], Awaitable[FoundPrefix]]
+    ) -> Response:
+        """Read a question within the bounds, and answer it."""
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # A web page of another site cannot send this type without asking first.
+            return _told(415, Problem("a question is sent as application/json"))
+        try:
+            self.limit.acquire_on_behalf_of_nowait(request)
+        except trio.WouldBlock:
+            return _told(503, Problem(f"{QUESTIONS_MAX} questions are being answered: ask again"))
+        try:
+            body = await request.body()
+            await trio.lowlevel.checkpoint()
+            with trio.move_on_after(ANSWER_S):
+                return _told(200, await answer(msgspec.json.decode(body, type=kind)))
+            return _told(503, Problem(f"other nodes took longer than {ANSWER_S:g} s: ask again"))
+        except msgspec.ValidationError as error:
+            return _told(422, Problem(f"the question is not as the schema has it: {error}"))
+        except InvalidRequest as error:
+            return _told(422, Problem(str(error)))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _told(400, Problem(f"the body is no JSON: {error}"))
+        finally:
+            self.limit.release_on_behalf_of(request)
+
+    async def _of_tokens(self, asked: TokensAsked) -> FoundPrefix:
+        pages = len(asked.tokens) // asked.page_tokens
+        if pages > PAGES_MAX:
+            raise InvalidRequest(
+                f"{pages} pages in one question, at most {PAGES_MAX} are looked up"
+            )
+        chain = Chain(asked.model, asked.dtype, asked.page_tokens, asked.salts)
+        await trio.lowlevel.checkpoint()
+        ids = token_ids(asked.tokens)
+        keys = in_namespace(chain.keys(ids), _digest(asked.namespace))
+        await trio.lowlevel.checkpoint()
+        engines = self.gpu.find(ids, asked.lora)
+        return prefix_of(
+            await self.overlap(keys),
+            page_tokens=asked.page_tokens,
+            named=self.named,
+            engines=engines,
+        )
+
+    async def _of_hashes(self, asked: HashesAsked) -> FoundPrefix:
+        keys = page_keys(asked.hashes, _digest(asked.namespace))
+        return prefix_of(await self.overlap(keys), page_tokens=0, named=self.named)
+
+
+def _digest(space: Space) -> bytes:
+    return Namespace(space.name, space.geometry, space.coordinates, space.weights).digest()
+
+
+def _told(status: int, told: Any) -> Response:
+    return Response(msgspec.json.encode(told), status, media_type="application/json")
+
+
+async def _described(_: Request) -> Response:
+    return _told(200, openapi())
+
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI document of these paths, made from the types above."""
+    kinds = [TokensAsked, HashesAsked, FoundPrefix, Engines, Problem]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    problems = {
+        "400": "The body is no JSON.",
+        "401": "The client has proved no right to ask: a certificate, the token, or its host.",
+        "413": "The body is longer than 2 MiB.",
+        "415": "The body is not sent as application/json.",
+        "422": "The question is not as the schema has it, or asks for what no chain has.",
+        "503": "Too many questions at once, or other nodes did not answer in time.",
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "PeerCache prefix index",
+            "version": API_VERSION,
+            "description": "How much of a prompt lies where: in the memory and on the disks of "
+            "nodes, and on the GPUs of engines whose events are followed. Any node answers.",
+        },
+        "paths": {
+            f"{ROOT}/tokens": {
+                "post": _asked("findTokens", "A prompt by its token ids", TokensAsked, problems)
+            },
+            f"{ROOT}/hashes": {
+                "post": _asked("findHashes", "A prompt by its page hashes", HashesAsked, problems)
+            },
+            f"{ROOT}/engines": {"get": _shown("listEngines", "The followed engines", Engines)},
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def _asked(name: str, summary: str, kind: type, problems: dict[str, str]) -> dict[str, Any]:
+    operation = _shown(name, summary, FoundPrefix)
+    operation["requestBody"] = {"required": True, "content": _json(kind)}
+    operation["responses"] |= {
+        status: {"description": why, "content": _json(Problem)} for status, why in problems.items()
+    }
+    return operation
+
+
+def _shown(name: str, summary: str, kind: type) -> dict[str, Any]:
+    refused = {"description": "The client has proved no right to ask.", "content": _json(Problem)}
+    told = {"description": "The answer.", "content": _json(kind)}
+    return {"operationId": name, "summary": summary, "responses": {"200": told, "401": refused}}
+
+
+def _json(kind: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

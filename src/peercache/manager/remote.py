@@ -1,0 +1,100 @@
+"""RemoteKVManager: the prefix index in a process of its own, for routers and schedulers.
+
+    with Client.open(home="ipc:///run/peercache/node.ipc") as client:
+        manager = RemoteKVManager(client)
+        told = manager.find_tokens(tokens, Chain("llama-3-8b", "bfloat16", 64))
+        told.stored_tokens, [(node.node, node.prefix_tokens) for node in told.nodes]
+
+It keeps nothing of the stores: each answer comes from the directory, by way of the home node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, final
+
+import numpy as np
+
+from peercache.config.engines import EngineEvents
+from peercache.content.chain import Chain, in_namespace
+from peercache.content.tokens import Tokens, token_ids
+from peercache.manager.answers import FoundPrefix, prefix_of
+from peercache.manager.following import Follower
+from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.model.keys import Key, Namespace, PageKeys
+from peercache.model.overlap import Overlap
+
+
+class Store(Protocol):
+    """What is asked: a `Client`."""
+
+    namespace: Namespace
+
+    def overlap(self, keys: Sequence[Key] | PageKeys) -> Overlap:
+        """Return which members hold these pages."""
+
+    def member_addresses(self) -> Mapping[int, str]:
+        """Return HOST:PORT of each member, by incarnation."""
+
+
+@final
+class RemoteKVManager:
+    """Answers how much of a prompt lies where. Every method may be called from any thread."""
+
+    def __init__(self, client: Store, *, engines: Sequence[EngineEvents] = ()) -> None:
+        """Ask through a client, in its namespace; follow the events of these engines.
+
+        ConfigError: engines without the extra `events`.
+        """
+        self._client = client
+        self._digest = client.namespace.digest()
+        self._gpu = GpuBlocks(engine.name for engine in engines)
+        self._follower = Follower(engines, self._gpu) if engines else None
+
+    def find_tokens(self, tokens: Tokens, chain: Chain, *, lora: str = "") -> FoundPrefix:
+        """Return how much of a prompt lies where, in whole pages; on GPUs too.
+
+        tokens: a list of int or a one-dimensional integer array.
+        chain:  how the stored pages are named. lora: the adapter, as engines name it.
+        InvalidRequest: tokens that are none.
+        """
+        ids = token_ids(tokens)
+        # What the connector stores under, and what the client makes of the keys' text.
+        keys = in_namespace(chain.keys(ids), self._digest)
+        engines = self._gpu.find(ids.astype(np.uint32, copy=False), lora)
+        return prefix_of(
+            self._client.overlap(keys),
+            page_tokens=chain.page_tokens,
+            named=self._named,
+            engines=engines,
+        )
+
+    def find_hashes(self, hashes: Sequence[Key] | PageKeys) -> FoundPrefix:
+        """Return how much of a prompt lies where, by its page hashes: nothing about GPUs.
+
+        hashes: as a client takes keys: SGLang's page hashes, any names, or page keys (n,) V16.
+        """
+        overlap = self._client.overlap(hashes)
+        return prefix_of(overlap, page_tokens=0, named=self._named)
+
+    def close(self) -> None:
+        """Follow no engine any more. The client stays open: it is its owner's. May be repeated."""
+        if self._follower is not None:
+            self._follower.close()
+
+    def __enter__(self) -> RemoteKVManager:
+        """Return the manager."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _named(self, incarnation: int) -> str:
+        return self._client.member_addresses().get(incarnation, "")

@@ -1,0 +1,242 @@
+"""The prefix index over HTTP: what it answers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from starlette.applications import Starlette
+
+from peercache.content.chain import Chain, in_namespace
+from peercache.http import pages
+from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES
+from peercache.http.pages import IndexParts, Pages
+from peercache.http.prefix import PAGES_MAX, QUESTIONS_MAX, TOKENS_MAX, PrefixIndex, openapi
+from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.model.keys import Namespace, PageKeys, page_keys
+from peercache.model.overlap import Overlap
+from peercache.model.records import ON_DISK, RESIDENT
+
+TOKENS = "/api/v1/prefix/tokens"
+HASHES = "/api/v1/prefix/hashes"
+SPACE = Namespace("team", "bf16", "tp0")
+CHAIN = Chain("llama", "bfloat16", 4, {"tenant": "t"})
+PROMPT = list(range(100, 118))
+
+QUESTION: dict[str, Any] = {
+    "tokens": PROMPT, "model": "llama", "dtype": "bf16", "page_tokens": 4,
+    "salts": {"tenant": "t"},
+    "namespace": {"name": "team", "geometry": "bf16", "coordinates": "tp0"},
+}  # fmt: skip
+
+
+class Nodes:
+    """Two nodes: one has the first two pages of the prompt in memory, one the third on its disk."""
+
+    def __init__(self) -> None:
+        self.keys = in_namespace(CHAIN.keys(PROMPT), SPACE.digest())
+        self.gate: trio.Event | None = None
+        self.gpu = GpuBlocks(["gpu-0"])
+        self.gpu.begin("gpu-0")
+        self.gpu.store("gpu-0", [1, 2], None, PROMPT[:12], 6)
+
+    async def overlap(self, keys: PageKeys) -> Overlap:
+        if self.gate is not None:
+            await self.gate.wait()
+        flags = np.zeros((2, len(keys)), np.uint8)
+        flags[0, np.isin(keys, self.keys[:2])] = RESIDENT
+        flags[1, np.isin(keys, self.keys[2:3])] = ON_DISK
+        return Overlap((7, 8), flags, whole=True)
+
+    def index(self) -> PrefixIndex:
+        return PrefixIndex(overlap=self.overlap, named={7: "n7:1"}.get, gpu=self.gpu)  # type: ignore[arg-type]
+
+    def application(self) -> Starlette:
+        return Starlette(routes=self.index().routes())
+
+
+async def ask(
+    application: Any, path: str, body: bytes | dict[str, Any] = b"", *, method: str = "POST",
+    media_type: str = "application/json",
+) -> tuple[int, Any]:  # fmt: skip
+    """Ask an ASGI application; return the status and the answer."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    told: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        told.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+        "headers": [(b"content-type", media_type.encode())], "server": ("h", 1), "client": ("c", 1),
+    }  # fmt: skip
+    await application(scope, receive, send)
+    return told[0]["status"], json.loads(b"".join(each.get("body", b"") for each in told))
+
+
+async def test_a_prompt_is_found_by_its_tokens() -> None:
+    """On nodes, by tier, and on GPUs; keys are those that a client of the namespace has."""
+    status, told = await ask(Nodes().application(), TOKENS, QUESTION)
+
+    assert status == 200
+    assert told == {
+        "pages": 4, "page_tokens": 4, "stored_pages": 3, "stored_tokens": 12, "memory_pages": 2,
+        "whole": True,
+        "nodes": [
+            {
+                "node": "n7:1", "incarnation": f"{7:016x}", "prefix_pages": 2, "prefix_tokens": 8,
+                "memory_prefix_pages": 2, "memory_pages": 2, "disk_pages": 0,
+            },
+            {
+                "node": f"{8:016x}", "incarnation": f"{8:016x}", "prefix_pages": 0,
+                "prefix_tokens": 0, "memory_prefix_pages": 0, "memory_pages": 0, "disk_pages": 1,
+            },
+        ],
+        "engines": [
+            {
+                "engine": "gpu-0", "state": "known", "why": "", "prefix_tokens": 12,
+                "block_tokens": 6, "blocks": 2,
+            }
+        ],
+    }  # fmt: skip
+
+
+async def test_a_prompt_is_found_by_its_hashes() -> None:
+    """Page hashes of SGLang, and any keys, in their namespace."""
+    nodes = Nodes()
+    hashes = ["0" * 63 + "1", "prompt-2", "prompt-3"]
+    nodes.keys = page_keys(hashes, SPACE.digest())
+    question = {"hashes": hashes, "namespace": QUESTION["namespace"]}
+
+    status, told = await ask(nodes.application(), HASHES, question)
+    assert (status, told["stored_pages"], told["stored_tokens"]) == (200, 3, 0)
+    assert told["engines"] == []
+    status, told = await ask(nodes.application(), HASHES, {"hashes": hashes})
+    assert (status, told["stored_pages"], told["nodes"]) == (200, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "told"),
+    [
+        ({"tokens": [1, -2]}, 422, "tokens[1]"),
+        ({"tokens": [1, 2**32]}, 422, "tokens[1]"),
+        ({"tokens": [1.5]}, 422, "float"),
+        ({"tokens": "1,2"}, 422, "array"),
+        ({"tokens": [1] * (TOKENS_MAX + 1)}, 422, str(TOKENS_MAX)),
+        ({"tokens": [1] * TOKENS_MAX, "page_tokens": 1}, 422, str(PAGES_MAX)),
+        ({"dtype": "bf17"}, 422, "no dtype"),
+        ({"page_tokens": 0}, 422, "page_tokens"),
+        ({"model": ""}, 422, "model"),
+        ({"model": None}, 422, "model"),
+        ({"salts": {"a": 1}}, 422, "salts"),
+        ({"namespace": {"nmae": "x"}}, 422, "nmae"),
+        ({"toknes": []}, 422, "toknes"),
+    ],
+)
+async def test_questions_that_make_no_sense(change: dict[str, Any], status: int, told: str) -> None:
+    """Each is refused in a sentence that names what is wrong."""
+    found, answer = await ask(Nodes().application(), TOKENS, QUESTION | change)
+    assert found == status
+    assert told in answer["error"]
+    assert len(answer["error"]) < 300
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 5000, b'{"tokens": [1,]}'])
+async def test_bodies_that_are_no_json(body: bytes) -> None:
+    status, answer = await ask(Nodes().application(), TOKENS, body)
+    assert status in (400, 422)
+    assert answer["error"]
+
+
+async def test_a_body_of_another_type_is_refused() -> None:
+    """So no web page of another site can ask with a browser's rights."""
+    body = json.dumps(QUESTION).encode()
+    assert (await ask(Nodes().application(), TOKENS, body, media_type="text/plain"))[0] == 415
+    media_type = "Application/JSON; charset=utf-8"
+    assert (await ask(Nodes().application(), TOKENS, body, media_type=media_type))[0] == 200
+
+
+async def test_questions_at_once_are_bounded() -> None:
+    """One more than may be under way is told to ask again; afterwards it is answered."""
+    nodes = Nodes()
+    application, nodes.gate = nodes.application(), trio.Event()
+    answers: list[int] = []
+
+    async def one() -> None:
+        answers.append((await ask(application, TOKENS, QUESTION))[0])
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(QUESTIONS_MAX):
+            nursery.start_soon(one)
+        await trio.testing.wait_all_tasks_blocked()
+        status, answer = await ask(application, TOKENS, QUESTION)
+        assert (status, "ask again" in answer["error"]) == (503, True)
+        nodes.gate.set()
+    assert answers == [200] * QUESTIONS_MAX
+    assert (await ask(application, TOKENS, QUESTION))[0] == 200
+
+
+async def test_nodes_that_never_answer_cost_no_question_its_end(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    del autojump_clock
+    nodes = Nodes()
+    nodes.gate = trio.Event()
+    status, answer = await ask(nodes.application(), TOKENS, QUESTION)
+    assert (status, "ask again" in answer["error"]) == (503, True)
+
+
+async def test_engines_are_listed() -> None:
+    nodes = Nodes()
+    nodes.gpu.lose("gpu-0", "it cannot be reached", is_away=True)
+    status, told = await ask(nodes.application(), "/api/v1/prefix/engines", method="GET")
+    assert status == 200
+    assert [(one["state"], one["why"]) for one in told["engines"]] == [
+        ("away", "it cannot be reached")
+    ]
+
+
+async def test_a_node_without_the_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves everything else."""
+    monkeypatch.delitem(sys.modules, "peercache.http.prefix")
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    application = _pages().application()
+    for method in ("GET", "POST"):
+        status, answer = await ask(application, TOKENS, QUESTION, method=method)
+        assert (status, "peercache-kv[rest]" in answer["error"]) == (501, True)
+    assert (await ask(application, "/healthz", method="GET"))[0] == 200
+
+
+async def test_pages_route_the_index() -> None:
+    application = _pages().application()
+    assert (await ask(application, TOKENS, QUESTION))[1]["stored_pages"] == 3
+    status, answer = await ask(application, TOKENS, method="GET")
+    assert (status, answer) == (405, {"error": "only POST"})
+    status, answer = await ask(application, "/api/v1/prefix/openapi.json", method="GET")
+    assert (status, answer) == (200, json.loads(json.dumps(openapi())))
+
+
+def _pages() -> Pages:
+    nodes = Nodes()
+    index = IndexParts(nodes.overlap, {7: "n7:1"}.get, nodes.gpu)  # type: ignore[arg-type]
+    unused: Any = None
+    health = lambda: pages.Health(serving=True)  # noqa: E731
+    return Pages(unused, health, lambda: "own", unused, index)
+
+
+def test_long_bodies_are_those_of_the_questions() -> None:
+    """The gateway knows the paths, and the longest question fits."""
+    assert set(LONG_BODIES) == {TOKENS, HASHES}
+    longest = len(json.dumps({**QUESTION, "tokens": [2**32 - 1] * TOKENS_MAX}))
+    assert BODY_BYTES_MAX < longest <= min(LONG_BODIES.values())

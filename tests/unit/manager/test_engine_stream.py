@@ -1,0 +1,196 @@
+"""The events of an engine: nothing is told of it that was not followed without a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peercache.events.blocks import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    encode,
+)
+from peercache.manager.engine_stream import AWAY, JOINED_LATE, Batch, EngineStream
+from peercache.manager.gpu_blocks import GpuBlocks
+
+BLOCK = 2
+
+
+def batch(*events: BlockEvent) -> bytes:
+    return encode(EventBatch(0.5, events))
+
+
+def stored(at: int) -> bytes:
+    """Return the batch that stores the block of this number behind the one before."""
+    return batch(BlockStored((at,), at - 1 if at else None, (at,) * BLOCK, BLOCK))
+
+
+CLEARED = batch(AllBlocksCleared())
+
+
+class Engine:
+    """An engine that stores one more block with each batch, and can send some of them again."""
+
+    def __init__(self, *, kept: int = 0, has_replay: bool = True) -> None:
+        self.blocks = GpuBlocks(["e"])
+        self.published = 0
+        self.kept = kept
+        self.answers = True
+        self.stream = EngineStream("e", self.blocks, replay=self.replay if has_replay else None)
+
+    def replay(self, first: int) -> Sequence[Batch] | None:
+        if not self.answers:
+            return None
+        begin = max(first, self.kept)
+        return [(at, stored(at)) for at in range(begin, self.published)]
+
+    def publish(self, count: int = 1, *, arrives: bool = True) -> None:
+        for _ in range(count):
+            at, self.published = self.published, self.published + 1
+            if arrives:
+                self.stream.take(at, stored(at))
+
+    @property
+    def found(self) -> tuple[str, int]:
+        tokens = [at for at in range(self.published) for _ in range(BLOCK)]
+        told = self.blocks.find(np.array(tokens, np.uint32))[0]
+        return told.why, told.prefix_tokens // BLOCK
+
+
+def test_an_engine_is_followed_from_its_first_event() -> None:
+    """Without a replay endpoint, too, if it is connected before it publishes anything."""
+    engine = Engine(has_replay=False)
+    engine.stream.connected()
+    assert engine.found == (JOINED_LATE, 0)
+    engine.publish(3)
+    assert engine.found == ("", 3)
+
+
+def test_an_engine_that_has_begun_is_unknown_until_it_clears() -> None:
+    engine = Engine(has_replay=False)
+    engine.publish(2, arrives=False)
+    engine.stream.connected()
+    engine.publish(2)
+    assert engine.found == (JOINED_LATE, 0)
+    engine.stream.take(engine.published, CLEARED)
+    assert engine.found == ("", 0)
+
+
+def test_what_was_published_before_is_sent_again() -> None:
+    """Both that of before the connection, and what was missed; nothing is applied twice."""
+    engine = Engine()
+    engine.publish(2, arrives=False)
+    engine.stream.connected()
+    assert engine.found == ("", 2)
+    engine.stream.take(1, b"1")
+    engine.publish(2, arrives=False)
+    engine.publish()
+    assert engine.found == ("", 5)
+    # What comes again behind a replay is no new beginning.
+    engine.stream.take(3, b"3")
+    engine.stream.take(4, b"4")
+    assert engine.found == ("", 5)
+
+
+@pytest.mark.parametrize("way", ["no endpoint", "no answer", "too old"])
+def test_a_gap_that_nothing_fills_makes_it_unknown(way: str) -> None:
+    engine = Engine(has_replay=way != "no endpoint")
+    engine.stream.connected()
+    engine.publish(2)
+    engine.answers = way != "no answer"
+    engine.publish(3, arrives=False)
+    engine.kept = 4 if way == "too old" else 0
+    engine.publish()
+    assert engine.found == ("its events 2 to 4 were missed: known once it clears its cache", 0)
+    assert len(engine.blocks) == 0
+    engine.publish(2)
+    assert engine.found[1] == 0
+    engine.stream.take(engine.published, CLEARED)
+    assert engine.found == ("", 0)
+
+
+def test_a_dead_engine_has_nothing_and_begins_anew() -> None:
+    engine = Engine(has_replay=False)
+    engine.publish(3)
+    engine.stream.disconnected()
+    assert engine.found == (AWAY, 0)
+    engine.published = 0
+    engine.stream.connected()
+    engine.publish(2)
+    assert engine.found == ("", 2)
+
+
+def test_a_restart_without_an_end_of_the_connection() -> None:
+    """A number that goes back is another process: what it had before is gone."""
+    engine = Engine(has_replay=False)
+    engine.publish(4)
+    engine.published = 0
+    engine.publish(1)
+    assert engine.found == ("", 1)
+    assert len(engine.blocks) == 1
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"spoilt", "a batch of its events cannot be read"),
+        (msgspec.msgpack.encode([0.5, [["BlockRemoved"]]]), "an event of it cannot be read"),
+        (msgspec.msgpack.encode([0.5, [["BlockMoved", [1]]]]), "an event of it cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_makes_it_unknown(payload: bytes, why: str) -> None:
+    """It may have removed a block."""
+    engine = Engine(has_replay=False)
+    engine.publish(2)
+    engine.stream.take(2, payload)
+    assert engine.found[0].startswith(why)
+    assert engine.found[1] == 0
+
+
+def test_only_gpu_memory_and_the_first_group_of_layers_count() -> None:
+    engine = Engine(has_replay=False)
+    engine.publish(2)
+    elsewhere = [
+        BlockStored((2,), 1, (2, 2), BLOCK, medium="CPU_PINNED"),
+        BlockRemoved((0,), medium="CPU_PINNED"),
+        BlockStored((3,), 1, (2, 2), BLOCK, group=1),
+        BlockRemoved((1,), group=1),
+    ]
+    engine.stream.take(2, batch(*elsewhere))
+    engine.published = 3
+    assert engine.found == ("", 2)
+    engine.stream.take(3, batch(BlockRemoved((1,), group=0)))
+    assert engine.found == ("", 1)
+
+
+@given(st.lists(st.sampled_from(["arrives", "lost", "ends", "forgets", "answers", "silent"])))
+def test_what_is_known_is_right(steps: list[str]) -> None:
+    """Whatever is lost, an engine that is called known has exactly what it published."""
+    engine = Engine()
+    engine.stream.connected()
+    for step in steps:
+        if step in ("arrives", "lost"):
+            engine.publish(arrives=step == "arrives")
+        elif step == "ends":
+            engine.stream.disconnected()
+            engine.stream.connected()
+        elif step == "forgets":
+            # An engine keeps its last batches, however old they are.
+            engine.kept = max(0, engine.published - 1)
+        else:
+            engine.answers = step == "answers"
+        why, found = engine.found
+        # What was lost last shows with the next batch.
+
+        assert (found == 0) if why else found >= engine.published - steps.count("lost")
+    engine.publish()
+    why, found = engine.found
+    assert found == (0 if why else engine.published)

@@ -1,0 +1,156 @@
+"""GPU blocks: what engines have of a prompt, beside a plain list of their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from peercache.manager.gpu_blocks import AWAY, ENGINES_MAX, KNOWN, UNKNOWN, GpuBlocks, OnGpu
+
+BLOCK = 4
+
+
+def prompt(*blocks: int) -> list[int]:
+    """Return tokens in blocks, each full of one token."""
+    return [block for block in blocks for _ in range(BLOCK)]
+
+
+def hashes_of(*blocks: int) -> list[tuple[int, ...]]:
+    """Return the hashes of blocks, as an engine chains them."""
+    return [blocks[: at + 1] for at in range(len(blocks))]
+
+
+def found(index: GpuBlocks, *blocks: int, lora: str = "") -> dict[str, int]:
+    told = index.find(np.array(prompt(*blocks), np.uint32), lora)
+    return {one.engine: one.prefix_tokens // BLOCK for one in told}
+
+
+def begun(*names: str, **limits: int) -> GpuBlocks:
+    index = GpuBlocks(names, **limits)
+    for name in names:
+        index.begin(name)
+    return index
+
+
+def store(index: GpuBlocks, name: str, *blocks: int, **what: Any) -> None:
+    index.store(name, hashes_of(*blocks), None, prompt(*blocks), BLOCK, **what)
+
+
+class Engines(RuleBasedStateMachine):
+    """Three engines store and evict blocks of few kinds; what is found is what they have."""
+
+    NAMES = ("a", "b", "c")
+    names = st.sampled_from(NAMES)
+    blocks = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = begun(*self.NAMES)
+        self.has: dict[str, set[tuple[int, ...]]] = {name: set() for name in self.NAMES}
+
+    @rule(name=names, blocks=blocks)
+    def store(self, name: str, blocks: tuple[int, ...]) -> None:
+        store(self.index, name, *blocks)
+        self.has[name].update(hashes_of(*blocks))
+
+    @rule(name=names, blocks=blocks, more=blocks)
+    def store_behind(self, name: str, blocks: tuple[int, ...], more: tuple[int, ...]) -> None:
+        """Behind a block that the engine may have evicted: then nothing can be told of it."""
+        hashes = hashes_of(*blocks, *more)[len(blocks) :]
+        self.index.store(name, hashes, blocks, prompt(*more), BLOCK)
+        if blocks in self.has[name]:
+            self.has[name].update(hashes)
+
+    @rule(name=names, blocks=blocks)
+    def evict(self, name: str, blocks: tuple[int, ...]) -> None:
+        self.index.remove(name, [blocks])
+        self.has[name].discard(blocks)
+
+    @rule(name=names)
+    def clear(self, name: str) -> None:
+        self.index.begin(name)
+        self.has[name].clear()
+
+    @rule(blocks=blocks)
+    def look(self, blocks: tuple[int, ...]) -> None:
+        expected = {
+            name: next(
+                (at for at, one in enumerate(hashes_of(*blocks)) if one not in has), len(blocks)
+            )
+            for name, has in self.has.items()
+        }
+        assert found(self.index, *blocks) == expected
+
+    @invariant()
+    def nothing_is_left_behind(self) -> None:
+        """A block stays while an engine has it, or has one behind it."""
+        wanted = {
+            one[:at] for has in self.has.values() for one in has for at in range(len(one) + 1)
+        }
+        assert len(self.index) == len(wanted - {()})
+
+
+TestEngines = Engines.TestCase
+TestEngines.settings = settings(stateful_step_count=20, max_examples=40)
+
+
+def test_an_engine_that_was_missed_is_unknown_until_it_begins_anew() -> None:
+    index = begun("a")
+    store(index, "a", 1, 2)
+
+    index.lose("a", "events 3 to 5 were missed")
+    store(index, "a", 1)
+
+    assert index.find(np.array(prompt(1), np.uint32)) == [
+        OnGpu("a", UNKNOWN, "events 3 to 5 were missed", 0, BLOCK, 0)
+    ]
+    assert len(index) == 0
+    index.lose("a", "it is gone", is_away=True)
+    assert index.find(np.array([], np.uint32))[0].state == AWAY
+    index.begin("a")
+    store(index, "a", 1)
+    assert index.find(np.array(prompt(1), np.uint32)) == [OnGpu("a", KNOWN, "", BLOCK, BLOCK, 1)]
+
+
+def test_adapters_and_salts_are_told_apart() -> None:
+    """A block of another adapter, or that depends on more than tokens, is no hit for a prompt."""
+    index = begun("a")
+    store(index, "a", 1, lora="french")
+    assert (found(index, 1), found(index, 1, lora="french")) == ({"a": 0}, {"a": 1})
+    index.store("a", ["x", "y"], None, prompt(7, 8), BLOCK, extra=[None, ("image-1",)])
+    assert found(index, 7, 8) == {"a": 1}
+
+
+def test_block_sizes_are_matched_each_in_its_own() -> None:
+    index = begun("a", "b")
+    store(index, "a", 1, 1)
+    index.store("b", ["h"], None, [1] * 6, 6)
+    told = index.find(np.array([1] * 9, np.uint32))
+    assert [(one.prefix_tokens, one.block_tokens) for one in told] == [(8, 4), (6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_tokens"), [([1, 2, 3], 4), ([1, 2, 3, 2**32], 4), ([1, -2, 3, 4], 4), ([], 0)]
+)
+def test_events_that_cannot_be_right_lose_the_engine(tokens: list[int], block_tokens: int) -> None:
+    """And no other engine."""
+    index = begun("a", "b")
+    store(index, "b", 1)
+    index.store("a", ["h"], None, tokens, block_tokens)
+    assert not index.is_known("a")
+    assert found(index, 1) == {"a": 0, "b": 1}
+
+
+def test_bounds() -> None:
+    """An engine that has more blocks than there is room for is unknown; others stay known."""
+    index = begun("a", "b", blocks_max=5)
+    store(index, "b", 1, 2)
+    store(index, "a", 3, 4, 5, 6)
+    assert (index.is_known("a"), index.is_known("b"), len(index)) == (False, True, 2)
+    with pytest.raises(ValueError, match="at most 64"):
+        GpuBlocks(str(at) for at in range(ENGINES_MAX + 1))
