@@ -11,7 +11,7 @@ import trio
 
 from peercache.config.quantities import parse_address
 from peercache.http import gateway
-from peercache.http.gateway import BODY_BYTES_MAX, Receive, Scope, Send
+from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES, Receive, Scope, Send
 from tests.system.nodes import capture_logs
 from tests.unit.http.http_node import ask, served
 
@@ -39,21 +39,22 @@ async def _say(address: str, *parts: bytes) -> bytes:
         return b"".join([chunk async for chunk in stream])
 
 
-def _post(size: int, *headers: str) -> bytes:
-    lines = ["POST /put HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *headers]
+def _post(size: int, *headers: str, path: str = "/put") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *headers]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def test_body_reaches_the_application_up_to_its_bound() -> None:
+@pytest.mark.parametrize(("path", "most"), [("/put", BODY_BYTES_MAX), *LONG_BODIES.items()])
+async def test_body_reaches_the_application_up_to_its_bound(path: str, most: int) -> None:
     """A body of the bound is taken whole; one byte more is refused, and fills no memory."""
     async with served(application=_echo) as address:
-        whole = await _say(address, _post(BODY_BYTES_MAX), b"x" * BODY_BYTES_MAX)
-        long = await _say(address, _post(BODY_BYTES_MAX + 1), b"x" * (BODY_BYTES_MAX + 1))
+        whole = await _say(address, _post(most, path=path), b"x" * most)
+        long = await _say(address, _post(most + 1, path=path), b"x" * (most + 1))
 
     assert whole.startswith(b"HTTP/1.1 200 ")
-    assert whole.endswith(f'["/put", "", {BODY_BYTES_MAX}, "127.0.0.1"]'.encode())
+    assert whole.endswith(f'["{path}", "", {most}, "127.0.0.1"]'.encode())
     assert long.startswith(b"HTTP/1.1 413 ")
-    assert str(BODY_BYTES_MAX).encode() in long
+    assert str(most).encode() in long
 
 
 async def test_client_that_waits_before_its_body_is_told_to_go_on() -> None:
