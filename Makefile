@@ -3,7 +3,7 @@
 #   make fast      lint, types and the pure tests: within a minute after set-up
 #   make test      all tests that a change needs; SGLang's too where its environment exists
 #   make full      everything: long tests, engines, RDMA, simulations, demo, release and site
-#   make lmcache   LMCache's server over two nodes; make vllm: vLLM's engine
+#   make lmcache   LMCache's server over two nodes; make vllm: vLLM's engine; make dynamo: its indexer
 #   make sims      whole clusters, simulated from seeds that follow from the code, and planted bugs
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit properties slow \
-	sims sglang sglang-engines lmcache vllm ttft peers docs docs-site release-check wheels clean
+	sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -80,7 +80,7 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 unit: $(STAMP)
-	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not lmcache and not vllm and not slow and not soak and not rdma" \
+	$(PYTEST) $(PARALLEL) $(WORKERS) -m "not sglang and not lmcache and not vllm and not dynamo and not slow and not soak and not rdma" \
 		$(COVERAGE) $(PYTEST_FLAGS)
 
 # Every property with eight times as many examples as in `make test`.
@@ -114,7 +114,7 @@ sglang-engines: $(STAMP)
 # LMCache's server and vLLM's engine over two nodes, each in an environment of its own (1.4 and 3.5 GB,
 # in the user's cache folder) that tests/integration/install_engine.sh makes; without it they are
 # skipped.
-lmcache vllm: $(STAMP)
+lmcache vllm dynamo: $(STAMP)
 	$(PYTEST) -q -o faulthandler_timeout=400 -m $@ tests/integration $(PYTEST_FLAGS)
 
 # The figures of docs/explanation/performance.md, with SGLang's environment, on a quiet machine: four

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents and item.path.name.startswith("test_sglang"):
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.filterwarnings("default"))
-        for engine in ("lmcache", "vllm"):
+        for engine in ("lmcache", "vllm", "dynamo"):
             if HERE in item.path.parents and item.path.name.startswith(f"test_{engine}"):
                 item.add_marker(engine)
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes the virtual environment in which another engine runs without a GPU, for the tests.
 #
-#   install_engine.sh lmcache | vllm
+#   install_engine.sh lmcache | vllm | dynamo
 #
-# It lies in the user's cache folder, as lmcache-0.5.6 or vllm-0.32.0, or where PEERCACHE_LMCACHE_VENV
-# and PEERCACHE_VLLM_VENV say; it is made once and shared by all checkouts, and a second run finds the
+# It lies in the user's cache folder, as lmcache-0.5.6 for example, or where PEERCACHE_LMCACHE_VENV,
+# PEERCACHE_VLLM_VENV and PEERCACHE_DYNAMO_VENV say; it is made once and shared by all checkouts, and a second run finds the
 # stamp and ends. Prints the folder. PyPI's torch brings several GB of CUDA along; the CPU build does:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu install_engine.sh lmcache
 set -euo pipefail
@@ -16,8 +16,9 @@ python=${PYTHON:-python3}
 case "${1:-}" in
 lmcache) name=lmcache-0.5.6 venv=${PEERCACHE_LMCACHE_VENV:-$cache/lmcache-0.5.6} ;;
 vllm) name=vllm-0.32.0 venv=${PEERCACHE_VLLM_VENV:-$cache/vllm-0.32.0} ;;
+dynamo) name=dynamo-1.6.1 venv=${PEERCACHE_DYNAMO_VENV:-$cache/dynamo-1.6.1} ;;
 *)
-    echo "usage: install_engine.sh lmcache | vllm" >&2
+    echo "usage: install_engine.sh lmcache | vllm | dynamo" >&2
     exit 2
     ;;
 esac

@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peercache"
 START_S = 300.0
 
-_NAMES = {"lmcache": "lmcache-0.5.6", "vllm": "vllm-0.32.0"}
+_NAMES = {"lmcache": "lmcache-0.5.6", "vllm": "vllm-0.32.0", "dynamo": "dynamo-1.6.1"}
 
 
 def environment_of(engine: str) -> Path:
