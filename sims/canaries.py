@@ -18,12 +18,20 @@ from typing import Any
 
 import attrs
 
-from sims import bugs, bugs_handover, bugs_owners, bugs_tables, planted
+from sims import bugs, bugs_handover, bugs_owners, bugs_tables, bugs_tenants, planted
 from sims.doubting import doubt
 from sims.play import play
 from sims.racing import race, race_drains
 from sims.rewriting import rewrite
-from sims.swarm import Options, draining, smaller, with_a_bound, with_rot, with_tables
+from sims.swarm import (
+    Options,
+    draining,
+    smaller,
+    with_a_bound,
+    with_rot,
+    with_tables,
+    with_tenants,
+)
 from sims.turning import turn
 
 FIRST_SEED = 1_000_000
@@ -411,6 +419,20 @@ CANARIES: tuple[Canary, ...] = (
         60,
         patches=bugs_handover.UNVERIFIED,
         change=draining,
+    ),
+    Canary(
+        "quota-ignored",
+        "pages of a namespace within its quota are evicted for another one",
+        20,
+        patches=bugs_tenants.QUOTA_IGNORED,
+        change=with_tenants,
+    ),
+    Canary(
+        "priority-ignored",
+        "a namespace over its quota evicts pages of one with a higher priority",
+        20,
+        patches=bugs_tenants.PRIORITY_IGNORED,
+        change=with_tenants,
     ),
     Canary(
         "mirror-unverified",

@@ -56,6 +56,7 @@ from sims.memory import Buffers, NodeMemory, Truth
 from sims.network import Network
 from sims.places import Place
 from sims.planted import READS_SOURCE_LATE, planted
+from sims.swarm import TENANTS
 from sims.tables import SimTables
 from sims.trace import SimLog, Trace, Violation
 
@@ -120,8 +121,9 @@ class SimClient:
         linked: Callable[[int], NodeMemory | None],
         truth: Truth,
         trace: Trace,
+        tenant: int = 0,
     ) -> None:
-        """Write through the node that listens at `home`."""
+        """Write through the node that listens at `home`; tenant: which of the namespaces it has."""
         self.place = place
         self.home = home
         self.config = config
@@ -129,7 +131,8 @@ class SimClient:
         self.lock = lock_name(self.identity)
         self.fabrics = fabrics
         self.breakers = Breakers()
-        self.namespace = Namespace(name="sims")
+        self.tenant = tenant
+        self.namespace = Namespace(name=TENANTS[tenant] if config.quotas else "sims")
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         self.tables = SimTables(
             place,

@@ -192,6 +192,7 @@ class Liveness:
                 for place, key in enumerate(self._world.library.keys.tolist())
                 # Where copies differ in length the nearest is read, and may not fit.
                 if len(set(held.get(key, ()))) == 1
+                and self._world.calls.own_places(client, [place]) == [place]
             ]
             for begin in range(0, len(places), READ_PAGES):
                 batch = places[begin : begin + READ_PAGES]
@@ -216,13 +217,14 @@ class Liveness:
 
     async def _stored_is_found(self, client: SimClient) -> str:
         place = self._rng.randrange(len(self._world.library.keys))
+        (place,) = self._world.calls.own_places(client, [place])
         key = self._world.library.keys[[place]].tolist()[0]
         stored = await self._world.calls.set(client, [place], self._rng, 2.0)
         lengths = self._held().get(key, [])
         if not stored[0] and not lengths:
             return f"{client.place.name} cannot store {key.hex()}"
         for reader in self._clients():
-            if len(set(lengths)) != 1:
+            if len(set(lengths)) != 1 or reader.tenant != client.tenant:
                 continue
             reasons = await self._world.calls.get(reader, [place], self._rng, 2.0, lengths[:1])
             if reasons[0]:

@@ -27,6 +27,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, run_actor
+from peercache.config.quotas import parse_quotas
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
 from peercache.model.hash_ring import HashRing
@@ -413,6 +414,7 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         location_cache_entries=options.cache_entries,
         mirror_pulls=options.mirror_pulls,
         mirror_share=options.mirror_share,
+        quotas=parse_quotas(options.quotas),
     )
 
 

@@ -23,6 +23,9 @@ LENGTHS = (40, 200, 256, 500, 700, 1500)
 """Bytes of pages, in 1 to 6 granules: extents must change their class."""
 
 
+TENANTS = ("chat", "search", "batch")
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """One run. Rates are events a virtual second over the whole cluster; chances are 0 to 1."""
@@ -100,8 +103,15 @@ class Options:
     drain_rate: float
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
+    quotas: str = ""
+    """Of TENANTS, by turns the namespaces of clients; "": all have one, without. Never drawn."""
     bandwidth: float = 0.0
     """Bytes a second that a host's network carries each way; 0: without bound. Never drawn."""
+
+    @property
+    def tenants(self) -> int:
+        """Return the number of namespaces."""
+        return len(TENANTS) if self.quotas else 1
 
     def lines(self) -> list[str]:
         """Return the options as people read them."""
@@ -166,6 +176,30 @@ def with_a_bound(options: Options) -> Options:
         batch_max=16,
         think_s=0.02,
         workers=2,
+    )
+
+
+def with_tenants(options: Options) -> Options:
+    """Return a small run in which three namespaces with quotas want more of each pool than it has.
+
+    All nodes' writers are of all three, so that each borrows and gives back all the time.
+    """
+    return attrs.evolve(
+        smaller(options),
+        quotas="chat=40%,priority=2;search=30%,priority=1;batch=15%",
+        pools=1,
+        nodes=3,
+        hosts=3,
+        clients=9,
+        workers=1,
+        keys=120,
+        pool_granules=120,
+        uncommitted_granules=0,
+        batch_max=8,
+        think_s=0.03,
+        disk_slabs=0,
+        mirror_pulls="off",
+        crash_rate=0.0,
     )
 
 

@@ -31,6 +31,7 @@ from sims import stored
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place
+from sims.tenants import Shares
 from sims.trace import Trace, Violation
 
 FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
@@ -92,8 +93,10 @@ class WatchedActor:
             identity = sender.identity if speaker is None else speaker.incarnation
             _check_view(actor, identity, view, masters, self.truth)
         elif isinstance(actor, Pool):
+            shares = Shares.of(actor, message)
             effects = actor.on_message(sender, message, self.place.local(now))
             check_shares(actor)
+            shares.judge(actor)
         elif isinstance(actor, Remover):
             pending = dict(actor._pending)
             effects = actor.on_message(sender, message, self.place.local(now))

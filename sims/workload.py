@@ -80,7 +80,7 @@ class Calls:
     async def _one(self, client: SimClient, rng: random.Random) -> None:
         drawn = rng.random()
         count = rng.randint(1, self.options.batch_max)
-        places = self._choose(rng, count)
+        places = self.own_places(client, self._choose(rng, count))
         if drawn < 0.38:
             await self.set(client, places, rng)
         elif drawn < 0.85:
@@ -89,7 +89,7 @@ class Calls:
             await self.prefix(client, places, rng)
         elif drawn < 0.97:
             await self.exists(client, places)
-        elif drawn < 0.995:
+        elif drawn < 0.995 or self.options.tenants > 1:  # `removals` tells no namespaces apart.
             await self.tell_all(
                 client,
                 Remove(0, client.namespace.tag(), self.library.keys[places[:2]].tobytes(), 0.0),
@@ -104,6 +104,12 @@ class Calls:
             first = rng.randrange(total)
             return [(first + step) % total for step in range(min(count, total))]
         return [rng.randrange(total) for _ in range(count)]
+
+    def own_places(self, client: SimClient, places: Sequence[int]) -> list[int]:
+        """Return a client's page for each of these: every namespace has its turn of the library."""
+        turns = self.options.tenants
+        last = len(self.library.keys) - turns
+        return [min(place - place % turns, last) + client.tenant for place in places]
 
     # --- calls ------------------------------------------------------------------------------------
 

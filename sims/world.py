@@ -163,6 +163,7 @@ class World:
             linked=self.linked,
             truth=self.truth,
             trace=self.trace,
+            tenant=list(self._homes).index(name) % self.options.tenants,
         )
         self.locks.hold(client.lock, place)
         self.trace.line("start", name, f"{client.identity:016x}")
