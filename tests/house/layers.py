@@ -59,7 +59,7 @@ LAYERS: dict[str, str] = {
     "sglang": "model config observability client engines",
     "lmcache": "model observability client engines",
     "vllm": "model observability client engines",
-    "connector": "model content config observability memory client",
+    "connector": "model content config observability memory events client",
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net node client cli",
     "cli.demo": "config observability '' cli",

@@ -1,0 +1,44 @@
+"""Tensor-parallel ranks as processes agree on the connector's results, over gloo.
+
+Here because torch is in SGLang's environment; nothing of SGLang is used.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("blake3", reason="SGLang's environment was made before blake3 was needed")
+
+from tests.pace import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ranks_agree_over_gloo(tmp_path: Path) -> None:
+    """Both ranks get the shorter prefix, in the same polls, with right bytes."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.connector_rank", str(rank), str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+    assert [rank["own"] for rank in told] == [28, 20]
+    assert [rank["matched"] for rank in told] == [20, 20]
+    assert [rank["right"] for rank in told] == [[True] * 5] * 2
+    assert [(name, tokens) for _, name, tokens in told[0]["ended"]] == [("r", 20), ("s", 20)]
+    assert told[0]["ended"] == told[1]["ended"]
