@@ -99,6 +99,15 @@ class EngineProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def _session(self) -> list[int]:
+        """Return the process and its children, which are in a session of their own."""
+        found = [self.process.pid]
+        for each in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(each.name)) == self.process.pid:
+                    found.append(int(each.name))
+        return found
+
     def __enter__(self) -> EngineProcess:
         """Return the process."""
         return self
@@ -110,6 +119,7 @@ class EngineProcess:
         trace: TracebackType | None,
     ) -> None:
         """Ask it to end, then end it; show what it said in a failed test."""
+        members = self._session()
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,7 +129,7 @@ class EngineProcess:
             sys.stderr.write(self.said()[-8000:])
         self.log.close()
         # What LMCache and vLLM leave in shared memory, some of it even when they end by themselves.
-        for pattern in (f"lmcache_kv_{self.process.pid}_*", *self.leaves):
+        for pattern in (*(f"lmcache_kv_{each}_*" for each in members), *self.leaves):
             for left in Path("/dev/shm").glob(pattern):
                 left.unlink(missing_ok=True)
 
