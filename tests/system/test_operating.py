@@ -20,7 +20,7 @@ from peercache.wire.messages.operations import ClusterAsked, ClusterTold, Status
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.certificates import Certificates
 from tests.pace import PATIENCE_S
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
 from tests.system.test_control_tls import Secured, Speaker, hello
 
 pytestmark = pytest.mark.slow
@@ -35,6 +35,13 @@ def gathered(cluster: LocalCluster, node: NodeProcess) -> dict[str, MemberStatus
     assert isinstance(told, ClusterTold), told
     assert (told.request, told.more) == (7, False)
     return {each.status.name: each for each in decoded_statuses(told.statuses)}
+
+
+def fabric_of(cluster: LocalCluster, nodes: list[NodeProcess]) -> str:
+    """Return how clients of the second node read from the first, by its status."""
+    peers = gathered(cluster, nodes[1])[nodes[1].ready["control"]].status.peers
+    [found] = [peer.fabric for peer in peers if peer.name == nodes[0].ready["control"]]
+    return found
 
 
 def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
@@ -54,6 +61,10 @@ def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
         assert [worker.pid > 0 and worker.keys for worker in home.workers] == [4]
         assert sorted(peer.name for peer in home.peers) == sorted(names[1:])
         assert {peer.fabric for peer in home.peers} == {"shm"}
+        with cluster.client(nodes[1], fabric="tcp") as far, cluster.client(nodes[1]) as near:
+            for reader, expected in ((far, "tcp"), (near, "shm+tcp")):
+                assert all(read(reader, keys))
+                wait_until(lambda wanted=expected: fabric_of(cluster, nodes) == wanted)  # type: ignore[misc]
         assert 0 < home.shard.share <= 1
 
         nodes[2].pause()

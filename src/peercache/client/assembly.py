@@ -108,7 +108,7 @@ class Wiring:
             log=self.log,
             tables=self._tables,
         )
-        self.report = ClientReport(self.metrics)
+        self.report = ClientReport(self.metrics, self._fabric_of_peers)
         self._told_opened = 0
         self.home = self._home_at(url)
 
@@ -267,6 +267,10 @@ class Wiring:
             metrics=self.metrics,
             fallback=self._tcp if self._config.fabric == "auto" else None,
         )
+
+    def _fabric_of_peers(self) -> dict[str, str]:
+        """Return by what each peer is read, by its name."""
+        return {name_of(peer): name for peer, name in self.bridge.fabric_of_peers().items()}
 
     # --- what the parts ask each other ------------------------------------------------------------
 

@@ -109,7 +109,8 @@ class Latencies:
 class PeerStatus:
     """Another member, as this node sees it.
 
-    fabric:  how a client of this host reads from it: shm, rdma or tcp; "" where it is unknown.
+    fabric:  how clients of this node last read from it: shm, rdma or tcp, several with a plus;
+             before any has read, shm on one host and "" on two.
     state:   alive or suspect.
     lagging: it let a commit of this node wait for a whole patience, and sets go on without it.
     """

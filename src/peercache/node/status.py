@@ -129,12 +129,16 @@ class NodeStatus:
 
     def _peers(self) -> tuple[PeerStatus, ...]:
         me, lagging = self.crew.membership.me, self.crew.publisher.lagging()
+        read_by = self.workers.fabrics()
         return tuple(
             [
                 PeerStatus(
                     name=member.control,
-                    # rdma is between clients and nodes: this node does not know which read so.
-                    fabric="shm" if member.boot_id == me.boot_id else "",
+                    # What clients have read by; who has read nothing yet could by shm here.
+                    fabric=read_by.get(
+                        name_of(member.incarnation),
+                        "shm" if member.boot_id == me.boot_id else "",
+                    ),
                     state=STATE_NAMES[member.state],
                     lagging=member.incarnation in lagging,
                 )

@@ -9,6 +9,8 @@ import attrs
 
 from peercache.model.ids import name_of
 from peercache.model.status import LISTED_MAX, Worker
+from peercache.observability.reasons import FABRICS
+from peercache.observability.reports import PEER_FABRIC
 from peercache.wire.messages.session import Counted
 
 TRACKED_MAX = 1024
@@ -26,6 +28,8 @@ class _Reports:
     sets: float = 0.0
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
     keys: float = 0.0
+    fabrics: dict[str, str] = attrs.field(factory=dict)
+    """By the name of a peer: how the client last read from it."""
 
 
 @final
@@ -47,6 +51,9 @@ class AttachedWorkers:
             _sum(counted, name) for name in ("pages_hit", "pages_missed", "pages_set")
         )
         known.keys += sets
+        if told := _fabrics(counted):
+            # The newest of a client that reads from more peers than a status lists.
+            known.fabrics = dict([*{**known.fabrics, **told}.items()][-LISTED_MAX:])
         known.hits, known.misses, known.sets = (
             known.hits + hits, known.misses + misses, known.sets + sets,
         )  # fmt: skip
@@ -54,6 +61,14 @@ class AttachedWorkers:
             known.rates = (known.hits / passed_s, known.misses / passed_s, known.sets / passed_s)
             known.hits = known.misses = known.sets = 0.0
             known.heard_at = now
+
+    def fabrics(self) -> dict[str, str]:
+        """Return by the name of a peer how clients read from it: `tcp`, or `shm+tcp` where both."""
+        found: dict[str, set[str]] = {}
+        for known in self._reports.values():
+            for peer, fabric in known.fabrics.items():
+                found.setdefault(peer, set()).add(fabric)
+        return {peer: "+".join(sorted(names)) for peer, names in found.items()}
 
     def listed(
         self, attached: Iterable[tuple[int, str, int]], now: float
@@ -81,6 +96,14 @@ class AttachedWorkers:
 
 SILENT_S = 3.0
 """A client reports each second while it counts something."""
+
+
+def _fabrics(counted: Counted) -> dict[str, str]:
+    return {
+        path.removeprefix(f"{PEER_FABRIC}/"): fabric
+        for path, fabric in counted.counts.items()
+        if path.startswith(f"{PEER_FABRIC}/") and isinstance(fabric, str) and fabric in FABRICS
+    }
 
 
 def _sum(counted: Counted, name: str) -> float:

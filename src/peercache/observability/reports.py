@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import final
 
 import numpy as np
@@ -19,6 +20,12 @@ from peercache.wire.messages.session import Counted
 
 CALLS_MAX = 4096
 """Most times in one report (20 KiB); a second with more of them loses the oldest. A get has two."""
+
+PEER_FABRIC = "peer_fabric"
+"""Before the slash and a peer's name: the fabric by which the client last read from it."""
+
+PEERS_MAX = 256
+"""Most peers in one report (10 KB): the others are in the next one."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
     "pages_hit": FABRICS,
@@ -46,9 +53,16 @@ _LABELS: dict[str, tuple[str, ...]] = {
 class ClientReport:
     """The counts that one client has not reported yet. Calls are added from any thread."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        """Report the increases of `metrics` from here on."""
+    def __init__(
+        self, metrics: Metrics, fabric_of_peers: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        """Report the increases of `metrics` from here on, and by what each peer is read.
+
+        fabric_of_peers: by the name of the peer.
+        """
         self._metrics = metrics
+        self._fabric_of_peers = fabric_of_peers
+        self._fabrics_told: dict[str, str] = {}
         self._told: dict[str, float] = {}
         self.calls: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         """(series, seconds) of each call (`observability.latency`); the client appends."""
@@ -65,10 +79,24 @@ class ClientReport:
                 if total > self._told.get(path, 0.0):
                     counts[path] = total - self._told.get(path, 0.0)
                     self._told[path] = total
+        counts |= self._take_fabrics()
         calls = self._take_calls()
         if not counts and not calls:
             return None
         return Counted(counts, packed(calls).tobytes())
+
+    def begin_anew(self) -> None:
+        """Tell a new home node by what each peer is read: it has heard nothing yet."""
+        self._fabrics_told.clear()
+
+    def _take_fabrics(self) -> dict[str, str]:
+        """Return what has changed of the fabrics, at most of PEERS_MAX peers."""
+        used = self._fabric_of_peers()
+        now = {f"{PEER_FABRIC}/{peer}": name for peer, name in used.items()}
+        told = {path: name for path, name in self._fabrics_told.items() if path in now}
+        changed = [item for item in now.items() if told.get(item[0]) != item[1]][:PEERS_MAX]
+        self._fabrics_told = {**told, **dict(changed)}
+        return dict(changed)
 
     def settle(self) -> None:
         """Add the calls to the own metrics: those of a client whose node is in this process."""
@@ -84,6 +112,8 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
     ignored = 0
     for path, increase in counted.counts.items():
         name, _, value = path.partition("/")
+        if name == PEER_FABRIC and increase in FABRICS:
+            continue  # No metric: the node's status tells it.
         is_known = name in _LABELS and (value in _LABELS[name] or (not value and not _LABELS[name]))
         if not is_known or isinstance(increase, str) or not 0 <= increase < math.inf:
             ignored += 1

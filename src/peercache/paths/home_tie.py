@@ -153,6 +153,8 @@ class Tie(Generic[Memory]):
         self._newcomer = None if member.incarnation in self._view else member
         self.attached = attached = Attached(member.incarnation, memory, ClientReservations())
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
+        if self._report is not None:
+            self._report.begin_anew()
         self._on_attached(attached, old)
         return True
 

@@ -84,3 +84,18 @@ def test_lists_and_memory_are_bounded() -> None:
 
     assert (len(found), more) == (LISTED_MAX, len(clients) - LISTED_MAX)
     assert beyond.keys == 0
+
+
+def test_fabrics_of_all_clients_are_told_together() -> None:
+    """The last one of each client; those of a client that has left are forgotten."""
+    workers = AttachedWorkers()
+    workers.note(7, Counted({"peer_fabric/aa": "rdma", "peer_fabric/bb": "tcp"}, b""), now=0.0)
+    workers.note(7, Counted({"peer_fabric/aa": "tcp", "peer_fabric/cc": "smoke"}, b""), now=1.0)
+    workers.note(8, Counted({"peer_fabric/aa": "shm"}, b""), now=1.0)
+
+    assert workers.fabrics() == {"aa": "shm+tcp", "bb": "tcp"}
+    workers.listed([ONE], now=2.0)
+    assert workers.fabrics() == {"aa": "tcp", "bb": "tcp"}
+    many = {f"peer_fabric/{number:x}": "tcp" for number in range(2 * LISTED_MAX)}
+    workers.note(7, Counted({**many}, b""), now=3.0)
+    assert len(workers.fabrics()) == LISTED_MAX

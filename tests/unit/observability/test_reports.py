@@ -10,7 +10,7 @@ from peercache.memory.table_reading import REASONS
 from peercache.observability.latency import CALL, PLACES
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import TABLE_FAILURES
-from peercache.observability.reports import CALLS_MAX, ClientReport, absorb
+from peercache.observability.reports import CALLS_MAX, PEERS_MAX, ClientReport, absorb
 from peercache.wire.messages.session import Counted
 
 
@@ -40,6 +40,29 @@ def test_a_report_carries_each_increase_once() -> None:
     assert value(node, "latency_seconds_count", **labels) == 1
     assert value(node, "latency_seconds_sum", **labels) == 0.5
     assert report.take() is None
+
+
+def test_a_report_tells_by_what_each_peer_is_read_once() -> None:
+    """What has changed only; all of it to a home node that has started anew; no metric of it."""
+    used = {"aa": "shm", "bb": "tcp"}
+    report = ClientReport(Metrics(), lambda: used)
+
+    def told() -> dict[str, object]:
+        counted = report.take()
+        assert counted is None or absorb(Metrics(), counted) == 0
+        return {} if counted is None else dict(counted.counts)
+
+    one, two = "peer_fabric/aa", "peer_fabric/bb"
+    assert told() == {one: "shm", two: "tcp"}
+    assert told() == {}
+    used["bb"] = "rdma"
+    assert told() == {two: "rdma"}
+    report.begin_anew()
+    assert told() == {one: "shm", two: "rdma"}
+    assert absorb(Metrics(), Counted({one: "carrier pigeon"}, b"")) == 1
+    used |= {f"{peer:x}": "tcp" for peer in range(2 * PEERS_MAX)}
+    assert len(told()) == PEERS_MAX == len(told())
+    assert told() == {}
 
 
 class LooksCounted:

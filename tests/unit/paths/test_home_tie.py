@@ -11,6 +11,8 @@ import numpy as np
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from peercache.model.member import Member
+from peercache.observability.metrics import Metrics
+from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import Tie
@@ -33,6 +35,7 @@ class Nodes:
     greeting: Message | None = None
     told: list[object] = attrs.field(factory=list)
     asked: list[object] = attrs.field(factory=list)
+    report: ClientReport | None = None
 
     def tie(self) -> Tie[str]:
         """Return a tie to a home node whose memory is its name."""
@@ -42,7 +45,7 @@ class Nodes:
             boot_id="here",
             breakers=Breakers(),
             touches=Touches(),
-            report=None,
+            report=self.report,
             clock=lambda: 10.0,
             open_memory=self._open,
             on_attached=lambda new, old: self.told.append((new.memory, old and old.memory)),
@@ -133,6 +136,20 @@ def test_home_node_that_restarted_is_attached_to_anew() -> None:
     ]
     assert tie.is_home(HOME)
     assert tie.cluster.home == HOME
+
+
+def test_home_node_that_restarted_hears_by_what_peers_are_read() -> None:
+    """The report tells changes only, and the new incarnation has heard nothing yet."""
+    report = ClientReport(Metrics(), lambda: {"aa": "tcp"})
+    nodes = Nodes(greeting=welcome_of(PREDECESSOR), report=report)
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    first, second = report.take(), report.take()
+    nodes.greeting = welcome_of(HOME)
+    nodes.drive(tie.attach(12.0))
+
+    assert second is None
+    assert report.take() == first is not None
 
 
 def test_view_comes_from_others_while_the_home_node_refuses() -> None:

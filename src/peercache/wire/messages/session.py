@@ -90,7 +90,7 @@ class RevocationsTold:
 class Counted:
     """Report to the home node what a client has counted since its last report.
 
-    counts:  increases by "metric" or "metric/label value".
+    counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": by what it is read.
     calls:   how long batch calls took, n × 5 bytes (`observability.reports.CALL`).
     """
 
