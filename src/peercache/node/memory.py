@@ -44,10 +44,13 @@ def publish(
     try:
         # Segments of dead nodes would take the room.
         remove_leftovers(folder, sharing)
-        if huge_page_bytes:
+        if not huge_page_bytes:
+            # Before anything is made: the seals alone of an absurd pool would fill this host.
+            _expect_memory(config)
+        else:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
             huge_pages.expect_enough(config.hugepages, layout)
-        segment = PublishedSegment.create(
+        return PublishedSegment.create(
             folder,
             incarnation=incarnation,
             page_bytes=config.pool_size // config.granule * config.granule,
@@ -59,13 +62,6 @@ def publish(
         name = "hugepages" if huge_page_bytes else "shm_dir"
         remedy = "mount a tmpfs there that the node may write to, or name another folder"
         raise ConfigError(name, f"cannot use {folder}: {error.strerror}: {remedy}") from error
-    try:
-        if not huge_page_bytes:
-            _expect_memory(config)
-    except ConfigError:
-        segment.close()
-        raise
-    return segment
 
 
 def _expect_memory(config: Config) -> None:

@@ -37,7 +37,14 @@ def test_pool_over_the_limit_of_its_cgroup_is_refused(
 def test_pool_over_the_memory_of_the_host_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A tmpfs may be larger than what there is."""
+    """A tmpfs may be larger than what there is. Nothing is made before: 64 TiB of pages have so
+    many seals that the kernel ended other processes of the host.
+    """
+
+    def created(*_: object, **__: object) -> None:
+        pytest.fail("the segment was made first")
+
+    monkeypatch.setattr(memory.PublishedSegment, "create", created)
     monkeypatch.setattr(memory, "filesystem_of", lambda *_: "tmpfs")
     monkeypatch.setattr(memory, "host_memory", lambda _: MIB)
 
