@@ -88,7 +88,7 @@ class Batch:
             {OWNER.incarnation: OWNER}, home=0, boot_id="", replicas=1, virtual_nodes=8,
             handover_until=0.0,
         )  # fmt: skip
-        cache, clock = LocationCache(entries_max=BATCH), time.monotonic
+        cache, clock = LocationCache(entries_max=16 * BATCH), time.monotonic
         locator = Locator(cache=cache, breakers=Breakers(), clock=clock)
         self._reader = Reader(
             locator=locator, cache=cache, verify="generation", space=space, clock=clock

@@ -83,7 +83,8 @@ def test_a_pool_that_does_not_fit_is_an_error_at_start(tmp_path: Path) -> None:
     done = run_node("--listen", "127.0.0.1:0", "--pool-size", str(too_much))
 
     assert done.returncode == 2
-    assert "/dev/shm" in done.stderr
+    # Of a host whose /dev/shm is as large as its memory, that is the bound that is told.
+    assert "/dev/shm" in done.stderr or "memory that this" in done.stderr
     assert "lower pool_size" in done.stderr
 
 

@@ -301,11 +301,11 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         if client is None:
             return bits
         names = self._addresses.of(keys, [layout_of(each.meta) for each in objects])
-        hits = np.flatnonzero(client.batch_get_into(names, _runs(objects)[0])).tolist()
-        for place in hits:
+        loaded = np.flatnonzero(client.batch_get_into(names, _runs(objects)[0])).tolist()
+        for place in loaded:
             bits.set(place)
-        if hits:
-            self._notify_keys_accessed([keys[place] for place in hits])
+        if loaded:
+            self._notify_keys_accessed([keys[place] for place in loaded])
         return bits
 
     def _delete(self, keys: list[Any]) -> None:
