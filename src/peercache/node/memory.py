@@ -50,7 +50,7 @@ def publish(
         else:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
             huge_pages.expect_enough(config.hugepages, layout)
-        return PublishedSegment.create(
+        segment = PublishedSegment.create(
             folder,
             incarnation=incarnation,
             page_bytes=config.pool_size // config.granule * config.granule,
@@ -62,15 +62,20 @@ def publish(
         name = "hugepages" if huge_page_bytes else "shm_dir"
         remedy = "mount a tmpfs there that the node may write to, or name another folder"
         raise ConfigError(name, f"cannot use {folder}: {error.strerror}: {remedy}") from error
-
-
-def _expect_memory(config: Config) -> None:
-    """Refuse a pool that this process can never have, and warn of one that lies on a disk."""
-    kind = filesystem_of(config.shm_dir, text_of(Path("/proc/mounts")))
-    if kind not in IN_MEMORY:
+    if not huge_page_bytes and (kind := _file_system(config)) not in IN_MEMORY:
         get_logger().warning(
             "pool.on_a_disk", shm_dir=config.shm_dir, file_system=kind, remedy="shm_dir = /dev/shm"
         )
+    return segment
+
+
+def _file_system(config: Config) -> str:
+    return filesystem_of(config.shm_dir, text_of(Path("/proc/mounts")))
+
+
+def _expect_memory(config: Config) -> None:
+    """Refuse a pool in memory that this process can never have."""
+    if _file_system(config) not in IN_MEMORY:
         return
     limit, _ = own_cgroup_memory()
     host = host_memory("MemTotal") + host_memory("SwapTotal")
