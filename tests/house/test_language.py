@@ -33,6 +33,7 @@ COMPONENTS = frozenset(
         "disk",
         "drain",
         "engines",
+        "events",
         "fabric",
         "handover",
         "home",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import attrs
 import pytest
 import zmq
 
@@ -56,9 +57,9 @@ class Indexer(EngineProcess):
         status, said = self._asked("/unregister", {"instance_id": 1, "model_name": MODEL})
         assert status < 300, said
 
-    def matched(self) -> int:
+    def matched(self, **more: str) -> int:
         """Return how many leading tokens of the prompt it knows to be stored."""
-        status, said = self._asked("/query", {"token_ids": PROMPT, "model_name": MODEL})
+        status, said = self._asked("/query", {"token_ids": PROMPT, "model_name": MODEL, **more})
         if status == 404:
             return 0  # No publisher of this model is registered.
         assert status < 300, said
@@ -108,6 +109,20 @@ def test_an_indexer_follows_what_is_stored_and_removed(indexer: Indexer) -> None
         indexer.comes_to(16)
         publisher.publish([BlockRemoved((2,), "CPU")])
         indexer.comes_to(4)
+
+
+def test_an_indexer_keeps_salts_apart(indexer: Indexer) -> None:
+    """Blocks of a tenant match no prompt of another; several sorts of them cost no batch."""
+    with closing(BlockPublisher(ANY, ANY)) as publisher:
+        indexer.register(publisher)
+        publisher.publish([attrs.evolve(block(0), extra=("tenant=t",))])
+        wait_until(lambda: indexer.matched(cache_salt="tenant=t") == 4, 20)
+        assert indexer.matched() == indexer.matched(cache_salt="tenant=u") == 0
+
+        # Other names: a hash is one block's, whatever its tokens depend on.
+        both = BlockStored((11, 12), None, PROMPT[: 2 * BLOCK], BLOCK, "CPU", "", ("x", None))
+        publisher.publish([both])
+        indexer.comes_to(8)
 
 
 def test_an_indexer_believes_nothing_of_a_publisher_before_its_restart(indexer: Indexer) -> None:

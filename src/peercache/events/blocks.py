@@ -237,11 +237,24 @@ def _map_of(event: BlockEvent) -> dict[str, Any]:
             "medium": event.medium,
             "lora_name": event.lora or None,
         }
+        if event.extra:
+            told |= _extra_told(event.extra)
     elif isinstance(event, BlockRemoved):
         told |= {"block_hashes": event.hashes, "medium": event.medium}
     if not isinstance(event, AllBlocksCleared) and event.group is not None:
         told["group_idx"] = event.group
     return told
+
+
+def _extra_told(extra: tuple[str | None, ...]) -> dict[str, Any]:
+    """Return the field for what blocks depend on: a salt if it is one for all of them.
+
+    Dynamo's indexer keeps salts apart and passes over lists of keys; keys that are no lists cost
+    it the whole batch.
+    """
+    if None not in extra and len(set(extra)) == 1:
+        return {"cache_salt": extra[0]}
+    return {"extra_keys": [None if one is None else [one] for one in extra]}
 
 
 _encoded: Callable[[Sequence[Any]], bytes] = msgspec.msgpack.Encoder().encode

@@ -29,6 +29,7 @@ from peercache.events.blocks import (
     frames_of,
     sequence_of,
 )
+from peercache.observability.log import get_logger
 
 EVENTS_A_BATCH: Final = 256
 """Events of one message: some hundred kilobytes."""
@@ -45,7 +46,8 @@ QUIET_S: Final = 1.0
 since, sees the gap and asks for a replay."""
 
 ANEW_S: Final = 5.0
-"""At most so often is everything told anew because a replay reaches back no further."""
+"""At most so often is everything told anew because a replay reaches back no further, or because
+sending has failed."""
 
 WAITING_MAX: Final = 1000
 """Batches that wait for one reader."""
@@ -85,9 +87,11 @@ class BlockPublisher:
         endpoint: to bind, such as tcp://127.0.0.1:5557; `tcp://127.0.0.1:*` takes a free port.
         replay:   the same for readers that have missed something; "" for none.
         present:  yields events that store all blocks there are now; called by the publisher's
-                  thread when it begins and after it had too many events to send.
+                  thread when it begins and after it had too many events to send. After an error
+                  of it, which the log tells, it is called again ANEW_S later.
         Raises OSError with the endpoint if one cannot be bound.
         """
+        self._log = get_logger()
         self._context = zmq.Context()
         try:
             self._sockets = [self._bound(zmq.PUB, endpoint)]
@@ -111,7 +115,7 @@ class BlockPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._is_trimmed = False
-        self._sent_at = self._anew_at = -math.inf
+        self._sent_at = self._anew_at = self._resting_until = -math.inf
         self._counts = {"events": 0, "batches": 0, "resyncs": 0, "replays": 0}
         self._thread = threading.Thread(target=self._run, name="peercache-events", daemon=True)
         self._thread.start()
@@ -147,7 +151,7 @@ class BlockPublisher:
                     self._answer_replays()
                 if self._is_closing.is_set() and until == float("inf"):
                     until = time.monotonic() + CLOSE_S
-                sent = self._send_some()
+                sent = self._tried()
                 if (not sent and until != float("inf")) or time.monotonic() >= until:
                     return
                 if not sent:
@@ -155,6 +159,23 @@ class BlockPublisher:
                     self._has_events.clear()
         finally:
             self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _tried(self) -> bool:
+        """Send some; after an error, such as one of `present`, tell everything anew a little later.
+
+        Without this a thread that has ended would leave routers with its last blocks for ever.
+        """
+        if time.monotonic() < self._resting_until:
+            return False
+        try:
+            return self._send_some()
+        except Exception:
+            self._log.exception("events.publish_failed", at=self.endpoint)
+            self._resting_until = time.monotonic() + ANEW_S
+            with self._lock:
+                self._queue.clear()
+                self._is_lossy = True
+            return False
 
     def _send_some(self) -> bool:
         """Send one batch, or everything anew; return whether there was something."""

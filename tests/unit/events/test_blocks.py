@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import attrs
 import msgspec
 import pytest
 from hypothesis import given
@@ -48,6 +49,28 @@ def test_what_is_encoded_is_decoded(events: list[BlockEvent], rank: int | None) 
     """Every event, hashes of both kinds, and the rank."""
     batch = EventBatch(1.5, tuple(events), rank)
     assert decode(encode(batch)) == batch
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (("a", "a"), {"cache_salt": "a"}),
+        (("a", None), {"extra_keys": [["a"], None]}),
+        (("a", "b"), {"extra_keys": [["a"], ["b"]]}),
+    ],
+)
+def test_what_blocks_depend_on_is_told(
+    extra: tuple[str | None, ...], told: dict[str, object]
+) -> None:
+    """One salt of all of them as such, for Dynamo; a reader tells all of them apart."""
+    payload = encode(EventBatch(1.0, (attrs.evolve(STORED, extra=extra),)))
+
+    event = msgspec.msgpack.decode(payload)[1][0]
+    assert {name: event[name] for name in ("cache_salt", "extra_keys") if name in event} == told
+    (read,) = decode(payload).events
+    assert isinstance(read, BlockStored)
+    assert [one is None for one in read.extra] == [one is None for one in extra]
+    assert len(set(read.extra)) == len(set(extra))
 
 
 def test_events_may_be_arrays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -168,6 +169,35 @@ def test_a_replay_from_before_what_is_kept_tells_everything_anew(
             assert publisher.figures().resyncs == 1
 
     assert flat == [AllBlocksCleared(), stored(7)]
+
+
+@pytest.mark.parametrize("culprit", ["present", "event"])
+def test_an_error_ends_no_publisher(
+    culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of `present`, or of an event that no msgpack can hold: told in the log, then all anew."""
+    monkeypatch.setattr(publishing, "ANEW_S", 0.1)
+    failing = [culprit == "present"]
+
+    def present() -> list[BlockEvent]:
+        if failing.pop() if failing else False:
+            raise ValueError("no blocks to be had")
+        return [stored(7)]
+
+    with closing(BlockPublisher(ANY, ANY, present=present)) as publisher:
+        while failing:
+            pass
+        if culprit == "event":
+            publisher.publish([stored(2**64)])
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while publisher.figures().resyncs < 1:
+            assert time.monotonic() < deadline, "the publisher has ended"
+        flat: list[BlockEvent] = []
+        while not flat or flat[-1] != stored(7) or AllBlocksCleared() not in flat:
+            assert time.monotonic() < deadline, "nothing was told anew"
+            flat = [event for _, events in replayed(publisher.replay, 0) for event in events]
+
+    assert sum("events.publish_failed" in line for line in caplog.messages) == 1
 
 
 def test_what_is_no_question_for_a_replay_is_passed_over() -> None:
