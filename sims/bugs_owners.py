@@ -94,3 +94,14 @@ def _by_any_summary(right: Any) -> Any:
 
 
 SUMMARY_COUNTS_AS_HAND_OVER: Patches = ((DirectoryShard, "_compare", _by_any_summary),)
+
+
+def _any_number(_: Any) -> Any:
+    def least(self: Any, holder: int) -> int:
+        del self, holder
+        return 0
+
+    return least
+
+
+SUMMARY_OF_BEFORE_COUNTS: Patches = ((ShardAuthority, "least", _any_number),)

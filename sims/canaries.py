@@ -367,6 +367,13 @@ CANARIES: tuple[Canary, ...] = (
         story=doubt,
     ),
     Canary(
+        "summary-of-before-counts",
+        "a hand-over that waited while the owner stood still ends its doubt",
+        20,
+        patches=bugs_owners.SUMMARY_OF_BEFORE_COUNTS,
+        story=doubt,
+    ),
+    Canary(
         "suspect-in-sync",
         "a holder that is suspected counts as in sync",
         20,

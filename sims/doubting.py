@@ -4,6 +4,8 @@ Without a cluster's other troubles, and each cause by itself, again and again:
 
     lost      a message of a stream is lost, and the next one comes;
     stopped   the owner's process is stopped for longer than sets wait, and its messages are lost;
+    backlog   the owner is stopped again before the summary that it asked for has come: that one
+              waits in its socket, and says nothing of what is set meanwhile;
     newcomer  an owner has just come, and former owners take a second to hand over.
 
 Whatever the cause is, the owner's table calls nothing absent for certain that has been stored.
@@ -41,6 +43,10 @@ STOPPED_S = PUBLISH_PATIENCE_S + 0.1
 
 CUT_S = STOPPED_S + 0.2
 
+ASKED_S = 0.0004
+ANSWERED_S = 0.05
+"""How long after an owner has asked no answer has come yet, and all have."""
+
 TOLD_A_SECOND = 40
 """Records that a holder hands over: a second's work is of interest here, and not a blink's."""
 
@@ -52,7 +58,7 @@ RING_S = 0.3
 
 def doubt(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
-    for act in (_lost, _stopped, _newcomer):
+    for act in (_lost, _stopped, _backlog, _newcomer):
         clock = VirtualClock(wall_s=WALL_LIMIT_S)
         options = _options(seed, ring_s=RING_S if act is _newcomer else 0.0)
         world = World(options, clock, Trace(clock.current_time, show=None))
@@ -123,6 +129,21 @@ async def _stopped(world: World, rng: random.Random) -> None:
         world.network.cut("h0", "h1", now + CUT_S)
         await world.calls.set(producer, [page], rng, 2.0)
         await _look(world, owner, [page], now + CUT_S - trio.current_time())
+        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+
+
+async def _backlog(world: World, rng: random.Random) -> None:
+    producer, owner, place = world.clients["c-n0"], world.clients["c-n1"], world.places["n1"]
+    for page in range(2 * ROUNDS):
+        place.pause(trio.current_time(), STOPPED_S)
+        # It asks as soon as it goes on.
+        await trio.sleep(STOPPED_S + rng.uniform(0.0, ASKED_S))
+        now = trio.current_time()
+        place.pause(now, ANSWERED_S + STOPPED_S)
+        await trio.sleep(ANSWERED_S)
+        world.network.cut("h0", "h1", now + ANSWERED_S + CUT_S)
+        await world.calls.set(producer, [page], rng, 2.0)
+        await _look(world, owner, [page], now + ANSWERED_S + CUT_S - trio.current_time())
         await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
 
 

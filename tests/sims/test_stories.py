@@ -56,6 +56,7 @@ def test_a_story_without_a_bug_is_told_to_its_end(story: Callable[[int], str]) -
         ("epoch-not-checked", {"table-record", "table-lost"}),
         ("gap-not-doubted", {"stored-found"}),
         ("own-stall-unnoticed", {"stored-found"}),
+        ("summary-of-before-counts", {"stored-found"}),
         ("another-rings-word-believed", {"stored-found"}),
         pytest.param("old-tick-believed", {"stored-found"}, marks=pytest.mark.slow),
         pytest.param("incarnation-inherits-in-sync", {"stored-found"}, marks=pytest.mark.slow),

@@ -29,6 +29,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -218,7 +219,7 @@ OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 
 PublisherHears: TypeAlias = (
     PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-    | SummaryWanted
+    | SummaryWanted | SummaryAsked
 )  # fmt: skip
 
 

@@ -59,6 +59,13 @@ BUCKETS = 256
 RECORDS_A_MESSAGE_MAX = 4096
 """Most records or drops a sender puts into one message: 224 KiB of the 256 that are accepted."""
 
+DOUBTED_NUMBERS = 2**24
+"""How far an owner that stood still puts the number of the next summary ahead: a holder never sends
+so many messages while one does."""
+
+NUMBERS_AHEAD_MAX = 2**40
+"""How far ahead of its own number a holder lets an owner put it: 65,536 unanswered stalls."""
+
 
 def digest_of(records: Records) -> npt.NDArray[np.uint64]:
     """Return one 64-bit digest a record, (n,): what a stream summary XORs together.

@@ -50,6 +50,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -169,7 +170,7 @@ class NodeMailboxes:
                 return self.directory.offer(sender, message, size_bytes)
             case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
                 return self.publisher.offer(sender, message, size_bytes)
-            case SummaryWanted():
+            case SummaryWanted() | SummaryAsked():
                 return self.publisher.offer(sender, message, size_bytes)
             case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)

@@ -45,6 +45,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -182,6 +183,7 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     Doubted: _NODES,
     HandedOver: _NODES,
     SummaryWanted: _NODES,
+    SummaryAsked: _NODES,
     # Reading. A Disputed deletes nothing: the holder is asked to say what it has.
     Lookup: _CLIENTS,
     Disputed: _CLIENTS,

@@ -36,6 +36,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -110,7 +111,7 @@ Message: TypeAlias = (
     | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
     | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
-    | OverlapAsked | OverlapTold
+    | OverlapAsked | OverlapTold | SummaryAsked
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -44,6 +44,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -51,7 +52,7 @@ from peercache.wire.messages.directory import (
 from peercache.wire.messages.pool import Committed
 
 TO_DIRECTORY = (Put, Delete, Repair, StreamSummary, HandedOver, Lookup, Disputed)
-TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted)
+TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked)
 NO_DROPS = np.zeros(0, DROP)
 NO_RECORDS = np.zeros(0, RECORD)
 

@@ -12,7 +12,7 @@ from peercache.actors.mailboxes import CommitAnswered, RecordsChanged, RingChang
 from peercache.actors.origin import Origin
 from peercache.model.member import SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
-from peercache.model.records import Records
+from peercache.model.records import DOUBTED_NUMBERS, Records
 from peercache.paths.writing import PUBLISH_PATIENCE_S
 from peercache.wire.messages.directory import (
     HandedOver,
@@ -20,6 +20,8 @@ from peercache.wire.messages.directory import (
     Lookup,
     Put,
     StreamSummary,
+    SummaryAsked,
+    SummaryMatches,
     SummaryWanted,
 )
 from peercache.wire.messages.pool import Committed
@@ -223,12 +225,79 @@ def test_an_own_stall_puts_everything_in_doubt_and_asks_all_holders(by_message: 
 
     assert not has_authority(shard, late + 0.01)
     assert [(e.to, e.message) for e in effects if isinstance(e, Send)] == [
-        (A, SummaryWanted()),
-        (B, SummaryWanted()),
+        (A, SummaryAsked(DOUBTED_NUMBERS)),
+        (B, SummaryAsked(DOUBTED_NUMBERS)),
     ]
     for holder in (A, B):
-        hear(shard, holder, HandedOver(0, 0, 0, RING.version), late + 0.02)
+        hear(shard, holder, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), late + 0.02)
     assert has_authority(shard, late + 0.02)
+
+
+def test_a_hand_over_of_before_an_own_stall_does_not_count() -> None:
+    """It waited in a socket: what the holder stored meanwhile, it told this node in vain."""
+    shard = shard_in_sync()
+    tick(shard, 1.0)
+    late = 1.0 + TICK_AGE_MAX_S + TICK_S
+    shard.on_tick(late)
+
+    answers = [hear(shard, h, HandedOver(3, 0, 0, RING.version), late) for h in (A, B)]
+
+    assert not has_authority(shard, late)
+    assert answers == [[Send(Origin(h), SummaryMatches(3))] for h in (A, B)]
+    hear(shard, A, HandedOver(DOUBTED_NUMBERS + 7, 0, 0, RING.version), late)
+    hear(shard, B, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), late)
+    assert has_authority(shard, late)
+
+
+def test_the_answer_to_a_question_of_before_another_stall_does_not_count() -> None:
+    """It may have come while this process stood still again."""
+    shard = shard_in_sync()
+    at = 1.0
+    tick(shard, at)
+    asked: list[object] = []
+    for _ in range(2):
+        at += TICK_AGE_MAX_S + TICK_S
+        asked += [e.message for e in shard.on_tick(at) if isinstance(e, Send) and e.to == A]
+
+    hear(shard, B, HandedOver(9 * DOUBTED_NUMBERS, 0, 0, RING.version), at)
+    hear(shard, A, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), at)
+    early = has_authority(shard, at)
+    hear(shard, A, HandedOver(2 * DOUBTED_NUMBERS, 0, 0, RING.version), at)
+
+    assert asked == [SummaryAsked(DOUBTED_NUMBERS), SummaryAsked(2 * DOUBTED_NUMBERS)]
+    assert (early, has_authority(shard, at)) == (False, True)
+
+
+def test_after_an_own_stall_a_newcomer_is_asked_too() -> None:
+    """Its first hand-over may have come while this process stood still."""
+    shard, ring = shard_in_sync(), ring_of(ME, 99)
+    tick(shard, 1.0)
+    late = 1.0 + TICK_AGE_MAX_S + TICK_S
+    shard.on_tick(late)
+    hear(shard, ME, view(ME, 99), late)
+    hear(shard, ME, RingChanged(ring), late)
+
+    hear(shard, 99, HandedOver(0, 0, 0, ring.version), late)
+    before = shard.authority.ring
+    asked = tick(shard, late + 2 * WANTED_FIRST_S)
+    hear(shard, 99, HandedOver(DOUBTED_NUMBERS, 0, 0, ring.version), late + 0.5)
+
+    assert (before, shard.authority.ring) == (b"", ring.version)
+    assert (99, SummaryAsked(DOUBTED_NUMBERS)) in asked
+
+
+def test_a_number_that_no_holder_sent_is_not_asked_for_for_ever() -> None:
+    """Another process raised the number of A's stream; A passes over what is so far ahead."""
+    shard = shard_in_sync()
+    hear(shard, A, Put(2**50, b""), 0.5)
+    tick(shard, 1.0)
+    late = 1.0 + TICK_AGE_MAX_S + TICK_S
+    shard.on_tick(late)
+
+    hear(shard, A, StreamSummary(3, 0, 0), late)
+    asked = [message for peer, message in tick(shard, late + 1.0) if peer == A]
+
+    assert asked[-1] == SummaryAsked(3 + DOUBTED_NUMBERS)
 
 
 def test_a_late_tick_within_bounds_is_no_stall() -> None:

@@ -15,6 +15,7 @@ from peercache.actors.directory.authority import (
 )
 from peercache.actors.mailboxes import RingChanged
 from peercache.model.member import DEAD, SUSPECT
+from peercache.model.records import DOUBTED_NUMBERS
 from peercache.wire.messages.directory import HandedOver, Put, StreamSummary
 from tests.unit.actors.lone_publisher import ring_of
 from tests.unit.actors.record_cluster import member, records_of, view
@@ -47,6 +48,7 @@ def wanted_of(shard: DirectoryShard, until: float) -> list[int]:
 def test_a_holder_that_leaves_the_ring_unheard_is_waited_for_no_more() -> None:
     """It has died before it said a word: nothing is lacking, and there is nothing to ask."""
     shard, ring = shard_on(ME, A, B), ring_of(ME, A)
+    tick(shard, 0.1)
 
     hear(shard, ME, view(ME, A, member(B, DEAD)), 0.1)
     hear(shard, ME, RingChanged(ring), 0.1)
@@ -191,6 +193,6 @@ def test_a_stall_is_noticed_once() -> None:
 
     stalled = has_authority(shard, 3.0)
     for holder in (A, B):
-        hear(shard, holder, HandedOver(0, 0, 0, RING.version), 3.0)
+        hear(shard, holder, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), 3.0)
 
     assert (stalled, has_authority(shard, 3.0)) == (False, True)

@@ -12,8 +12,9 @@ from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import streams
 from peercache.actors.publisher.pending import LAGGING_S
-from peercache.actors.publisher.streams import ASK_FIRST_S
+from peercache.actors.publisher.streams import ASK_FIRST_S, NUMBER_MAX
 from peercache.model.member import DEAD
+from peercache.model.records import NUMBERS_AHEAD_MAX
 from peercache.paths.writing import PUBLISH_PATIENCE_S
 from peercache.wire.messages.directory import (
     Acknowledged,
@@ -23,6 +24,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
 )
@@ -369,3 +371,46 @@ def test_a_doubted_record_that_is_gone_is_withdrawn_and_a_true_one_stays() -> No
     assert heard(made, A, Doubted(true.tobytes()), 1.0) == []
     assert heard(made, 999, Doubted(old.tobytes()), 1.0) == []
     assert heard(made, A, Doubted(records_of(B, [1], 10).tobytes()), 1.0) == []
+
+
+def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_for() -> None:
+    """The answer to an earlier question does not stand for it, and later messages follow it."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 10)), 0.0)
+    ((_, first),) = sent(ticked(made, 0.1), SUMMARIES)
+    assert isinstance(first, HandedOver)
+    heard(made, A, SummaryAsked(1000), 0.11)
+    heard(made, A, SummaryMatches(first.number), 0.12)
+
+    ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
+    assert isinstance(summary, HandedOver)
+    heard(made, A, SummaryMatches(summary.number), 0.5)
+    effects = heard(made, ME, commit_of(records_of(ME, [2], 20)), 0.6)
+
+    assert (summary.number, summary.count) == (1000, 1)
+    assert [m.number for _, m in sent(effects, Put) if isinstance(m, Put)] == [1001]
+    assert made._streams[A].complete == ring_of(A).version
+
+
+@pytest.mark.parametrize("number", [NUMBERS_AHEAD_MAX + 100, 2**64 - 1])
+def test_a_number_that_no_owner_asks_for_is_passed_over(number: int) -> None:
+    """A liar cannot use up the numbers of a stream; it is answered as any owner in doubt."""
+    made = publisher_in(ring_of(A))
+
+    heard(made, A, SummaryAsked(number), 0.1)
+    ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
+
+    assert isinstance(summary, HandedOver)
+    assert summary.number < 100
+
+
+def test_numbers_are_left_however_often_an_owner_asks_for_higher_ones() -> None:
+    """By as much as it may each time."""
+    made = publisher_in(ring_of(A))
+    stream = made._streams[A]
+    stream.number = NUMBER_MAX - 10
+
+    heard(made, A, SummaryAsked(NUMBER_MAX), 0.1)
+    heard(made, A, SummaryAsked(NUMBER_MAX + 1), 0.1)
+
+    assert stream.number == NUMBER_MAX

@@ -76,6 +76,7 @@ TABLE = {
     "SummaryMatches":   (True,  False, False, False),
     "HandedOver":       (True,  False, False, False),
     "SummaryWanted":    (True,  False, False, False),
+    "SummaryAsked":     (True,  False, False, False),
     "Doubted":   (True,  False, False, False),
     "Counted":          (False, False, True,  False),
     "Promote":          (False, True,  True,  False),

@@ -4,8 +4,8 @@ Owns    the records that holders publish to this node, and those of its own pool
 Hears   Lookup and Disputed, from readers; Put, Delete, Repair, StreamSummary and HandedOver, from
         holders; RecordsChanged, from the own pool; CommitAnswered, from the publisher; ViewChanged,
         from membership; RingChanged, from the ring.
-Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted
-        and Doubted, to holders; Committed, to the client of a commit.
+Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted,
+        SummaryAsked and Doubted, to holders; Committed, to the client of a commit.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
         newer one of its holder, to a delete that is not older, or to a repair: no other node's word
@@ -61,6 +61,7 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     StreamSummary,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -226,7 +227,10 @@ class DirectoryShard:
         if self._tick_at > now or self._tick_at == math.inf:
             return []
         self._notice_stall(now)
-        wanted: list[Effect] = [Send(h, SummaryWanted()) for h in self.authority.due(now)]
+        wanted: list[Effect] = []
+        for holder in self.authority.due(now):
+            least = self.authority.least(holder)
+            wanted.append(Send(holder, SummaryAsked(least) if least else SummaryWanted()))
         self._tick_at = now + self.tick_s
         self._table.tick(now if self.clock is None else self.clock())
         return wanted
@@ -339,13 +343,15 @@ class DirectoryShard:
             if not _is_false_number(held, summary.number, now):
                 return []  # A late summary speaks of what has changed since.
             held.number = summary.number
+            self.authority.note_false_number(holder, held.number)
         held.late_since = math.inf
         content = held.content
         if content.count == summary.count and content.digest() == summary.digest:
             # Whatever was lost on the way is of no interest any more, and must not come late.
             held.number = summary.number
             held.heard_at = now
-            if isinstance(summary, HandedOver):
+            is_fresh = summary.number >= self.authority.least(holder)
+            if isinstance(summary, HandedOver) and is_fresh:
                 # Only this ends a doubt: a holder that began its stream anew may match all the
                 # time while it still hands over, once a repair has removed what it told before.
                 held.is_whole, held.complete = True, summary.ring

@@ -4,6 +4,10 @@ Only then an absent key is no page. A holder is *in sync* for a ring while it ha
 node owns of it on that ring, a summary has matched, each message since then has followed the one
 before, and the view has the holder alive. Authority needs all holders of the ring, and goes with
 the first doubt. What readers of the table see of it is one word and a time.
+
+After this process stood still, a summary counts only if the holder made it later than that: one
+that waited in a socket says nothing of what the holder stored meanwhile, and told this node in
+vain. The owner asks for a number that no earlier message of the stream can have.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from peercache.actors.directory.table import DirectoryTable
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE
 from peercache.model.reads import TICK_AGE_MAX_S
+from peercache.model.records import DOUBTED_NUMBERS, NUMBERS_AHEAD_MAX
 
 TICK_S = 0.025
 """Between two ticks: a busy loop may be late by twice as much again before readers ask."""
@@ -60,6 +65,9 @@ class ShardAuthority:
     """Holders of which this shard lacks records, and since when."""
     _wanted: dict[int, tuple[float, float]] = attrs.field(factory=dict)
     """When to ask a holder in doubt for a summary, and the pause before the next time."""
+    _least: dict[int, int] = attrs.field(factory=dict)
+    """By holder of before the last own stall: the least number of a hand-over that counts."""
+    _has_stalled: bool = False
     _granted: bytes = b""
     _heard_look_at: float = 0.0
 
@@ -97,6 +105,7 @@ class ShardAuthority:
 
     def look_at_all(self, now: float) -> None:
         """Judge every holder anew, after the view has changed."""
+        self._least = {h: number for h, number in self._least.items() if h in self.states}
         for holder in sorted(self._members):
             self._judge(holder, now)
         self._decide()
@@ -118,11 +127,25 @@ class ShardAuthority:
 
     def doubt_all(self, now: float) -> None:
         """Ask all holders: this process stood still, and they may have stopped to wait for it."""
+        self._has_stalled = True
+        for holder, held in self.held.items():
+            held.is_whole = False
+            # Also above what was asked for before: that answer may lie in the socket by now.
+            number = max(held.number, self._least.get(holder, 0))
+            self._least[holder] = number + DOUBTED_NUMBERS
         for holder in sorted(self._members):
-            if (held := self.held.get(holder)) is not None:
-                held.is_whole = False
             self._wanted[holder] = (now, WANTED_FIRST_S)
         self.look_at_all(now)
+
+    def note_false_number(self, holder: int, number: int) -> None:
+        """Note that a stream is at this number, and not at the much higher one that was held."""
+        if self.least(holder) > number + NUMBERS_AHEAD_MAX:
+            self._least[holder] = number + DOUBTED_NUMBERS
+
+    def least(self, holder: int) -> int:
+        """Return the least number of a hand-over that counts, 0 for any."""
+        # A holder that came later may have sent its first hand-over while this process stood still.
+        return self._least.get(holder, DOUBTED_NUMBERS if self._has_stalled else 0)
 
     def due(self, now: float) -> list[int]:
         """Return the holders to ask for a summary now."""

@@ -2,8 +2,8 @@
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
-        from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted and Doubted,
-        from owners.
+        from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked
+        and Doubted, from owners.
 Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered, to the
         directory, for the client of a commit.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
@@ -65,6 +65,7 @@ from peercache.wire.messages.directory import (
     Doubted,
     Put,
     Repair,
+    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -165,11 +166,13 @@ class Publisher:
                 return self._withdraw_stale(sender.identity, from_bytes(doubted), now)
             case RingChanged(ring):
                 return self._turn(ring, now)
-            case SummaryWanted():
+            case SummaryWanted() | SummaryAsked():
                 stream = self._streams.get(sender.identity)
                 if stream is not None:
                     # Not before the next question is due anyhow: its answer may be on the way.
                     stream.unsure, stream.complete = True, b""
+                    if isinstance(message, SummaryAsked):
+                        stream.go_on_from(message.number)
                     self._due = self._next_due(now)
                 return []
             case Republish():

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from peercache.model.records import (
     BUCKETS,
     DROP,
+    NUMBERS_AHEAD_MAX,
     RECORD,
     RECORDS_A_MESSAGE_MAX,
     Content,
@@ -42,6 +43,9 @@ ASK_FIRST_S = 0.02
 again well within a commit's patience. Each further question takes twice as long."""
 
 ASK_DOUBLINGS_MAX = 7
+
+NUMBER_MAX = 2**62
+"""Highest number that an owner may ask for: there must be some left of the 64 bits of a message."""
 
 SENT_ANEW_MAX = 64
 """Messages of a stream that are sent anew at once: 8,192 records, a long set. What lacks more is
@@ -159,6 +163,8 @@ class OutgoingStream:
     _asked_buckets: npt.NDArray[np.uint64] = attrs.field(
         factory=lambda: np.zeros(BUCKETS, np.uint64)
     )
+    _wanted: int = 0
+    """The owner counts no hand-over of a lower number."""
     _forgotten: int = 0
     """The last message whose acknowledgement is no longer awaited, until a summary settles it."""
 
@@ -226,7 +232,7 @@ class OutgoingStream:
             self._confirm_rows(sent)
         if number == self._asked_number and self._asked_ring:
             self.complete = self._asked_ring
-        self.unsure = self.lagging = False
+        self.unsure, self.lagging = number < self._wanted, False
         self._asks = 0
         if 0 < self._forgotten <= number:
             settled.append(self._confirm_forgotten())
@@ -258,6 +264,17 @@ class OutgoingStream:
         self.unsure = True
         self._asks = 0
         self.asked_at = at - ASK_FIRST_S
+
+    def go_on_from(self, number: int) -> None:
+        """Number the next summary at least so: the owner doubts all that was sent before.
+
+        A number that is further ahead than an owner asks for is passed over.
+        """
+        if self._wanted < number <= min(self.number + NUMBERS_AHEAD_MAX, NUMBER_MAX):
+            self._wanted = number
+            self.number = max(self.number, number)
+            # An answer to an earlier question says nothing about the next hand-over.
+            self._asked_number = -1
 
     def send_anew(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
         """Put anew what the owner has not acknowledged of the messages up to a number.

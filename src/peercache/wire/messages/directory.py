@@ -110,6 +110,16 @@ class SummaryWanted:
 
 
 @attrs.frozen
+class SummaryAsked:
+    """Ask a holder for a summary that it makes after it has heard this: this owner stood still.
+
+    number: the least number that the summary may have; the stream goes on from there.
+    """
+
+    number: int
+
+
+@attrs.frozen
 class SummaryMatches:
     """Answer a summary that matches: all earlier messages are in force, too."""
 
