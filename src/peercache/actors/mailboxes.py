@@ -35,6 +35,7 @@ from peercache.wire.messages.directory import (
     SummaryWanted,
 )
 from peercache.wire.messages.draining import PagesOffered, PagesTaken
+from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -219,7 +220,7 @@ OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 
 PublisherHears: TypeAlias = (
     PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-    | SummaryWanted | SummaryAsked
+    | SummaryWanted | SummaryAsked | ChangesAsked
 )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ from peercache.wire.messages.draining import (
     PagesOffered,
     PagesTaken,
 )
+from peercache.wire.messages.following import ChangesAsked, ChangesTold
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -170,7 +171,7 @@ class NodeMailboxes:
                 return self.directory.offer(sender, message, size_bytes)
             case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
                 return self.publisher.offer(sender, message, size_bytes)
-            case SummaryWanted() | SummaryAsked():
+            case SummaryWanted() | SummaryAsked() | ChangesAsked():
                 return self.publisher.offer(sender, message, size_bytes)
             case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)
@@ -203,6 +204,7 @@ class NodeMailboxes:
                 Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
                 | Stats() | Promoted() | ChannelOpened() | ViewChanges()
                 | StatusTold() | ClusterTold() | DrainTold() | OverlapTold()
+                | ChangesTold()
             ):  # fmt: skip
                 raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         assert_never(message)

@@ -58,6 +58,7 @@ from peercache.wire.messages.draining import (
     PagesOffered,
     PagesTaken,
 )
+from peercache.wire.messages.following import ChangesAsked, ChangesTold
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -194,6 +195,9 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     # As a Lookup, and for other nodes too: where pages are, never what is in them.
     OverlapAsked: _EVERY,
     OverlapTold: _NONE,
+    # Every page of a node, of all namespaces: not for a client that is restricted to some.
+    ChangesAsked: _WATCHING,
+    ChangesTold: _NONE,
     # Writing.
     Reserve: _WRITERS,
     ReserveMirror: _WRITERS,
@@ -238,7 +242,7 @@ def refusal(session: Session, message: Message) -> str:
         ):  # fmt: skip
             may_change = session.changes is None or space_of(tag) in session.changes
             return "" if may_change else NAMESPACE
-        case OpenChannel():
+        case OpenChannel() | ChangesAsked():
             return "" if session.reads is None else NAMESPACE
     return ""
 

@@ -248,6 +248,8 @@ _BY_NAME: dict[str, Callable[[Any], bytes]] = {
     "checksums": _blob_of(8),
     "calls": _blob_of(5),
     "regions": _blob_of(24),
+    "changes": _blob_of(24),
+    "held": _blob_of(24),
 }
 
 

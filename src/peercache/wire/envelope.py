@@ -16,7 +16,8 @@ gets a new name, and a place at the end.
 
 Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
 secret, members have names and nonces, and removals go through the home node. Version 3: messages
-for operators, pages are handed over by a node that leaves, and which members hold a prompt's pages.
+for operators, pages are handed over by a node that leaves, which members hold a prompt's pages, and
+the changes of what a node holds.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from peercache.wire.messages.draining import (
     PagesOffered,
     PagesTaken,
 )
+from peercache.wire.messages.following import ChangesAsked, ChangesTold
 from peercache.wire.messages.membership import (
     Heartbeat,
     HeartbeatSeen,
@@ -112,6 +114,7 @@ Message: TypeAlias = (
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
     | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
     | OverlapAsked | OverlapTold | SummaryAsked
+    | ChangesAsked | ChangesTold
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -29,6 +29,7 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES, Message
 from peercache.wire.messages.directory import Put, Repair
+from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import Heartbeat, Join
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror
 from peercache.wire.messages.rdma import OpenChannel
@@ -97,6 +98,8 @@ TABLE = {
     "PagesTaken":       (True,  False, False, False),
     "OverlapAsked":     (True,  True,  True,  True),
     "OverlapTold":      (False, False, False, False),
+    "ChangesAsked":     (False, True,  True,  True),
+    "ChangesTold":      (False, False, False, False),
 }  # fmt: skip
 """Written by hand, and not made from the table that it tests."""
 
@@ -192,9 +195,10 @@ def test_a_nodes_certificate_says_what_it_may_clear() -> None:
         assert refusal(session(Role.NODE, changes=spaces_of(ours_only)), Clear(1, tag)) == reason
 
 
-def test_a_restricted_client_gets_no_queue_pair() -> None:
-    """One key of a memory region opens all of it."""
-    opened = sample(OpenChannel, 0)
+@pytest.mark.parametrize("kind", [OpenChannel, ChangesAsked])
+def test_a_restricted_client_gets_no_queue_pair_and_follows_no_node(kind: type[Message]) -> None:
+    """One key of a memory region opens all of it, and page keys do not tell their namespace."""
+    opened = sample(kind, 0)
     restricted = readable_spaces(Identity("c", CertificateRole.CLIENT, "a", ("ours",)))
 
     assert refusal(session(Role.READER), opened) == ""

@@ -30,6 +30,8 @@ UNITS = {
     "checksums": 8,
     "calls": 5,
     "regions": 24,
+    "changes": 24,
+    "held": 24,
 }
 
 members = st.builds(

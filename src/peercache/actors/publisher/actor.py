@@ -1,16 +1,16 @@
-"""Publisher: tells directory owners what this node holds, until they know.
+"""Publisher: tells directory owners what this node holds, until they know; and followers.
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
         from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked
-        and Doubted, from owners.
+        and Doubted, from owners; ChangesAsked, from followers.
 Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered, to the
-        directory, for the client of a commit.
+        directory, for the client of a commit; ChangesTold and Refused to followers.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
         a commit is answered exactly once, as soon as all owners that are not lagging know it.
 Limits  HAND_OVER_ROWS_MAX, FORMER_RINGS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those
-        of `pending`, `streams` and `turning`.
+        of `pending`, `streams`, `turning` and `following`.
 
 Nothing is sent to this node itself: its shard hears the pool directly. It counts as no owner that
 has acknowledged.
@@ -39,6 +39,7 @@ from peercache.actors.mailboxes import (
     RingChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.publisher.following import Following
 from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
 from peercache.actors.publisher.streams import (
     ABSENT,
@@ -70,6 +71,7 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from peercache.wire.messages.following import ChangesAsked
 
 SLICE_S = 0.05
 """Pause between two slices of re-publishing: the rate is kept over this time."""
@@ -139,12 +141,14 @@ class Publisher:
     """Records that may be re-published now; below zero after a large bucket."""
     _allowed_at: float = attrs.field(default=-math.inf, init=False)
     _waiting: WaitingCommits = attrs.field(factory=WaitingCommits, init=False)
+    _following: Following = attrs.field(init=False)
     _due: float = attrs.field(default=math.inf, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Start without owners, with a full allowance."""
         self._ring = HashRing([], virtual_nodes=1, replicas=1)
         self._turning = Turning(self._table)
+        self._following = Following(self.incarnation, self._table)
         self._allowance = self._burst()
 
     def lagging(self) -> frozenset[int]:
@@ -180,6 +184,8 @@ class Publisher:
                     stream.ask_soon(now)
                 self._due = now
                 return []
+            case ChangesAsked():
+                return self._following.ask(sender, message, now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -200,11 +206,11 @@ class Publisher:
                 ring = b"" if is_told else self._ring.version
                 effects.append(Send(owner, stream.summary(now, next_at, ring)))
         self._due = self._next_due(now)
-        return effects
+        return [*effects, *self._following.on_tick(now)]
 
     def deadline(self) -> float:
-        """Return when a commit's patience ends, a slice may go, or a summary is due."""
-        return self._due
+        """Return when a commit's patience ends, a slice may go, or a question is due."""
+        return min(self._due, self._following.due)
 
     def check(self) -> None:
         """Assert the invariants that cost nothing to look at."""
@@ -212,6 +218,7 @@ class Publisher:
         assert len(table.rows) + len(table.free) == len(table.live), "a row lost or used twice"
         assert len(self._waiting) <= WAITERS_MAX, "too many waiters"
         assert self.incarnation not in self._streams, "a stream to this node itself"
+        self._following.check()
 
     # --- the pool ---------------------------------------------------------------------------------
 
@@ -237,6 +244,8 @@ class Publisher:
             assert (old <= records["generation"][updated]).all(), "an older record after a newer"
             elsewhere = self._retract_everywhere(rows, updated)
         rows = table.store(keys, rows, records)
+        if self._following.is_followed:
+            self._following.stored(records, now)
         tables = self._owners(rows, now)
         owners = np.concatenate(tables, axis=1)
         if waiter and not len(self._ring):
@@ -310,6 +319,8 @@ class Publisher:
         for stream, held in self._holders(rows):
             effects += self._delete(stream, rows[held], generations[held], now)
         table.release([keys[at] for at in chosen.tolist()], rows)
+        if self._following.is_followed:
+            self._following.gone(drops["key"][chosen], now)
         return effects
 
     # --- the ring ---------------------------------------------------------------------------------
