@@ -41,7 +41,7 @@ LAYERS: dict[str, str] = {
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
     "fabric",
     # What routers are told.
-    "events": "model observability wire.messages",
+    "events": "model observability wire wire.messages",
     # How much of a prompt lies where.
     "manager": "model config observability content events",
     "http": "trust model config observability content manager",
@@ -61,7 +61,7 @@ LAYERS: dict[str, str] = {
     "vllm": "model observability client engines",
     "connector": "model content config observability memory events client",
     "cli": "trust config observability installation wire storage node",
-    "cli.operate": "model trust config observability wire wire.messages net node client cli",
+    "cli.operate": "model trust config observability wire wire.messages net events node client cli",
     "cli.demo": "config observability '' cli",
     "cli.bench": "model config observability installation wire wire.messages trust actors "
     "actors.disk storage net fabric.tcp rdma client cli",

@@ -32,6 +32,7 @@ peercache = LateGroup(
         "doctor": ("peercache.cli.doctor.command:doctor", "What is wrong with this host."),
         "status": ("peercache.cli.operate.status:status", "How each member of a cluster is."),
         "top": ("peercache.cli.operate.top:top", "The rates of each member, live."),
+        "events": ("peercache.cli.operate.events:events", "What nodes store and drop, live."),
         "drain": ("peercache.cli.operate.drain:drain", "Hand a node's pages over, and stop it."),
         "members": ("peercache.cli.operate.members:members", "Who is in a cluster."),
         "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
