@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ from peercache.cli.operate.connecting import Target
 from peercache.cli.operate.events import follow_cluster
 from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
-from peercache.model.changes import IN_MEMORY
+from peercache.model.changes import IN_FILES, IN_MEMORY
 from peercache.model.keys import Namespace, page_keys
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
 
@@ -81,6 +84,64 @@ def test_an_index_equals_what_nodes_hold_through_stores_evictions_and_death() ->
             assert again.ready["control"] == one
             reads(follower, index, lambda: sorted(index.nodes()) == sorted([one, two]))
             assert index.pages(one) == {}
+
+
+def test_pages_that_are_on_disk_only_are_told_so_and_come_back(tmp_path: Path) -> None:
+    """Evicted to disk, promoted by a read, and found by a restarted node: the tier follows."""
+    disk = ["--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "64MiB"]
+    with LocalCluster() as cluster:
+        node = cluster.start(pool="4MiB", flags=disk)
+        at = node.ready["control"]
+        client = cluster.client(node)
+        wait_until(lambda: client.stats().get("home_disk_open") == 1)
+        keys = keys_of("both", 64)
+        for start in range(0, 64, 8):
+            part = keys[start : start + 8]
+            assert all(client.batch_set(part, pages_of(part)))
+            wait_until(lambda done=start + 8: client.stats()["home_disk_pages"] >= done)  # type: ignore[misc]
+        with follow_cluster(target_of(cluster, at)) as follower:
+            index = Index()
+            reads(follower, index, lambda: len(index.pages(at)) == 64)
+            in_memory = client.stats()["home_pool_pages"]
+            tiers = list(index.pages(at).values())
+            assert (tiers.count(IN_MEMORY), tiers.count(IN_FILES)) == (
+                in_memory,
+                64 - int(in_memory),
+            )
+            first = named(keys)[0]
+            assert index.pages(at)[first] == IN_FILES
+            assert read(client, keys[:1]) == [True]
+            reads(follower, index, lambda: index.pages(at)[first] == IN_MEMORY)
+
+            assert node.terminate() == 0
+            reads(follower, index, lambda: len(index) == 0)
+
+
+def test_a_consumer_that_was_stopped_reads_on_and_slows_no_node() -> None:
+    """The command is stopped while pages come and go; then it tells all that it has missed."""
+    with LocalCluster() as cluster:
+        node = cluster.start()
+        client = cluster.client(node)
+        keys = keys_of("missed", 40)
+        command = [
+            sys.executable, "-m", "peercache", "events", "--at", node.ready["control"],
+            "--json", "--for", "60",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+            try:
+                assert running.stdout is not None
+                assert json.loads(running.stdout.readline())["event"] == "anew"
+                os.kill(running.pid, signal.SIGSTOP)
+                for start in range(0, 40, 8):
+                    part = keys[start : start + 8]
+                    assert all(client.batch_set(part, pages_of(part)))
+                assert client.remove(keys[:8]) == 8
+                os.kill(running.pid, signal.SIGCONT)
+                told = [json.loads(running.stdout.readline()) for _ in range(48)]
+            finally:
+                running.kill()
+        assert [row["event"] for row in told] == ["stored"] * 40 + ["removed"] * 8
+        assert [row["key"] for row in told[:40]] == [key.hex() for key in named(keys)]
 
 
 def test_the_command_tells_what_nodes_hold_line_by_line() -> None:
