@@ -86,6 +86,20 @@ def test_an_index_equals_what_nodes_hold_through_stores_evictions_and_death() ->
             assert index.pages(one) == {}
 
 
+def test_another_member_tells_who_comes_when_the_asked_node_has_ended() -> None:
+    """The follower goes on without the node that it was given, and finds one that joins later."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        one, two = (node.ready["control"] for node in nodes)
+        with follow_cluster(target_of(cluster, one)) as follower:
+            index = Index()
+            reads(follower, index, lambda: sorted(index.nodes()) == sorted([one, two]))
+            nodes[0].kill()
+            reads(follower, index, lambda: index.nodes() == [two])
+            three = cluster.start("three", flags=["--discovery-addr", two]).ready["control"]
+            reads(follower, index, lambda: sorted(index.nodes()) == sorted([two, three]))
+
+
 def test_pages_that_are_on_disk_only_are_told_so_and_come_back(tmp_path: Path) -> None:
     """Evicted to disk, promoted by a read, and found by a restarted node: the tier follows."""
     disk = ["--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "64MiB"]

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import attrs
 import click
 
 from peercache.cli.operate.connecting import Operator, Target, complete_members, target_options
 from peercache.cli.options import json_option
+from peercache.errors import DeadlineExceeded, PeerCacheError, PeerUnreachable
 from peercache.events.cluster import ClusterFollower
 from peercache.events.following import NodeChanges
 from peercache.model.changes import GONE, IN_FILES, IN_MEMORY
@@ -24,6 +25,9 @@ KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
 
 ANEW, NODE_GONE = "anew", "node-gone"
 """Events of a whole node: what it told is void, and more follows; it does not answer any more."""
+
+LIVE = ("alive", "suspect")
+"""States of members to follow: what a suspect one holds, only it can tell."""
 
 LOOK_S = 0.5
 """How soon an end of --for is seen."""
@@ -95,15 +99,13 @@ def follow_cluster(
     failed: hears, on threads of the follower, of a node that could not be asked; it is retried.
     Raises PeerUnreachable, Rejected or DeadlineExceeded where the target's node does not answer.
     """
-    with Operator(target) as asked:
-
-        def members() -> list[str]:
-            found = [each.status.name for each in asked.statuses() if each.answers]
-            return [name for name in found if not nodes or name in nodes]
-
+    members = _Members(target, nodes)
+    try:
         members()  # A cluster that does not answer is told at once.
         with ClusterFollower(partial(_connected, target), members, failed=failed) as follower:
             yield follower
+    finally:
+        members.close()
 
 
 def rows_of(batch: NodeChanges) -> Iterator[dict[str, object]]:
@@ -132,3 +134,42 @@ def show(rows: Iterable[dict[str, object]], kinds: Collection[str], *, as_json: 
 
 def _connected(target: Target, node: str) -> Operator:
     return Operator(attrs.evolve(target, at=node)).__enter__()
+
+
+@final
+class _Members:
+    """The members to follow, as one node tells them; another member is asked where it ended."""
+
+    def __init__(self, target: Target, wanted: Collection[str]) -> None:
+        self._target, self._wanted = target, wanted
+        self._asked: Operator | None = None
+        self._known: list[str] = []
+
+    def __call__(self) -> list[str]:
+        """Return their control addresses; raise what the target's node did where none answers."""
+        try:
+            self._known = self._ask(self._target.at)
+        except (PeerUnreachable, DeadlineExceeded):
+            for other in self._known:
+                with contextlib.suppress(PeerCacheError):
+                    self._known = self._ask(other)
+                    break
+            else:
+                raise
+        return [name for name in self._known if not self._wanted or name in self._wanted]
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._asked is not None:
+            self._asked.close()
+            self._asked = None
+
+    def _ask(self, node: str) -> list[str]:
+        try:
+            if self._asked is None:
+                self._asked = _connected(self._target, node)
+            found = self._asked.statuses()
+        except BaseException:
+            self.close()
+            raise
+        return [each.status.name for each in found if each.seen in LIVE]
