@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Final, Protocol, TypeVar, final
 
-from peercache.errors import PeerCacheError, PeerUnreachable
+from peercache.errors import PeerCacheError
 from peercache.events.following import NodeChanges, NodeFollower
 from peercache.wire.envelope import Message
 from peercache.wire.messages.following import ChangesTold
@@ -157,9 +157,9 @@ class ClusterFollower:
             except (PeerCacheError, OSError) as error:
                 self._failed(node, error)
                 failures += 1
-                # A connection that broke is made anew, and nothing is lost; a process that ended,
-                # or answers not for the second time, holds nothing any more.
-                if failures > 1 or isinstance(error, PeerUnreachable):
+                # A connection that broke is made anew, and nothing is lost; a node that cannot be
+                # asked for the second time holds nothing that can be read.
+                if failures > 1:
                     self._tell(follower.gone(), end)
                     end.wait(self._retry_s)
             finally:
