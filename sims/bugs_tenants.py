@@ -1,4 +1,4 @@
-"""The planted bugs of quotas: who gives room to whom.
+"""The planted bugs of quotas and of retained pages: who gives room to whom.
 
 Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from peercache.actors.pool import slots
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.actors.tenants import Tenant
+from peercache.actors.tenants import Tenant, Tenants
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
@@ -44,3 +44,21 @@ QUOTA_IGNORED: Patches = (
 )
 
 PRIORITY_IGNORED: Patches = ((slots, "debtors", _whatever_its_priority),)
+
+
+def _blocks_nothing(right: Any) -> Any:
+    def count_retained(self: Any, slot: Any, sign: int) -> None:
+        right(self, slot, sign)
+        slot.extent.retained = 0
+
+    return count_retained
+
+
+RETAINED_RECLAIMED: Patches = ((SlotAllocator, "_count_retained", _blocks_nothing),)
+
+
+def _as_much_as_asked(_: Any) -> Any:
+    return lambda *_: True
+
+
+RETAINED_WITHOUT_BOUND: Patches = ((Tenants, "may_retain", _as_much_as_asked),)

@@ -442,6 +442,20 @@ CANARIES: tuple[Canary, ...] = (
         change=with_tenants,
     ),
     Canary(
+        "retained-reclaimed",
+        "an extent in which pages are retained goes to another namespace or page size",
+        20,
+        patches=bugs_tenants.RETAINED_RECLAIMED,
+        change=with_tenants,
+    ),
+    Canary(
+        "retained-without-bound",
+        "a namespace retains more than it is sure of",
+        20,
+        patches=bugs_tenants.RETAINED_WITHOUT_BOUND,
+        change=with_tenants,
+    ),
+    Canary(
         "mirror-unverified",
         "a copy is kept of whatever a get has read, verified or not",
         50,

@@ -50,7 +50,8 @@ class Removals:
     ) -> None:
         """Note what a node's removal actor has made of a message; its removals by number."""
         for number, removal in after.items():
-            if number not in before:
+            # A Retain removes nothing.
+            if number not in before and removal.states is None:
                 assert isinstance(message, (Remove, Clear)), message
                 keys = frozenset(split_keys(message.keys)) if isinstance(message, Remove) else None
                 self._under_way[removal] = Seen(now, keys)

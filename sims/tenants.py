@@ -1,4 +1,7 @@
-"""What quotas promise: which pages of one namespace may be evicted for those of another one."""
+"""What quotas promise: which pages of one namespace may be evicted for those of another one.
+
+And what retaining promises: no page goes before its time, and no quota is blocked by that.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ class Shares:
 
     wanting: Tenant | None
     before: tuple[Share, ...] = ()
+    retained: frozenset[bytes] = frozenset()
 
     @classmethod
     def of(cls, pool: Pool, message: object) -> Shares:
@@ -40,7 +44,9 @@ class Shares:
         for page in pool.pages._by_key.values():
             keys[tenants.of(page.namespace)].append(page.key)
         before = tuple([Share(one, one.taken, frozenset(keys[one])) for one in keys])
-        return cls(tenants.of(message.namespace), before)
+        pages = pool.pages._by_key.values()
+        retained = frozenset([page.key for page in pages if page.slot.retained_until])
+        return cls(tenants.of(message.namespace), before, retained)
 
     def judge(self, pool: Pool) -> Counter[str]:
         """Fail if a page has gone that was sure of its place; return who gave how many pages."""
@@ -50,6 +56,10 @@ class Shares:
             return gave
         had = {share.tenant: share.taken for share in self.before}
         find = pool.pages.find
+        if gone := [key for key in self.retained if find(key) is None]:
+            detail = f"{len(gone)} pages went for {wanting.name} before their time"
+            raise Violation("retained", detail)
+        self._judge_blocked(pool)
         extent_max = max((e.units for e in pool._slots._units if e), default=1) * pool._slots.unit
         for share in self.before:
             owner = share.tenant
@@ -65,3 +75,14 @@ class Shares:
             if had[wanting] > wanting.quota and owner.priority > wanting.priority:
                 raise Violation("priority", f"{detail}, of a lower priority and over its quota")
         return gave
+
+    def _judge_blocked(self, pool: Pool) -> None:
+        """Fail if retained pages lie in more of the pool than their namespace is sure of."""
+        blocked: Counter[Tenant] = Counter()
+        for extent in dict.fromkeys(pool._slots._units):
+            if extent is not None and any(slot.retained_until for slot in extent.slots):
+                blocked[extent.size_class.tenant] += pool._slots._extent_granules(extent)
+        for owner, granules in blocked.items():
+            if owner is not pool.tenants.others and granules > owner.quota:
+                detail = f"{owner.name} blocks {granules} granules of {owner.quota}"
+                raise Violation("retained", detail)

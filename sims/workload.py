@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Final
 
 import attrs
 import numpy as np
@@ -19,6 +20,7 @@ from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERI
 from peercache.paths.cluster import Cluster
 from peercache.paths.searching import ANSWERS_MAX
 from peercache.wire.messages.pool import Clear, Remove
+from peercache.wire.messages.retain import Retain
 from sims.client import Heard, SimClient
 from sims.content import POISON, content_of
 from sims.memory import Buffers, Region, Truth
@@ -30,6 +32,9 @@ LATE_S = 1e-6
 
 OTHER_LENGTH = 0.02
 """Chance that a client sets a page with another length than the other clients."""
+
+RETAINED_S: Final = (0.0, 0.5, 8.0, 60.0)
+"""For how long pages are retained; most runs take ten seconds."""
 
 
 @attrs.frozen
@@ -85,6 +90,10 @@ class Calls:
             await self.set(client, places, rng)
         elif drawn < 0.85:
             await self.get(client, places, rng)
+        elif 0.9 < drawn < 0.97 and self.options.tenants > 1:
+            keys = self.library.keys[places].tobytes()
+            seconds = rng.choice(RETAINED_S)
+            await self.tell_all(client, Retain(0, client.namespace.tag(), keys, seconds, 0.0))
         elif drawn < 0.97 and self.options.pools == 2:
             await self.prefix(client, places, rng)
         elif drawn < 0.97:
@@ -223,13 +232,13 @@ class Calls:
             for name, pages in (("prefix:reported", 2 * reported), ("prefix:short", short)):
                 self.counts[name] = self.counts.get(name, 0) + pages
 
-    async def tell_all(self, client: SimClient, message: Remove | Clear) -> None:
-        """Remove or clear at every live member, through the home node."""
+    async def tell_all(self, client: SimClient, message: Remove | Clear | Retain) -> None:
+        """Remove, clear or retain at every live member, through the home node."""
         timeout_s = client.config.op_timeout_s
         started = trio.current_time()
         if isinstance(message, Remove):
             client.cache.forget(np.frombuffer(message.keys, KEY))
-        else:
+        elif isinstance(message, Clear):
             client.cache.clear()
         attached = client.tie.attached
         if attached is not None:

@@ -17,6 +17,7 @@ from peercache.model.keys import Namespace
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode
 from peercache.wire.messages.pool import Abort, Clear, Commit, LiveReservations, Remove, Reserve
+from peercache.wire.messages.retain import Retain
 from peercache.wire.messages.session import Stats, StatsAsked
 from tests.examples import examples
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
@@ -24,7 +25,8 @@ from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports
 from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
 
-WRITING = (Reserve, Commit, Abort, LiveReservations, Remove, Clear)
+NAMED = (Reserve, Remove, Clear, Retain)
+WRITING = (*NAMED, Commit, Abort, LiveReservations)
 
 
 @pytest.mark.slow
@@ -52,7 +54,7 @@ def test_a_writer_that_lies_spoils_no_other_page(count: int) -> None:
                     message = any_message(rng, WRITING)
                     if isinstance(message, Reserve | Commit):
                         message = fitting(message, rng)
-                    if isinstance(message, Reserve | Remove | Clear) and rng.random() < 0.8:
+                    if isinstance(message, NAMED) and rng.random() < 0.8:
                         message = attrs.evolve(message, namespace=Namespace().tag())
                     say(message)
                 _empty(liar.connection)

@@ -177,6 +177,13 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert cli.main(["get", "--at", nodes[0].ready["control"], "one"]) == 2
         assert b"is no home address" in capsysbinary.readouterr().err
 
+        assert cli.main(["retain", *there, "--for", "60", "one", "none", "--json"]) == 1
+        assert json.loads(capsysbinary.readouterr().out) == {"asked": 2, "retained": 1}
+        assert cli.main(["retain", *there, "--for", "60", "one"]) == 0
+        assert capsysbinary.readouterr().out == b"1 of 1 retained for 60 s\n"
+        assert cli.main(["retain", *there, "--for", "0", "one"]) == 0
+        assert capsysbinary.readouterr().out == b"1 of 1 let go\n"
+
         assert cli.main(["rm", *there, "one", "--json"]) == 0
         assert json.loads(capsysbinary.readouterr().out) == {"removed": 1}
         assert cli.main(["rm", *there, "one"]) == 1

@@ -60,6 +60,7 @@ from peercache.wire.messages.pool import (
 )
 from peercache.wire.messages.promote import Promote
 from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
+from peercache.wire.messages.retain import Retain, Retained
 
 # --- membership -----------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ RingHears: TypeAlias = ViewChanged | RingBuilt
 
 # --- removal --------------------------------------------------------------------------------------
 
-RemovalHears: TypeAlias = Remove | Clear | Removed | ViewChanged
+RemovalHears: TypeAlias = Remove | Clear | Removed | Retain | Retained | ViewChanged
 
 
 # --- directory shard ------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ class PromoteAnswered:
 
 PoolHears: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
-    | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
+    | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked
 )  # fmt: skip

@@ -28,6 +28,8 @@ class TenantGauges:
         for name in [name for name in self._shown if name not in now]:
             self._metrics.namespace_bytes.remove(name, self._tier)
             self._metrics.namespace_quota_bytes.remove(name, self._tier)
+            if self._tier == "pool":
+                self._metrics.namespace_retained_bytes.remove(name, self._tier)
         for name in [name for name in now if name not in self._shown]:
             self._show(now[name])
         self._shown = dict.fromkeys(now)
@@ -35,5 +37,8 @@ class TenantGauges:
     def _show(self, tenant: Tenant) -> None:
         taken = self._metrics.namespace_bytes.labels(tenant.name, self._tier)
         taken.set_function(lambda: tenant.taken * self._unit_bytes)
+        if self._tier == "pool":
+            retained = self._metrics.namespace_retained_bytes.labels(tenant.name, self._tier)
+            retained.set_function(lambda: tenant.retained * self._unit_bytes)
         quota = self._metrics.namespace_quota_bytes.labels(tenant.name, self._tier)
         quota.set(tenant.quota * self._unit_bytes)

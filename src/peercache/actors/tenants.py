@@ -23,6 +23,12 @@ TENANTS_MAX: Final = 64
 """Tenants of a node, those that the settings name exactly aside: each takes a part of the pool for
 itself, and a line of each metric. Namespaces that come later share the room of those without."""
 
+RETAINED_PART: Final = 4
+"""All namespaces without a quota of their own may together retain 1/4 of a pool, and no quota."""
+
+BLOCKED_PART: Final = 2
+"""Their retained pages may lie in 1/2 of it at most: the rest changes between page sizes."""
+
 OTHERS: Final = "(others)"
 """Stands for all namespaces that have no quota of their own."""
 
@@ -33,6 +39,8 @@ class Tenant:
     """One namespace, or all those without a quota.
 
     quota:    what it is sure of; taken: what it takes now. Both in the unit of their `Tenants`.
+    retained: what its retained pages take; blocked: the extents that they lie in, which nothing
+              else gets before they lapse.
     priority: of tenants over their quotas the one with the lowest gives first.
     """
 
@@ -40,6 +48,8 @@ class Tenant:
     quota: int
     priority: int = 0
     taken: int = 0
+    retained: int = 0
+    blocked: int = 0
     is_exact: bool = False
 
     @property
@@ -89,6 +99,20 @@ class Tenants:
     def of(self, namespace: int) -> Tenant:
         """Return the tenant of a namespace, given its tag or its space tag."""
         return self._by_space.get(namespace & SPACE_MASK, self.others)
+
+    def may_retain(self, tenant: Tenant, more: int, extent: int) -> bool:
+        """Return whether a tenant may retain one more page.
+
+        more: what it takes; extent: what its extent takes, 0 where another one there is retained.
+        No quota of another tenant is ever blocked: each retains within its own, or within what no
+        quota has.
+        """
+        most = blocked_most = tenant.quota
+        if tenant is self.others:
+            unsure = self._whole - self._sure
+            most = min(self._whole // RETAINED_PART, unsure)
+            blocked_most = min(self._whole // BLOCKED_PART, unsure)
+        return tenant.retained + more <= most and tenant.blocked + extent <= blocked_most
 
     def numbers(self, namespaces: U64) -> I64:
         """Return the tenant of each namespace, by its place in `all`."""

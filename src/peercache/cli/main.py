@@ -38,6 +38,10 @@ peercache = LateGroup(
         "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
         "set": ("peercache.cli.operate.pages:set_command", "Store a page at this host's node."),
         "exists": ("peercache.cli.operate.pages:exists_command", "Whether pages are there."),
+        "retain": (
+            "peercache.cli.operate.pages:retain_command",
+            "Keep pages in memory for a time.",
+        ),
         "rm": ("peercache.cli.operate.pages:remove_command", "Remove pages from every node."),
         "clear": ("peercache.cli.operate.clear:clear", "Remove a namespace from every node."),
         "node": ("peercache.cli.node:node", "Run a standalone node."),

@@ -38,6 +38,7 @@ from peercache.paths.mirroring import MirrorHome
 from peercache.wire.envelope import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
 from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.retain import RETAINED, Retain, Retained
 from peercache.wire.messages.session import Stats, StatsAsked
 
 RETURN_MARGIN_S = 0.01
@@ -48,6 +49,9 @@ CLOSE_S = 5.0
 
 REMOVE_KEYS_MAX = 8192
 """Keys of one Remove: 128 KiB, and a millisecond of a holder's loop."""
+
+RETAIN_KEYS_MAX = 1024
+"""Keys of one Retain: each costs a holder's loop a few microseconds."""
 
 HOME_PATIENCE_PART = 0.8
 """Part of the time left that the home node may wait for other members."""
@@ -219,6 +223,32 @@ class Client:
             return self._tell_home([Clear(0, self.namespace.tag(), self._patience_s(until))], until)
 
         return self._call("clear", 0, 0, ask)
+
+    def retain(self, keys: Keys, seconds: float) -> int:
+        """Keep these pages from eviction for so long; return how many at least one holder keeps.
+
+        Pages that are in the memory of a holder stay there, the first ones of the keys first, as
+        far as the quota of the namespace goes; without one, a quarter of a node's pool, which all
+        such namespaces share. Pages that are on disk only do not count. The longest time holds;
+        0 seconds let pages go. `remove` and `clear` remove retained pages, and a node that is
+        drained or stops forgets the time.
+        """
+
+        def ask(until: float) -> int:
+            attached, names = self._tie.attached, self._names(keys)
+            if attached is None:
+                return 0
+            tag, patience_s = self.namespace.tag(), self._patience_s(until)
+            parts = [
+                names[begin : begin + RETAIN_KEYS_MAX].tobytes()
+                for begin in range(0, len(names), RETAIN_KEYS_MAX)
+            ]
+            asked = [Retain(0, tag, part, float(seconds), patience_s) for part in parts]
+            told = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
+            answers = [answer for answer in told if isinstance(answer, Retained)]
+            return sum(answer.states.count(RETAINED) for answer in answers)
+
+        return self._call("stats", 0, 0, ask)
 
     def overlap(self, keys: Keys) -> Overlap:
         """Return which members hold these pages, and on which tier, as the home node finds out.

@@ -123,7 +123,11 @@ class PeerStatus:
 
 @attrs.frozen(kw_only=True)
 class NamespaceUse:
-    """What a namespace takes at this node. quota: bytes of the pool it is sure of; 0 for none."""
+    """What a namespace takes at this node.
+
+    quota:    bytes of the pool it is sure of; 0 for none.
+    retained: bytes of the pool that its retained pages take.
+    """
 
     name: str = ""
     bytes: int = 0
@@ -131,6 +135,7 @@ class NamespaceUse:
     disk_bytes: int = 0
     quota: int = 0
     priority: int = 0
+    retained: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -245,6 +250,7 @@ def namespaces_of(told: Sequence[Status]) -> list[NamespaceUse]:
                     pages=known.pages + use.pages,
                     disk_bytes=known.disk_bytes + use.disk_bytes,
                     quota=known.quota + use.quota,
+                    retained=known.retained + use.retained,
                 )
             )
     return sorted(found.values(), key=lambda use: -use.bytes)

@@ -91,6 +91,7 @@ from peercache.wire.messages.pool import (
 )
 from peercache.wire.messages.promote import Promote, Promoted
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.retain import Retain, Retained
 from peercache.wire.messages.session import (
     Counted,
     Hello,
@@ -177,11 +178,11 @@ class NodeMailboxes:
                 return self.pool.offer(sender, message, size_bytes)
             case Touched():
                 return self.pool.offer(sender, message, size_bytes)
-            case Remove() | Clear():
-                # A client wants it removed everywhere; a member tells this node to remove its own.
+            case Remove() | Clear() | Retain():
+                # A client means every member; a member tells this node to see to its own pages.
                 box: Mailbox[Any] = self.removal if sender.pipe else self.pool
                 return box.offer(sender, message, size_bytes)
-            case Removed():
+            case Removed() | Retained():
                 return self.removal.offer(sender, message, size_bytes)
             case PagesOffered() | PagesTaken():
                 return self.handover.offer(sender, message, size_bytes)

@@ -164,6 +164,7 @@ class NodeStatus:
                     disk_bytes=on_disk.get(tenant.name, 0),
                     quota=tenant.quota * self.config.granule,
                     priority=tenant.priority,
+                    retained=tenant.retained * self.config.granule,
                 )
                 for tenant in tenants.all()
             ][:LISTED_MAX]

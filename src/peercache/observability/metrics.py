@@ -135,6 +135,15 @@ class Metrics:
             "namespace",
             "tier",
         )
+        self.pool_bytes_retained = gauge(
+            "pool_bytes_retained", "Bytes of the pool for pages that are kept until a time."
+        )
+        self.namespace_retained_bytes = gauge(
+            "namespace_retained_bytes",
+            "Bytes of a namespace that are retained.",
+            "namespace",
+            "tier",
+        )
         self.namespace_quota_bytes = gauge(
             "namespace_quota_bytes", "Bytes that a namespace is sure of.", "namespace", "tier"
         )

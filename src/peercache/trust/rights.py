@@ -86,6 +86,7 @@ from peercache.wire.messages.pool import (
 )
 from peercache.wire.messages.promote import Promote, Promoted
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.retain import Retain, Retained
 from peercache.wire.messages.session import (
     Counted,
     Hello,
@@ -208,6 +209,9 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     # From a node: its own clients' and operators' removals, which it forwards as itself.
     Remove: _CLEARING,
     Clear: _CLEARING,
+    # As a removal: it keeps other pages of its namespace from room that they would have had.
+    Retain: _CLEARING,
+    Retained: _NODES,
     # Draining: operators say so, nodes hand pages over to each other.
     DrainNode: _OPERATORS,
     CancelDrain: _OPERATORS,
@@ -238,7 +242,7 @@ def refusal(session: Session, message: Message) -> str:
             return "" if is_own else NOT_ITS_OWN
         case (
             Reserve(namespace=tag) | ReserveMirror(namespace=tag)
-            | Remove(namespace=tag) | Clear(namespace=tag)
+            | Remove(namespace=tag) | Clear(namespace=tag) | Retain(namespace=tag)
         ):  # fmt: skip
             may_change = session.changes is None or space_of(tag) in session.changes
             return "" if may_change else NAMESPACE

@@ -16,8 +16,8 @@ gets a new name, and a place at the end.
 
 Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
 secret, members have names and nonces, and removals go through the home node. Version 3: messages
-for operators, pages are handed over by a node that leaves, which members hold a prompt's pages, and
-the changes of what a node holds.
+for operators, pages are handed over by a node that leaves, which members hold a prompt's pages, the
+changes of what a node holds, and pages that are retained.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ from peercache.wire.messages.pool import (
 )
 from peercache.wire.messages.promote import Promote, Promoted
 from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.retain import Retain, Retained
 from peercache.wire.messages.session import (
     Counted,
     Hello,
@@ -114,7 +115,7 @@ Message: TypeAlias = (
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
     | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
     | OverlapAsked | OverlapTold | SummaryAsked
-    | ChangesAsked | ChangesTold
+    | ChangesAsked | ChangesTold | Retain | Retained
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -14,6 +14,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import PATIENCE_MAX_S, PENDING_MAX, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.retain import Retain, Retained
 from peercache.wire.messages.session import Refused
 
 CLIENT = Origin(0x77, pipe=4)
@@ -100,3 +101,43 @@ def test_removals_at_once_are_bounded(remover: Remover) -> None:
     assert (refused.message.request, refused.message.reason) == (9, "busy")
     remover.check()
     assert len(remover.on_tick(12.0)) == PENDING_MAX
+
+
+# --- retaining -----------------------------------------------------------------------------------
+
+RETAIN = Retain(9, 5, bytes(48), 60.0, patience_s=2.0)
+
+
+def test_a_page_is_retained_if_one_member_retains_it(remover: Remover) -> None:
+    """The best of what members told, a page; each of them is heard once."""
+    told = remover.on_message(CLIENT, RETAIN, 10.0)
+
+    assert told == [Send(member, attrs.evolve(RETAIN, request=1)) for member in (1, 2, 5)]
+    assert remover.on_message(Origin(1), Retained(1, b"\0\1\0"), 10.1) == []
+    assert remover.on_message(Origin(2), Retained(1, b"\2\0\0"), 10.2) == []
+    (answer,) = remover.on_message(Origin(5), Retained(1, b"\1\0\0"), 10.3)
+    assert answer == Send(CLIENT, Retained(9, b"\2\1\0"))
+
+
+def test_members_that_say_nothing_of_a_retain_are_named(remover: Remover) -> None:
+    """One of the build before knows no Retain, and refuses it."""
+    remover.on_message(CLIENT, RETAIN, 10.0)
+    remover.on_message(Origin(1), Retained(1, b"\2\2\0"), 10.1)
+
+    assert remover.on_tick(12.0) == [Send(CLIENT, Retained(9, b"\2\2\0", (2, 5)))]
+
+
+@pytest.mark.parametrize("wrong", [Removed(1, 3), Retained(1, b"\2\2"), Retained(1, b"\2" * 4)])
+def test_an_answer_to_another_question_is_none(remover: Remover, wrong: Any) -> None:
+    """Neither a count nor the states of other pages change what the client is told."""
+    remover.on_message(CLIENT, RETAIN, 10.0)
+    remover.on_message(Origin(1), wrong, 10.1)
+
+    assert remover.on_tick(12.0) == [Send(CLIENT, Retained(9, bytes(3), (1, 2, 5)))]
+
+
+def test_retained_is_no_answer_to_a_removal(remover: Remover) -> None:
+    remover.on_message(CLIENT, CLEAR, 10.0)
+    remover.on_message(Origin(1), Retained(1, b""), 10.1)
+
+    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 0, (1, 2, 5)))]

@@ -77,8 +77,9 @@ def test_the_sums_are_of_the_cluster() -> None:
 def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
     """Summed over the members, the largest first; no table where no node has quotas."""
     chat = NamespaceUse(
-        name="chat", bytes=2**30, pages=256, disk_bytes=2**34, quota=2**32, priority=2
-    )
+        name="chat", bytes=2**30, pages=256, disk_bytes=2**34, quota=2**32, priority=2,
+        retained=2**29,
+    )  # fmt: skip
     rest = NamespaceUse(name="(others)", bytes=2**20, pages=7)
     text = drawn(told(namespaces=(rest, chat)), told(name="b:1", namespaces=(chat,)))
 
@@ -92,12 +93,14 @@ def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
         "of",
         "8.0",
         "GiB",
+        "1.0",
+        "GiB",
         "32.0",
         "GiB",
         "512",
         "2",
     ]
-    assert " ".join(last.split()) == "(others) 1.0 MiB - 0 bytes 7 0"
+    assert " ".join(last.split()) == "(others) 1.0 MiB - 0 bytes 0 bytes 7 0"
     assert "namespace" not in drawn(told())
     many = tuple(attrs.evolve(chat, name=f"n{number}") for number in range(NAMESPACES_MAX + 3))
     assert "3 more: --json has all" in drawn(told(namespaces=many))

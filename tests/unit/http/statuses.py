@@ -84,6 +84,7 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
             NamespaceUse(
                 name="Qwen3-235B-A22B-Instruct-2507/fp8/tp8", bytes=120 * 2**30, pages=122_880,
                 disk_bytes=2**40, quota=200 * 2**30, priority=2,
+                retained=30 * 2**30,
             ),
             NamespaceUse(name="Llama-3.3-70B/bf16", bytes=31 * 2**30, pages=31_744),
         ),

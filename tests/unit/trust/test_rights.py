@@ -33,6 +33,7 @@ from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import Heartbeat, Join
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror
 from peercache.wire.messages.rdma import OpenChannel
+from peercache.wire.messages.retain import Retain
 from tests.contracts.frozen.record import sample
 
 ME, OTHER = 7, 8
@@ -71,6 +72,8 @@ TABLE = {
     "Touched":          (False, True,  True,  False),
     "Remove":           (True,  False, True,  True),
     "Clear":            (True,  False, True,  True),
+    "Retain":           (True,  False, True,  True),
+    "Retained":         (True,  False, False, False),
     "Removed":          (True,  False, False, False),
     "StatsAsked":       (False, True,  True,  True),
     "Stats":            (False, False, False, False),
@@ -168,10 +171,11 @@ def test_a_node_joins_and_beats_as_itself_only(changed: dict[str, Any]) -> None:
     [
         lambda tag: Clear(1, tag),
         lambda tag: Remove(1, tag, b""),
+        lambda tag: Retain(1, tag, b"", 1.0),
         lambda tag: Reserve(1, 1, tag, b"", b""),
         lambda tag: ReserveMirror(1, 1, tag, b"", b""),
     ],
-    ids=["Clear", "Remove", "Reserve", "ReserveMirror"],
+    ids=["Clear", "Remove", "Retain", "Reserve", "ReserveMirror"],
 )
 def test_a_writer_changes_its_own_namespace_only(concerning: Any) -> None:
     """Geometries and ranks of one name are one namespace to rights; another name is not."""

@@ -2,12 +2,12 @@
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
-Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear;
+Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
         ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the publisher. From the disk
         actor: PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the
         promote actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own
         node. From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
-Says    Granted, Removed, Refused to the client that asked, and Committed for mirrored pages;
+Says    Granted, Removed, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
         which answers the Commit. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
@@ -15,7 +15,8 @@ Says    Granted, Removed, Refused to the client that asked, and Committed for mi
         Granted, Committed and PagesToGive to the handover actor.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
-        never evicted, never freed by time or by a lost connection, and its word is odd.
+        never evicted, never freed by time or by a lost connection, and its word is odd. A page
+        that is retained is not evicted before its time.
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
         disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
         What was removed is not committed by a promote that was in flight, nor as a mirrored page
@@ -100,6 +101,7 @@ from peercache.actors.pool.on_disk import (
 )
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
+from peercache.actors.pool.retaining import Retention
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenant_gauges import TenantGauges
 from peercache.actors.tenants import Tenant, Tenants
@@ -126,6 +128,7 @@ from peercache.wire.messages.pool import (
     ReserveMirror,
     Touched,
 )  # fmt: skip
+from peercache.wire.messages.retain import Retain, Retained
 
 AHEAD_PAUSE_S: Final = 0.001
 """Pause between the answer to a Commit and the slots that it asked for ahead: the client that has
@@ -174,6 +177,7 @@ class Pool:
             granules=granules,
             sequence=rng.randrange(1, 2**61),
         )
+        self._retention = Retention(self._slots)
         self._reservations = Reservations()
         self.mirrors = self._mirrors = Mirrors(int(granules * mirror_share))
         self._asked_ahead: list[ReserveAhead] = []
@@ -215,6 +219,8 @@ class Pool:
             case Clear(namespace=namespace):
                 self._mirrors.removed(namespace, message.patience_s, now)
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
+            case Retain():
+                return self._retain(sender, message, now)
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
@@ -258,18 +264,20 @@ class Pool:
                 return []
         assert_never(message)
 
-    def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - nothing else depends on time
-        """Reserve what was asked for ahead; nothing in a pool ends by time."""
+    def on_tick(self, now: float) -> list[Effect]:
+        """Reserve what was asked for ahead, and let retained pages go whose time is over."""
+        self._retention.lapse(now)
         asked, self._asked_ahead, self._due = self._asked_ahead, [], inf
         return [effect for one in asked for effect in self._reserve_ahead(one)]
 
     def deadline(self) -> float:
-        """Return when what was asked for ahead is reserved."""
-        return self._due
+        """Return when what was asked for ahead is reserved, or a retained page is let go."""
+        return min(self._due, self._retention.deadline())
 
     def check(self) -> None:
         """Assert that pages, slots and reservations add up, in constant time."""
         self._slots.check()
+        self._retention.check()
         self._reservations.check()
         self._pages.check()
         pages, slots = len(self._pages), self._slots.held_count
@@ -520,6 +528,12 @@ class Pool:
             keys = b"".join([page.key for page in pages])
             effects.append(TellDisk(PagesRemoved(origin, message, keys)))
         return effects
+
+    def _retain(self, origin: Origin, asked: Retain, now: float) -> list[Effect]:
+        found = [self._pages.find(key) for key in split_keys(asked.keys)]
+        theirs = [page if page and page.namespace == asked.namespace else None for page in found]
+        states = self._retention.retain(theirs, asked.seconds, now)
+        return [Send(origin, Retained(asked.request, states))]
 
     def _remove_in_promotes(self, message: Remove | Clear) -> None:
         """Note removed pages that the promote actor is loading: its Commit may still come."""

@@ -31,6 +31,7 @@ def pool_figures(
         "pool_bytes_free": (slots.usable - taken) * granule,
         "pool_bytes_stored": pages.stored_bytes,
         "pool_bytes_mirrored": slots.mirror_granules * granule,
+        "pool_bytes_retained": sum(one.retained for one in slots.tenants.all()) * granule,
         "pool_pages": len(pages),
         "pool_size_classes": slots.class_count,
         "pool_extents_reclaimed": slots.reclaims,
@@ -45,6 +46,7 @@ def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
     shown |= {
         "pool_pages": metrics.pool_pages,
         "pool_bytes_mirrored": metrics.pool_bytes_mirrored,
+        "pool_bytes_retained": metrics.pool_bytes_retained,
         "pool_reservations": metrics.reservations,
     }
     for figure, gauge in shown.items():

@@ -30,7 +30,7 @@ class GivingOrder:
 
         granule: bytes.
         """
-        hottest_first = [list(held)[::-1] for held in slots.coldest_first()]
+        hottest_first = [list(held)[::-1] for held in slots.own_coldest_first()]
         self.left = sum(map(len, hottest_first))
         self._granule = granule
         self._left_granules = sum(_granules(held[0]) * len(held) for held in hottest_first if held)

@@ -164,9 +164,9 @@ def coldest_pages(slots: SlotAllocator, pages: PageTable, full_part: float) -> l
 
 
 def held_pages(slots: SlotAllocator, pages: PageTable) -> PagesHeld:
-    """Return all pages that are not on disk, hottest first; a pass over all, for a stop."""
+    """Return all pages that are not on disk, retained ones first, then the hottest; for a stop."""
     by_namespace: dict[int, list[Page]] = {}
-    for held in slots.coldest_first():
+    for held in slots.own_coldest_first():
         for page in reversed(pages.in_slots(held)):
             if not page.disk_length:
                 by_namespace.setdefault(page.namespace, []).append(page)

@@ -26,13 +26,17 @@ NEVER_TOUCHED: Final = -1
 @final
 @attrs.define(eq=False)
 class Slot:
-    """Room for one page. first: its first granule, which is also the index of its word."""
+    """Room for one page. first: its first granule, which is also the index of its word.
+
+    retained_until: 0 while its page is retained no longer than others.
+    """
 
     first: int
     extent: Extent
     state: int = FREE
     touched: int = NEVER_TOUCHED
     is_mirror: bool = False
+    retained_until: float = 0.0
 
 
 @final
@@ -49,6 +53,8 @@ class Extent:
     """The slots cut so far: cutting on demand keeps a new extent cheap, whatever its size."""
     reserved: int = 0
     held: int = 0
+    retained: int = 0
+    """How many of those held are retained: while any is, no other class gets the extent."""
     touched: int = NEVER_TOUCHED
     """When any of its pages was last touched."""
     live: bool = True
@@ -65,9 +71,11 @@ class SizeClass:
     free: deque[Slot] = attrs.field(factory=deque)
     """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
     held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """By first granule, least recently touched first; without mirrored pages."""
+    """By first granule, least recently touched first; without mirrored and retained ones."""
     mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
     """The same of mirrored pages."""
+    retained: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """The same of retained pages, which are not evicted: nothing that looks for room meets them."""
     cutting: Extent | None = None
     """The newest extent, while it has slots that were never used."""
     evictions: int = 0
@@ -94,6 +102,8 @@ class SizeClass:
 
     def held_as(self, slot: Slot) -> OrderedDict[int, Slot]:
         """Return where a held slot stands."""
+        if slot.retained_until:
+            return self.retained
         return self.mirrors if slot.is_mirror else self.held
 
 

@@ -14,6 +14,9 @@ priority first. Extents of a tenant within its quota are never taken by another 
 A slot may hold a *mirrored* page: a copy of what another host holds. Mirrored pages take no more
 than a share of the pool, never the place of what was touched lately, and age faster than others.
 
+A *retained* page is not evicted before its time, and blocks its extent for other sizes and tenants
+(`retaining` says for how long, and `actors.tenants` how much of it there may be).
+
 Pure: no words, no keys, no time. Age is counted in touches: `clock` advances with each.
 """
 
@@ -77,6 +80,7 @@ class SlotAllocator:
         self.mirror_granules = 0
         """Held by mirrored pages, and reserved for them."""
         self.held_count = 0
+        self.retained_count = 0
         self.reclaims = 0
         self.tenants: Final = tenants or Tenants(whole=granules)
         self._classes: dict[tuple[Tenant, int], SizeClass] = {}
@@ -253,6 +257,38 @@ class SlotAllocator:
         self._no_longer_mirror(slot)
         self.touch(slot)
 
+    def retain(self, slot: Slot, until: float) -> bool:
+        """Keep a held slot from eviction until `let_go`; return False if that is too much.
+
+        until: not 0. A mirrored page is then like any other.
+        """
+        assert slot.state == HELD, f"slot {slot.first} retained in state {slot.state}"
+        if slot.retained_until:
+            slot.retained_until = until
+            return True
+        extent = slot.extent
+        size_class, blocked = extent.size_class, 0
+        tenant, granules = size_class.tenant, size_class.granules
+        if not extent.retained:
+            blocked = self._extent_granules(extent)
+        if not self.tenants.may_retain(tenant, granules, blocked):
+            return False
+        del size_class.held_as(slot)[slot.first]
+        self._no_longer_mirror(slot)
+        slot.retained_until = until
+        size_class.retained[slot.first] = slot
+        self._count_retained(slot, 1)
+        return True
+
+    def let_go(self, slot: Slot) -> None:
+        """Let a retained slot be the hottest of those that may be evicted."""
+        assert slot.retained_until, f"slot {slot.first} is not retained"
+        size_class = slot.extent.size_class
+        size_class.held[slot.first] = size_class.retained.pop(slot.first)
+        self._count_retained(slot, -1)
+        slot.retained_until = 0.0
+        self.touch(slot)
+
     def hold(self, slots: Sequence[Slot]) -> None:
         """Let reserved slots have pages: the last of them the hottest one."""
         clock, granules = self.clock, 0
@@ -297,14 +333,20 @@ class SlotAllocator:
             self._forget_if_empty(size_class)
 
     def coldest_first(self) -> list[Iterable[Slot]]:
-        """Return the held slots of each size, least recently touched first, without mirrors."""
+        """Return the slots of each size that may be evicted, coldest first, without mirrors."""
         return [size_class.held.values() for size_class in self._classes.values()]
+
+    def own_coldest_first(self) -> list[Iterable[Slot]]:
+        """Return the held slots of each size, coldest first, no mirrors; retained ones first."""
+        retained = [one.retained.values() for one in self._classes.values() if one.retained]
+        return [*retained, *self.coldest_first()]
 
     def pages_of_tenants(self) -> dict[Tenant, int]:
         """Return how many pages each tenant has."""
         pages = dict.fromkeys(self.tenants.all(), 0)
         for size_class in self._classes.values():
-            pages[size_class.tenant] += len(size_class.held) + len(size_class.mirrors)
+            some = (size_class.held, size_class.mirrors, size_class.retained)
+            pages[size_class.tenant] += sum(map(len, some))
         return pages
 
     def check(self) -> None:
@@ -312,6 +354,7 @@ class SlotAllocator:
         taken = self.held_granules + self.reserved_granules
         assert self.held_granules >= 0, f"{self.held_granules} granules held"
         assert self.reserved_granules >= 0, f"{self.reserved_granules} granules reserved"
+        assert 0 <= self.retained_count <= self.held_count, f"{self.retained_count} retained"
         assert 0 <= self.mirror_granules <= taken, f"{self.mirror_granules} granules of mirrors"
         assert taken <= self.usable, f"{taken} granules taken of {self.usable}"
         assert 0 <= self._unassigned <= len(self._units), f"{self._unassigned} units unassigned"
@@ -399,6 +442,7 @@ class SlotAllocator:
                 temperature.append(NEVER_TOUCHED)
             elif (
                 extent.reserved
+                or extent.retained
                 or extent.touched > untouched_since
                 or extent.size_class not in donors
             ):
@@ -522,9 +566,21 @@ class SlotAllocator:
     def _no_longer_held(self, slot: Slot) -> None:
         del slot.extent.size_class.held_as(slot)[slot.first]
         self._no_longer_mirror(slot)
+        if slot.retained_until:
+            self._count_retained(slot, -1)
+            slot.retained_until = 0.0
         slot.extent.held -= 1
         self.held_granules -= slot.extent.size_class.granules
         self.held_count -= 1
+
+    def _count_retained(self, slot: Slot, sign: int) -> None:
+        extent = slot.extent
+        tenant, before = extent.size_class.tenant, extent.retained
+        extent.retained += sign
+        self.retained_count += sign
+        tenant.retained += sign * extent.size_class.granules
+        if not before or not extent.retained:
+            tenant.blocked += sign * self._extent_granules(extent)
 
     def _no_longer_mirror(self, slot: Slot) -> None:
         if slot.is_mirror:

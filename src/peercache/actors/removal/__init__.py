@@ -1,1 +1,1 @@
-"""Removal: pages and namespaces that clients want removed from every member."""
+"""Removal: pages and namespaces that clients want removed from every member, or retained."""

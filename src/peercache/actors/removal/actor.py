@@ -1,11 +1,13 @@
-"""Removal: pages and namespaces that clients of this node want removed from every member.
+"""Removal: pages and namespaces that clients want removed from every member, or retained.
 
 Owns    the removals that are under way: the client that asked, and the members still to answer.
-Hears   Remove and Clear, from this node's clients; Removed, from members; ViewChanged, from
-        membership.
-Says    Remove and Clear to every live member, this node included; Removed or Refused to the client.
-Keeps   the count is the sum of what members told, each of them counted once; a member that did not
-        answer in time is named. A member that has left the view is waited for no longer.
+Hears   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
+        ViewChanged, from membership.
+Says    Remove, Clear and Retain to every live member, this node included; Removed, Retained or
+        Refused to the client.
+Keeps   the count is the sum of what members told, each of them counted once; a page is retained if
+        one member retains it. A member that did not answer in time is named. One that has left the
+        view is waited for no longer.
 Limits  PENDING_MAX removals at once, and PATIENCE_MAX_S for each.
 """
 
@@ -15,13 +17,16 @@ import math
 from typing import Final, final
 
 import attrs
+import numpy as np
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RemovalHears, ViewChanged
 from peercache.actors.origin import Origin
+from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
 from peercache.wire.messages.pool import Clear, Remove, Removed
+from peercache.wire.messages.retain import NOT_HERE, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 PENDING_MAX: Final = 256
@@ -34,17 +39,36 @@ PATIENCE_MAX_S: Final = 10.0
 @final
 @attrs.define(eq=False)
 class Removal:
-    """One removal under way. waiting: the members that have not answered, in order."""
+    """One removal under way, or one Retain.
+
+    waiting: the members that have not answered, in order.
+    states:  of a Retain: the best that was told of each page; None of a removal.
+    """
 
     origin: Origin
     request: int
     until: float
     waiting: dict[int, None]
+    states: bytes | None
     count: int = 0
 
+    def take(self, told: Removed | Retained) -> bool:
+        """Take the answer of a member; return False for one to another question."""
+        if isinstance(told, Removed):
+            self.count += told.count if self.states is None else 0
+            return self.states is None
+        if self.states is None or len(told.states) != len(self.states):
+            return False
+        both = [np.frombuffer(states, np.uint8) for states in (self.states, told.states)]
+        self.states = np.maximum(*both).tobytes()
+        return True
+
     def answer(self) -> Effect:
-        """Tell the client what went, and where it may not have."""
-        return Send(self.origin, Removed(self.request, self.count, tuple(self.waiting)))
+        """Tell the client what went or stays, and where that is not known."""
+        missed = tuple(self.waiting)
+        if self.states is not None:
+            return Send(self.origin, Retained(self.request, self.states, missed))
+        return Send(self.origin, Removed(self.request, self.count, missed))
 
 
 @final
@@ -59,10 +83,10 @@ class Remover:
     def on_message(self, sender: Origin, message: RemovalHears, now: float) -> list[Effect]:
         """Begin a removal, or take an answer or a view."""
         match message:
-            case Remove() | Clear():
+            case Remove() | Clear() | Retain():
                 return self._begin(sender, message, now)
-            case Removed(request, count):
-                return self._count(sender.identity, request, count)
+            case Removed() | Retained():
+                return self._count(sender.identity, message)
             case ViewChanged():
                 return self._follow(message)
         assert_never(message)
@@ -80,14 +104,18 @@ class Remover:
         """Assert the bound."""
         assert len(self._pending) <= PENDING_MAX, f"{len(self._pending)} removals"
 
-    def _begin(self, sender: Origin, message: Remove | Clear, now: float) -> list[Effect]:
+    def _begin(self, sender: Origin, message: Remove | Clear | Retain, now: float) -> list[Effect]:
         if len(self._pending) >= PENDING_MAX:
             detail = f"this node has {PENDING_MAX} removals under way: try again"
             return [Send(sender, Refused(message.request, "busy", detail))]
         self._last_number += 1
         number = self._last_number
         patience_s = min(max(message.patience_s, 0.0), PATIENCE_MAX_S)
-        removal = Removal(sender, message.request, now + patience_s, dict.fromkeys(self._live))
+        states = None
+        if isinstance(message, Retain):
+            states = bytes((NOT_HERE,)) * (len(message.keys) // KEY_BYTES)
+        waiting = dict.fromkeys(self._live)
+        removal = Removal(sender, message.request, now + patience_s, waiting, states)
         if not self._live:
             return [removal.answer()]
         self._pending[number] = removal
@@ -95,14 +123,13 @@ class Remover:
         forwarded = attrs.evolve(message, request=number, patience_s=patience_s)
         return [Send(member, forwarded) for member in self._live]
 
-    def _count(self, member: int, number: int, count: int) -> list[Effect]:
-        removal = self._pending.get(number)
-        if removal is None or member not in removal.waiting:
+    def _count(self, member: int, told: Removed | Retained) -> list[Effect]:
+        removal = self._pending.get(told.request)
+        if removal is None or member not in removal.waiting or not removal.take(told):
             # Late, repeated, or not asked for.
             return []
         del removal.waiting[member]
-        removal.count += count
-        return self._end_if_answered(number)
+        return self._end_if_answered(told.request)
 
     def _follow(self, view: ViewChanged) -> list[Effect]:
         self._live = tuple(

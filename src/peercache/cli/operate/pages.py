@@ -1,4 +1,4 @@
-"""`peercache get`, `set`, `exists` and `rm`: pages by hand, through a node of this host.
+"""`peercache get`, `set`, `exists`, `retain` and `rm`: pages by hand, through a node of this host.
 
 Only a process of a node's own host writes, so these take a home address and no other host.
 """
@@ -123,6 +123,30 @@ def exists_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
         for key, is_there in zip(keys, found, strict=True):
             print(f"{'yes' if is_there else 'no '} {key}")
     return 0 if all(found) else EXIT_NOT_FOUND
+
+
+@click.command("retain")
+@_page_options
+@click.option(
+    "--for", "seconds", type=click.FloatRange(min=0), required=True, metavar="SECONDS",
+    help="For how long; 0 lets the pages go.",
+)  # fmt: skip
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@json_option
+def retain_command(*, keys: tuple[str, ...], seconds: float, as_json: bool, **where: Any) -> int:
+    """Keep the pages of keys in the memory of their holders, within the namespace's quota.
+
+    Exit status: 0 if all are kept, 1 if one is not, 2 if there is no node.
+    """
+    with _client(**where) as client:
+        count = client.retain(keys, seconds)
+    if as_json:
+        print(json.dumps({"asked": len(keys), "retained": count}))
+    elif seconds:
+        print(f"{count} of {len(keys)} retained for {seconds:g} s")
+    else:
+        print(f"{count} of {len(keys)} let go")
+    return 0 if count == len(keys) else EXIT_NOT_FOUND
 
 
 @click.command("rm")

@@ -133,7 +133,7 @@ def namespaces(members: Sequence[MemberStatus]) -> list[Table]:
     uses = namespaces_of([member.status for member in members if member.answers])
     if not uses:
         return []
-    shown = table("namespace", "memory", "quota", "disk", "pages", "priority")
+    shown = table("namespace", "memory", "quota", "retained", "disk", "pages", "priority")
     for column in shown.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for use in uses[:NAMESPACES_MAX]:
@@ -141,6 +141,7 @@ def namespaces(members: Sequence[MemberStatus]) -> list[Table]:
             use.name,
             written_size(use.bytes),
             _used(use.bytes, use.quota),
+            written_size(use.retained),
             written_size(use.disk_bytes),
             f"{use.pages:,}",
             str(use.priority),

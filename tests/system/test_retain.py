@@ -1,0 +1,40 @@
+"""A retained page stays at its holder while all others are evicted, whichever node was asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+
+pytestmark = pytest.mark.slow
+
+MINE = 24
+FLOOD = 256
+"""Four times what the pool of 8 MiB has room for."""
+
+
+def test_retained_pages_outlive_a_flood_until_their_time() -> None:
+    """A client of another node asks; the holder keeps them, and lets them go when told so."""
+    with LocalCluster() as cluster:
+        cluster.start_many(2, pool="8MiB")
+        holder = cluster.client(cluster.nodes[0])
+        asker = cluster.client(cluster.nodes[1])
+        keys = keys_of("retained", MINE)
+
+        def flood(name: str) -> None:
+            others = keys_of(name, FLOOD)
+            for begin in range(0, FLOOD, 16):
+                part = others[begin : begin + 16]
+                assert holder.batch_set(part, pages_of(part)) == [True] * 16
+
+        assert holder.batch_set(keys, pages_of(keys)) == [True] * MINE
+        wait_until(lambda: asker.retain(keys[:8], 3600) == 8)
+        assert asker.retain(keys_of("nowhere", 2), 3600) == 0
+
+        flood("first")
+        assert read(holder, keys) == [True] * 8 + [False] * (MINE - 8)
+        assert read(asker, keys[:8]) == [True] * 8
+
+        assert asker.retain(keys[:8], 0) == 8
+        flood("second")
+        assert read(holder, keys) == [False] * MINE
