@@ -115,9 +115,11 @@ def _scraped(url: str, token: str, context: ssl.SSLContext | None) -> str:
         problem = Rejected(str(error.code), f"{url} answers {error.code} {error.reason}: {detail}")
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         reason = getattr(error, "reason", error)
-        problem = PeerUnreachable(
-            f"{url} ({reason}): name the HTTP port of a node (`http` in its ready line)"
-        )
+        hint = "name the HTTP port of a node (`http` in its ready line)"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            reason = reason.verify_message
+            hint = "name the certificate of the cluster's authority with --ca"
+        problem = PeerUnreachable(f"{url} ({reason}): {hint}")
     raise problem
 
 

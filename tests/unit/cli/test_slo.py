@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import trustme
 
 from peercache.cli.main import main
 from tests.unit.observability.test_objectives import exposition
@@ -21,7 +23,7 @@ def serve() -> Iterator[Served]:
     """Return what serves one text after the other as /metrics, and returns its address."""
     servers: list[HTTPServer] = []
 
-    def start(*texts: str, token: str = "") -> str:
+    def start(*texts: str, token: str = "", tls: ssl.SSLContext | None = None) -> str:
         left = list(texts)
 
         class Answers(BaseHTTPRequestHandler):
@@ -38,6 +40,8 @@ def serve() -> Iterator[Served]:
                 """Say nothing."""
 
         server = HTTPServer(("127.0.0.1", 0), Answers)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"127.0.0.1:{server.server_port}"
@@ -95,6 +99,21 @@ def test_a_token_is_shown_and_its_lack_is_told(
     assert main(["slo", f"http://{node}/metrics", "--token-file", str(file)]) == 0
     assert main(["slo", node]) == 2
     assert "--token-file" in capsys.readouterr().err
+
+
+def test_an_https_node_of_an_authority_that_is_not_named(
+    serve: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing is the authority, and not the port."""
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
+    node = f"https://{serve(exposition(1, 0), tls=tls)}"
+
+    assert main(["slo", node]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("name the certificate of the cluster's authority with --ca")
+    assert main(["slo", node, "--ca", str(tmp_path / "ca.crt")]) == 0
 
 
 @pytest.mark.parametrize(
