@@ -14,19 +14,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from sims import bugs, bugs_handover, bugs_owners, bugs_tables, bugs_tenants, planted
+from sims import (
+    bugs,
+    bugs_following,
+    bugs_handover,
+    bugs_owners,
+    bugs_tables,
+    bugs_tenants,
+    planted,
+)
+from sims.canary import Canary
 from sims.doubting import doubt
 from sims.play import play
 from sims.racing import race, race_drains
 from sims.rewriting import rewrite
 from sims.swarm import (
-    Options,
     draining,
-    smaller,
     with_a_bound,
     with_rot,
     with_tables,
@@ -37,27 +43,7 @@ from sims.turning import turn
 FIRST_SEED = 1_000_000
 """Canaries are hunted over the same seeds each time, which no sweep starts with."""
 
-Patch = tuple[Any, str, Callable[[Any], Any]]
-"""An object, its attribute, and the function that makes the wrong value of the right one."""
-
 SET_ORDER = "set-order"
-
-
-@attrs.frozen
-class Canary:
-    """One planted bug.
-
-    seeds_max: within how many seeds it must be found. change: what those seeds' options become.
-    story: what is played with each seed instead of a run; it returns the checker that found it.
-    """
-
-    name: str
-    what: str
-    seeds_max: int
-    patches: tuple[Patch, ...] = ()
-    plant: str = ""
-    change: Callable[[Options], Options] = smaller
-    story: Callable[[int], str] | None = None
 
 
 CANARIES: tuple[Canary, ...] = (
@@ -468,6 +454,7 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.REMOVED_COMES_BACK,
         story=race,
     ),
+    *bugs_following.CANARIES,
     Canary(
         SET_ORDER,
         "owners are asked in the order of a set of strings",

@@ -121,6 +121,8 @@ class Truth:
         """By node: the ring that its shard follows."""
         self.waiting: dict[tuple[int, int, int], Records] = {}
         """By node, client and sequence: the records of a commit that is not answered."""
+        self.followed: dict[tuple[int, int], dict[bytes, int]] = {}
+        """By node and change: the tier of each page that the node held at the change."""
         self.nodes: set[int] = set()
         """Every incarnation that ever was."""
         self.living: set[int] = set()

@@ -28,6 +28,7 @@ from peercache.model.records import DROP
 from peercache.model.view import View, is_live
 from peercache.wire.messages.directory import Delete, Disputed, Located, Put, Repair
 from sims import stored
+from sims.followed import note_told
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place
@@ -138,6 +139,7 @@ class WatchedActor:
         stored.note_said(self.actor, effects, self.truth)
         if isinstance(self.actor, Publisher):
             _check_hand_over(self.actor, effects, self.truth)
+            note_told(self.actor, effects, self.truth)
         kinds = [_kind(effect) for effect in effects]
         if kinds:
             self.trace.line("act", self.place.name, self.name, cause, *kinds)

@@ -179,6 +179,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Shards that lack no record; holders in doubt", "none",
               ((gauge("directory_authority"), "{{instance}} lacks none"),
                (gauge("directory_holders_doubted"), "{{instance}} in doubt"))),
+        Panel("Programs that follow a node", "none", ((gauge("followers"), "{{instance}}"),)),
         Panel("Streams repaired", "ops", ((rate("repairs_total", "instance"), "{{instance}}"),)),
         Panel("Records refused", "ops", ((rate("records_refused_total", "reason"), "{{reason}}"),)),
         Panel("Messages received", "ops", ((rate("messages_received_total", "kind"), "{{kind}}"),)),

@@ -9,6 +9,7 @@ import pytest
 
 from sims.canaries import CANARIES, hunt
 from sims.doubting import doubt
+from sims.following import follow
 from sims.play import play
 from sims.racing import race, race_drains
 from sims.rewriting import rewrite
@@ -40,6 +41,7 @@ def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
+        pytest.param(follow, marks=pytest.mark.slow),
     ],
 )
 def test_a_story_without_a_bug_is_told_to_its_end(story: Callable[[int], str]) -> None:
@@ -54,6 +56,10 @@ def test_a_story_without_a_bug_is_told_to_its_end(story: Callable[[int], str]) -
         pytest.param("handed-over-though-removed", {"came-back"}, marks=pytest.mark.slow),
         ("entry-reused-in-an-epoch", {"table-record"}),
         ("epoch-not-checked", {"table-record", "table-lost"}),
+        ("gap-not-told", {"followed"}),
+        ("uncounted-not-told", {"followed"}),
+        ("drops-not-told", {"followed"}),
+        ("dead-node-stays", {"followed-dead"}),
         ("gap-not-doubted", {"stored-found"}),
         ("own-stall-unnoticed", {"stored-found"}),
         ("summary-of-before-counts", {"stored-found"}),

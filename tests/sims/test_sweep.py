@@ -12,7 +12,8 @@ import pytest
 from peercache.actors.membership.actor import Membership
 from sims import canaries
 from sims.__main__ import main
-from sims.canaries import Canary, planted_canary
+from sims.canaries import planted_canary
+from sims.canary import Canary
 from sims.play import play
 from sims.swarm import Options, smaller
 from sims.sweep import derived_seeds, kept_seeds, reproduce_line

@@ -18,6 +18,7 @@ import pytest
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
+from peercache.model.changes import from_bytes
 from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import Namespace
 from peercache.model.member import ALIVE, Member
@@ -29,6 +30,7 @@ from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
 from peercache.wire.messages.directory import Lookup, Put
+from peercache.wire.messages.following import ChangesAsked, ChangesTold
 from peercache.wire.messages.membership import Join, ViewAsked, ViewShared
 from peercache.wire.messages.pool import Clear, Removed, Reserve
 from peercache.wire.messages.rdma import OpenChannel
@@ -218,19 +220,25 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
             assert isinstance(refused, Refused), refused
             assert refused.reason == "role"
         assert isinstance(reader.ask(StatsAsked(3)), Stats)
+        told = reader.ask(ChangesAsked(4, 0, 0, 0, 0.0))
+        assert isinstance(told, ChangesTold), told
+        assert len(from_bytes(told.held)) == len(keys)
     with Speaker(node, cluster.name, certificates.client("narrow", "ours")) as narrow:
         refused = narrow.ask(hello(cluster.name, namespace="theirs"))
         assert isinstance(refused, Refused), refused
         assert refused.reason == "namespace"
         assert isinstance(narrow.ask(hello(cluster.name)), Welcome)
-        refused = narrow.ask(sample(OpenChannel, 0))
-        assert isinstance(refused, Refused), refused
-        assert refused.reason == "namespace"
+        # Memory and events are of all namespaces.
+        for message in (sample(OpenChannel, 0), ChangesAsked(4, 0, 0, 0, 0.0)):
+            refused = narrow.ask(message)
+            assert isinstance(refused, Refused), refused
+            assert refused.reason == "namespace"
     assert read(writer, keys) == [True] * 4
     with Speaker(node, cluster.name, certificates.operator("root")) as operator:
         assert isinstance(operator.ask(hello(cluster.name, namespace="")), Welcome)
         refused = operator.ask(Lookup(2, bytes(16)))
         assert isinstance(refused, Refused), refused
+        assert isinstance(operator.ask(ChangesAsked(3, 0, 0, 0, 0.0)), ChangesTold)
         assert operator.ask(Clear(4, OURS.tag(), PATIENCE_S)) == Removed(4, 4)
 
 

@@ -122,7 +122,7 @@ class ClusterFollower:
     # --- threads ----------------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=run, name=f"peercache-follow-{name}", daemon=True)
+        thread = threading.Thread(target=run, name=_thread_of(name), daemon=True)
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
@@ -136,14 +136,16 @@ class ClusterFollower:
             else:
                 for gone in self._ends.keys() - members:
                     self._ends.pop(gone).set()
+                # One that is back waits for its old thread, which tells last that it left.
+                ending = {thread.name for thread in self._threads if thread.is_alive()}
                 for node in sorted(members - self._ends.keys()):
-                    if len(self._ends) < NODES_MAX:
+                    if len(self._ends) < NODES_MAX and _thread_of(node) not in ending:
                         end = self._ends[node] = threading.Event()
                         self._start(lambda node=node, end=end: self._follow(node, end), node)  # type: ignore[misc]
             self._is_closing.wait(self._look_s)
 
     def _follow(self, node: str, end: threading.Event) -> None:
-        follower, failures = NodeFollower(node), 0
+        follower = NodeFollower(node)
         while not end.is_set():
             connection = None
             try:
@@ -152,15 +154,11 @@ class ClusterFollower:
                     question = follower.question(self._patience_s)
                     within_s = self._patience_s + ANSWER_S
                     told = connection.ask(question, ChangesTold, within_s=within_s)
-                    failures = 0
                     self._tell(follower.take(told), end)
             except (PeerCacheError, OSError) as error:
                 self._failed(node, error)
-                failures += 1
-                # A connection that broke is made anew, and nothing is lost; a node that cannot be
-                # asked for the second time holds nothing that can be read.
-                if failures > 1:
-                    self._tell(follower.gone(), end)
+                self._tell(follower.failed(), end)
+                if follower.is_silent:
                     end.wait(self._retry_s)
             finally:
                 if connection is not None:
@@ -183,3 +181,7 @@ class ClusterFollower:
         except queue.Full:
             return False
         return True
+
+
+def _thread_of(name: str) -> str:
+    return f"peercache-follow-{name}"

@@ -47,6 +47,8 @@ class NodeFollower:
     _incarnation: int = 0
     _after: int = 0
     _row: int = 0
+    _failures: int = 0
+    _has_told: bool = False
 
     def question(self, patience_s: float) -> ChangesAsked:
         """Return what to ask the node next. patience_s: how long it may wait for a change."""
@@ -54,6 +56,7 @@ class NodeFollower:
 
     def take(self, told: ChangesTold) -> NodeChanges | None:
         """Take an answer; None if it tells nothing. Raises RemoteProtocolError for a wrong one."""
+        self._failures = 0
         changes, held = from_bytes(told.changes), from_bytes(told.held)
         if not told.anew:
             missed = told.after - self._after - len(changes)
@@ -66,17 +69,34 @@ class NodeFollower:
         self._incarnation, self._after, self._row = told.incarnation, told.after, told.row
         if not told.anew and not len(changes) and not len(held) and is_whole == was_whole:
             return None
+        self._has_told = True
         both = np.concatenate([changes, held]) if len(held) else changes
         return NodeChanges(
             node=self.node, anew=told.anew, is_gone=False, is_whole=is_whole, changes=both
         )
 
+    def failed(self) -> NodeChanges | None:
+        """Note a question without an answer; return that the node is gone if it was the second.
+
+        A connection that broke is made anew, and nothing is lost; a node that cannot be asked
+        twice holds nothing that can be read.
+        """
+        self._failures += 1
+        return self.gone() if self._failures > 1 else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the node counts as gone since it was asked last."""
+        return self._failures > 1
+
     def gone(self) -> NodeChanges | None:
         """Return that the node is gone, None if nothing was told of it; it begins anew then."""
-        was_told, nothing = self._incarnation, np.empty(0, CHANGE)
+        # By itself: a node that has told something wrong begins anew, and what it told stays.
+        has_told, self._has_told = self._has_told, False
         self.forget()
-        if not was_told:
+        if not has_told:
             return None
+        nothing = np.empty(0, CHANGE)
         return NodeChanges(node=self.node, anew=True, is_gone=True, is_whole=False, changes=nothing)
 
     def forget(self) -> None:

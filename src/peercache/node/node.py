@@ -191,9 +191,7 @@ class Node:
     def _owners_of(self, crew: Crew) -> OwnersWatch:
         """Return what watches this node's directory owners, and its own shard."""
         publisher, authority = crew.publisher, crew.directory.authority
-        return OwnersWatch(
-            publisher.lagging, authority, crew.membership.member, self.metrics, self.log
-        )
+        return OwnersWatch(publisher, authority, crew.membership.member, self.metrics, self.log)
 
     async def _start(
         self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener

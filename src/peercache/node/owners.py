@@ -1,5 +1,7 @@
 """Owners: which directory owners lag behind this node, and whether its own shard has authority.
 
+It counts the followers of this node, too.
+
 Housekeeping looks once a second; the log tells of owners that begin to lag and that catch up.
 """
 
@@ -11,6 +13,7 @@ from typing import Any, final
 import attrs
 
 from peercache.actors.directory.authority import ShardAuthority
+from peercache.actors.publisher.actor import Publisher
 from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.node.switchboard import WARN_AGAIN_S
@@ -23,12 +26,12 @@ from peercache.observability.metrics import Metrics
 class OwnersWatch:
     """Counts and logs what keeps "stored is found" from holding everywhere.
 
-    lagging:   the owners for which no commit of this node waits.
+    publisher: of this node: the owners for which none of its commits waits, and its followers.
     authority: of this node's own shard.
     member_of: the member of an incarnation, if it is known.
     """
 
-    lagging: Callable[[], frozenset[int]]
+    publisher: Publisher
     authority: ShardAuthority
     member_of: Callable[[int], Member | None]
     metrics: Metrics
@@ -42,7 +45,7 @@ class OwnersWatch:
 
     def look(self) -> None:
         """Set the gauges, and log the owners that have begun to lag or have caught up."""
-        lagging = self.lagging()
+        lagging = self.publisher.lagging()
         for owner in sorted(lagging - self._known):
             # One that lags again and again is told of once a minute.
             self._warn_once("directory.owner_lagged", owner, owner=self._name(owner))
@@ -50,6 +53,7 @@ class OwnersWatch:
             self.log.info("directory.owner_recovered", owner=self._name(owner))
         self._known = lagging
         self.metrics.directory_owners_lagging.set(len(lagging))
+        self.metrics.followers.set(self.publisher.followers)
         self.metrics.directory_authority.set(bool(self.authority.ring))
         self.metrics.directory_holders_doubted.set(self.authority.doubted)
 

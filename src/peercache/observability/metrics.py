@@ -176,6 +176,9 @@ class Metrics:
             "directory_owners_lagging",
             "Directory owners for which no set of this node waits, until they have caught up.",
         )
+        self.followers = gauge(
+            "followers", "Programs that follow what this node holds, and wait for the next change."
+        )
         self.records_refused = counter(
             "records_refused", "Records that this shard refused.", "reason"
         )

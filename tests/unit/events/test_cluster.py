@@ -16,6 +16,7 @@ from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
 from peercache.model.changes import CHANGE, IN_MEMORY
 from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
+from tests.pace import PATIENCE_S
 from tests.system.nodes import wait_until
 
 A, B = "a:1", "b:1"
@@ -124,6 +125,56 @@ def test_the_pages_of_a_node_that_ended_vanish_and_come_back_with_it() -> None:
         nodes[A].store(7)
         nodes[A].fail(None)
         holds({A: 1})
+
+
+def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
+    """Its old question is still under way: what that ends with comes before all that is new."""
+    nodes, members = {A: MadeUpNode(5)}, {A}
+    nodes[A].store(1)
+    ask, held, goes_on = nodes[A].ask, threading.Event(), threading.Event()
+    looks, index, old = [0], Index(), list[threading.Thread]()
+
+    def hold(*arguments: Any, **named: Any) -> Any:
+        if threading.current_thread() in old:
+            held.set()
+            goes_on.wait(PATIENCE_S)
+        return ask(*arguments, **named)
+
+    def look() -> set[str]:
+        looks[0] += 1
+        return set(members)
+
+    def looked() -> None:
+        until = looks[0] + 10
+        wait_until(lambda: looks[0] >= until)
+
+    def applied(pages: int) -> None:
+        def reads() -> bool:
+            batch = follower.next(0.01)
+            if batch is not None:
+                index.apply(batch)
+            return len(index.pages(A)) == pages
+
+        wait_until(reads)
+
+    with ClusterFollower(
+        lambda node: nodes[node].connect(), look, patience_s=0.05, retry_s=0.01, look_s=0.01
+    ) as follower:
+        applied(1)
+        nodes[A].ask = hold  # type: ignore[method-assign]
+        old += [each for each in threading.enumerate() if each.name == f"peercache-follow-{A}"]
+        wait_until(held.is_set)
+        members.remove(A)
+        looked()
+        members.add(A)
+        looked()
+        goes_on.set()
+        wait_until(lambda: not old[0].is_alive())
+        nodes[A].store(2)
+        applied(2)
+        looked()
+        assert follower.next(0.1) is None
+        assert len(index.pages(A)) == 2
 
 
 def test_one_silence_loses_nothing() -> None:

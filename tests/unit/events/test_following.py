@@ -101,6 +101,22 @@ def test_the_pages_of_a_node_that_is_gone_vanish() -> None:
     assert follower.question(1.0).after == 0
 
 
+def test_a_node_that_tells_wrong_and_then_dies_leaves_nothing() -> None:
+    """What it told stays while it begins anew, and goes with the second silence."""
+    follower, index = begun(1, 2)
+    with pytest.raises(RemoteProtocolError):
+        follower.take(ChangesTold(2, LIFE, False, 99, b"", b"", ALL_ROWS))
+
+    batches = [follower.failed(), follower.failed()]
+
+    assert batches[0] is None
+    assert batches[1] is not None
+    index.apply(batches[1])
+    assert follower.is_silent
+    assert (len(index), index.nodes()) == (0, [])
+    assert follower.failed() is None
+
+
 def test_a_prefix_ends_at_the_first_page_that_is_missing() -> None:
     """Whatever comes behind the gap."""
     _, index = begun(1, 2, 4)

@@ -20,7 +20,8 @@ def test_an_owner_that_lags_is_told_of_by_its_address_and_counted() -> None:
     lagging: set[int] = set()
     authority: Any = SimpleNamespace(ring=b"", doubted=2)
     metrics, members = Metrics(), {7: SimpleNamespace(control="10.0.0.7:31999")}
-    watch = OwnersWatch(lambda: frozenset(lagging), authority, members.get, metrics, log)
+    publisher: Any = SimpleNamespace(lagging=lambda: frozenset(lagging), followers=3)
+    watch = OwnersWatch(publisher, authority, members.get, metrics, log)
 
     def gauge(name: str) -> float | None:
         return metrics.registry.get_sample_value(f"peercache_directory_{name}")
@@ -28,6 +29,7 @@ def test_an_owner_that_lags_is_told_of_by_its_address_and_counted() -> None:
     watch.look()
     assert said == []
     assert (gauge("authority"), gauge("holders_doubted")) == (0.0, 2.0)
+    assert metrics.registry.get_sample_value("peercache_followers") == 3.0
 
     lagging |= {7, 9}
     watch.look()

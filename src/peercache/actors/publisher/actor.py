@@ -151,6 +151,11 @@ class Publisher:
         self._following = Following(self.incarnation, self._table)
         self._allowance = self._burst()
 
+    @property
+    def followers(self) -> int:
+        """Those that wait for the next change of what this node holds."""
+        return self._following.followers
+
     def lagging(self) -> frozenset[int]:
         """Return the owners that commits do not wait for."""
         return frozenset(owner for owner, stream in self._streams.items() if stream.lagging)

@@ -70,9 +70,14 @@ class Following:
     _asked_at: float = -inf
     _tell_at: float = inf
 
+    @property
+    def followers(self) -> int:
+        """The followers whose questions wait; one that reads, or is away, is not among them."""
+        return len(self._waiting)
+
     def stored(self, records: Records, now: float) -> None:
         """Note records that are in force from now on."""
-        changes = _changes_of(records)
+        changes = changes_of(records)
         self._add(changes, now)
 
     def gone(self, keys: Records, now: float) -> None:
@@ -167,7 +172,7 @@ class Following:
             return ALL_ROWS, b""
         end = min(row + CHANGES_A_MESSAGE_MAX, len(live))
         records = self.table.records[row:end][live[row:end]]
-        return (end if end < len(live) else ALL_ROWS), _changes_of(records).tobytes()
+        return (end if end < len(live) else ALL_ROWS), changes_of(records).tobytes()
 
     def _schedule(self) -> None:
         self.due = min([self._tell_at, *(until for _, until in self._waiting.values())])
@@ -175,7 +180,8 @@ class Following:
             self.due = min(self.due, self._asked_at + FOLLOWED_S)
 
 
-def _changes_of(records: Records) -> Changes:
+def changes_of(records: Records) -> Changes:
+    """Return records as the changes that told of them."""
     changes = np.empty(len(records), CHANGE)
     changes["key"], changes["length"] = records["key"], records["length"]
     is_in_memory = (records["flags"] & np.uint32(RESIDENT)) != 0

@@ -1,0 +1,87 @@
+"""The planted bugs of followers: what they are not told, and what they do not forget.
+
+Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peercache.actors.publisher.following import Following
+from peercache.events.following import NodeFollower
+from sims.canary import Canary, Patch
+from sims.following import follow
+
+Patches = tuple[Patch, ...]
+
+
+def _kept_or_not(_: Any) -> Any:
+    def begins_anew(self: Any, asked: Any) -> bool:
+        return bool(asked.incarnation != self.incarnation)
+
+    return begins_anew
+
+
+def _counts_on(right: Any) -> Any:
+    def on_tick(self: Any, now: float) -> Any:
+        was_followed, last = self.is_followed, self._last
+        effects = right(self, now)
+        if was_followed and not self.is_followed:
+            self._last = self._floor = last
+        return effects
+
+    return on_tick
+
+
+def _only_what_is_stored(_: Any) -> Any:
+    def gone(self: Any, keys: Any, now: float) -> None:
+        del self, keys, now
+
+    return gone
+
+
+def _it_may_come_back(_: Any) -> Any:
+    def failed(self: Any) -> None:
+        self._failures += 1
+
+    return failed
+
+
+GAP_NOT_TOLD: Patches = ((Following, "_begins_anew", _kept_or_not),)
+
+UNCOUNTED_NOT_TOLD: Patches = ((Following, "on_tick", _counts_on),)
+
+DROPS_NOT_TOLD: Patches = ((Following, "gone", _only_what_is_stored),)
+
+DEAD_NODE_STAYS: Patches = ((NodeFollower, "failed", _it_may_come_back),)
+
+CANARIES = (
+    Canary(
+        "gap-not-told",
+        "a follower that has missed changes is told the rest as if it had not",
+        5,
+        patches=GAP_NOT_TOLD,
+        story=follow,
+    ),
+    Canary(
+        "uncounted-not-told",
+        "what changed while a node had no followers is not told to those that come back",
+        5,
+        patches=UNCOUNTED_NOT_TOLD,
+        story=follow,
+    ),
+    Canary(
+        "drops-not-told",
+        "followers are told what is stored, and not what is evicted or removed",
+        5,
+        patches=DROPS_NOT_TOLD,
+        story=follow,
+    ),
+    Canary(
+        "dead-node-stays",
+        "a follower keeps the pages of a node that does not answer any more",
+        5,
+        patches=DEAD_NODE_STAYS,
+        story=follow,
+    ),
+)

@@ -1,0 +1,165 @@
+"""A story: routers follow what nodes hold, while pages come and go and nodes die.
+
+Messages are lost, and followers are away: for longer than a node keeps changes, and for longer than
+it counts them. An index that a node has told to the end must be what that node held at the change
+that it was told last; and of a node that died nothing may be left, soon.
+
+Production code numbers, tells, asks and applies; here are the connections and the clocks.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import final
+from unittest.mock import patch
+
+import attrs
+import trio
+
+from peercache.actors.publisher import following
+from peercache.events.following import Index, NodeFollower
+from peercache.wire.messages.following import ALL_ROWS, ChangesTold
+from peercache.wire.messages.pool import Remove
+from sims import determinism
+from sims.clock import VirtualClock
+from sims.crowd import SETTLED_S, Crowd
+from sims.play import explained
+from sims.trace import Trace, Violation
+from sims.world import WALL_LIMIT_S, World, address_of
+
+PAGES = 32
+POOL_PAGES = 12
+KEPT = 16
+"""Changes that a node keeps: a follower that is away for a second has missed more."""
+TOLD = 5
+"""Changes of one answer: what a node holds takes several."""
+
+NONE, LOSS, AWAY, DEATH = FAULTS = ("none", "loss", "away", "death")
+ROUNDS = 16
+STEP_S = 0.3
+PATIENCE_S, ANSWER_S, RETRY_S = 0.2, 0.3, 0.1
+LOST_S = 1.0
+"""How long nothing comes through."""
+AWAY_S = following.FOLLOWED_S + 3.0
+DEAD_S = 2 * (PATIENCE_S + ANSWER_S) + RETRY_S + 0.2
+"""When nothing may be left of a dead node: two questions without an answer."""
+
+
+def follow(seed: int) -> str:
+    """Return what a checker has found, "" for nothing."""
+    clock = VirtualClock(wall_s=WALL_LIMIT_S)
+    options = attrs.evolve(
+        Crowd(readers=1, pages=PAGES, seed=seed).options(),
+        pool_granules=POOL_PAGES,
+        latency_mean_s=0.0005,
+    )
+    world = World(options, clock, Trace(clock.current_time, show=None))
+    try:
+        # So that there are gaps, and what a node holds takes several answers.
+        with patch.multiple(following, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=TOLD):
+            determinism.run(partial(_run, world), seed=seed, clock=clock)
+    except Exception as error:
+        return explained(error)[0]
+    return ""
+
+
+@final
+class Router:
+    """A process on the second host that follows all nodes, and judges what it is told."""
+
+    def __init__(self, world: World) -> None:
+        """Know nothing."""
+        self.index = Index()
+        self.compared = self.anew = 0
+        self.away_until = 0.0
+        self._world = world
+
+    async def follow(self, name: str) -> None:
+        """Follow the node at an address, whatever incarnation of it answers."""
+        address = address_of(name)
+        follower = NodeFollower(address)
+        while True:
+            await trio.sleep_until(max(self.away_until, trio.current_time()))
+            told = await self._ask(follower, address)
+            batch = follower.failed() if told is None else follower.take(told)
+            if batch is not None:
+                self.index.apply(batch)
+                self.anew += batch.anew and not batch.is_gone
+            if told is not None and told.row >= ALL_ROWS:
+                self._compare(address, told)
+            if follower.is_silent:
+                await trio.sleep(RETRY_S)
+
+    async def _ask(self, follower: NodeFollower, address: str) -> ChangesTold | None:
+        client = self._world.clients["c-n1"]
+        found = [m for m in client.cluster.members.values() if m.control == address]
+        if not found:
+            await trio.sleep(RETRY_S)
+            return None
+        until = client.place.now() + PATIENCE_S + ANSWER_S
+        question = (found[0].incarnation, follower.question(PATIENCE_S))
+        [answer] = await client.asker.ask([question], until)
+        return answer if isinstance(answer, ChangesTold) else None
+
+    def _compare(self, address: str, told: ChangesTold) -> None:
+        held = self._world.truth.followed.get((told.incarnation, told.after))
+        if held is None:
+            return  # More was there than fitted into the answer.
+        self.compared += 1
+        pages = self.index.pages(address)
+        if pages != held:
+            wrong = sorted(key.hex() for key in pages.keys() ^ held.keys())
+            raise Violation("followed", f"at change {told.after} of {address}: {wrong} differ")
+
+    def forget_dead(self, name: str) -> None:
+        """Fail if anything is known of a node that died a while ago."""
+        pages = self.index.pages(address_of(name))
+        if pages:
+            raise Violation("followed-dead", f"{len(pages)} pages of {name} are told of, dead")
+
+
+async def _run(world: World) -> None:
+    world.network.heal()
+    async with trio.open_nursery() as nursery:
+        world.nursery = nursery
+        nursery.start_soon(world.network.run)
+        for name in world.host_of:
+            nursery.start_soon(world.run_node, name, 0.0)
+            nursery.start_soon(world.run_reader, f"c-{name}", name)
+        await trio.sleep(SETTLED_S)
+        router, rng = Router(world), world.stream("follow")
+        for name in world.host_of:
+            nursery.start_soon(router.follow, name)
+        for number in range(ROUNDS):
+            await _round(world, router, number, rng)
+        assert router.compared > ROUNDS, "the index was hardly ever compared"
+        assert router.anew > ROUNDS // 2, "followers never had to begin anew"
+        nursery.cancel_scope.cancel()
+
+
+async def _round(world: World, router: Router, number: int, rng: random.Random) -> None:
+    """Store and remove, with a fault of this round's kind."""
+    now = trio.current_time()
+    kind = FAULTS[number % len(FAULTS)]
+    if kind == LOSS:
+        world.network.cut("h0", "h1", now + rng.uniform(0.0, LOST_S))
+    elif kind == AWAY:
+        is_long = number < len(FAULTS)
+        router.away_until = now + (AWAY_S if is_long else rng.uniform(STEP_S, 2 * STEP_S))
+        # What changes now is kept by no node, nor counted.
+        await trio.sleep(following.FOLLOWED_S + 1.0 if is_long else 0.0)
+    elif kind == DEATH:
+        world.nursery.start_soon(world.crash_node, "n0", DEAD_S + 1.0)
+        await trio.sleep(DEAD_S)
+        router.forget_dead("n0")
+        await trio.sleep(SETTLED_S)
+    writer = world.clients["c-n0"]
+    for _ in range(4):
+        pages = rng.sample(range(PAGES), 6)
+        await world.calls.set(writer, pages, rng, 2.0)
+        keys = world.library.keys[rng.sample(range(PAGES), 2)].tobytes()
+        removal = Remove(0, writer.namespace.tag(), keys, 0.0)
+        await world.calls.tell_all(writer, removal)
+        await trio.sleep(rng.uniform(0.0, STEP_S))
+    await trio.sleep(max(0.0, router.away_until - trio.current_time()) + 2 * LOST_S)
