@@ -51,7 +51,7 @@ LAYERS: dict[str, str] = {
     "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
     "actors.promote actors.removal actors.rdma actors.handover paths memory storage net fabric "
     "fabric.tcp rdma http discovery manager",
-    "client": "trust model config wire wire.messages observability paths memory net fabric "
+    "client": "trust model config wire wire.messages observability paths memory net events fabric "
     "fabric.tcp rdma node",
     "": "client",
     # What people and engines start.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from peercache.cli.operate.connecting import Target
-from peercache.cli.operate.events import follow_cluster
+from peercache.client.following import follow_cluster
+from peercache.client.operator import Target
 from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
 from peercache.model.changes import IN_FILES, IN_MEMORY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from typing import Any
 
 import attrs
@@ -10,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from peercache.cli import main as cli
-from peercache.cli.operate import connecting
-from peercache.cli.operate.connecting import Operator, Target, _written
 from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine, whole
 from peercache.cli.operate.top import frame
+from peercache.client import operator
+from peercache.client.operator import Operator, Target, _written
 from peercache.errors import ConfigError, PeerCacheError
 from peercache.model.member import DEAD, Member
 from peercache.model.status import (
@@ -196,7 +197,7 @@ def test_a_wrong_address_is_named(at: str) -> None:
 def test_a_home_of_the_named_cluster_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --at: a node of this host, of this cluster if there is one, or the default port."""
     homes = ["ipc:///run/peercache-other-1.ipc", "ipc:///run/peercache-prod-2.ipc"]
-    monkeypatch.setattr(connecting, "homes_here", lambda: homes)
+    monkeypatch.setattr(operator, "homes_here", lambda: homes)
 
     def at(**settings: str) -> str:
         given = {"at": None, "timeout_s": 1.0, "config": None, "environment": {}}
@@ -245,3 +246,13 @@ def test_without_a_terminal_clear_wants_yes(
     assert cli.main(["clear", "--namespace", "x"]) == 2
 
     assert "say --yes" in capsys.readouterr().err
+
+
+def test_a_program_that_names_a_node_keeps_its_own_log() -> None:
+    """Only commands write the log to stderr: a library leaves that to its program."""
+    logger = logging.getLogger("peercache")
+    before = list(logger.handlers), logger.level, logger.propagate
+
+    Target.of(at="127.0.0.1:1", environment={})
+
+    assert (logger.handlers, logger.level, logger.propagate) == before

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.options import json_option
+from peercache.client.operator import Operator
 from peercache.model.ids import name_of
 from peercache.model.keys import Namespace
 from peercache.wire.messages.pool import Clear, Removed
@@ -34,7 +35,7 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
     """
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("nothing here can be asked whether to go on: say --yes.")
-    wanted = Target.of(**target)
+    wanted = target_of(**target)
     with Operator(wanted) as operator:
         if not yes and not click.confirm(_question(namespace, operator.cluster), err=True):
             return EXIT_WRONG

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from peercache.cli.operate.connecting import Operator, Target, complete_members, target_options
+from peercache.cli.operate.connecting import complete_members, target_of, target_options
 from peercache.cli.options import json_option
 from peercache.cli.terminal import print_json
+from peercache.client.operator import Operator
 from peercache.errors import DeadlineExceeded, PeerUnreachable
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 
@@ -44,7 +45,7 @@ def drain(
     """
     if node and target["at"]:
         raise click.UsageError("Name the node once: as NODE, or with --at.")
-    wanted = Target.of(**{**target, "at": node or target["at"]})
+    wanted = target_of(**{**target, "at": node or target["at"]})
     with Operator(wanted) as operator:
         if cancel:
             told = operator.ask(CancelDrain(0), DrainTold).figures

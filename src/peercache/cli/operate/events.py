@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
-from typing import Any, final
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
-import attrs
 import click
 
-from peercache.cli.operate.connecting import Operator, Target, complete_members, target_options
+from peercache.cli.operate.connecting import complete_members, target_of, target_options
 from peercache.cli.options import json_option
-from peercache.errors import DeadlineExceeded, PeerCacheError, PeerUnreachable
-from peercache.events.cluster import ClusterFollower
+from peercache.client.following import follow_cluster
 from peercache.events.following import NodeChanges
 from peercache.model.changes import GONE, IN_FILES, IN_MEMORY
 
@@ -25,9 +21,6 @@ KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
 
 ANEW, NODE_GONE = "anew", "node-gone"
 """Events of a whole node: what it told is void, and more follows; it does not answer any more."""
-
-LIVE = ("alive", "suspect")
-"""States of members to follow: what a suspect one holds, only it can tell."""
 
 LOOK_S = 0.5
 """How soon an end of --for is seen."""
@@ -78,34 +71,12 @@ def events(
             failures.add((node, type(error).__name__))
             print(f"peercache: {error}; it is tried again", file=sys.stderr, flush=True)
 
-    with follow_cluster(Target.of(**where), nodes=nodes, failed=failed) as follower:
+    with follow_cluster(target_of(**where), nodes=nodes, failed=failed) as follower:
         while until is None or time.monotonic() < until:
             batch = follower.next(LOOK_S)
             if batch is not None:
                 show(rows_of(batch), kinds, as_json=as_json)
     return 0
-
-
-@contextlib.contextmanager
-def follow_cluster(
-    target: Target,
-    *,
-    nodes: Collection[str] = (),
-    failed: Callable[[str, Exception], None] = lambda *_: None,
-) -> Iterator[ClusterFollower]:
-    """Follow the members that the target's node knows of, as long as the context lasts.
-
-    nodes:  the control addresses of those to follow; none: every member, also those to come.
-    failed: hears, on threads of the follower, of a node that could not be asked; it is retried.
-    Raises PeerUnreachable, Rejected or DeadlineExceeded where the target's node does not answer.
-    """
-    members = _Members(target, nodes)
-    try:
-        members()  # A cluster that does not answer is told at once.
-        with ClusterFollower(partial(_connected, target), members, failed=failed) as follower:
-            yield follower
-    finally:
-        members.close()
 
 
 def rows_of(batch: NodeChanges) -> Iterator[dict[str, object]]:
@@ -130,46 +101,3 @@ def show(rows: Iterable[dict[str, object]], kinds: Collection[str], *, as_json: 
     if lines:
         # One write: a person follows, and a script reads line by line.
         print("\n".join(lines), flush=True)
-
-
-def _connected(target: Target, node: str) -> Operator:
-    return Operator(attrs.evolve(target, at=node)).__enter__()
-
-
-@final
-class _Members:
-    """The members to follow, as one node tells them; another member is asked where it ended."""
-
-    def __init__(self, target: Target, wanted: Collection[str]) -> None:
-        self._target, self._wanted = target, wanted
-        self._asked: Operator | None = None
-        self._known: list[str] = []
-
-    def __call__(self) -> list[str]:
-        """Return their control addresses; raise what the target's node did where none answers."""
-        try:
-            self._known = self._ask(self._target.at)
-        except (PeerUnreachable, DeadlineExceeded):
-            for other in self._known:
-                with contextlib.suppress(PeerCacheError):
-                    self._known = self._ask(other)
-                    break
-            else:
-                raise
-        return [name for name in self._known if not self._wanted or name in self._wanted]
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._asked is not None:
-            self._asked.close()
-            self._asked = None
-
-    def _ask(self, node: str) -> list[str]:
-        try:
-            if self._asked is None:
-                self._asked = _connected(self._target, node)
-            found = self._asked.statuses()
-        except BaseException:
-            self.close()
-            raise
-        return [each.status.name for each in found if each.seen in LIVE]

@@ -8,10 +8,11 @@ from typing import Any
 import click
 from rich.text import Text
 
-from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.operate.screen import COLOURS, age
 from peercache.cli.options import json_option
 from peercache.cli.terminal import table, wide_console
+from peercache.client.operator import Operator
 from peercache.model.status import NO_ANSWER
 
 EXIT_WRONG = 1
@@ -25,7 +26,7 @@ def members(*, as_json: bool, **target: Any) -> int:
 
     Exit status: 0 if all answer, 1 if one does not, 2 if no node answers.
     """
-    with Operator(Target.of(**target)) as operator:
+    with Operator(target_of(**target)) as operator:
         found = operator.statuses()
         cluster = operator.cluster
     if as_json:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from peercache.cli.operate.connecting import Target, target_options
+from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.options import json_option
 from peercache.client.client import Client
 from peercache.errors import ConfigError, Rejected
@@ -170,7 +170,7 @@ def remove_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 @contextlib.contextmanager
 def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
     """Attach to a node of this host; raise what says how to reach one."""
-    target = Target.of(**given)
+    target = target_of(**given)
     if not target.is_home:
         raise ConfigError(
             "at",

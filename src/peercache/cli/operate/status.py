@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.operate.screen import is_fine, whole
 from peercache.cli.options import json_option
 from peercache.cli.terminal import wide_console
+from peercache.client.operator import Operator
 from peercache.model.status import MemberStatus, to_plain
 
 EXIT_WRONG = 1
@@ -26,7 +27,7 @@ def status(*, detail: bool, as_json: bool, **target: Any) -> int:
 
     Exit status: 0 if nothing is wrong, 1 if something is, 2 if no node answers.
     """
-    wanted = Target.of(**target)
+    wanted = target_of(**target)
     with Operator(wanted) as operator:
         members = present(operator.statuses(detail=detail))
         cluster = operator.cluster

@@ -16,10 +16,11 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from peercache.cli.operate.connecting import Operator, Target, target_options
+from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.operate.screen import COLOURS, headline, percent, problems
 from peercache.cli.operate.status import present
 from peercache.cli.terminal import console, table
+from peercache.client.operator import Operator
 from peercache.config.quantities import written_size
 from peercache.model.status import MemberStatus, Status
 
@@ -39,7 +40,7 @@ def top(**target: Any) -> None:
         raise click.UsageError(
             "top draws on a terminal, and this is none: use `peercache status`, or --json there."
         )
-    wanted = Target.of(**target)
+    wanted = target_of(**target)
     with Operator(wanted) as operator, _keys() as pressed:
         before: dict[str, tuple[float, Status]] = {}
         with Live(console=console(), screen=True, auto_refresh=False) as live:
