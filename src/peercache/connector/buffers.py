@@ -53,9 +53,10 @@ class KVBuffers:
 
     def runs(self, pages: I64) -> PageRuns:
         """Return where these pages lie: each has a run in every buffer, in their order."""
-        offsets = pages.astype(np.uint64)[:, None] * self._items
-        sizes = np.broadcast_to(self._items, offsets.shape)
-        return PageRuns.regular(self._pointers + offsets, sizes, len(pages))
+        addresses = pages.astype(np.uint64)[:, None] * self._items
+        addresses += self._pointers
+        sizes = np.broadcast_to(self._items, addresses.shape)
+        return PageRuns.regular(addresses, sizes, len(pages))
 
 
 def _numbers(kv_args: Any, name: str) -> list[int]:

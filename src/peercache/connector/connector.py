@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
-import numpy as np
-
 from peercache.connector.core import Core, PageMapping, checked, span_of
 from peercache.connector.metadata import ConnectorMetadata
 from peercache.content.chain import Chain
@@ -75,7 +73,7 @@ class RemoteKVConnector:
         ids = checked(req_id, tokens_list)
         span = span_of(page_to_tokens_mapping, core.page_tokens, len(ids))
         core.buffers().check(span.indices)
-        if len(np.unique(span.indices)) < len(span.indices):
+        if len(set(span.indices.tolist())) < len(span.indices):
             raise InvalidRequest("the mapping names a page index twice: one page would be lost")
         return core.retrieve(req_id, span, ids, chain, timeout_s)
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from operator import index as whole_number
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -62,33 +63,43 @@ def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
     InvalidRequest: slices that are no pages of it, or that leave one out.
     """
     try:
-        rows = [(index, part.start or 0, part.stop) for index, part in mapping]
-        steps = {part.step for _, part in mapping}
-    except (TypeError, ValueError, AttributeError):
-        rows, steps = [], {"none"}
-    numbers = np.array(rows).reshape(-1, 3) if steps <= {None, 1} else None
-    if numbers is None or (rows and numbers.dtype.kind not in "iu"):
+        pairs = list(mapping)
+        indices = np.array([whole_number(place) for place, _ in pairs], np.int64)
+        begins = [whole_number(part.start or 0) for _, part in pairs]
+        ends = [whole_number(part.stop) for _, part in pairs]
+        are_slices = {part.step for _, part in pairs} <= {None, 1}
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        are_slices = False
+    if not are_slices:
         raise InvalidRequest(
             "page_to_tokens_mapping is a list of (page index, slice of tokens), "
             f"not {str(mapping)[:60]}"
         )
-    if not rows:
-        return Span(np.empty(0, np.int64), 0)
-    indices, begins, ends = numbers.astype(np.int64).T
-    sizes = ends - begins
-    wrong = begins != begins[0] + np.arange(len(rows)) * page_tokens
-    wrong |= (begins % page_tokens != 0) | (begins < 0) | (sizes < 1) | (sizes > page_tokens)
-    wrong[:-1] |= sizes[:-1] != page_tokens
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise InvalidRequest(
-            f"slice {place} is {begins[place]}:{ends[place]}: slices are the prompt's pages of "
-            f"{page_tokens} tokens, one after the other"
-        )
+    if not begins:
+        return Span(indices, 0)
+    first, last = begins[0], ends[-1] - begins[-1]
+    # As lists: so few numbers cost more in arrays.
+    wanted = list(range(first, first + len(begins) * page_tokens, page_tokens))
+    is_run = begins == wanted and ends[:-1] == wanted[1:] and 0 < last <= page_tokens
+    if not is_run or first < 0 or first % page_tokens:
+        raise _wrong_slice(begins, ends, page_tokens)
     if ends[-1] > tokens:
         raise InvalidRequest(f"the mapping names {ends[-1]} tokens, the list has {tokens}")
-    whole = len(rows) - int(sizes[-1] < page_tokens)
-    return Span(indices[:whole].copy(), int(begins[0]) // page_tokens)
+    whole = len(begins) - (last < page_tokens)
+    return Span(indices[:whole], first // page_tokens)
+
+
+def _wrong_slice(begins: list[int], ends: list[int], size: int) -> InvalidRequest:
+    """Return what is wrong with the first slice that is no page behind the one before."""
+    for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):  # noqa: B007
+        is_next = begin == begins[0] + place * size and begin >= 0 and begin % size == 0
+        is_last = place + 1 == len(begins)
+        if not is_next or not 0 < end - begin <= size or (end - begin < size and not is_last):
+            break
+    return InvalidRequest(
+        f"slice {place} is {begin}:{end}: slices are the prompt's pages of {size} tokens, one "
+        "after the other"
+    )
 
 
 def _leading(hits: list[bool]) -> int:

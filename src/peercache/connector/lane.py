@@ -62,7 +62,12 @@ class Lane:
         self._counts = counts
         self._warn = warn
         self._clock = clock
-        self._changed = threading.Condition()
+        # Two conditions of one lock: a transfer wakes one thread that can move it, and no other.
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._is_due = threading.Condition(lock)
+        self._looks_at = clock() + IDLE_S
+        """When the deadlines are looked at next."""
         self._waiting: deque[QueuedTransfer] = deque()
         self._moving: set[QueuedTransfer] = set()
         self._pages = 0
@@ -81,7 +86,9 @@ class Lane:
             if has_room and transfer.pages:
                 self._pages += transfer.pages
                 self._waiting.append(transfer)
-                self._changed.notify_all()
+                self._changed.notify()
+                if transfer.until < self._looks_at:
+                    self._is_due.notify()
             if not has_room:
                 self._count("refused")
         if not has_room or not transfer.pages:
@@ -104,6 +111,7 @@ class Lane:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            self._is_due.notify_all()
         self.end(None)
         until = self._clock() + timeout_s
         for thread in self._threads:
@@ -180,8 +188,10 @@ class Lane:
                 late = [transfer for transfer in self._waiting if transfer.until <= now]
                 self._take_out(late, "late")
                 if not late:
-                    nearest = min((each.until for each in self._waiting), default=now + IDLE_S)
-                    self._changed.wait(nearest - now)
+                    # Not woken before: what is queued later is rarely due earlier.
+                    waiting = (each.until for each in self._waiting)
+                    self._looks_at = min(waiting, default=now + IDLE_S)
+                    self._is_due.wait(self._looks_at - now)
             for transfer in late:
                 if transfer.future.set_running_or_notify_cancel():
                     transfer.future.set_result(0)

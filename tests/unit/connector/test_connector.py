@@ -218,13 +218,15 @@ def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(store: MemoryPages) -
         store.go.clear()
         hung = engine.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS)
         assert store.entered.acquire(timeout=PATIENCE_S)
-        late = engine.connector.retrieve_kv_async("b", mapping_of(PAGES), TOKENS, timeout_s=0.05)
+        retrieve = engine.connector.retrieve_kv_async
+        patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=1e6)
+        late = retrieve("c", mapping_of(PAGES), TOKENS, timeout_s=0.05)
 
         assert late.result(PATIENCE_S) == 0
-        assert not hung.done()
+        assert not hung.done() and not patient.done()
         assert engine.connector.core.counts["get_late"] == 1
         store.go.set()
-        assert hung.result(PATIENCE_S) == 0
+        assert hung.result(PATIENCE_S) == patient.result(PATIENCE_S) == 0
 
 
 def test_no_chunk_begins_after_the_deadline(store: MemoryPages) -> None:
@@ -347,6 +349,7 @@ def test_ranks_agree_on_the_smallest(store: MemoryPages, engine: Engine) -> None
     [
         (7, "a list of"),
         ([5], "a list of"),
+        ([(5, slice(4.0, 8))], "a list of"),
         ([(5, 4)], "a list of"),
         ([(5, slice(0, 4), 1)], "a list of"),
         ([("5", slice(0, 4))], "a list of"),
@@ -360,6 +363,7 @@ def test_ranks_agree_on_the_smallest(store: MemoryPages, engine: Engine) -> None
         ([(5, slice(-4, 0))], "slice 0 is -4:0"),
         ([(5, slice(0, 4)), (6, slice(8, 12))], "slice 1 is 8:12"),
         ([(5, slice(0, 2)), (6, slice(4, 8))], "slice 0 is 0:2"),
+        ([(5, slice(0, 4)), (6, slice(4, 9))], "slice 1 is 4:9"),
         (mapping_of(range(8)), "names 32 tokens, the list has 30"),
         ([(64, slice(0, 4))], "page index 64 is no page of 64"),
         ([(-1, slice(0, 4))], "page index -1"),
