@@ -9,23 +9,32 @@
                   the one thread of this process, one after the other.
     gpu_us        the same prompt on the GPUs of 16 engines, in blocks of 16 tokens
     rest_us       the whole answer to a JSON question, of shard_us's cluster; without HTTP
+    packed_us     the same, with the tokens as base64
+    http_us, http_packed_us
+                  both over HTTP: from before another process connects to when it has the answer
 
-Medians of processor time, so a machine that does other work adds less.
+Medians: of processor time, so a machine that does other work adds less; over HTTP of time.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
+import multiprocessing
+import socket
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import trio
+from starlette.applications import Starlette
 
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, Send
@@ -33,7 +42,8 @@ from peercache.actors.mailboxes import RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
 from peercache.content.chain import Chain, in_namespace
-from peercache.http.prefix import PrefixIndex, TokensAsked
+from peercache.http.prefix import ROOT, PrefixIndex, TokensAsked
+from peercache.http.server import serve_http
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import Namespace, PageKeys
@@ -126,11 +136,12 @@ async def measured(rounds: int) -> dict[str, float]:
         gpu.store(f"gpu-{n}", hashes, None, held, BLOCK_TOKENS)
     lookup, packed = Lookup(1, keys.tobytes()), Origin(99, PIPE)
     index = PrefixIndex(overlap=alone.nodes[1].overlap, named=str, gpu=GpuBlocks(()))
-    body = json.dumps(
-        {"tokens": tokens.tolist(), "model": "model", "dtype": "bfloat16", "page_tokens": 64}
-    ).encode()
+    facts = {"model": "model", "dtype": "bfloat16", "page_tokens": 64}
+    listed = json.dumps({"tokens": tokens.tolist(), **facts}).encode()
+    text = base64.b64encode(tokens.astype("<u4").tobytes()).decode()
+    packed_up = json.dumps({"tokens": text, **facts}).encode()
 
-    async def rest() -> None:
+    async def rest(body: bytes) -> None:
         asked = msgspec.json.decode(body, type=TokensAsked)
         msgspec.json.encode(await index._of_tokens(asked))  # noqa: SLF001 - without HTTP
 
@@ -146,7 +157,8 @@ async def measured(rounds: int) -> dict[str, float]:
         "shard_us": partial(alone.nodes[1].overlap, keys),
         "nodes_us": partial(spread.nodes[1].overlap, keys),
         "gpu_us": now(lambda: gpu.find(tokens)),
-        "rest_us": rest,
+        "rest_us": partial(rest, listed),
+        "packed_us": partial(rest, packed_up),
     }
     took: dict[str, list[float]] = {name: [] for name in calls}
     async with trio.open_nursery() as nursery:
@@ -163,8 +175,40 @@ async def measured(rounds: int) -> dict[str, float]:
                 begun = time.thread_time()
                 await call()
                 took[name].append(time.thread_time() - begun)
+        took["http_us"] = await over_http(index, listed, rounds)
+        took["http_packed_us"] = await over_http(index, packed_up, rounds)
         nursery.cancel_scope.cancel()
     return {name: statistics.median(each) * 1e6 for name, each in took.items()}
+
+
+async def over_http(index: PrefixIndex, body: bytes, rounds: int) -> list[float]:
+    """Serve the index as a node does, without its rights; return what each answer took."""
+    access: Any = SimpleNamespace(ssl_context=None, refusal=lambda *_: "")
+    application = Starlette(routes=index.routes())
+    serve = partial(serve_http, "127.0.0.1", 0, application=application, access=access)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        async with trio.open_nursery() as nursery:
+            asking = pool.submit(ask_often, await nursery.start(serve), body, rounds)
+            took = await trio.to_thread.run_sync(asking.result)
+            nursery.cancel_scope.cancel()
+    return took
+
+
+def ask_often(address: str, body: bytes, rounds: int) -> list[float]:
+    """Return the seconds of each answer."""
+    host, port = address.rsplit(":", 1)
+    head = f"POST {ROOT}/tokens HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(body)}\r\n"
+    raw = f"{head}content-type: application/json\r\n\r\n".encode() + body
+    took = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(raw)
+            answer = b"".join(iter(partial(connection.recv, 2**16), b""))
+        took.append(time.perf_counter() - begun)
+        told = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert (told["stored_tokens"], len(told["nodes"])) == (TOKENS, NODES), told
+    return took
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
 
 def _wrong_slice(begins: list[int], ends: list[int], size: int) -> InvalidRequest:
     """Return what is wrong with the first slice that is no page behind the one before."""
-    for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):  # noqa: B007
+    for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         is_next = begin == begins[0] + place * size and begin >= 0 and begin % size == 0
         is_last = place + 1 == len(begins)
         if not is_next or not 0 < end - begin <= size or (end - begin < size and not is_last):

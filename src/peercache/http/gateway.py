@@ -24,6 +24,7 @@ from peercache.observability.log import get_logger
 REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.
 BODY_BYTES_MAX = 64 * 1024  # 64 connections hold 4 MiB of bodies at most.
 RECEIVE_BYTES = 16 * 1024
+LONG_RECEIVE_BYTES = 256 * 1024  # Of a long body: one turn of the loop, where it has arrived.
 
 LONG_BODIES = {"/api/v1/prefix/tokens": 2 * 2**20, "/api/v1/prefix/hashes": 2 * 2**20}
 """By path: bytes of a body where more are taken. The application bounds how many are read at once;
@@ -91,6 +92,7 @@ class HttpExchange:
         """Something of the answer was sent."""
         self._received_bytes = 0
         self._body_bytes_max = BODY_BYTES_MAX
+        self._receive_bytes = RECEIVE_BYTES
         self._is_received = False
         """The request's body is received whole."""
 
@@ -116,7 +118,9 @@ class HttpExchange:
                 await self._tell(401, problem, [(b"www-authenticate", b"Bearer")])
             else:
                 self.phase = Phase.ASKED
-                self._body_bytes_max = LONG_BODIES.get(scope["path"], BODY_BYTES_MAX)
+                if scope["path"] in LONG_BODIES:
+                    self._body_bytes_max = LONG_BODIES[scope["path"]]
+                    self._receive_bytes = LONG_RECEIVE_BYTES
                 await self._apply(application, scope)
         except h11.RemoteProtocolError as error:
             await self._tell(error.error_status_hint, str(error))
@@ -144,7 +148,9 @@ class HttpExchange:
             if self._connection.they_are_waiting_for_100_continue:
                 go_on = h11.InformationalResponse(status_code=100, headers=[])
                 await self._stream.send_all(self._connection.send(go_on) or b"")
-            self._connection.receive_data(bytes(await self._stream.receive_some(RECEIVE_BYTES)))
+            self._connection.receive_data(
+                bytes(await self._stream.receive_some(self._receive_bytes))
+            )
         return event
 
     async def _receive(self) -> MutableMapping[str, Any]:

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from peercache.content.chain import DTYPES, OTHER_NAMES, Chain, in_namespace
-from peercache.content.tokens import token_ids
+from peercache.content.tokens import TOKEN, TOKEN_MAX, TokenIds, token_ids
 from peercache.errors import InvalidRequest
 from peercache.manager.answers import FoundPrefix, prefix_of
 from peercache.manager.gpu_blocks import GpuBlocks, OnGpu
@@ -53,6 +53,13 @@ Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 
 _DTYPES = {"enum": sorted({*DTYPES, *OTHER_NAMES})}
 
+# What it says of numbers is checked by `token_ids`, for all of them at once.
+_LISTED = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": TOKEN_MAX})]
+
+_BASE64 = "[A-Za-z0-9+/]"
+_WHOLE_TOKENS = f"^({_BASE64}{{16}})*({_BASE64}{{6}}==|{_BASE64}{{11}}=)?$"
+"""Base64 of a multiple of 4 bytes: three tokens have 16 characters."""
+
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The namespace of the pages, as the client that stored them has it."""
@@ -66,12 +73,19 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TokensAsked(msgspec.Struct, forbid_unknown_fields=True):
     """A prompt as token ids, and how its pages are named: as `content.Chain` and `Client` do.
 
+    tokens: a list, or, read eight times as fast, base64 of 4 bytes each, little-endian.
     lora: the adapter, as engines name it in their events; for pages it is a salt.
     """
 
-    tokens: Annotated[
-        list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(max_length=TOKENS_MAX)
-    ]
+    tokens: (
+        Annotated[list[_LISTED], msgspec.Meta(max_length=TOKENS_MAX)]
+        | Annotated[
+            bytes,
+            msgspec.Meta(
+                max_length=TOKENS_MAX * TOKEN.itemsize, extra_json_schema={"pattern": _WHOLE_TOKENS}
+            ),
+        ]
+    )
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_MAX)]
     dtype: Annotated[str, msgspec.Meta(max_length=TEXT_MAX, extra_json_schema=_DTYPES)]
     page_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -157,14 +171,14 @@ class PrefixIndex:
             self.limit.release_on_behalf_of(request)
 
     async def _of_tokens(self, asked: TokensAsked) -> FoundPrefix:
-        pages = len(asked.tokens) // asked.page_tokens
+        ids = _ids(asked.tokens)
+        await trio.lowlevel.checkpoint()
+        pages = len(ids) // asked.page_tokens
         if pages > PAGES_MAX:
             raise InvalidRequest(
                 f"{pages} pages in one question, at most {PAGES_MAX} are looked up"
             )
         chain = Chain(asked.model, asked.dtype, asked.page_tokens, asked.salts)
-        await trio.lowlevel.checkpoint()
-        ids = token_ids(asked.tokens)
         keys = in_namespace(chain.keys(ids), _digest(asked.namespace))
         await trio.lowlevel.checkpoint()
         engines = self.gpu.find(ids, asked.lora)
@@ -178,6 +192,14 @@ class PrefixIndex:
     async def _of_hashes(self, asked: HashesAsked) -> FoundPrefix:
         keys = page_keys(asked.hashes, _digest(asked.namespace))
         return prefix_of(await self.overlap(keys), page_tokens=0, named=self.named)
+
+
+def _ids(tokens: list[int] | bytes) -> TokenIds:
+    if isinstance(tokens, list):
+        return token_ids(tokens)
+    if len(tokens) % TOKEN.itemsize:
+        raise InvalidRequest(f"{len(tokens)} bytes are no token ids of {TOKEN.itemsize} bytes each")
+    return np.frombuffer(tokens, TOKEN)
 
 
 def _digest(space: Space) -> bytes:

@@ -1,4 +1,4 @@
-"""Overlap: how much of a prompt lies where, from location records."""
+"""Overlap: how much of a prompt lies where."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.model.keys import PageKeys
-from peercache.model.records import ON_DISK, RESIDENT, Records
+from peercache.model.records import ON_DISK, RESIDENT
 
 HOLDERS_MAX = 64
 """Holders of one answer: those of the longest beginnings. A directory tells no more of one page."""
@@ -33,26 +32,10 @@ class Overlap:
     whole: bool
 
     @classmethod
-    def of(cls, keys: PageKeys, records: Records, *, whole: bool) -> Overlap:
-        """Count the records of one table, in any order; those of other keys count for nothing."""
-        holders, rows = np.unique(records["holder"], return_inverse=True)
-        flags: Flags = np.zeros((len(holders), len(keys)), np.uint8)
-        if len(records) and len(keys):
-            halves, marks = _halves(keys)
-            told, told_marks = _halves(records["key"])
-            order = marks.argsort(kind="stable")
-            at = np.searchsorted(marks[order], told_marks)
-            places = order[np.minimum(at, len(keys) - 1)]
-            # Of two keys with one mark, which only an attacker makes, one has an answer.
-            same = (halves[places] == told).all(axis=1)
-            # One table has one record of a page and holder.
-            flags[rows.reshape(-1)[same], places[same]] = records["flags"][same] & ANYWHERE
-            _repeat(flags, halves, order)
-        return cls(tuple(holders.tolist()), flags, whole).shortened()
-
-    @classmethod
     def joined(cls, parts: Sequence[Overlap]) -> Overlap:
         """Return the overlap of the pages of several batches, one after the other."""
+        if len(parts) == 1:
+            return parts[0].shortened()
         holders = tuple(dict.fromkeys(h for part in parts for h in part.holders))
         pages = sum(part.flags.shape[1] for part in parts)
         flags: Flags = np.zeros((len(holders), pages), np.uint8)
@@ -108,18 +91,3 @@ def leading(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     closed = np.concatenate([has, np.zeros((len(has), 1), np.bool_)], axis=1)
     run: npt.NDArray[np.intp] = closed.argmin(axis=1)
     return run
-
-
-def _halves(keys: PageKeys) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return the halves of each key, (n, 2), and 64 bits of it to sort by, (n,)."""
-    halves = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2)
-    return halves, halves[:, 0] * np.uint64(0x9E3779B97F4A7C15) + halves[:, 1]
-
-
-def _repeat(flags: Flags, halves: npt.NDArray[np.uint64], order: npt.NDArray[np.intp]) -> None:
-    """Give the other places of a repeated key what its first place has."""
-    ordered = halves[order]
-    again = (ordered[1:] == ordered[:-1]).all(axis=1)
-    if again.any():
-        first = np.maximum.accumulate(np.where(np.append(False, again), 0, np.arange(len(order))))
-        flags[:, order] = flags[:, order[first]]

@@ -20,23 +20,20 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peercache.actors.directory.actor import LOCATED_MAX, DirectoryShard
+from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
 from peercache.model.member import ALIVE, Member
-from peercache.model.overlap import HOLDERS_MAX, Overlap
-from peercache.model.records import from_bytes as records_from_bytes
+from peercache.model.overlap import ANYWHERE, HOLDERS_MAX, Overlap
 from peercache.wire.envelope import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
 from peercache.wire.messages.session import Refused
 
-SLICE_KEYS = LOCATED_MAX // HOLDERS_MAX
-"""Keys of one look into the table, whose answer has room for LOCATED_MAX records."""
-
-TURN_SLICES = 8
-"""Slices between two turns of the loop: half a millisecond where each page has 16 holders."""
+TURN_KEYS = 512
+"""Keys of one look into the table, between two turns of the loop: 0.2 ms where each page has 16
+holders, and a millisecond where it has HOLDERS_MAX."""
 
 ASKERS_MAX = 16
 """Questions of others that are answered at the same time; further ones are refused."""
@@ -153,15 +150,16 @@ class Overlaps:
 
     async def of_shard(self, keys: PageKeys) -> Overlap:
         """Return which members hold these pages as far as this node's shard knows."""
-        packed, parts = keys.tobytes(), []
+        parts = []
         table, asker = self._shard.table, self._shard.incarnation
         whole = not self._shard.authority.is_behind(trio.current_time())
-        for turn, begin in enumerate(range(0, len(keys), SLICE_KEYS), 1):
-            some = packed[begin * KEY_BYTES : (begin + SLICE_KEYS) * KEY_BYTES]
-            parts.append(table.locate(some, asker, HOLDERS_MAX)[1])
-            if turn % TURN_SLICES == 0:
+        for begin in range(0, max(1, len(keys)), TURN_KEYS):
+            if begin:
                 await trio.lowlevel.checkpoint()
-        return Overlap.of(keys, records_from_bytes(b"".join(parts)), whole=whole)
+            some = keys[begin : begin + TURN_KEYS].tobytes()
+            holders, flags = table.overlap(some, asker, HOLDERS_MAX)
+            parts.append(Overlap(holders, flags & np.uint8(ANYWHERE), whole))
+        return Overlap.joined(parts)
 
     def _targets(
         self, ring: HashRing, owners: Places, left: Places, tried: npt.NDArray[np.bool_]

@@ -271,6 +271,7 @@ def test_what_a_caller_may_not_say_changes_nothing() -> None:
         lambda: table.replace(0, b"\0", whole[1:]),
         lambda: table.has(0, whole[:-8]),
         lambda: table.locate(bytes(15), 0, 8),
+        lambda: table.overlap(bytes(17), 0, 8),
         lambda: table.read(0, 256),
         *(
             lambda entry=entry, call=call: call(entry)  # type: ignore[misc]

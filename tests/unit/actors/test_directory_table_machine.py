@@ -49,7 +49,9 @@ class TableMachine(RuleBasedStateMachine):
     @rule(data=st.data(), names=NAMES, generation=GENERATION)
     def put(self, data: st.DataObject, names: list[int], generation: int) -> None:
         holder, entry = self.entry(data)
-        packed = records_of(holder, names, [generation] * len(names)).tobytes()
+        records = records_of(holder, names, [generation] * len(names))
+        records["flags"] = [1 + name % 3 for name in names]
+        packed = records.tobytes()
 
         change = self.table.put(entry, packed)
 
@@ -123,6 +125,27 @@ class TableMachine(RuleBasedStateMachine):
         expected = self.model.locate(keys, asker, holders_max)
         assert count == len(expected)
         assert split(told) == expected[:TOLD_MAX]
+
+    @rule(names=NAMES, asker=st.integers(0, 9), holders_max=st.integers(1, 5))
+    def overlap(self, names: list[int], asker: int, holders_max: int) -> None:
+        """Keys that come twice, too: each place is told of."""
+        keys = [key_of(name) for name in names]
+
+        holders, flags = self.table.overlap(b"".join(keys), asker, holders_max)
+
+        told = {
+            (holder, place): bits
+            for holder, row in zip(holders, flags.tolist(), strict=True)
+            for place, bits in enumerate(row)
+            if bits
+        }
+        expected = {
+            (record["holder"], place): record["flags"]
+            for place, key in enumerate(keys)
+            for record in from_bytes(b"".join(self.model.locate([key], asker, holders_max)))
+        }
+        assert told == expected
+        assert set(holders) == {holder for holder, _ in expected}
 
     @rule(data=st.data(), names=FEW, generation=GENERATION)
     def has(self, data: st.DataObject, names: list[int], generation: int) -> None:

@@ -223,7 +223,8 @@ def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(store: MemoryPages) -
         late = retrieve("c", mapping_of(PAGES), TOKENS, timeout_s=0.05)
 
         assert late.result(PATIENCE_S) == 0
-        assert not hung.done() and not patient.done()
+        assert not hung.done()
+        assert not patient.done()
         assert engine.connector.core.counts["get_late"] == 1
         store.go.set()
         assert hung.result(PATIENCE_S) == patient.result(PATIENCE_S) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import sys
 from typing import Any
 
@@ -33,6 +35,10 @@ QUESTION: dict[str, Any] = {
     "salts": {"tenant": "t"},
     "namespace": {"name": "team", "geometry": "bf16", "coordinates": "tp0"},
 }  # fmt: skip
+
+
+def packed(tokens: list[int]) -> str:
+    return base64.b64encode(np.array(tokens, "<u4").tobytes()).decode()
 
 
 class Nodes:
@@ -126,13 +132,41 @@ async def test_a_prompt_is_found_by_its_hashes() -> None:
     assert (status, told["stored_pages"], told["nodes"]) == (200, 0, [])
 
 
+async def test_packed_tokens_are_those_of_a_list() -> None:
+    """Base64 of little-endian numbers gets the same answer, also for the largest token id."""
+    application = Nodes().application()
+    told = await ask(application, TOKENS, QUESTION)
+    assert told[1]["stored_tokens"] == 12
+    assert await ask(application, TOKENS, QUESTION | {"tokens": packed(PROMPT)}) == told
+    assert (await ask(application, TOKENS, QUESTION | {"tokens": ""}))[1]["pages"] == 0
+    largest = [2**32 - 1] * 4
+    for tokens in (largest, packed(largest)):
+        assert (await ask(application, TOKENS, QUESTION | {"tokens": tokens}))[1]["pages"] == 1
+
+
+def test_the_description_tells_packed_tokens() -> None:
+    """Its pattern takes what is a multiple of four bytes, and nothing else."""
+    tokens = openapi()["components"]["schemas"]["TokensAsked"]["properties"]["tokens"]
+    (text,) = [each for each in tokens["anyOf"] if each["type"] == "string"]
+    (listed,) = [each for each in tokens["anyOf"] if each["type"] == "array"]
+    assert listed["items"] == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+    for size in range(40):
+        told = base64.b64encode(bytes(size)).decode()
+        assert bool(re.search(text["pattern"], told)) == (size % 4 == 0), size
+
+
 @pytest.mark.parametrize(
     ("change", "status", "told"),
     [
-        ({"tokens": [1, -2]}, 422, "tokens[1]"),
-        ({"tokens": [1, 2**32]}, 422, "tokens[1]"),
+        ({"tokens": [1, -2]}, 422, "token 1 is -2"),
+        ({"tokens": [1, 2**32]}, 422, f"token 1 is {2**32}"),
+        ({"tokens": [1, 10**300]}, 422, "token 1 is 1000"),
         ({"tokens": [1.5]}, 422, "float"),
-        ({"tokens": "1,2"}, 422, "array"),
+        ({"tokens": [True]}, 422, "bool"),
+        ({"tokens": {}}, 422, "array"),
+        ({"tokens": "1,2"}, 422, "base64"),
+        ({"tokens": "AAAAAAA="}, 422, "5 bytes are no token ids"),
+        ({"tokens": packed([1] * (TOKENS_MAX + 1))}, 422, str(4 * TOKENS_MAX)),
         ({"tokens": [1] * (TOKENS_MAX + 1)}, 422, str(TOKENS_MAX)),
         ({"tokens": [1] * TOKENS_MAX, "page_tokens": 1}, 422, str(PAGES_MAX)),
         ({"dtype": "bf17"}, 422, "no dtype"),

@@ -1,61 +1,27 @@
-"""Overlap: what the records of a batch say, beside a plain count of them."""
+"""Overlap: runs, tiers, and what several nodes and batches say together."""
 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from peercache.model.keys import PageKeys, from_bytes
 from peercache.model.overlap import HOLDERS_MAX, Overlap, leading
-from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
+from peercache.model.records import ON_DISK, RESIDENT
 
 
-def keys_of(*numbers: int) -> PageKeys:
-    return from_bytes(b"".join(number.to_bytes(16, "big") for number in numbers))
-
-
-def records_of(*rows: tuple[int, int, int]) -> Records:
-    """Return records of (key, holder, flags)."""
-    records = np.zeros(len(rows), RECORD)
-    for at, (key, holder, flags) in enumerate(rows):
-        records[at] = (key.to_bytes(16, "big"), holder, 0, 0, 0, flags, 0)
-    return records
-
-
-@given(
-    st.lists(st.integers(0, 12), max_size=20),
-    st.dictionaries(
-        st.tuples(st.integers(0, 14), st.integers(1, 5)), st.integers(0, 7), max_size=40
-    ),
-    st.booleans(),
-)
-def test_flags_are_those_of_the_records(
-    numbers: list[int], held: dict[tuple[int, int], int], share: bool
-) -> None:
-    """Keys that come twice, keys with one half in common and strange records included."""
-    # Equal first halves, or equal second ones: keys must be compared whole.
-    shift = 0 if share else 64
-    rows = [(key << shift, holder, flags) for (key, holder), flags in held.items()]
-
-    told = Overlap.of(keys_of(*(n << shift for n in numbers)), records_of(*rows), whole=True)
-
-    assert told.whole
-    for row, holder in enumerate(told.holders):
-        expected = [held.get((n, holder), 0) & (RESIDENT | ON_DISK) for n in numbers]
-        assert told.flags[row].tolist() == expected
-    assert {holder for (key, holder) in held if key in numbers} <= set(told.holders)
+def told_of(pages: int, *rows: tuple[int, int, int], whole: bool = True) -> Overlap:
+    """Return an overlap of (page, holder, flags)."""
+    holders = tuple(sorted({holder for _, holder, _ in rows}))
+    flags = np.zeros((len(holders), pages), np.uint8)
+    for page, holder, bits in rows:
+        flags[holders.index(holder), page] = bits
+    return Overlap(holders, flags, whole)
 
 
 def test_runs_and_tiers() -> None:
     """A run ends at the first page that is missing on the tier; `stored` takes any holder's."""
-    told = Overlap.of(
-        keys_of(1, 2, 3, 4),
-        records_of(
-            (1, 7, RESIDENT), (2, 7, ON_DISK), (4, 7, RESIDENT | HAS_CHECKSUM), (2, 8, RESIDENT),
-            (3, 8, RESIDENT | ON_DISK),
-        ),
-        whole=False,
+    told = told_of(
+        4, (0, 7, RESIDENT), (1, 7, ON_DISK), (3, 7, RESIDENT), (1, 8, RESIDENT),
+        (2, 8, RESIDENT | ON_DISK),
     )  # fmt: skip
 
     assert told.holders == (7, 8)
@@ -68,8 +34,8 @@ def test_runs_and_tiers() -> None:
 
 def test_parts_are_joined_and_merged() -> None:
     """Joined: pages one after the other. Merged: what two nodes know of the same pages."""
-    first = Overlap.of(keys_of(1, 2), records_of((1, 7, RESIDENT), (2, 8, ON_DISK)), whole=True)
-    second = Overlap.of(keys_of(3), records_of((3, 8, RESIDENT)), whole=False)
+    first = told_of(2, (0, 7, RESIDENT), (1, 8, ON_DISK))
+    second = told_of(1, (0, 8, RESIDENT), whole=False)
 
     joined = Overlap.joined([first, second])
     assert joined.holders == (7, 8)
@@ -87,7 +53,7 @@ def test_the_longest_beginnings_are_kept() -> None:
     holders = HOLDERS_MAX + 9
     rows = [(key, holder, RESIDENT) for holder in range(1, holders + 1) for key in range(holder)]
 
-    told = Overlap.of(keys_of(*range(holders)), records_of(*rows), whole=True)
+    told = Overlap.joined([told_of(holders, *rows)])
 
     assert told.holders == tuple(range(10, holders + 1))
     assert not told.whole

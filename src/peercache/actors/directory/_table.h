@@ -14,11 +14,19 @@ struct drop {
     uint64_t generation;
 };
 
+/* A holder of one key of a batch. */
+struct held {
+    uint64_t holder; /* its identity */
+    uint32_t place;  /* of the key in the batch */
+    uint16_t entry, flags;
+};
+
 struct change {
     uint64_t fresh, gone, refused;
 };
 
 _Static_assert(sizeof(struct drop) == 24, "as in model/records.py");
+_Static_assert(sizeof(struct held) == 16, "as in table.py");
 
 static inline uint64_t *slots_of(const struct table *t, unsigned which)
 {

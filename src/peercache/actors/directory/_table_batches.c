@@ -213,6 +213,42 @@ int64_t peercache_table_locate(const struct table *t, const uint8_t *keys, uint6
     return found;
 }
 
+/* Write who holds some keys to `into`, of at most `holders_max` holders a key as above; there is room
+ * for so many of each key. Returns how many were written; -1 for what no caller may say. */
+int64_t peercache_table_overlap(const struct table *t, const uint8_t *keys, uint64_t bytes,
+                                uint64_t asker, uint64_t holders_max, struct held *into)
+{
+    const struct row *rows[LISTED_MAX];
+    uint64_t count = bytes / KEY_BYTES, found = 0;
+    uint32_t tags[BATCH];
+
+    if (bytes % KEY_BYTES || count > UINT32_MAX)
+        return -1;
+    for (uint64_t begin = 0; begin < count; begin += BATCH) {
+        uint64_t part = count - begin < BATCH ? count - begin : BATCH;
+
+        peercache_rows_approach(t, keys + begin * KEY_BYTES, KEY_BYTES, tags, part);
+        for (uint64_t at = 0; at < part; at++) {
+            uint64_t holders = listed(t, tags[at], keys + (begin + at) * KEY_BYTES, rows);
+            uint64_t first = holders > holders_max ? asker % holders : 0;
+            uint64_t told = holders > holders_max ? holders_max : holders;
+
+            for (uint64_t next = 0; next < told; next++) {
+                const struct row *row = rows[(first + next) % holders];
+                uint64_t entry = row->word & HOLDER_BITS;
+
+                into[found++] = (struct held){
+                    .holder = holder_at(t, entry)->identity,
+                    .place = begin + at,
+                    .entry = entry,
+                    .flags = row->flags,
+                };
+            }
+        }
+    }
+    return found;
+}
+
 /* Say of each packed record whether this very one is held of a holder: key, place, generation. */
 int peercache_table_has(const struct table *t, int64_t entry, const char *packed, uint64_t bytes,
                         uint8_t *held)

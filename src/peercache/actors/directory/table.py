@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.installation.library import function
+from peercache.model.keys import KEY_BYTES
 from peercache.model.records import BUCKETS, RECORD_BYTES
 
 ROWS_MAX = 2**27
@@ -32,6 +33,9 @@ RING_VERSION_BYTES = 8
 
 _BYTES_AT = 24
 """Where `bytes` lies in the header (`memory/_table_layout.h`)."""
+
+_HELD = np.dtype([("holder", "<u8"), ("place", "<u4"), ("entry", "<u2"), ("flags", "<u2")])
+"""`struct held`: a holder of one key of a batch."""
 
 _TABLE = ctypes.c_void_p
 _ENTRY = ctypes.c_int64
@@ -57,6 +61,9 @@ _replace = _call("replace", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, *_BYTES, ctyp
 _locate = _call(
     "locate", ctypes.c_int64, _TABLE, *_BYTES, ctypes.c_uint64, ctypes.c_uint64,
     ctypes.c_void_p, ctypes.c_uint64,
+)  # fmt: skip
+_overlap = _call(
+    "overlap", ctypes.c_int64, _TABLE, *_BYTES, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
 )  # fmt: skip
 _has = _call("has", ctypes.c_int, _TABLE, _ENTRY, *_BYTES, ctypes.c_void_p)
 _read = _call(
@@ -226,6 +233,27 @@ class DirectoryTable:
             _locate(self._table, keys, len(keys), asker, holders_max, told, self._told_max)
         )
         return count, memoryview(told)[: min(count, self._told_max) * RECORD_BYTES].tobytes()
+
+    def overlap(
+        self, keys: bytes, asker: int, holders_max: int
+    ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
+        """Return the served holders of these keys, and the flags of their records.
+
+        flags: (holders, keys) uint8; 0 where a holder has no record of a key.
+        Of a key with more than `holders_max` holders so many are told, chosen as `locate` does.
+        """
+        pages = len(keys) // KEY_BYTES
+        held = np.empty(pages * holders_max, _HELD)
+        count = _check(_overlap(self._table, keys, len(keys), asker, holders_max, held.ctypes.data))
+        held = held[:count]
+        entries = held["entry"]
+        named = np.bincount(entries)
+        used = named.nonzero()[0]
+        identities, rows = np.empty(len(named), np.uint64), np.empty(len(named), np.intp)
+        identities[entries], rows[used] = held["holder"], np.arange(len(used))
+        flags = np.zeros((len(used), pages), np.uint8)
+        flags[rows[entries], held["place"]] = held["flags"]
+        return tuple(identities[used].tolist()), flags
 
     # --- authority --------------------------------------------------------------------------------
 
