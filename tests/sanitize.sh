@@ -10,7 +10,7 @@ folder=$(mktemp -d)
 trap 'cat "$folder"/report.* 2>/dev/null || true; rm -rf "$folder"' EXIT
 flags="-fsanitize=address,undefined"
 
-cp -r "$root"/{src,tests,setup.py,pyproject.toml,README.md} "$folder"
+cp -r "$root"/{src,sims,tests,setup.py,pyproject.toml,README.md} "$folder"
 cd "$folder"
 CFLAGS="$flags -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" LDFLAGS="$flags" \
     "$python" setup.py -q build_ext --inplace
