@@ -221,11 +221,7 @@ OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 
 PublisherHears: TypeAlias = (
     PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-<<<<<<< Updated upstream
     | SummaryWanted | SummaryAsked | ChangesAsked
-=======
-    | SummaryWanted | SummaryAsked
->>>>>>> Stashed changes
 )  # fmt: skip
 
 

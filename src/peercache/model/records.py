@@ -64,11 +64,7 @@ DOUBTED_NUMBERS = 2**24
 so many messages while one does."""
 
 NUMBERS_AHEAD_MAX = 2**40
-<<<<<<< Updated upstream
 """How far ahead of its own number a holder lets an owner put it: 65,536 unanswered stalls."""
-=======
-"""How far ahead of its own number a holder lets an owner put it: 65,536 stalls without an answer."""
->>>>>>> Stashed changes
 
 
 def digest_of(records: Records) -> npt.NDArray[np.uint64]:

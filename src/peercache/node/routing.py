@@ -172,11 +172,7 @@ class NodeMailboxes:
                 return self.directory.offer(sender, message, size_bytes)
             case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
                 return self.publisher.offer(sender, message, size_bytes)
-<<<<<<< Updated upstream
             case SummaryWanted() | SummaryAsked() | ChangesAsked():
-=======
-            case SummaryWanted() | SummaryAsked():
->>>>>>> Stashed changes
                 return self.publisher.offer(sender, message, size_bytes)
             case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
                 return self.pool.offer(sender, message, size_bytes)

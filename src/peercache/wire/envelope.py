@@ -115,10 +115,7 @@ Message: TypeAlias = (
     | StatusAsked | StatusTold | ClusterAsked | ClusterTold
     | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
     | OverlapAsked | OverlapTold | SummaryAsked
-<<<<<<< Updated upstream
     | ChangesAsked | ChangesTold | Retain | Retained
-=======
->>>>>>> Stashed changes
 )  # fmt: skip
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

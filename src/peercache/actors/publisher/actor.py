@@ -3,11 +3,7 @@
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
         from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked
-<<<<<<< Updated upstream
         and Doubted, from owners; ChangesAsked, from followers.
-=======
-        and Doubted, from owners.
->>>>>>> Stashed changes
 Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered, to the
         directory, for the client of a commit; ChangesTold and Refused to followers.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
