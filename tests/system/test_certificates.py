@@ -51,6 +51,8 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
             except urllib.error.HTTPError as error:
                 with error:
                     return {"code": error.code, **json.load(error)}
+            except OSError:  # Not in time, or closed: ask again.
+                return {}
 
         near, far, lost = start("near"), start("far"), start("lost")
         for node in (near, far, lost):
@@ -59,12 +61,12 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
         shutil.copy(certificates.folder / "revoked.crl", tmp_path / "near" / "revoked.crl")
 
         for node in (near, far):
-            wait_until(lambda node=node: health(node).get("members_alive") == 2)  # type: ignore[misc]
-            assert health(node)["code"] == 200
-        wait_until(lambda: health(lost)["code"] == 503)
+            well = {"code": 200, "members_alive": 2}
+            wait_until(lambda node=node, well=well: well.items() <= health(node).items())  # type: ignore[misc]
+        wait_until(lambda: health(lost).get("code") == 503)
         # It has the list if a member told it before the others cut it off; else their refusals.
         refused = f"revoked: the certificate of peercache://{cluster.name}/node/lost is revoked"
-        reason = health(lost)["reason"]
+        reason = health(lost).get("reason", "")
         assert reason == "this node's certificate is revoked" or reason.endswith(refused)
         kept = (tmp_path / "far" / "revoked.crl").read_text()
         assert kept == certificates.revoked()
