@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from peercache.actors.disk.eviction import EvictionQueues
 from peercache.actors.pool import slots
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant, Tenants
@@ -62,3 +65,32 @@ def _as_much_as_asked(_: Any) -> Any:
 
 
 RETAINED_WITHOUT_BOUND: Patches = ((Tenants, "may_retain", _as_much_as_asked),)
+
+
+def _of_no_higher_priority(right: Any) -> Any:
+    def refill(self: Any, blocks: int, queue: Any, tenant: Any) -> None:
+        tenants, self._tenants = self._tenants, Tenants(whole=0)
+        try:
+            right(self, blocks, queue, tenant)
+        finally:
+            self._tenants = tenants
+        owners = tenants.numbers(self._entries.rows["namespace"][queue.entries])
+        priorities = np.array([owner.priority for owner in tenants.all()])
+        can_go = priorities[owners] <= tenant.priority
+        queue.entries, queue.touched = queue.entries[can_go], queue.touched[can_go]
+
+    return refill
+
+
+DISK_QUOTA_IGNORED: Patches = ((EvictionQueues, "_refill", _of_no_higher_priority),)
+
+
+def _all_who_owe(_: Any) -> Any:
+    def debtors(self: Any, tenant: Any, blocks: int) -> list[Tenant]:
+        del blocks
+        return [one for one in self._tenants.all() if one is not tenant and one.is_over]
+
+    return debtors
+
+
+DISK_PRIORITY_IGNORED: Patches = ((EvictionQueues, "_debtors", _all_who_owe),)

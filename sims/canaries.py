@@ -37,6 +37,7 @@ from sims.swarm import (
     with_rot,
     with_tables,
     with_tenants,
+    with_tenants_on_disk,
 )
 from sims.turning import turn
 
@@ -426,6 +427,20 @@ CANARIES: tuple[Canary, ...] = (
         20,
         patches=bugs_tenants.PRIORITY_IGNORED,
         change=with_tenants,
+    ),
+    Canary(
+        "disk-quota-ignored",
+        "pages on disk of a namespace within its quota are evicted for another one",
+        20,
+        patches=bugs_tenants.DISK_QUOTA_IGNORED,
+        change=with_tenants_on_disk,
+    ),
+    Canary(
+        "disk-priority-ignored",
+        "a namespace over its quota of the disk evicts pages of one with a higher priority",
+        20,
+        patches=bugs_tenants.DISK_PRIORITY_IGNORED,
+        change=with_tenants_on_disk,
     ),
     Canary(
         "retained-reclaimed",

@@ -203,6 +203,21 @@ def with_tenants(options: Options) -> Options:
     )
 
 
+def with_tenants_on_disk(options: Options) -> Options:
+    """Return a run as `with_tenants` makes it, in which they want more of each disk than it has."""
+    return attrs.evolve(
+        with_tenants(options),
+        disk_slabs=6,
+        disk_on_evict=False,
+        disk_queue_bytes=10**6,
+        disk_step_s=0.0002,
+        disk_failure=0.0,
+        disk_full=0.0,
+        disk_late=0.0,
+        disk_rot=0.0,
+    )
+
+
 def with_tables(options: Options) -> Options:
     """Return the same run where clients ask tables all the time, and little else goes wrong.
 

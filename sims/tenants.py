@@ -6,12 +6,15 @@ And what retaining promises: no page goes before its time, and no quota is block
 from __future__ import annotations
 
 from collections import Counter
-from typing import final
+from typing import Any, final
 
 import attrs
 
+from peercache.actors.disk.eviction import EvictionQueues
+from peercache.actors.disk.index import DiskIndex
 from peercache.actors.pool.actor import Pool
 from peercache.actors.tenants import Tenant
+from peercache.model.runs import I64
 from peercache.wire.messages.pool import Reserve, ReserveMirror
 from sims.trace import Violation
 
@@ -86,3 +89,49 @@ class Shares:
             if owner is not pool.tenants.others and granules > owner.quota:
                 detail = f"{owner.name} blocks {granules} granules of {owner.quota}"
                 raise Violation("retained", detail)
+
+
+@final
+class WatchedQueues:
+    """The eviction queues of one disk: judges whose pages they choose."""
+
+    def __init__(self, index: DiskIndex, queues: EvictionQueues) -> None:
+        """Watch these queues of this index."""
+        self._index = index
+        self._queues = queues
+
+    @classmethod
+    def watch(cls, index: DiskIndex) -> None:
+        """Watch the queues of an index from now on."""
+        if not isinstance(index._eviction, cls):
+            index._eviction = cls(index, index._eviction)  # type: ignore[assignment]
+
+    def choose(self, blocks: int, count: int, clock: int, tenant: Tenant) -> I64:
+        """Return what the queues choose; fail if one of them is sure of its place."""
+        victims = self._queues.choose(blocks, count, clock, tenant)
+        if self._index.tenants.are_several:
+            self._judge(victims, tenant)
+        return victims
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave the rest to the queues."""
+        return getattr(self._queues, name)
+
+    def _judge(self, victims: I64, wanting: Tenant) -> None:
+        entries = self._index._entries
+        numbers = self._index.tenants.numbers(entries.rows["namespace"][victims])
+        for number, owner in enumerate(self._index.tenants.all()):
+            theirs = victims[numbers == number]
+            if owner is wanting or not len(theirs):
+                continue
+            given = entries.slot_bytes(theirs)
+            slot = given // len(theirs)  # All are of one size.
+            detail = f"{len(theirs)} pages of {owner.name} on disk go for {wanting.name}"
+            if owner.taken <= owner.quota:
+                raise Violation("disk-quota", f"{detail}: it has {owner.taken} of {owner.quota}")
+            if owner.taken - given + slot <= owner.quota:
+                left = owner.taken - given
+                raise Violation("disk-quota", f"{detail}: {left} of {owner.quota} are left")
+            if wanting.taken > wanting.quota and owner.priority > wanting.priority:
+                detail += ", of a lower priority and over its quota"
+                raise Violation("disk-priority", detail)

@@ -14,6 +14,7 @@ import numpy as np
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect, Send, StateActor
 from peercache.actors.mailboxes import PeerAnswered
 from peercache.actors.membership.actor import Membership
@@ -32,7 +33,7 @@ from sims.followed import note_told
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place
-from sims.tenants import Shares
+from sims.tenants import Shares, WatchedQueues
 from sims.trace import Trace, Violation
 
 FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
@@ -98,6 +99,10 @@ class WatchedActor:
             effects = actor.on_message(sender, message, self.place.local(now))
             check_shares(actor)
             shares.judge(actor)
+        elif isinstance(actor, DiskTier):
+            effects = actor.on_message(sender, message, self.place.local(now))
+            if actor.index is not None:
+                WatchedQueues.watch(actor.index)
         elif isinstance(actor, Remover):
             pending = dict(actor._pending)
             effects = actor.on_message(sender, message, self.place.local(now))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from peercache.config.quotas import parse_quotas
@@ -9,7 +11,7 @@ from peercache.model.keys import Namespace
 from peercache.wire.messages.pool import Reserve
 from sims.canaries import hunt
 from sims.play import play
-from sims.swarm import with_tenants
+from sims.swarm import Options, with_tenants, with_tenants_on_disk
 from sims.tenants import Shares
 from sims.trace import Violation
 from tests.unit.actors.pool_world import GRANULE, World, key, packed
@@ -65,17 +67,26 @@ def test_who_gave_pages_is_judged(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", [with_tenants, with_tenants_on_disk])
 @pytest.mark.parametrize("seed", [200, 201])
-def test_a_cluster_of_tenants_keeps_what_quotas_promise(seed: int) -> None:
+def test_a_cluster_of_tenants_keeps_what_quotas_promise(
+    seed: int, change: Callable[[Options], Options]
+) -> None:
     """Three namespaces write through every node, and want more than there is."""
-    outcome = play(seed, change=with_tenants)
+    outcome = play(seed, change=change)
 
     assert outcome.ok, f"{outcome.checker}: {outcome.detail}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("canary", "checker"), [("quota-ignored", "quota"), ("priority-ignored", "priority")]
+    ("canary", "checker"),
+    [
+        ("quota-ignored", "quota"),
+        ("priority-ignored", "priority"),
+        ("disk-quota-ignored", "disk-quota"),
+        ("disk-priority-ignored", "disk-priority"),
+    ],
 )
 def test_a_bug_of_quotas_is_found(canary: str, checker: str) -> None:
     """By the checker that is there for it."""
