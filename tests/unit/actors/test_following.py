@@ -115,6 +115,7 @@ def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None
     begun = asked(made, BEGIN, 0.0)
     question = ChangesAsked(2, ME, begun.after, begun.row, 5.0)
     assert not told(made.on_message(ROUTER, question, 1.0))
+    assert made.followers == 1
     for at, name in enumerate([1, 2, 3]):
         effects = made.on_message(Origin(ME), commit_of(records_of(ME, [name], 2)), 1.5 + at / 1000)
         assert not told(effects)
@@ -123,6 +124,7 @@ def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None
     (answer,) = told(made.on_tick(1.5 + following.GATHER_S))
 
     assert keys_in(answer.changes) == [key_of(1), key_of(2), key_of(3)]
+    assert made.followers == 0
 
 
 def test_a_question_without_a_change_is_answered_after_its_patience() -> None:
