@@ -6,7 +6,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import final
 
 import attrs
@@ -104,7 +105,7 @@ class Lane:
                 transfer.is_ended |= req_id in {None, transfer.req_id}
         for transfer in ended:
             transfer.future.cancel()
-            transfer.future.set_running_or_notify_cancel()
+            _begin(transfer.future)
 
     def close(self, timeout_s: float) -> bool:
         """End everything; return whether all threads have ended, and so no byte moves."""
@@ -132,15 +133,13 @@ class Lane:
         while (transfer := self._next()) is not None:
             moved = 0
             try:
-                # False: the caller has cancelled the Future.
-                if transfer.future.set_running_or_notify_cancel():
+                if _begin(transfer.future):
                     moved = self._moved(transfer)
             finally:
                 with self._changed:
                     self._moving.discard(transfer)
                     self._pages -= transfer.pages
-                if not transfer.future.cancelled():
-                    transfer.future.set_result(moved * transfer.unit)
+                _settle(transfer.future, moved * transfer.unit)
 
     def _next(self) -> QueuedTransfer | None:
         with self._changed:
@@ -193,5 +192,22 @@ class Lane:
                     self._looks_at = min(waiting, default=now + IDLE_S)
                     self._is_due.wait(self._looks_at - now)
             for transfer in late:
-                if transfer.future.set_running_or_notify_cancel():
-                    transfer.future.set_result(0)
+                if _begin(transfer.future):
+                    _settle(transfer.future, 0)
+
+
+def _begin(future: Future[int]) -> bool:
+    """Return whether a transfer is still wanted: its caller has not cancelled or closed its Future.
+
+    An error of the caller's must end no thread that other requests need.
+    """
+    # A Future that is done is not asked: it would log a critical line first.
+    with suppress(RuntimeError):
+        return (future.cancelled() or not future.done()) and future.set_running_or_notify_cancel()
+    return False
+
+
+def _settle(future: Future[int], result: int) -> None:
+    """Set a Future's result, unless its caller has closed it."""
+    with suppress(InvalidStateError):
+        future.set_result(result)

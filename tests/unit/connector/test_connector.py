@@ -194,6 +194,32 @@ def test_a_future_that_its_caller_cancels_moves_nothing(store: MemoryPages, engi
     assert store.calls == [7]
 
 
+@pytest.mark.parametrize("closes", ["cancel", "set_result"])
+def test_a_future_that_its_caller_closes_ends_no_thread(store: MemoryPages, closes: str) -> None:
+    """One that moves, one that is ended, one that comes too late, and one whose turn it is."""
+    with Engine(store, get_threads=1) as engine:
+        assert stored(engine) == 28
+        assert store.entered.acquire(timeout=PATIENCE_S)
+        store.go.clear()
+        retrieve = engine.connector.retrieve_kv_async
+        moving = retrieve("moving", mapping_of(PAGES), TOKENS)
+        assert store.entered.acquire(timeout=PATIENCE_S)
+        ended = retrieve("ended", mapping_of(PAGES), TOKENS)
+        late = retrieve("late", mapping_of(PAGES), TOKENS, timeout_s=0.05)
+        queued = retrieve("queued", mapping_of(PAGES), TOKENS)
+        for future in (moving, ended, late, queued):
+            getattr(future, closes)(*([7] if closes == "set_result" else []))
+        engine.connector.finish_req("ended")
+        engine.connector.finish_req("ended")
+        # The thread of deadlines lives on.
+        later = retrieve("later", mapping_of(PAGES), TOKENS, timeout_s=0.1)
+        assert later.result(PATIENCE_S) == 0
+        store.go.set()
+
+        again = retrieve("again", mapping_of(PAGES), TOKENS)
+        assert again.result(PATIENCE_S) == 28
+
+
 def test_a_full_queue_takes_nothing(store: MemoryPages) -> None:
     """Back-pressure is an answer at once, and room comes back with every transfer's end."""
     with Engine(store, queued_pages=10) as engine:
