@@ -210,6 +210,37 @@ def test_what_is_no_question_for_a_replay_is_passed_over() -> None:
             pass
 
 
+def test_a_reader_that_never_reads_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get every event meanwhile; what waits for it is bounded, and it sees the gap."""
+    monkeypatch.setattr(publishing, "WAITING_MAX", 4)
+    batches, tokens = 120, tuple(range(10**6, 10**6 + 2**14))
+    with (
+        closing(BlockPublisher(ANY)) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as idle,
+        reading(zmq.SUB, publisher.endpoint) as reader,
+    ):
+        idle.linger, idle.rcvhwm, idle.rcvbuf = 0, 1, 2**14
+        idle.subscribe(b"")
+        idle.connect(publisher.endpoint)
+        for each in (idle, reader):
+            while not each.poll(20):
+                publisher.publish([stored(0)])
+        for number in range(1, batches):
+            event = BlockStored((number,), None, tokens, len(tokens))
+            publisher.publish([event])
+            while event not in received(reader)[1]:
+                pass
+        numbers = [received(idle)[0]]
+        while len(numbers) < 2 or numbers[-1] == numbers[-2] + 1:
+            assert len(numbers) < batches, "all batches have waited for one reader"
+            if idle.poll(100):
+                numbers.append(received(idle)[0])
+            else:
+                # It has what waited for it: the gap is in front of the next one.
+                publisher.publish([BlockRemoved((1,))])
+
+
 def test_an_address_that_is_taken_is_named() -> None:
     """The error says which endpoint, and no thread or socket stays."""
     with closing(BlockPublisher(ANY)) as publisher:
