@@ -24,6 +24,8 @@ COMMANDS = (
     "demo", "bench", "bench local", "bench disk", "bench rdma", "bench serve", "bench drive",
     "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
+    "status", "top", "members", "events", "drain", "slo",
+    "get", "set", "exists", "retain", "rm", "clear",
     "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
 
