@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
@@ -38,3 +40,28 @@ def test_retained_pages_outlive_a_flood_until_their_time() -> None:
         assert asker.retain(keys[:8], 0) == 8
         flood("second")
         assert read(holder, keys) == [False] * MINE
+
+
+def test_a_page_on_disk_is_retained_once_it_has_been_read(tmp_path: Path) -> None:
+    """Reading brings it into memory, where it then outlives a flood; the others do not."""
+    with LocalCluster() as cluster:
+        disk = ("--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "256MiB")
+        node = cluster.start(pool="8MiB", flags=disk)
+        client = cluster.client(node)
+        keys = keys_of("spilled", MINE)
+
+        def flood(name: str) -> None:
+            others = keys_of(name, FLOOD)
+            for begin in range(0, FLOOD, 16):
+                part = others[begin : begin + 16]
+                assert client.batch_set(part, pages_of(part)) == [True] * 16
+
+        assert client.batch_set(keys, pages_of(keys)) == [True] * MINE
+        wait_until(lambda: client.stats()["home_disk_pages"] >= MINE)
+        flood("first")
+        assert client.retain(keys[:8], 3600) == 0
+        wait_until(lambda: read(client, keys[:8]) == [True] * 8)
+        wait_until(lambda: client.retain(keys[:8], 3600) == 8)
+        flood("second")
+        assert client.retain(keys, 3600) == 8
+        assert read(client, keys[:8]) == [True] * 8
