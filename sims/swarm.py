@@ -204,9 +204,14 @@ def with_tenants(options: Options) -> Options:
 
 
 def with_tenants_on_disk(options: Options) -> Options:
-    """Return a run as `with_tenants` makes it, in which they want more of each disk than it has."""
+    """Return a run as `with_tenants` makes it, in which they want more of each disk than it has.
+
+    Pages have one size in granules: in so small a pool a larger page finds no room where its
+    namespace has only small extents, so what is on disk could not be read again.
+    """
     return attrs.evolve(
         with_tenants(options),
+        lengths=(1300, 1500),
         disk_slabs=6,
         disk_on_evict=False,
         disk_queue_bytes=10**6,
