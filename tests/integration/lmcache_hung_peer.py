@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,21 @@ def look_up(adapter: Any, number: int) -> int:
     return adapter.query_lookup_and_lock_result(task).popcount()
 
 
+def state_of(thread: Path) -> str:
+    """Return the kernel's letter for what a thread does."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop(process: int) -> None:
+    """Stop a process, and wait until each of its threads stands still, which takes a while."""
+    os.kill(process, signal.SIGSTOP)
+    threads = Path(f"/proc/{process}/task")
+    until = time.monotonic() + ANSWER_S
+    while any(state_of(thread) != "T" for thread in threads.iterdir()):
+        assert time.monotonic() < until, "the node did not stop"
+        time.sleep(0.001)
+
+
 def main() -> None:
     """Tell what happened."""
     first, second = (PeerCacheL2Adapter(json.loads(each)) for each in sys.argv[1:3])
@@ -70,7 +86,7 @@ def main() -> None:
     said["loaded"] = load(second, 1, into)[0]
     said["sum"] = int(into.tensor.sum())
     said["another_size"] = load(second, 1, memory(0, SIZE // 2))[0]
-    os.kill(node, signal.SIGSTOP)
+    stop(node)
     try:
         said["hung"], said["hung_s"] = load(second, 2, memory(0))
         began = time.monotonic()
