@@ -56,7 +56,7 @@ LAYERS: dict[str, str] = {
     "": "client",
     # What people and engines start.
     "engines": "model config observability client",
-    "sglang": "model config observability client engines",
+    "sglang": "model config observability events client engines",
     "lmcache": "model observability client engines",
     "vllm": "model observability client engines",
     "connector": "model content config observability memory events client",

@@ -271,6 +271,11 @@ class Client:
 
         return self._call("stats", 0, Overlap.unknown(len(keys)), ask)
 
+    @property
+    def home_address(self) -> str:
+        """Where the home node listens for the clients of its host."""
+        return self._home.url
+
     def member_addresses(self) -> dict[int, str]:
         """Return HOST:PORT of each live member, by incarnation."""
         return {number: member.control for number, member in self._tie.cluster.members.items()}

@@ -98,6 +98,11 @@ class Home:
             on_view=self._view_came,
         )
 
+    @property
+    def url(self) -> str:
+        """Where the home node listens for its clients."""
+        return self._url
+
     def url_of(self, peer: int) -> str | None:
         """Return where to dial an incarnation."""
         if self.tie.is_home(peer):

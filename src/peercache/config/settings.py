@@ -421,6 +421,13 @@ class Config:
         "sends events again as NAME=tcp://HOST:PORT+tcp://HOST:PORT. The prefix index tells what "
         "lies on their GPUs. Wants the extra `events`.",
     )
+    object_events: str = setting(
+        TEXT,
+        "",
+        "Endpoint of SGLang's first rank, such as tcp://*:5558: it publishes there, as Mooncake's "
+        "store does, which of the engine's pages its home node holds, for routers. Empty: it does "
+        "not. Wants the extra `events`.",
+    )
     log_format: str = setting(
         choice("auto", "json", "console"),
         "auto",

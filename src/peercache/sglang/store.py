@@ -21,8 +21,10 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
+from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.client.report import CallReport, current, reporting, tell_missed
 from peercache.config.settings import Config
+from peercache.errors import ConfigError
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Prefix
 from peercache.model.runs import I64, PageRuns
@@ -70,6 +72,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._tally = BatchTally(storage_metrics_class() if wants_metrics else None)
         self._warn_once = log.WarnOnce(self._log)
         self.registered_pools: dict[Any, Any] = {}
+        self._storage_config = storage_config
+        self._objects: Any = None
+        """What publishes object events, where they are asked for."""
         self._registration = Registration(
             self._config,
             storage_config,
@@ -95,6 +100,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         self.mem_pool_host = mem_pool_host
         self._registration.register(mem_pool_host)
+        at, rank = self._registration.attached, getattr(self._storage_config, "tp_rank", 0)
+        if self._config.object_events and not rank and at is not None and self._objects is None:
+            self._objects = self._object_events(at.client.home_address)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Serve the pages of a side pool too; never raises, for SGLang's threads run already.
@@ -310,6 +318,24 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def close(self) -> None:
         """Close the client. Later calls are misses; closing twice is fine."""
         self._registration.close()
+        objects, self._objects = self._objects, None
+        if objects is not None:
+            objects.close()
+
+    def _object_events(self, home: str) -> Any:
+        """Begin to publish what the home node holds; raise ConfigError if that cannot be."""
+        try:
+            from peercache.sglang.object_events import (  # noqa: PLC0415 - of the extra `events`
+                ObjectEvents,
+                object_names,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                "object_events", f"wants {error.name}: pip install 'peercache-kv[events]'"
+            ) from error
+        target = Target(at=home, config=self._config, timeout_s=TIMEOUT_S, has_cluster=True)
+        names = object_names(self._storage_config, self.mem_pool_host)
+        return ObjectEvents(self._config, names, lambda: Operator(target).__enter__(), self._log)
 
     # --- one place where everything becomes an answer ----------------------------------------
 
@@ -354,6 +380,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                     reasons.WEIGHTS_CHANGED,
                     "SGLang has not flushed its caches since the weights changed: /flush_cache",
                 )
+            if self._objects is not None and len(keys) > 0:
+                self._objects.name(keys, attached.spaces.digests[0])
             return ask(attached)
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))

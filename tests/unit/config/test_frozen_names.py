@@ -79,6 +79,7 @@ FROZEN: dict[str, Any] = {
     "http_open": False,
     "http_token_file": "",
     "engine_events": (),
+    "object_events": "",
     "log_format": "auto",
     "log_level": "info",
 }

@@ -1,0 +1,151 @@
+"""Object events of one engine: which of its pages its home node holds, for Dynamo's router.
+
+Owns    the names of pages that the engine has called by, and what the home node tells it holds.
+Hears   the page hashes of each call of the store; the changes of the home node, over its home
+        address, on a thread of its own.
+Keeps   what is published as stored lay at the home node when it was told, in memory or on disk; a
+        page that leaves it is published as removed.
+Limits  NAMES_MAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, final
+
+from peercache.config.settings import Config
+from peercache.errors import ConfigError
+from peercache.events.cluster import AskedNode, ClusterFollower
+from peercache.events.following import Index, NodeChanges
+from peercache.events.objects import ObjectNames, ObjectPublisher
+from peercache.model.changes import GONE
+from peercache.model.keys import page_keys_of
+from peercache.sglang.head_groups import HeadGroups, UncutPool
+
+HOME: Final = "home"
+
+NAMES_MAX: Final = 1_000_000
+"""Pages whose hashes are kept, the last ones that calls named: some 300 MB."""
+
+
+def object_names(storage_config: Any, pool: Any) -> ObjectNames:
+    """Return how SGLang's Mooncake store would name the objects of this engine's pages.
+
+    Raises ConfigError for stages of a pipeline, each of which holds some layers.
+    """
+    if int(getattr(storage_config, "pp_size", 1) or 1) > 1:
+        raise ConfigError("object_events", "is for engines without pipeline parallelism")
+    prefix = str(getattr(storage_config, "model_name", None) or "").replace("/", "-")
+    if getattr(storage_config, "is_mla_model", False):
+        return ObjectNames(prefix, 0)
+    groups = None
+    with contextlib.suppress(UncutPool):
+        groups = HeadGroups.of(storage_config, pool)
+    size = int(getattr(storage_config, "tp_size", 1) or 1)
+    return ObjectNames(prefix, size if groups is None else groups.total)
+
+
+@final
+class ObjectEvents:
+    """Publishes the pages of one engine that its home node holds. Thread-safe."""
+
+    def __init__(
+        self, config: Config, names: ObjectNames, connect: Callable[[], AskedNode], log: Any
+    ) -> None:
+        """Bind the endpoint of `config.object_events`, and follow the home node.
+
+        connect: opens a connection to the home node. Raises ConfigError where it cannot be bound.
+        """
+        self._log = log
+        self._lock = threading.Lock()
+        self._digest = b""
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+        """The hash of each page, by its key: the one that was named last stands last."""
+        self._index = Index()
+        self._told_problem = ""
+        try:
+            self._publisher = ObjectPublisher(config.object_events, names, present=self._present)
+        except OSError as error:
+            raise ConfigError("object_events", f"{config.object_events}: {error}") from error
+        self._follower = ClusterFollower(
+            lambda _: connect(), lambda: (HOME,), failed=self._tell_problem
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="peercache-object-events", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where routers connect to."""
+        return self._publisher.endpoint
+
+    def name(self, hashes: Sequence[str], digest: bytes) -> None:
+        """Note the hashes of pages that a call names. digest: of their namespace.
+
+        Pages of another namespace, as after new weights, count no longer.
+        """
+        keys: list[bytes] = page_keys_of(hashes, (digest,))[0].tolist()
+        stored, removed = [], []
+        with self._lock:
+            if digest != self._digest:
+                self._digest = digest
+                self._names.clear()
+                self._publisher.tell_anew()
+            for key, page in zip(keys, hashes, strict=True):
+                if key in self._names:
+                    self._names.move_to_end(key)
+                    continue
+                self._names[key] = page
+                if self._index.holders(key):
+                    stored.append(page)
+            while len(self._names) > NAMES_MAX:
+                key, page = self._names.popitem(last=False)
+                if self._index.holders(key):
+                    removed.append(page)
+            if stored or removed:
+                self._publisher.publish(stored=stored, removed=removed)
+
+    def close(self) -> None:
+        """End both threads; bounded, may be repeated."""
+        self._follower.close()
+        self._thread.join()
+        self._publisher.close()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        for batch in self._follower:
+            self._take(batch)
+
+    def _take(self, batch: NodeChanges) -> None:
+        keys, tiers = batch.changes["key"].tolist(), batch.changes["tier"].tolist()
+        with self._lock:
+            self._index.apply(batch)
+            # The last change of a page is the one that counts.
+            last = {
+                self._names[key]: tier != GONE
+                for key, tier in zip(keys, tiers, strict=True)
+                if key in self._names
+            }
+            stored = [page for page, is_stored in last.items() if is_stored]
+            removed = [page for page, is_stored in last.items() if not is_stored]
+            if batch.anew:
+                # All that was told of the home node is void.
+                self._publisher.tell_anew()
+            elif stored or removed:
+                self._publisher.publish(stored=stored, removed=removed)
+        self._told_problem = ""
+
+    def _present(self) -> Iterable[str]:
+        with self._lock:
+            pages = self._index.pages(HOME)
+            return [page for key, page in self._names.items() if key in pages]
+
+    def _tell_problem(self, _: str, problem: Exception) -> None:
+        if str(problem) != self._told_problem:
+            self._told_problem = str(problem)
+            self._log.warning("sglang.home_not_followed", why=str(problem))
