@@ -21,10 +21,13 @@ from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls, TlsFiles, load_own_certificate, mark_of, read_secret
 from peercache.trust.rights import Watcher, may_read, watcher_of
-from peercache.trust.sharing import Sharing
+from peercache.trust.sharing import NO_DESCRIPTORS, Sharing
 
 TOKEN_CHARACTERS_MIN = 16
 """Shorter tokens can be guessed."""
+
+NO_DESCRIPTORS_REASON = "descriptors"
+"""The reason of a refusal that says nothing of the client: ask again when the node has some."""
 
 
 @attrs.frozen
@@ -73,12 +76,15 @@ class Access:
         """Return why this page is not for the client, in words for it; "" where it is.
 
         authorization, host: the headers of these names, "" without one.
+        Raises Rejected where the node cannot tell for now who asks.
         """
         watchers, problem = self._watchers(client, authorization, host)
         if may_read(path, watchers, is_open=self._is_open):
             return ""
         reason, detail = (problem.reason, problem.detail) if problem else ("unauthorized", "")
         self.count(reason, client, detail)
+        if problem and reason == NO_DESCRIPTORS_REASON:
+            raise problem
         told = (
             "this page wants the certificate of an operator or a node, or the bearer token of "
             "http_token_file"
@@ -138,7 +144,8 @@ class Access:
             raise Rejected("host", "on this host ask at 127.0.0.1, [::1] or localhost")
         problem = self._sharing.tcp_peer_problem(client.local, client.remote)
         if problem:
-            raise Rejected("owner", problem)
+            reason = NO_DESCRIPTORS_REASON if problem == NO_DESCRIPTORS else "owner"
+            raise Rejected(reason, problem)
         return Watcher.SHARER
 
     def _renew(self, tls: LiveTls) -> None:

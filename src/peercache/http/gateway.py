@@ -2,7 +2,7 @@
 
 Hears   h11's events of one request: head, then a body of at most BODY_BYTES_MAX, or as many as
         LONG_BODIES gives its path.
-Says    what the application sends; 400, 413, 431 or 500 where there is nothing of it to send.
+Says    what the application sends; 400, 413, 431, 500 or 503 where there is nothing of it to send.
 Keeps   one path for all: what access is asked about is what the application routes by.
 Limits  REQUEST_BYTES_MAX of head. The connection's place and time are the server's business.
 """
@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import h11
 import trio
 
+from peercache.errors import Rejected
 from peercache.http.access import HttpClient
 from peercache.observability.log import get_logger
 
@@ -100,7 +101,8 @@ class HttpExchange:
         """Answer one request; return False where the other side closed without one.
 
         refusal: why a request is refused, in words for its client, "" where it is not; of its
-                 path and its headers Authorization and Host.
+                 path and its headers Authorization and Host; raises Rejected where that cannot
+                 be told for now.
         """
         try:
             request = await self._request()
@@ -122,6 +124,8 @@ class HttpExchange:
                     self._body_bytes_max = LONG_BODIES[scope["path"]]
                     self._receive_bytes = LONG_RECEIVE_BYTES
                 await self._apply(application, scope)
+        except Rejected as error:
+            await self._tell(503, error.detail)
         except h11.RemoteProtocolError as error:
             await self._tell(error.error_status_hint, str(error))
         except _BodyTooLong:

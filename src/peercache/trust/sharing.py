@@ -8,6 +8,7 @@ kernel's socket tables), never at a path.
 
 from __future__ import annotations
 
+import errno
 import grp
 import ipaddress
 import os
@@ -39,6 +40,12 @@ REASON = "owner"
 
 PROBE_S = 0.5
 """How long a full queue of a listener is waited for."""
+
+NO_DESCRIPTORS = (
+    "this node cannot tell who connects, for want of a descriptor (Too many open files): "
+    "raise its limit (ulimit -n, LimitNOFILE)"
+)
+"""Why a connection on this host is refused by a node whose descriptors are all taken."""
 
 _GROUP_UNSET = -1
 
@@ -216,7 +223,10 @@ class Sharing:
         """
         if not is_loopback(remote[0]):
             return ""
-        uid = uid_of_tcp_peer(local, remote)
+        try:
+            uid = uid_of_tcp_peer(local, remote)
+        except OSError:
+            return NO_DESCRIPTORS
         if uid is None:
             return "the process at the other end of this connection has gone, or cannot be told"
         return "" if self.allows_uid(uid) else self.sentence("the connecting process", uid)
@@ -242,13 +252,19 @@ def uid_of_tcp_peer(local: Address, remote: Address) -> int | None:
     local, remote: numeric addresses of the accepted connection. One lookup in the kernel's hash
     table: 30 µs, however many sockets there are. A kernel without that interface (inet_diag) is
     read as text: 3 ms, and 10 ms beside 1,000 connections. A socket that its process has closed
-    belongs to no uid.
+    belongs to no uid. Raises OSError where every descriptor is taken, since a lookup needs one.
     """
     ends = (_plain(remote[0]), remote[1]), (_plain(local[0]), local[1])
+    exhausted: OSError | None = None
     for look in (_uid_by_netlink, _uid_by_table):
-        # No such interface here (a sandbox, a kernel without the module): the next one.
-        with suppress(OSError):
+        try:
             return look(*ends)
+        except OSError as error:  # noqa: PERF203 - two turns at most
+            # No such interface here (a sandbox, a kernel without the module): the next one.
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                exhausted = error
+    if exhausted is not None:
+        raise exhausted
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.rights import Watcher, may_read
 from peercache.trust.sharing import Sharing
 from tests.certificates import Certificates
+from tests.descriptors import no_descriptors
 from tests.unit.http.http_node import ask, served
 
 TOKEN = "a-token-of-some-length-42"
@@ -163,6 +165,25 @@ async def test_own_process_reads_everything_on_loopback() -> None:
     """The kernel says whose connection it is."""
     async with served() as address:
         assert [(await ask(address, path))[0] for path in PAGES] == [200, 200, 200, 404]
+
+
+async def test_a_node_without_descriptors_says_so_and_admits_no_client() -> None:
+    """A 401 would send a person to look for rights that are not missing."""
+    metrics = Metrics()
+    async with served(metrics=metrics) as address:
+        # Connected, but not accepted yet: that takes the one that is left.
+        probe = trio.socket.from_stdlib_socket(socket.create_connection(parse_address(address)))
+        with probe, no_descriptors(left=1):
+            await probe.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with trio.fail_after(20):
+                answer = await probe.recv(4096)
+                while chunk := await probe.recv(4096):
+                    answer += chunk
+
+        assert (await ask(address, "/metrics"))[0] == 200
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"raise its limit" in answer
+    assert totals_of(metrics.http_refused) == {"descriptors": 1.0}
 
 
 async def test_one_port_speaks_clear_text_and_tls(

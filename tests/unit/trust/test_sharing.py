@@ -19,6 +19,7 @@ from peercache.config.quantities import is_loopback
 from peercache.errors import ConfigError, Rejected
 from peercache.trust import sharing as module
 from peercache.trust.sharing import Sharing, peer_uid, uid_of_tcp_peer
+from tests.descriptors import no_descriptors
 
 STRANGER = 65_534
 OURS = os.geteuid()
@@ -373,6 +374,19 @@ def test_a_connection_that_its_process_has_closed_is_no_user_s(
 
         assert uid_of_tcp_peer(local, remote) is None
         assert "gone" in Sharing.of().tcp_peer_problem(local, remote)
+
+
+def test_without_a_descriptor_a_connection_is_refused_for_that() -> None:
+    """The lookup takes one: who connects is not known, so it is neither let in nor called gone."""
+    with connection_of(OURS, "127.0.0.1", "127.0.0.1") as (accepted, _):
+        local, remote = _ends(accepted)
+        with no_descriptors():
+            problem = Sharing.of().tcp_peer_problem(local, remote)
+            with pytest.raises(OSError, match="Too many open files"):
+                uid_of_tcp_peer(local, remote)
+
+        assert problem == module.NO_DESCRIPTORS
+        assert Sharing.of().tcp_peer_problem(local, remote) == ""
 
 
 def test_no_connection_has_no_uid() -> None:
