@@ -332,13 +332,13 @@ class Exchange(Generic[Kind]):
             self._check(question)
 
     def end(self) -> None:
-        """Give every connection back, and count the silence of the peers that did not answer."""
-        now = self._connections.clock()
+        """Give every connection back; peers that did not answer were silent until the deadline."""
+        until = min(now := self._connections.clock(), self._until)
         self._waiting.clear()
         for question in list(self._open.values()):
             # A peer that was cut short because another answer was enough has not failed.
             if not self._is_done:
-                self._connections.breakers.waited(question.peer, now - question.asked_at, now)
+                self._connections.breakers.waited(question.peer, until - question.asked_at, now)
             self._finish(question)
 
     def _take(self, question: Question[Kind], stop_at: float) -> None:

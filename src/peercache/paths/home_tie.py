@@ -35,6 +35,12 @@ VIEW_PARTS_MAX = 64
 LOST_BEAT_S = 0.25
 """The same while the home node is lost: hits come back well within 5 s of its restart."""
 
+VIEW_PATIENCE_S = 0.2
+"""How long a view is waited for: less than `STALL_S`. On a starved host a beat may go unanswered
+while no call has waited for anything; one such silence must not close the home node, or any other,
+to the next call. The Hello after it waits longer, and any answer counts; the question after that
+opens the breaker of a node that is hung."""
+
 Memory = TypeVar("Memory")
 Result = TypeVar("Result")
 Path: TypeAlias = Generator[Step, Any, Result]
@@ -175,7 +181,7 @@ class Tie(Generic[Memory]):
         """Bring the view up to date by what has changed, or else by the whole of it."""
         if self.has_view:
             asked_changes = ViewChangesAsked(0, self._view.digest())
-            answer = (yield Ask(((peer, asked_changes),), self._clock() + LOST_BEAT_S))[0]
+            answer = (yield Ask(((peer, asked_changes),), self._clock() + VIEW_PATIENCE_S))[0]
             if not isinstance(answer, ViewChanges):
                 return False
             changed = changed_view(self._view, answer)
@@ -189,7 +195,7 @@ class Tie(Generic[Memory]):
         asked = ViewAsked(0, self._view.digest())
         members: list[Member] = []
         for _ in range(VIEW_PARTS_MAX):
-            answer = (yield Ask(((peer, asked),), self._clock() + LOST_BEAT_S))[0]
+            answer = (yield Ask(((peer, asked),), self._clock() + VIEW_PATIENCE_S))[0]
             if not isinstance(answer, ViewShared):
                 return False
             members += answer.view

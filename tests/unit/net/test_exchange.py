@@ -437,3 +437,14 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> Non
 
     assert answers == [WELCOME, Refused(0, "cluster", "no"), None]
     assert greeting.wait_s() is None
+
+
+def test_what_a_caller_slept_beyond_its_deadline_is_no_silence_of_the_peer() -> None:
+    """A starved thread looks late: the peer had the time until the deadline, and no more."""
+    side = Side()
+    exchange = side.ask(7, until=side.now + 0.8 * STALL_S)
+
+    side.turn(exchange, passed_s=2 * STALL_S)
+    exchange.end()
+
+    assert not side.breakers.is_open(7)

@@ -36,6 +36,8 @@ class Nodes:
     told: list[object] = attrs.field(factory=list)
     asked: list[object] = attrs.field(factory=list)
     report: ClientReport | None = None
+    breakers: Breakers = attrs.field(factory=Breakers)
+    now: float = 10.0
 
     def tie(self) -> Tie[str]:
         """Return a tie to a home node whose memory is its name."""
@@ -43,10 +45,10 @@ class Nodes:
             url="ipc:///home",
             config=Config(),
             boot_id="here",
-            breakers=Breakers(),
+            breakers=self.breakers,
             touches=Touches(),
             report=self.report,
-            clock=lambda: 10.0,
+            clock=lambda: self.now,
             open_memory=self._open,
             on_attached=lambda new, old: self.told.append((new.memory, old and old.memory)),
             on_rejected=self._rejected,
@@ -75,6 +77,10 @@ class Nodes:
                     self.asked.pop()
                 else:
                     answer = [view]
+                if view is None and step.until > self.now:
+                    # As an Exchange counts the time in which nothing came.
+                    waited_s, self.now = step.until - self.now, step.until
+                    self.breakers.waited(peer, waited_s, self.now)
 
     def _open(self, member: Member) -> str:
         return f"memory of {member.incarnation}"
@@ -202,3 +208,20 @@ def test_home_node_that_a_view_has_named_ends_with_the_view() -> None:
 
     assert sorted(tie.cluster.members) == [OTHER]
     assert tie.cluster.home == 0
+
+
+def test_one_beat_without_an_answer_closes_no_node_to_the_next_call() -> None:
+    """A starved host is late once, while no call waits; a node that is hung is late again."""
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.drive(tie.ask_view())
+    nodes.views = {}
+
+    nodes.drive(tie.ask_view())
+    after_one = [nodes.breakers.is_open(peer) for peer in (HOME, OTHER)]
+    nodes.drive(tie.ask_view())
+    after_two = [nodes.breakers.is_open(peer) for peer in (HOME, OTHER)]
+
+    assert after_one == [False, False]
+    assert after_two == [True, True]
