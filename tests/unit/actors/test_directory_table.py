@@ -136,6 +136,31 @@ def test_all_is_found_at_each_step_of_a_growth() -> None:
     assert table.figures().slots > slots
 
 
+def test_a_key_that_a_batch_names_twice_has_one_row() -> None:
+    """One walk places a batch's keys before the first of them is there."""
+    rng = np.random.default_rng(7)
+    table = table_of(A, slots_min=4096)
+    for _ in range(20):
+        once = random_records(rng, 100)
+        change = table.put(0, np.repeat(once, 2).tobytes())
+
+        assert (change.fresh, change.gone) == (100, 0)
+    assert table.count(0) == 2000
+
+
+def test_a_batch_knows_what_only_the_old_index_names() -> None:
+    rng = np.random.default_rng(8)
+    table = table_of(A)
+    told = random_records(rng, 5000)
+    steps = 0
+    for begin in range(0, len(told), 50):
+        table.put(0, told[begin : begin + 50].tobytes())
+        steps += table.is_growing
+
+        assert table.put(0, told[: begin + 50].tobytes()).fresh == 0
+    assert steps, "the table never grew: nothing was tried"
+
+
 def test_no_part_of_a_growth_is_long() -> None:
     """An index of a quarter million slots is moved in parts of no more than their budget."""
     rng, table = np.random.default_rng(6), table_of(A, slots_min=2**18)

@@ -32,11 +32,12 @@
 
 /* --- slots ----------------------------------------------------------------------------------- */
 
-/* Name a row in the current index. Its capacity has been made sure of. */
-static void name(struct table *t, uint32_t tag, uint32_t number)
+/* Name a row in the current index, in the first free slot from `at` on: the tag's home, or a later
+ * slot with no empty one between. Its capacity has been made sure of. */
+static void name(struct table *t, uint32_t tag, uint32_t number, uint64_t at)
 {
     struct index *index = &t->index[t->current];
-    uint64_t *slots = slots_of(t, (unsigned)t->current), at = home_of(index, tag);
+    uint64_t *slots = slots_of(t, (unsigned)t->current);
 
     while (is_named(slots[at]))
         at = after(index, at);
@@ -133,12 +134,39 @@ static int release_piece(struct table *t)
     return 1;
 }
 
+/* Move the rows that the next slots of the old index name, up to `most` slots of a batch. Returns how
+ * many slots that were. */
+static uint64_t move_slots(struct table *t, uint64_t most)
+{
+    struct index *index = &t->index[!t->current];
+    uint64_t *first = slots_of(t, !t->current) + t->moved, count = index->capacity - t->moved;
+    uint64_t *named[BATCH];
+    uint32_t found = 0;
+
+    count = count < most ? count : most;
+    count = count < BATCH ? count : BATCH;
+    /* No branch: which slots name a row is as random as the hash. */
+    for (uint64_t at = 0; at < count; at++) {
+        named[found] = &first[at];
+        found += is_named(first[at]);
+    }
+    for (uint32_t each = 0; each < found; each++) {
+        uint64_t slot = *named[each];
+        uint32_t tag = (uint32_t)(slot >> 32);
+
+        name(t, tag, (uint32_t)slot, home_of(&t->index[t->current], tag));
+        __atomic_store_n(named[each], TOMBSTONE, __ATOMIC_RELEASE);
+    }
+    index->named -= found;
+    t->moved += count;
+    return count;
+}
+
 /* Do a bounded part of a growth: load the memory of `budget` slots of the next index, move half as
  * many out of the old one, or give its memory back. Returns whether there is more to do. */
 int peercache_table_tend(struct table *t, uint64_t budget)
 {
     struct index *index = &t->index[!t->current];
-    uint64_t *slots = slots_of(t, !t->current);
 
     /* Rows are named all over an index: without this a batch would wait for a page a row. */
     for (; t->next_capacity && budget >= PAGE_BYTES / 8; budget -= PAGE_BYTES / 8) {
@@ -151,18 +179,12 @@ int peercache_table_tend(struct table *t, uint64_t budget)
             return 1;
         }
     }
-    for (; index->capacity && budget > 1; budget -= 2, t->moved++) {
+    while (index->capacity && budget > 1) {
         if (t->moved == index->capacity) {
             end_move(t, index);
             break;
         }
-        uint64_t slot = slots[t->moved];
-
-        if (is_named(slot)) {
-            name(t, (uint32_t)(slot >> 32), (uint32_t)slot);
-            index->named--;
-            __atomic_store_n(&slots[t->moved], TOMBSTONE, __ATOMIC_RELEASE);
-        }
+        budget -= 2 * move_slots(t, budget / 2);
     }
     /* A page is given back as fast as four of its slots are moved. */
     while (!t->next_capacity && !index->capacity && t->index_ready[!t->current] && budget) {
@@ -290,8 +312,8 @@ void peercache_rows_write(struct row *row, const struct record *record, uint64_t
 }
 
 /* Add a record that the holder has not; room for it has been made sure of. */
-void peercache_rows_add(struct table *t, int64_t entry, const struct record *record, uint32_t tag,
-                        uint32_t born)
+void peercache_rows_add(struct table *t, int64_t entry, const struct record *record,
+                        const struct place *place, uint32_t born)
 {
     struct holder *holder = holder_at(t, entry);
     uint32_t number = t->row_free, bucket = record->key[0];
@@ -314,7 +336,8 @@ void peercache_rows_add(struct table *t, int64_t entry, const struct record *rec
     holder->count++;
     t->rows_live++;
     peercache_rows_flip(holder, row);
-    name(t, tag, number);
+    name(t, place->tag, number,
+         place->free == NO_SLOT ? home_of(&t->index[t->current], place->tag) : place->free);
 }
 
 void peercache_rows_remove(struct table *t, uint32_t number, uint32_t tag)
@@ -377,6 +400,48 @@ void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_
     }
     for (uint64_t at = 0; at < count; at++)
         prefetch_row(t, tags[at]);
+}
+
+/* Return the first slot of the current index that a new row of this tag may take, NO_SLOT if an index
+ * names a row of the tag; that row is loaded. */
+static uint64_t free_for(const struct table *t, uint32_t tag)
+{
+    uint64_t free = NO_SLOT;
+
+    for (unsigned turn = 0; turn < 2; turn++) {
+        unsigned which = turn ? (unsigned)t->current : !t->current; /* the current one last */
+        const struct index *index = &t->index[which];
+        const uint64_t *slots = slots_of(t, which);
+
+        if (!index->capacity)
+            continue;
+        free = NO_SLOT;
+        for (uint64_t at = home_of(index, tag);; at = after(index, at)) {
+            uint64_t slot = slots[at];
+
+            if (!is_named(slot)) {
+                free = free == NO_SLOT ? at : free;
+                if (slot == EMPTY)
+                    break;
+            } else if (slot >> 32 == tag) {
+                __builtin_prefetch(row_at(t, (uint32_t)slot));
+                return NO_SLOT;
+            }
+        }
+    }
+    return free;
+}
+
+/* As `approach`, of keys of which many are new: say also where a row of each may be named. */
+void peercache_rows_place(const struct table *t, const uint8_t *keys, uint64_t stride,
+                          struct place *places, uint64_t count)
+{
+    for (uint64_t at = 0; at < count; at++) {
+        places[at].tag = tag_of(t->seed, keys + at * stride);
+        prefetch_slots(t, places[at].tag);
+    }
+    for (uint64_t at = 0; at < count; at++)
+        places[at].free = free_for(t, places[at].tag);
 }
 
 /* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder

@@ -7,6 +7,7 @@
 #define LISTED_MAX 1024      /* holders of one key that a lookup looks at */
 #define BATCH 64             /* keys whose memory is fetched together */
 #define TENDED_PER_RECORD 24 /* slots: an index is ready before the one before it is full */
+#define NO_SLOT UINT64_MAX
 #define MARKED (1u << 31)    /* in a row's `previous`: a repair has not named it yet */
 
 struct drop {
@@ -19,6 +20,12 @@ struct held {
     uint64_t holder; /* its identity */
     uint32_t place;  /* of the key in the batch */
     uint16_t entry, flags;
+};
+
+/* What one walk through the indices has said of a key of a batch. */
+struct place {
+    uint64_t free; /* the slot for its row if none has its tag yet, or NO_SLOT */
+    uint32_t tag;
 };
 
 struct change {
@@ -82,12 +89,15 @@ void peercache_rows_flip(struct holder *holder, const struct row *row);
 void peercache_rows_write(struct row *row, const struct record *record, uint64_t entry,
                           uint32_t born);
 /* Add a record that the holder has not; room for it has been made sure of. */
-void peercache_rows_add(struct table *t, int64_t entry, const struct record *record, uint32_t tag,
-                        uint32_t born);
+void peercache_rows_add(struct table *t, int64_t entry, const struct record *record,
+                        const struct place *place, uint32_t born);
 void peercache_rows_remove(struct table *t, uint32_t number, uint32_t tag);
 /* Hash a batch's next keys, `stride` bytes apart, and load what finding them will need. */
 void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_t stride,
                              uint32_t *tags, uint64_t count);
+/* As `approach`, of keys of which many are new: say also where a row of each may be named. */
+void peercache_rows_place(const struct table *t, const uint8_t *keys, uint64_t stride,
+                          struct place *places, uint64_t count);
 /* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder
  * has an earlier entry that ended and is not swept yet, becomes that record's. */
 uint32_t peercache_rows_find(const struct table *t, uint32_t tag, const uint8_t *key, int64_t entry,

@@ -4,17 +4,30 @@
 
 #include "_table.h"
 
+/* Return the row of a holder's record as `find`; the place is NO_SLOT if it is of no use any more.
+ *
+ * A free slot at the end of the first walk says that no row has this key: of an equal key earlier in
+ * the batch the walk ended at the same slot, and its row, or one before it, has taken that. */
+static uint32_t found(const struct table *t, struct place *place, const uint8_t *key,
+                      int64_t entry, uint32_t *born)
+{
+    if (place->free != NO_SLOT && !is_named(slots_of(t, (unsigned)t->current)[place->free]))
+        return 0;
+    place->free = NO_SLOT;
+    return peercache_rows_find(t, place->tag, key, entry, born);
+}
+
 /* Take the records that are newer than those held, or whose row is marked. */
 static void take(struct table *t, int64_t entry, const char *packed, uint64_t count,
                  const uint8_t *named, struct change *change)
 {
-    uint32_t tags[BATCH];
+    struct place places[BATCH];
 
     for (uint64_t begin = 0; begin < count; begin += BATCH) {
         uint64_t part = count - begin < BATCH ? count - begin : BATCH;
         const char *first = packed + begin * sizeof(struct record);
 
-        peercache_rows_approach(t, (const uint8_t *)first, sizeof(struct record), tags, part);
+        peercache_rows_place(t, (const uint8_t *)first, sizeof(struct record), places, part);
         for (uint64_t at = 0; at < part; at++) {
             struct record record;
             uint32_t number, born = t->born;
@@ -23,10 +36,10 @@ static void take(struct table *t, int64_t entry, const char *packed, uint64_t co
             memcpy(&record, first + at * sizeof(record), sizeof(record));
             if (named && !named[record.key[0]])
                 continue;
-            number = peercache_rows_find(t, tags[at], record.key, entry, &born);
+            number = found(t, &places[at], record.key, entry, &born);
             if (!number) {
                 t->born += born == t->born;
-                peercache_rows_add(t, entry, &record, tags[at], born);
+                peercache_rows_add(t, entry, &record, &places[at], born);
                 change->fresh++;
                 continue;
             }
