@@ -191,6 +191,30 @@ def test_every_command_speaks_json(command: click.Command, request: pytest.Fixtu
     assert speaks != (name in NO_JSON)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("status", "--at", "127.0.0.1:none"),
+        ("exists", "key", "--at", "127.0.0.1:31998"),
+        ("disk", "check", "/dev/null/none"),
+        ("certs", "show", "/dev/null/none"),
+        ("doctor", "--pool-size", "1XB"),
+        ("config", "--none"),
+    ],
+    ids=lambda wrong: wrong[0],
+)
+def test_an_error_is_one_sentence_for_scripts_too(
+    wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that parses stdout after exit status 2 finds nothing, never half an object."""
+    assert cli.main([*wrong, "--json"]) == 2
+
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("peercache: ")
+    assert told.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_for_the_shell(
     shell: str, capsys: pytest.CaptureFixture[str]
