@@ -65,7 +65,8 @@ LAYERS: dict[str, str] = {
     "cli.demo": "config observability '' cli",
     "cli.bench": "model config observability installation wire wire.messages trust actors "
     "actors.disk storage net fabric.tcp rdma client cli",
-    "cli.doctor": "trust config observability installation memory rdma node cli cli.bench",
+    "cli.doctor": "trust config observability installation memory rdma discovery node cli "
+    "cli.bench",
 }
 
 # A foreign library is known to few places, so that a change of it has few places to be made.

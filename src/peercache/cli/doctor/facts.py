@@ -129,6 +129,19 @@ class AddressFact:
     is_own: bool = attrs.field(default=False, kw_only=True)
 
 
+@attrs.frozen
+class SourceFact:
+    """A source of addresses that `discovery_addr` names.
+
+    problem:   why it gives no addresses now, "" if it answers.
+    ends_node: whether a node does not start with it.
+    """
+
+    written: str
+    problem: str = ""
+    ends_node: bool = False
+
+
 @attrs.frozen(kw_only=True)
 class DiskFact:
     """The folder of the disk tier, in bytes.
@@ -168,6 +181,7 @@ class Facts:
     speed: Speed
     trust: TrustFact = TrustFact()
     addresses: tuple[AddressFact, ...] = ()
+    sources: tuple[SourceFact, ...] = ()
     disk: DiskFact | None = None
     """None without a disk tier."""
     parts_missing: tuple[tuple[str, str], ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peercache.cli.doctor.facts import Facts, Memory, PortFact
 from peercache.cli.doctor.libraries import find_libraries
-from peercache.cli.doctor.places import look_at_addresses, look_at_disk
+from peercache.cli.doctor.places import look_at_addresses, look_at_disk, look_at_sources
 from peercache.cli.doctor.speed import measure
 from peercache.cli.doctor.trust import look_at_trust
 from peercache.config.settings import Config
@@ -50,6 +50,7 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
         speed=measure(config, chosen, is_quick=is_quick),
         trust=look_at_trust(config),
         addresses=look_at_addresses(config),
+        sources=look_at_sources(config),
         disk=look_at_disk(config),
         parts_missing=tuple(_parts_missing(config)),
     )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from peercache.cli.doctor.facts import AddressFact, DiskFact
-from peercache.config.discovery import hosts_to_ask
+from peercache.cli.doctor.facts import AddressFact, DiskFact, SourceFact
+from peercache.config.discovery import EtcdAddress, KubernetesAddress, hosts_to_ask, sources_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
+from peercache.discovery.kubernetes import ApiServer
+from peercache.errors import ConfigError
 from peercache.node.reach import is_ours, look_up
 
 WILDCARDS = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 NAMED_PORT = 1
 """The resolver wants a port: which one does not matter."""
+
+CONNECT_S = 1.0
+"""How long a server of a source may take to accept a connection."""
 
 
 def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
@@ -38,6 +44,43 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "advertise", config.advertise, format_address(config.advertise, NAMED_PORT)
     for address in [each for entry in config.discovery_addr for each in hosts_to_ask(entry)]:
         yield "discovery_addr", address, address
+
+
+def look_at_sources(config: Config) -> tuple[SourceFact, ...]:
+    """Return every etcd and every Kubernetes API that is to be asked, and whether one answers.
+
+    That a name resolves is among the addresses.
+    """
+    facts = []
+    for source in sources_of(config.discovery_addr):
+        if isinstance(source, EtcdAddress):
+            facts.append(SourceFact(source.text, _silence(source.servers)))
+        elif isinstance(source, KubernetesAddress):
+            try:
+                api = ApiServer.of_this_pod(source.text)
+            except ConfigError as error:
+                facts.append(SourceFact(source.text, error.problem, ends_node=True))
+            else:
+                facts.append(SourceFact(source.text, _silence([(api.host, api.port)])))
+    return tuple(facts)
+
+
+def _silence(servers: Iterable[tuple[str, int]]) -> str:
+    """Return why none of these servers takes a connection, "" if one does."""
+    problems = []
+    for server in servers:
+        if not (problem := _refusal(server)):
+            return ""
+        problems.append(f"{format_address(*server)}: {problem}")
+    return f"nothing answers ({'; '.join(problems)})"
+
+
+def _refusal(server: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(server, CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def look_at_disk(config: Config) -> DiskFact | None:

@@ -58,6 +58,7 @@ def judge(facts: Facts) -> list[Finding]:
         *_parts(facts),
         *judge_trust(facts.trust),
         *_addresses(facts),
+        *_sources(facts),
         *_pool(facts),
         *_disk(facts.disk),
         *_files(facts),
@@ -128,6 +129,18 @@ def _addresses(facts: Facts) -> Iterator[Finding]:
             )
         elif each.setting != "discovery_addr" and not each.is_own:
             yield _not_own(each)
+
+
+def _sources(facts: Facts) -> Iterator[Finding]:
+    for each in facts.sources:
+        if each.ends_node:
+            fix = "discovery_addr = dns://NAME, or HOST:PORT of other nodes"
+            yield Finding(PROBLEM, "discovery", each.problem, fix)
+        elif each.problem:
+            text = f"{each.written}: {each.problem}; a node starts alone, and asks again"
+            yield Finding(ADVICE, "discovery", text, "start that server, or open its port")
+        else:
+            yield Finding(GOOD, "discovery", f"a server of {each.written} takes connections")
 
 
 def _not_own(each: AddressFact) -> Finding:

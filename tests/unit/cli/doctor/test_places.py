@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,8 @@ from click.testing import CliRunner
 
 from peercache.cli.doctor import host, places
 from peercache.cli.doctor.command import doctor
-from peercache.cli.doctor.facts import AddressFact, DiskFact
-from peercache.cli.doctor.places import look_at_addresses, look_at_disk
+from peercache.cli.doctor.facts import AddressFact, DiskFact, SourceFact
+from peercache.cli.doctor.places import look_at_addresses, look_at_disk, look_at_sources
 from peercache.cli.doctor.report import as_text
 from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, judge
 from peercache.config.settings import Config
@@ -118,6 +121,51 @@ def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("discovery_addr", (NO_ADDRESS,), False),
         ("discovery_addr", (), False),
     ]
+
+
+def test_sources_are_asked_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server of etcd is enough; outside a pod there is no Kubernetes API to ask."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server, unused_port() as silent:
+        answers = f"127.0.0.1:{server.getsockname()[1]}"
+        etcd = f"etcd://127.0.0.1:{silent},{answers}/a"
+        settings = {"insecure": "x", "discovery_addr": f"{etcd},etcd://127.0.0.1:{silent}/b"}
+
+        works, dead = look_at_sources(Config.load(settings))
+        (outside,) = look_at_sources(Config.load({"insecure": "x", "discovery_addr": "k8s://pc"}))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(silent))
+        (in_pod,) = look_at_sources(Config.load({"insecure": "x", "discovery_addr": "k8s://pc"}))
+
+    assert works == SourceFact(etcd)
+    assert dead.problem == f"nothing answers (127.0.0.1:{silent}: Connection refused)"
+    assert outside.ends_node
+    assert "works in a pod only" in outside.problem
+    assert in_pod == SourceFact("k8s://pc", dead.problem)
+
+
+@contextlib.contextmanager
+def unused_port() -> Iterator[int]:
+    """Keep a port that is bound and that nothing listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("fact", "level", "says"),
+    [
+        (SourceFact("k8s://pc", "works in a pod only", ends_node=True), PROBLEM, "in a pod only"),
+        (SourceFact("etcd://e/p", "nothing answers"), ADVICE, "a node starts alone"),
+    ],
+)
+def test_source_without_an_answer_is_said(fact: SourceFact, level: str, says: str) -> None:
+    """A node starts without etcd, but not with what works in a pod only."""
+    (finding,) = worst(attrs.evolve(HOST, sources=(fact,)))
+
+    assert (finding.level, finding.topic) == (level, "discovery")
+    assert says in finding.text
+    assert finding.fix
 
 
 @pytest.mark.parametrize(
