@@ -350,7 +350,7 @@ ALERTS = (
         "{{ $labels.instance }}: pages do not get to the disk: {{ $labels.reason }}",
         "`full` and `no_room`: the file system has no room. `late` and `failed`: the disk has "
         "faults. These pages are lost at a restart.",
-        "`df` of `disk_path`; the `reason` in `/healthz`; `disk.call_failed` in the log.",
+        "`df` of `disk_path`; `disk.writes_failed` and `disk.call_failed` in the log.",
         "Make room, or lower `disk_size`; replace a disk that fails.",
         (Series(f'peercache_spills_dropped_total{{{INSTANCE},reason="full"}}', 0, 60, grows=True),),
         10,

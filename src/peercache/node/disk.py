@@ -18,6 +18,9 @@ from peercache.storage.store import DiskStore, PoolMemory
 
 OPENING = "it is being opened"
 
+RECOVERED_S = 10.0
+"""How long writes must succeed before the log says so: a full file system has room now and then."""
+
 
 @final
 class NodeDisk:
@@ -84,6 +87,39 @@ class NodeDisk:
             self.problem = fact.reason
             self._log.warning("disk.ended", reason=fact.reason)
         self._tell(fact)
+
+
+@final
+class DiskTroubles:
+    """Logs that pages begin not to get to a disk that is open, and that they do again."""
+
+    def __init__(
+        self,
+        trouble: Callable[[], str],
+        *,
+        path: str,
+        log: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """trouble: returns why they do not now, "" if they do. path: `disk_path`."""
+        self._trouble = trouble
+        self._path = path
+        self._log = log
+        self._clock = clock
+        self._told = ""
+        self._seen_at = 0.0
+
+    def look(self) -> None:
+        """Log what has changed; housekeeping looks once a second."""
+        trouble, now = self._trouble(), self._clock()
+        if trouble:
+            self._seen_at = now
+            if trouble != self._told:
+                self._log.warning("disk.writes_failed", path=self._path, why=trouble)
+                self._told = trouble
+        elif self._told and now - self._seen_at >= RECOVERED_S:
+            self._log.info("disk.writes_recovered", path=self._path)
+            self._told = ""
 
 
 def disk_settings_unused(config: Config) -> list[str]:

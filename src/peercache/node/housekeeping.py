@@ -59,11 +59,14 @@ class Housekeeping:
         switchboard: Switchboard,
         members: Callable[[], Sequence[Member]],
         dialled: Callable[[], frozenset[str]],
-        look_at_owners: Callable[[], None],
+        looks: Sequence[Callable[[], None]],
         metrics: Metrics,
         log: Any,
     ) -> None:
-        """Take the parts of the node that it looks after."""
+        """Take the parts of the node that it looks after.
+
+        looks: called each time, to log and count what has changed.
+        """
         self._config = config
         self._own_address = own_address
         self._admission = admission
@@ -71,7 +74,7 @@ class Housekeeping:
         self._switchboard = switchboard
         self._members = members
         self._dialled = dialled
-        self._look_at_owners = look_at_owners
+        self._looks = looks
         self._metrics = metrics
         self._log = log
         self._failed = FailedHandshakes() if config.has_tls else None
@@ -90,7 +93,8 @@ class Housekeeping:
             self._end_exited_clients()
             self._follow_members(self._members())
             self._close_unauthenticated()
-            self._look_at_owners()
+            for look in self._looks:
+                look()
             await self._follow_handshakes()
             self.last_at = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)

@@ -46,7 +46,7 @@ from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
-from peercache.node.disk import NodeDisk, disk_settings_unused
+from peercache.node.disk import DiskTroubles, NodeDisk, disk_settings_unused
 from peercache.node.draining import Drainer
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.gathering import Gathering
@@ -188,10 +188,14 @@ class Node:
             self.log.info("node.stopped")
             self.stopped.set()
 
-    def _owners_of(self, crew: Crew) -> OwnersWatch:
-        """Return what watches this node's directory owners, and its own shard."""
-        publisher, authority = crew.publisher, crew.directory.authority
-        return OwnersWatch(publisher, authority, crew.membership.member, self.metrics, self.log)
+    def _looks(self, crew: Crew) -> tuple[Callable[[], None], ...]:
+        """Return what watches this node's directory owners with its own shard, and its disk."""
+        owners = OwnersWatch(
+            crew.publisher, crew.directory.authority, crew.membership.member, self.metrics, self.log
+        )
+        path = self.config.disk_path
+        disk = DiskTroubles(lambda: crew.disk.trouble, path=path, log=self.log)
+        return owners.look, disk.look
 
     async def _start(
         self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener
@@ -242,7 +246,7 @@ class Node:
             switchboard=switchboard,
             members=self._members,
             dialled=crew.membership.dialled,
-            look_at_owners=self._owners_of(crew).look,
+            looks=self._looks(crew),
             metrics=self.metrics,
             log=self.log,
         )

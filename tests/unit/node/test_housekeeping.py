@@ -26,7 +26,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, alone_s: float) -> tuple[Housekeepin
     housekeeping = Housekeeping(
         Config.load({"discovery_addr": "127.0.0.1:5"}), own_address=str, admission=parts,
         listener=parts, switchboard=parts, members=list, metrics=Metrics(), log=log,
-        dialled=frozenset, look_at_owners=lambda: None,
+        dialled=frozenset, looks=(),
     )  # fmt: skip
     return housekeeping, said
 
@@ -70,7 +70,7 @@ async def test_rdma_actor_hears_each_second_which_clients_are_connected(
     housekeeping = Housekeeping(
         Config(), own_address="", admission=admission, listener=listener, switchboard=switchboard,
         members=list, metrics=Metrics(), log=get_logger(),
-        dialled=frozenset, look_at_owners=lambda: None,
+        dialled=frozenset, looks=(),
     )  # fmt: skip
 
     async with trio.open_nursery() as nursery:
