@@ -53,8 +53,10 @@ def drain(
             return EXIT_NOT_DONE if told["problem"] else 0
         told = operator.ask(DrainNode(0, within_s or 0.0), DrainTold).figures
         until = time.monotonic() + LEAVE_S
+        shown: dict[str, int | float | str] = {}
         while told["state"] != "serving":
-            _show(told, as_json=as_json)
+            if told != shown:
+                _show(shown := told, as_json=as_json)
             time.sleep(LOOK_S)
             try:
                 told = operator.ask(DrainAsked(0), DrainTold).figures
