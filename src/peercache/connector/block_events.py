@@ -3,6 +3,7 @@
     publisher = BlockPublisher("tcp://0.0.0.0:5557")
     metadata = ConnectorMetadata(…, on_stored=lambda told: publisher.publish([block_stored(told)]))
 
+`followed_blocks` does this, and withdraws what no node holds any more.
 Needs the extra `events`.
 """
 

@@ -292,8 +292,9 @@ class Core:
         end, size = first + pages, self.page_tokens
         parent = digests[first - 1].tobytes() if first else None
         told = StoredPages(
-            digests[first:end], parent, ids[first * size : end * size].copy(), size, chain.salts
-        )
+            digests[first:end], parent, ids[first * size : end * size].copy(), size, chain.salts,
+            self.keys(digests[first:end]),
+        )  # fmt: skip
         try:
             tell(told)
         except Exception as error:  # The publisher's trouble is none of the transfer's.

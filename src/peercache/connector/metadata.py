@@ -11,7 +11,7 @@ from peercache.connector.page_store import OpenStore, cluster_store
 from peercache.content.chain import Chain, Digests
 from peercache.content.tokens import TokenIds
 from peercache.errors import InvalidRequest
-from peercache.model.keys import DEFAULT_NAME, Namespace
+from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
 
 AllReduceMin: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """Returns, for each place, the smallest number that a tensor-parallel rank gave. Each rank calls it
@@ -24,6 +24,7 @@ class StoredPages:
 
     digests: (pages, 32) uint8. parent: the digest before the first, None at the prompt's begin.
     tokens:  (pages * page_tokens,) uint32. salts: those of the request's chain.
+    keys:    (pages,) V16, the page keys in the namespace of this rank.
     """
 
     digests: Digests
@@ -31,6 +32,7 @@ class StoredPages:
     tokens: TokenIds
     page_tokens: int
     salts: Mapping[str, str]
+    keys: PageKeys
 
 
 def _is_positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:

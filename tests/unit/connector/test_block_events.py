@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peercache.connector.block_events import block_stored
 from peercache.connector.metadata import StoredPages
-from peercache.content.chain import Chain
+from peercache.content.chain import Chain, page_keys_of
 from peercache.content.tokens import token_ids
 from peercache.events.blocks import EventBatch, decode, encode
 
@@ -14,7 +14,8 @@ def told_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
     digests, ids = chain.digests(range(10)), token_ids(range(10))
     parent = digests[first - 1].tobytes() if first else None
     end = first + pages
-    return StoredPages(digests[first:end], parent, ids[first * 2 : end * 2], 2, chain.salts)
+    told = digests[first:end]
+    return StoredPages(told, parent, ids[first * 2 : end * 2], 2, chain.salts, page_keys_of(told))
 
 
 def test_events_chain_and_travel() -> None:
