@@ -18,7 +18,7 @@ from peercache.events.blocks import (
     EventBatch,
     encode,
 )
-from peercache.manager.engine_stream import AWAY, JOINED_LATE, Batch, EngineStream
+from peercache.manager.engine_stream import AWAY, JOINED_LATE, SEVERAL_GROUPS, Batch, EngineStream
 from peercache.manager.gpu_blocks import GpuBlocks
 
 BLOCK = 2
@@ -156,20 +156,34 @@ def test_what_cannot_be_read_makes_it_unknown(payload: bytes, why: str) -> None:
     assert engine.found[1] == 0
 
 
-def test_only_gpu_memory_and_the_first_group_of_layers_count() -> None:
+def test_only_gpu_memory_counts() -> None:
     engine = Engine(has_replay=False)
     engine.publish(2)
     elsewhere = [
         BlockStored((2,), 1, (2, 2), BLOCK, medium="CPU_PINNED"),
+        BlockStored((3,), 1, (2, 2), BLOCK, medium="CPU_PINNED", group=1),
         BlockRemoved((0,), medium="CPU_PINNED"),
-        BlockStored((3,), 1, (2, 2), BLOCK, group=1),
-        BlockRemoved((1,), group=1),
     ]
     engine.stream.take(2, batch(*elsewhere))
     engine.published = 3
     assert engine.found == ("", 2)
     engine.stream.take(3, batch(BlockRemoved((1,), group=0)))
     assert engine.found == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "event", [BlockStored((3,), 1, (2, 2), BLOCK, group=1), BlockRemoved((1,), group=1)]
+)
+def test_an_engine_with_several_groups_of_layers_is_unknown(event: BlockEvent) -> None:
+    """The first group may have a prefix of which another one has dropped its part."""
+    engine = Engine(has_replay=False)
+    engine.publish(2)
+    assert engine.found == ("", 2)
+
+    engine.stream.take(2, batch(event))
+    assert engine.found == (SEVERAL_GROUPS, 0)
+    engine.stream.take(3, batch(AllBlocksCleared(), BlockStored((4,), None, (0, 0), BLOCK)))
+    assert engine.found == (SEVERAL_GROUPS, 0)
 
 
 @given(st.lists(st.sampled_from(["arrives", "lost", "ends", "forgets", "answers", "silent"])))
