@@ -142,7 +142,7 @@ def _logged() -> Iterator[list[str]]:
                 continue
             teller = ast.unparse(node.func.value)
             is_log = node.func.attr in LEVELS and "log" in teller
-            is_once = node.func.attr == "_warn_once"
+            is_once = node.func.attr.endswith("warn_once")
             if not (is_log or is_once) or not node.args:
                 continue
             for event in _events(node.args[0], constants):

@@ -71,7 +71,7 @@ def log_calls(tree: ast.AST) -> Iterator[ast.expr]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
             continue
         is_log = node.func.attr in LEVELS and "log" in ast.unparse(node.func.value)
-        if is_log or node.func.attr == "_warn_once":
+        if is_log or node.func.attr.endswith("warn_once"):
             yield node.args[0]
 
 

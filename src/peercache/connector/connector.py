@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from peercache.connector.core import Core, PageMapping, checked, span_of
-from peercache.connector.metadata import ConnectorMetadata
+from peercache.connector.metadata import ConnectorMetadata, seconds
 from peercache.content.chain import Chain
 from peercache.content.tokens import Tokens
 from peercache.errors import InvalidRequest
@@ -72,9 +72,7 @@ class RemoteKVConnector:
         chain, timeout_s = self._options(kw)
         ids = checked(req_id, tokens_list)
         span = span_of(page_to_tokens_mapping, core.page_tokens, len(ids))
-        core.buffers().check(span.indices)
-        if len(set(span.indices.tolist())) < len(span.indices):
-            raise InvalidRequest("the mapping names a page index twice: one page would be lost")
+        core.check_writable(span)
         return core.retrieve(req_id, span, ids, chain, timeout_s)
 
     def num_external_matched_tokens(
@@ -117,6 +115,4 @@ class RemoteKVConnector:
         salts, timeout_s = kw.get("salts"), kw.get("timeout_s", self.core.metadata.timeout_s)
         if salts is not None and not isinstance(salts, Mapping):
             raise InvalidRequest(f"salts are texts by name, not {salts!r:.60}")
-        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s is more than 0 seconds, not {timeout_s!r:.40}")
-        return self.core.chain_of(salts), float(timeout_s)
+        return self.core.chain_of(salts), seconds(timeout_s)

@@ -124,7 +124,7 @@ class Core:
         self.prefixes = Prefixes()
         self.clock = clock
         self._log = get_logger(rank=metadata.tp_rank)
-        self._warn = WarnOnce(self._log, repeat_s=WARN_S)
+        self.warn_once = WarnOnce(self._log, repeat_s=WARN_S)
         self._fork = ForkGuard()
         self._buffers: KVBuffers | None = None
         self._deregister: list[Callable[[], None]] = []
@@ -135,7 +135,7 @@ class Core:
         self.store = metadata.store(space)
 
         def lane(name: str, threads: int, pages: int) -> Lane:
-            return Lane(name, threads, pages, self.counts, self._warn, clock)
+            return Lane(name, threads, pages, self.counts, self.warn_once, clock)
 
         self.gets = lane("get", metadata.get_threads, metadata.queued_pages)
         self.sets = lane("set", metadata.set_threads, metadata.queued_pages)
@@ -165,6 +165,12 @@ class Core:
             raise InvalidRequest("there are no KV buffers: register_kv_buffers comes first")
         return self._buffers
 
+    def check_writable(self, span: Span) -> None:
+        """Raise InvalidRequest for pages that no buffer has, and for one that is named twice."""
+        self.buffers().check(span.indices)
+        if len(set(span.indices.tolist())) < len(span.indices):
+            raise InvalidRequest("the mapping names a page index twice: one page would be lost")
+
     def chain_of(self, salts: Mapping[str, str] | None) -> Chain:
         """Return the chain of a request's salts, beside the connector's own."""
         return self.chain.salted(salts) if salts else self.chain
@@ -188,7 +194,7 @@ class Core:
         try:
             return self.store.exists(self.keys(digests))
         except Exception as error:  # As in a transfer: a bug of a store is a miss.
-            self._warn("connector.lookup_failed", type(error).__name__, problem=repr(error))
+            self.warn_once("connector.lookup_failed", type(error).__name__, problem=repr(error))
             return 0
 
     def look_up(self, req_id: str, ids: TokenIds, chain: Chain, local_pages: int) -> Future[int]:
@@ -244,7 +250,7 @@ class Core:
         return transfer.future, (span.end if is_taken else span.first) * self.page_tokens
 
     def end(self, req_id: str) -> None:
-        """End what a request still has under way, and forget it."""
+        """End what a request still has under way, and forget it. InvalidRequest: no such id."""
         if self._fork.is_child:
             return
         self.end_retrieve(req_id)
@@ -252,7 +258,8 @@ class Core:
         self.prefixes.forget(req_id)
 
     def end_retrieve(self, req_id: str) -> None:
-        """End the lookups and retrieves of a request."""
+        """End the lookups and retrieves of a request. InvalidRequest: no such id."""
+        check_id(req_id)
         self.lookups.end(req_id)
         self.gets.end(req_id)
 
@@ -298,13 +305,18 @@ class Core:
         try:
             tell(told)
         except Exception as error:  # The publisher's trouble is none of the transfer's.
-            self._warn("connector.publisher_failed", type(error).__name__, problem=repr(error))
+            self.warn_once("connector.publisher_failed", type(error).__name__, problem=repr(error))
+
+
+def check_id(req_id: object) -> None:
+    """Raise InvalidRequest for what is no request's id."""
+    if not isinstance(req_id, str):
+        raise InvalidRequest(f"a request's id is a text, not {req_id!r:.40}")
 
 
 def checked(req_id: object, tokens: Tokens, local_tokens: object = 0) -> TokenIds:
     """Return a request's token ids. InvalidRequest: what is no request."""
-    if not isinstance(req_id, str):
-        raise InvalidRequest(f"a request's id is a text, not {req_id!r:.40}")
+    check_id(req_id)
     ids = token_ids(tokens)
     is_number = isinstance(local_tokens, (int, np.integer)) and not isinstance(local_tokens, bool)
     if not is_number or not 0 <= local_tokens <= len(ids):  # type: ignore[operator]

@@ -82,9 +82,9 @@ class FolderPages:
             Zstd(zstd_level)  # Says at once that the library is missing.
         self._flags = os.O_DIRECT if is_direct else 0
         self._is_durable = is_durable
-        self._warn = WarnOnce(get_logger(path=str(root)), repeat_s=WARN_S)
+        self._warn_once = WarnOnce(get_logger(path=str(root)), repeat_s=WARN_S)
         _prepare(root)
-        self._room = FolderRoom(root, bytes_max, self._warn)
+        self._room = FolderRoom(root, bytes_max, self._warn_once)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="peercache-folder")
         self._own = threading.local()
         self._numbers = itertools.count()
@@ -138,11 +138,13 @@ class FolderPages:
             return False
         except NoPage as problem:
             if problem.is_damaged:
-                self._warn("connector.page_damaged", str(problem), page=path, problem=str(problem))
+                self._warn_once(
+                    "connector.page_damaged", str(problem), page=path, problem=str(problem)
+                )
                 _unlink(path)
             return False
         except OSError as error:
-            self._warn("connector.read_failed", error.errno, page=path, error=str(error))
+            self._warn_once("connector.read_failed", error.errno, page=path, error=str(error))
             return False
 
     def _read(self, path: str, key: bytes, place: EnginePage) -> bool:
@@ -166,10 +168,10 @@ class FolderPages:
             finally:
                 self._room.settle(size, written)
         except NoPage as problem:
-            self._warn("connector.page_refused", str(problem), problem=str(problem))
+            self._warn_once("connector.page_refused", str(problem), problem=str(problem))
             return False
         except OSError as error:
-            self._warn("connector.write_failed", error.errno, page=path, error=str(error))
+            self._warn_once("connector.write_failed", error.errno, page=path, error=str(error))
             return False
         return True
 

@@ -44,7 +44,7 @@ class FolderRoom:
         """Count what is there, and start the thread."""
         self._root = root
         self._max = bytes_max
-        self._warn = warn
+        self._warn_once = warn
         self._changed = threading.Condition()
         self._is_closed = False
         self._reserved = 0
@@ -89,7 +89,7 @@ class FolderRoom:
         try:
             found = self._swept()
         except OSError as error:
-            self._warn(
+            self._warn_once(
                 "connector.sweep_failed", error.errno, path=str(self._root), error=str(error)
             )
             return

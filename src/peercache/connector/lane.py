@@ -61,7 +61,7 @@ class Lane:
         self._name = name
         self._pages_max = pages_max
         self._counts = counts
-        self._warn = warn
+        self._warn_once = warn
         self._clock = clock
         # Two conditions of one lock: a transfer wakes one thread that can move it, and no other.
         lock = threading.Lock()
@@ -165,7 +165,7 @@ class Lane:
             except Exception as error:  # A bug of ours, or of a store, is a miss for the engine.
                 with self._changed:
                     self._count("failed")
-                self._warn(
+                self._warn_once(
                     "connector.transfer_failed",
                     type(error).__name__,
                     lane=self._name,

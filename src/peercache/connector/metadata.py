@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from numbers import Real
+from typing import Any, TypeAlias, cast
 
 import attrs
+import numpy as np
 
 from peercache.connector.page_store import OpenStore, cluster_store
 from peercache.content.chain import Chain, Digests
 from peercache.content.tokens import TokenIds
 from peercache.errors import InvalidRequest
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
+
+SECONDS_MAX = 1e9
+"""Of a timeout, thirty years: a thread cannot wait for `inf` seconds."""
 
 AllReduceMin: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """Returns, for each place, the smallest number that a tensor-parallel rank gave. Each rank calls it
@@ -35,9 +40,35 @@ class StoredPages:
     keys: PageKeys
 
 
-def _is_positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not value > 0:
-        raise InvalidRequest(f"{attribute.name} is more than 0, not {value!r}")
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return a number of this field. InvalidRequest: none, or one below `least`."""
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_number or (number := int(cast("int", value))) < least:
+        raise InvalidRequest(f"{name} is a whole number from {least} on, not {value!r:.40}")
+    return number
+
+
+def seconds(value: object) -> float:
+    """Return the seconds of a `timeout_s`. InvalidRequest: none."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not cast("float", value) > 0:
+        raise InvalidRequest(f"timeout_s is more than 0 seconds, not {value!r:.40}")
+    return float(min(cast("float", value), SECONDS_MAX))
+
+
+def _is_text(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{attribute.name} is a text, not {value!r:.40}")
+
+
+def _is_count(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    whole_number(attribute.name, value, 1)
+
+
+def _is_callable(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    is_left_out = value is None and attribute.default is None
+    if not callable(value) and not is_left_out:
+        raise InvalidRequest(f"{attribute.name} is called, and {value!r:.40} cannot be")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -63,24 +94,26 @@ class ConnectorMetadata:
     dtype: str
     page_tokens: int
     salts: Mapping[str, str] = attrs.field(factory=dict)
-    namespace: str = DEFAULT_NAME
-    layout: str = ""
-    tp_rank: int = attrs.field(default=0)
-    tp_size: int = 1
+    namespace: str = attrs.field(default=DEFAULT_NAME, validator=_is_text)
+    layout: str = attrs.field(default="", validator=_is_text)
+    tp_rank: int = 0
+    tp_size: int = attrs.field(default=1, validator=_is_count)
     is_replicated: bool = False
-    store: OpenStore = attrs.field(factory=cluster_store)
-    all_reduce_min: AllReduceMin | None = None
-    on_stored: Callable[[StoredPages], None] | None = None
-    timeout_s: float = attrs.field(default=5.0, validator=_is_positive)
-    queued_pages: int = attrs.field(default=65_536, validator=_is_positive)
-    chunk_bytes: int = attrs.field(default=64 * 2**20, validator=_is_positive)
-    get_threads: int = attrs.field(default=2, validator=_is_positive)
-    set_threads: int = attrs.field(default=1, validator=_is_positive)
+    store: OpenStore = attrs.field(factory=cluster_store, validator=_is_callable)
+    all_reduce_min: AllReduceMin | None = attrs.field(default=None, validator=_is_callable)
+    on_stored: Callable[[StoredPages], None] | None = attrs.field(
+        default=None, validator=_is_callable
+    )
+    timeout_s: float = attrs.field(default=5.0, converter=seconds)
+    queued_pages: int = attrs.field(default=65_536, validator=_is_count)
+    chunk_bytes: int = attrs.field(default=64 * 2**20, validator=_is_count)
+    get_threads: int = attrs.field(default=2, validator=_is_count)
+    set_threads: int = attrs.field(default=1, validator=_is_count)
 
-    @tp_rank.validator
-    def _check_rank(self, _: object, rank: int) -> None:
-        if not 0 <= rank < self.tp_size:
-            raise InvalidRequest(f"rank {rank} is none of {self.tp_size} tensor-parallel ranks")
+    @tp_size.validator
+    def _check_rank(self, _: object, size: int) -> None:
+        if whole_number("tp_rank", self.tp_rank, 0) >= size:
+            raise InvalidRequest(f"rank {self.tp_rank} is none of {size} tensor-parallel ranks")
 
     def chain(self) -> Chain:
         """Return the chain of content addresses. InvalidRequest: a field that makes none."""

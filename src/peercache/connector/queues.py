@@ -8,7 +8,7 @@ and adds and ends the same requests in the same order, as tensor-parallel schedu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -16,6 +16,7 @@ import attrs
 
 from peercache.connector.connector import RemoteKVConnector
 from peercache.connector.core import Core, PageMapping, checked, span_of
+from peercache.connector.metadata import whole_number
 from peercache.content.chain import Chain
 from peercache.content.tokens import TokenIds, Tokens
 from peercache.errors import InvalidRequest
@@ -77,11 +78,9 @@ class _Queue:
     """What both queues have: a connector, entries in the order of their arrival, agreement."""
 
     def __init__(self, connector: RemoteKVConnector, requests_max: int) -> None:
-        if requests_max < 1:
-            raise InvalidRequest(f"a queue has room for 1 request or more, not {requests_max}")
+        self._requests_max = whole_number("requests_max", requests_max, 1)
         self._connector = connector
         self._core: Core = connector.core
-        self._requests_max = requests_max
 
     def _agreed(self, steps: Sequence[Future[int]]) -> list[int]:
         """Return what the first steps have come to on every rank, PENDING where one is not done."""
@@ -100,6 +99,8 @@ class AsyncKVPrefetchQueue(_Queue):
     allocate: takes a number of pages, and returns as many indices of the engine's buffers, or None
               where there is no room: then the request is computed. Called by `poll`.
     release:  takes the indices back that hold nothing. Called by `poll`.
+              What either raises, and indices that no call can take, are in the log as
+              `connector.allocation_failed`; such a request is computed.
     retrieve_remote_cache_threshold: tokens that a lookup must find for a retrieve to begin.
     """
 
@@ -116,7 +117,9 @@ class AsyncKVPrefetchQueue(_Queue):
         super().__init__(connector, requests_max)
         self._allocate = allocate
         self._release = release
-        self._threshold = retrieve_remote_cache_threshold
+        self._threshold = whole_number(
+            "retrieve_remote_cache_threshold", retrieve_remote_cache_threshold, 0
+        )
         self._entries: deque[_Prefetch] = deque()
 
     def __len__(self) -> int:
@@ -137,6 +140,7 @@ class AsyncKVPrefetchQueue(_Queue):
         """
         core = self._core
         core.check_open()
+        core.buffers()
         ids = checked(req_id, tokens, num_local_computed_tokens)
         if any(entry.req_id == req_id for entry in self._entries):
             raise InvalidRequest(f"request {req_id:.80} is being prefetched already")
@@ -189,18 +193,26 @@ class AsyncKVPrefetchQueue(_Queue):
 
     def _begin(self, entry: _Prefetch, count: int) -> bool:
         """Begin the retrieve of `count` pages; return whether there is room for them."""
-        given = self._allocate(count)
-        if given is None:
-            return False
-        entry.pages = list(given)
         size = self._core.page_tokens
         begins = range(entry.first * size, (entry.first + count) * size, size)
-        mapping = [
-            (page, slice(begin, begin + size))
-            for page, begin in zip(entry.pages, begins, strict=True)
-        ]
-        span = span_of(mapping, size, len(entry.ids))
-        self._core.buffers().check(span.indices)
+        pages: list[int] = []
+        try:
+            given = self._allocate(count)
+            if given is None:
+                return False
+            pages = list(given)
+            mapping = [
+                (page, slice(begin, begin + size))
+                for page, begin in zip(pages, begins, strict=True)
+            ]
+            span = span_of(mapping, size, len(entry.ids))
+            self._core.check_writable(span)
+        except Exception as error:
+            # The engine's own bug costs this request its prefetch, and no other one its report.
+            self._core.warn_once("connector.allocation_failed", "allocate", problem=repr(error))
+            self._give_back(pages)
+            return False
+        entry.pages = pages
         timeout_s = self._core.metadata.timeout_s
         entry.step = self._core.retrieve(entry.req_id, span, entry.ids, entry.chain, timeout_s)
         return True
@@ -209,10 +221,17 @@ class AsyncKVPrefetchQueue(_Queue):
         pages = entry.pages or []
         # Without pages the outcome is a lookup's.
         kept = 0 if entry.is_dropped else min(len(pages), tokens // self._core.page_tokens)
-        if pages[kept:]:
-            self._release(pages[kept:])
+        self._give_back(pages[kept:])
         if not entry.is_dropped:
             ended.append(Prefetched(entry.req_id, kept * self._core.page_tokens, pages[:kept]))
+
+    def _give_back(self, pages: list[int]) -> None:
+        if not pages:
+            return
+        try:
+            self._release(pages)
+        except Exception as error:
+            self._core.warn_once("connector.allocation_failed", "release", problem=repr(error))
 
 
 @final
@@ -235,6 +254,8 @@ class AsyncKVStoreQueue(_Queue):
         """
         if len(self._entries) >= self._requests_max:
             return False
+        if isinstance(mapping, Iterator):
+            mapping = list(mapping)  # Such as a zip: it is read twice here.
         step, _ = self._connector.store_kv_async(req_id, mapping, tokens, **kw)
         self._entries.append(_Store(req_id, [int(page) for page, _ in mapping], step))
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
@@ -148,6 +149,20 @@ def test_a_grown_request_is_hashed_from_where_it_has_grown(
     assert hashed[-2:] == [24, 12]
 
 
+@pytest.mark.parametrize("req_id", [None, 7, ["r"]])
+def test_what_is_no_request_ends_no_request(engine: Engine, req_id: Any) -> None:
+    """A caller that has lost its id must not end what all others have under way."""
+    engine.connector.core.store.go.clear()  # type: ignore[attr-defined]
+    futures = [engine.connector.retrieve_kv_async(one, mapping_of(PAGES), TOKENS) for one in "ab"]
+
+    with pytest.raises(InvalidRequest, match="a request's id is a text, not"):
+        engine.connector.finish_req(req_id)
+
+    engine.connector.core.store.go.set()  # type: ignore[attr-defined]
+    assert [future.result(PATIENCE_S) for future in futures] == [0, 0]
+    assert engine.connector.core.counts["get_cancelled"] == 0
+
+
 def test_finish_req_cancels_what_waits_and_cuts_what_moves(
     store: MemoryPages, engine: Engine
 ) -> None:
@@ -238,14 +253,18 @@ def test_a_full_queue_takes_nothing(store: MemoryPages) -> None:
         assert (again.result(PATIENCE_S), end) == (28, 28)
 
 
-def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(store: MemoryPages) -> None:
+@pytest.mark.parametrize("patience_s", [1e6, float("inf"), 10**400])
+def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(
+    store: MemoryPages, patience_s: float
+) -> None:
     """A call of the store that hangs keeps its own Future open, and no other."""
     with Engine(store, get_threads=1) as engine:
         store.go.clear()
         hung = engine.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS)
         assert store.entered.acquire(timeout=PATIENCE_S)
         retrieve = engine.connector.retrieve_kv_async
-        patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=1e6)
+        patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=patience_s)
+        time.sleep(0.05)  # The thread that watches deadlines waits for this one alone.
         late = retrieve("c", mapping_of(PAGES), TOKENS, timeout_s=0.05)
 
         assert late.result(PATIENCE_S) == 0
@@ -469,7 +488,19 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
     ("fields", "says"),
     [
         ({"tp_rank": 2, "tp_size": 2}, "rank 2 is none of 2"),
-        ({"queued_pages": 0}, "queued_pages is more than 0"),
+        ({"tp_rank": "0"}, "tp_rank is a whole number from 0 on, not '0'"),
+        ({"tp_size": 2.0}, "tp_size is a whole number from 1 on, not 2.0"),
+        ({"namespace": None}, "namespace is a text, not None"),
+        ({"layout": 5}, "layout is a text, not 5"),
+        ({"store": "ipc:///run/home.ipc"}, "store is called, and 'ipc:///run/home.ipc' cannot be"),
+        ({"store": None}, "store is called, and None cannot be"),
+        ({"on_stored": []}, r"on_stored is called, and \[\] cannot be"),
+        ({"all_reduce_min": 5}, "all_reduce_min is called, and 5 cannot be"),
+        ({"queued_pages": 0}, "queued_pages is a whole number from 1 on, not 0"),
+        ({"chunk_bytes": 1.5}, "chunk_bytes is a whole number from 1 on, not 1.5"),
+        ({"get_threads": 2.5}, "get_threads is a whole number from 1 on, not 2.5"),
+        ({"set_threads": True}, "set_threads is a whole number from 1 on, not True"),
+        ({"timeout_s": "5"}, "timeout_s is more than 0 seconds, not '5'"),
         ({"timeout_s": float("nan")}, "timeout_s is more than 0"),
         ({"dtype": "bfloat17"}, "no dtype of a KV cache"),
         ({"page_tokens": 0}, "1 to 1048576 tokens"),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from examples.connector_scheduler import PAGE_TOKENS as EXAMPLE_TOKENS
@@ -122,6 +123,97 @@ def test_without_room_the_request_is_computed(engine: Engine) -> None:
     assert len(pages.free) == 6
 
 
+def _fails(_: object) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[30], list(range(30, 38)), list(range(60, 67)), [30] * 7, ["x"] * 7, 5, _fails],
+    ids=["too few", "too many", "outside", "twice", "texts", "a number", "raises"],
+)
+def test_an_allocation_that_no_call_can_take_is_computed(engine: Engine, given: Any) -> None:
+    """No token is reported that was not read, and the other requests are reported all the same."""
+    released: list[int] = []
+
+    def allocate(count: int) -> Any:
+        if count == 6:
+            return list(range(20, 26))
+        return given(count) if callable(given) else given
+
+    queue = AsyncKVPrefetchQueue(
+        engine.connector, allocate, released.extend, retrieve_remote_cache_threshold=8
+    )
+    assert queue.add("wrong", TOKENS)
+    assert queue.add("right", TOKENS[:24])
+
+    right, wrong = sorted(polled(queue), key=lambda one: one.req_id)
+
+    assert wrong == Prefetched("wrong", 0, [])
+    assert right == Prefetched("right", 24, list(range(20, 26)))
+    assert [engine.page(i) for i in right.pages] == [engine.page(i) for i in PAGES[:6]]
+    assert released == (given if isinstance(given, list) else [])
+
+
+def test_a_release_that_raises_keeps_no_report_back(store: MemoryPages, engine: Engine) -> None:
+    """Pages that did not come are the engine's again, whether it can take them or not."""
+    store.pages.popitem()
+    queue = AsyncKVPrefetchQueue(
+        engine.connector, Pages().allocate, _fails, retrieve_remote_cache_threshold=8
+    )
+    exists = store.exists
+    store.exists = lambda keys: exists(keys) + 1  # type: ignore[method-assign]
+    queue.add("r", TOKENS)
+
+    assert polled(queue) == [Prefetched("r", 24, [20, 21, 22, 23, 24, 25])]
+
+
+def test_an_allocator_may_return_an_array(engine: Engine) -> None:
+    """Allocators of engines keep their free pages in arrays."""
+    queue = AsyncKVPrefetchQueue(
+        engine.connector,
+        lambda count: np.arange(20, 20 + count),
+        lambda _: None,
+        retrieve_remote_cache_threshold=8,
+    )
+    queue.add("r", TOKENS)
+
+    assert polled(queue) == [Prefetched("r", 28, list(range(20, 27)))]
+
+
+def test_a_prefetch_wants_buffers(store: MemoryPages) -> None:
+    """A scheduler hears at once that it has registered none, not from a poll later."""
+    metadata = ConnectorMetadata(model="m", dtype="int8", page_tokens=4, store=lambda _: store)
+    connector = RemoteKVConnector(metadata)
+    queue = AsyncKVPrefetchQueue(connector, lambda _: None, lambda _: None)
+    try:
+        with pytest.raises(InvalidRequest, match="register_kv_buffers comes first"):
+            queue.add("r", TOKENS)
+    finally:
+        connector.close()
+
+
+@pytest.mark.parametrize("ends", ["stop", "cancel"])
+def test_what_is_no_request_ends_no_prefetch(engine: Engine, ends: str) -> None:
+    """A caller that has lost its id must not end what all others have under way."""
+    queue = queue_of(engine, Pages())
+    queue.add("r", TOKENS)
+
+    with pytest.raises(InvalidRequest, match="a request's id is a text, not None"):
+        getattr(queue, ends)(None)
+
+    (ended,) = polled(queue)
+    assert ended.tokens == 28
+
+
+def test_a_mapping_may_be_a_zip(engine: Engine) -> None:
+    """Its pages are reported: pages that are not stay locked in the engine for ever."""
+    queue = AsyncKVStoreQueue(engine.connector)
+    assert queue.add("r", zip(*zip(*mapping_of(PAGES), strict=True), strict=True), TOKENS)  # type: ignore[arg-type]
+
+    assert polled(queue) == [Stored("r", 28, PAGES)]
+
+
 def test_pages_that_did_not_come_are_released(store: MemoryPages, engine: Engine) -> None:
     """A page that is evicted between lookup and retrieve ends the run."""
     pages = Pages()
@@ -207,7 +299,7 @@ def test_queues_are_bounded(store: MemoryPages, engine: Engine) -> None:
         prefetches.add("a", TOKENS)
     with pytest.raises(InvalidRequest, match="token 0 is -1"):
         prefetches.add("d", [-1])
-    with pytest.raises(InvalidRequest, match="1 request or more"):
+    with pytest.raises(InvalidRequest, match="requests_max is a whole number from 1 on, not 0"):
         queue_of(engine, Pages(), requests_max=0)
     assert stores.add("s", mapping_of(PAGES), TOKENS)
     assert not stores.add("t", mapping_of(PAGES), TOKENS)
