@@ -1,7 +1,7 @@
 """A scheduler loop that prefetches waiting requests and stores what it has computed.
 
-    python -m peercache.node --insecure --cluster trial &     # prints "home": "ipc://…"
-    python examples/connector_scheduler.py ipc://…
+    python -m peercache.node --home ipc:///tmp/trial.ipc &
+    python examples/connector_scheduler.py ipc:///tmp/trial.ipc
 
 The model is a function that fills a page from its tokens, so that every byte can be checked. What
 a scheduler has to do for the connector are the lines that name `prefetches` and `stores`.

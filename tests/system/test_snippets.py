@@ -23,6 +23,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RUNNABLE = re.compile(r"<!-- runnable -->\n+```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 STATED = re.compile(r"#\s*(\[[^\]]*\]|\d+|True|False)(?=:|$)")
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TRIAL = re.compile(r', insecure="\w+"')
 GIVEN = {"page": bytes(range(256)) * 256, "buffer": bytearray(65536)}
 """Names that a block may use without making them."""
 PATIENT = f"op_timeout_s={CALL_S}, exists_timeout_s={CALL_S}"
@@ -73,6 +75,7 @@ def test_example_gives_what_its_comments_state(block: str) -> None:
         for name, home in zip(named, homes, strict=False):
             patient = f'"{home}", cluster="{cluster.name}", {PATIENT}'
             block = block.replace(f'"{name}"', patient)
+        block = TRIAL.sub("", block)  # These nodes have a cluster of their own.
         names = dict(GIVEN)
 
         results = run(block, names)
@@ -90,6 +93,41 @@ def test_stated_value_that_is_wrong_is_found() -> None:
         (2, 3),
         ([True], [False]),
     ]
+
+
+def refused_clients(text: str) -> list[str]:
+    """Return the homes of a page that its Python names without the `insecure` of their nodes."""
+    trials = {}
+    for line in "\n".join(SHELL.findall(text)).replace("\\\n", " ").splitlines():
+        home = re.search(r"--home (ipc://\S+)", line)
+        trial = re.search(r"--insecure (\w+)", line)
+        if home and trial:
+            trials[home[1]] = trial[1]
+    opened = [
+        (home, arguments)
+        for block in PYTHON.findall(text)
+        for home, arguments in re.findall(r'home="(ipc://[^"]+)"([^)]*)\)', block)
+    ]
+    return [
+        home
+        for home, arguments in opened
+        if home in trials and f'insecure="{trials[home]}"' not in arguments
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_clients_of_a_page_are_taken_by_its_nodes(path: Path) -> None:
+    """A node that was started with --insecure NAME refuses clients that do not give the name."""
+    assert not refused_clients(path.read_text())
+
+
+def test_a_client_that_its_node_refuses_is_found() -> None:
+    """The commands of README once did not go with its Python."""
+    node = "```sh\npython -m peercache.node --insecure t \\\n  --home ipc:///a.ipc\n```\n"
+    client = '```python\nClient.open(home="ipc:///a.ipc", fabric="tcp")\n```\n'
+    assert refused_clients(node + client) == ["ipc:///a.ipc"]
+    assert not refused_clients(node + client.replace("fabric", "insecure").replace("tcp", "t"))
+    assert not refused_clients(client)
 
 
 def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:

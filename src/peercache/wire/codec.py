@@ -109,7 +109,11 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
         )
     if theirs != cluster:
         name = theirs[:TEXT_MAX] if isinstance(theirs, str) else ""
-        raise WrongCluster(f"cluster {name!r}, ours is {cluster!r}", cluster=name)
+        raise WrongCluster(
+            f"cluster {name!r}, ours is {cluster!r}: name the same one with cluster, or, for a "
+            "trial, with insecure",
+            cluster=name,
+        )
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < len(MESSAGES):
         raise RemoteProtocolError(f"no message has the tag {tag!r}")
     return Envelope(_u64(sender), _u64(target), _build(MESSAGES[tag], parts[5:]))
