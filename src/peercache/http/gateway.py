@@ -96,6 +96,8 @@ class HttpExchange:
         self._receive_bytes = RECEIVE_BYTES
         self._is_received = False
         """The request's body is received whole."""
+        self._refused: Exception | None = None
+        """Why a part of the body was not taken: what the gateway answers."""
 
     async def run(self, application: Application, refusal: Callable[[str, str, str], str]) -> bool:
         """Answer one request; return False where the other side closed without one.
@@ -135,6 +137,8 @@ class HttpExchange:
     async def _apply(self, application: Application, scope: Scope) -> None:
         try:
             await application(scope, self._receive, self._send)
+            if self._refused is not None:
+                raise self._refused
         except (h11.RemoteProtocolError, _BodyTooLong, trio.BrokenResourceError):
             raise
         except Exception as error:
@@ -159,6 +163,13 @@ class HttpExchange:
 
     async def _receive(self) -> MutableMapping[str, Any]:
         """Hand the next part of the request's body to the application."""
+        try:
+            return await self._part()
+        except (h11.RemoteProtocolError, _BodyTooLong) as error:
+            self._refused = error
+            raise
+
+    async def _part(self) -> MutableMapping[str, Any]:
         if self._is_received:
             # The answer is all that is left. A client that goes away ends its connection.
             await trio.sleep_forever()
@@ -175,6 +186,12 @@ class HttpExchange:
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         """Take the next part of the answer from the application."""
+        # Starlette answers 500 to every exception, before it raises it again.
+        if self._refused is None:
+            await self._put(message)
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        """Send the next part of the answer."""
         if message["type"] == "http.response.start":
             self._head = _response(message["status"], message.get("headers", ()))
             return
@@ -199,8 +216,8 @@ class HttpExchange:
         body = (json.dumps({"error": problem}) + "\n").encode()
         told = [(b"content-type", b"application/json"), *(headers or [])]
         told.append((b"content-length", str(len(body)).encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": told})
-        await self._send({"type": "http.response.body", "body": body})
+        await self._put({"type": "http.response.start", "status": status, "headers": told})
+        await self._put({"type": "http.response.body", "body": body})
 
 
 def _response(status: int, headers: Iterable[Header]) -> h11.Response:

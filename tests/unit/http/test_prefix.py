@@ -14,15 +14,18 @@ import trio
 import trio.testing
 from starlette.applications import Starlette
 
+from peercache.config.quantities import parse_address
 from peercache.content.chain import Chain, in_namespace
 from peercache.http import pages
-from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES
+from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
 from peercache.http.pages import IndexParts, Pages
 from peercache.http.prefix import PAGES_MAX, QUESTIONS_MAX, TOKENS_MAX, PrefixIndex, openapi
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.overlap import Overlap
 from peercache.model.records import ON_DISK, RESIDENT
+from tests.system.nodes import capture_logs
+from tests.unit.http.http_node import served
 
 TOKENS = "/api/v1/prefix/tokens"
 HASHES = "/api/v1/prefix/hashes"
@@ -259,6 +262,31 @@ async def test_pages_route_the_index() -> None:
     assert (status, answer) == (405, {"error": "only POST"})
     status, answer = await ask(application, "/api/v1/prefix/openapi.json", method="GET")
     assert (status, answer) == (200, json.loads(json.dumps(openapi())))
+
+
+@pytest.mark.parametrize(
+    ("lines", "body", "status", "says"),
+    [
+        ("Content-Length: 3000000", b"x" * 3_000_000, 413, f"at most {LONG_BODIES[TOKENS]} bytes"),
+        ("Transfer-Encoding: chunked", b"nonsense\r\n", 400, "chunk"),
+    ],
+    ids=["too long", "no chunks"],
+)
+async def test_a_body_that_is_refused_is_no_error_of_the_node(
+    lines: str, body: bytes, status: int, says: str
+) -> None:
+    """Starlette answers 500 to whatever the reading of a body raises; the gateway knows better."""
+    head = f"POST {TOKENS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with capture_logs() as logged:
+        async with served(application=_pages().application()) as address:
+            stream = await trio.open_tcp_stream(*parse_address(address))
+            async with stream:
+                await stream.send_all(f"{head}{lines}\r\n\r\n".encode() + body)
+                answer = b"".join([chunk async for chunk in stream])
+
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert says.encode() in answer
+    assert not [line for line in logged if line["event"] == PAGE_FAILED]
 
 
 def _pages() -> Pages:
