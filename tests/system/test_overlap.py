@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -15,12 +19,27 @@ import schemathesis
 import zmq
 from hypothesis import HealthCheck, assume, given, settings
 
+from peercache import Client
+from peercache.client.following import follow_cluster
+from peercache.client.operator import Target
+from peercache.connector import ConnectorMetadata, RemoteKVConnector, cluster_store
 from peercache.content.chain import Chain, in_namespace
+from peercache.events.cluster import ClusterFollower
+from peercache.events.following import Index
 from peercache.manager.remote import RemoteKVManager
 from peercache.model.records import ON_DISK, RESIDENT
-from tests.system.nodes import LocalCluster, free_port, keys_of, page_of, pages_of, wait_until
+from tests.system.nodes import (
+    CALL_S,
+    LocalCluster,
+    free_port,
+    keys_of,
+    page_of,
+    pages_of,
+    wait_until,
+)
 
 PAGES = 24
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ask-where-a-prefix-lies.md"
 
 
 @pytest.mark.slow
@@ -80,6 +99,57 @@ def test_any_node_answers_over_http_as_its_description_says() -> None:
             found = manager.find_tokens(np.array(tokens), chain)
         assert (found.stored_tokens, found.nodes[0].node) == (6 * 64, nodes[0].ready["control"])
         _check_generated(roots[1])
+
+
+def test_what_a_connector_has_stored_is_found_in_its_namespace() -> None:
+    """As the page for routers shows: over HTTP, in Python, and in an index of what nodes hold."""
+    tokens = list(range(1000, 1000 + 64 * 3))
+    pages = np.ones((3, 4096), np.uint8)
+    with LocalCluster() as cluster:
+        node = cluster.start("one", flags=["--metrics-port", free_port()])
+        settings = {"home": node.ready["home"], "cluster": cluster.name}
+        metadata = ConnectorMetadata(
+            model="llama-3-8b", dtype="bfloat16", page_tokens=64, namespace="team-a",
+            store=cluster_store(**settings),
+        )  # fmt: skip
+        connector = RemoteKVConnector(metadata)
+        buffers = {
+            "data_ptrs": [pages.ctypes.data],
+            "data_lens": [pages.nbytes],
+            "item_lens": [4096],
+        }
+        connector.register_kv_buffers(SimpleNamespace(**{f"kv_{k}": v for k, v in buffers.items()}))
+        mapping = [(at, slice(64 * at, 64 * at + 64)) for at in range(3)]
+        assert connector.store_kv_async("r", mapping, tokens)[0].result(CALL_S) == 192
+
+        question = {
+            "tokens": tokens, "model": "llama-3-8b", "dtype": "bfloat16", "page_tokens": 64,
+            "namespace": attrs.asdict(metadata.space()),
+        }  # fmt: skip
+        shown = re.search(r'"namespace": (\{.*?\})', PAGE.read_text(), re.DOTALL)
+        assert shown is not None
+        for namespace in (question["namespace"], json.loads(shown[1])):
+            told = _post(f"http://{node.ready['http']}", {**question, "namespace": namespace})
+            assert (told["stored_tokens"], told["nodes"][0]["prefix_tokens"]) == (192, 192)
+
+        with (
+            Client.open(namespace=metadata.space(), **settings) as client,
+            RemoteKVManager(client) as manager,
+        ):
+            assert manager.find_tokens(tokens, metadata.chain()).stored_tokens == 192
+
+        index = Index()
+        keys = in_namespace(metadata.chain().keys(tokens), metadata.space().digest())
+        with follow_cluster(Target.of(at=node.ready["control"], cluster=cluster.name)) as follower:
+            wait_until(lambda: _taken(index, follower) == 3)
+        assert index.prefix(index.nodes()[0], keys) == 3
+        connector.close()
+
+
+def _taken(index: Index, follower: ClusterFollower) -> int:
+    if (batch := follower.next(0.2)) is not None:
+        index.apply(batch)
+    return len(index)
 
 
 def _on_gpu(told: dict[str, Any]) -> int:

@@ -6,6 +6,7 @@ applied in its order: after a gap, a restart or too long a pause the node tells 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, final
 
 import attrs
@@ -13,6 +14,7 @@ import numpy as np
 
 from peercache.errors import RemoteProtocolError
 from peercache.model.changes import CHANGE, GONE, Changes, from_bytes
+from peercache.model.keys import PageKeys
 from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
 
 PAGES_MAX: Final = 50_000_000
@@ -147,11 +149,13 @@ class Index:
         """Return the tier of each page of a node, by its key of 16 bytes: a copy."""
         return dict(self._nodes.get(node, ()))
 
-    def holders(self, key: bytes) -> dict[str, int]:
+    def holders(self, key: bytes | np.void) -> dict[str, int]:
         """Return the tier of a page at each node that holds it."""
+        key = key.tobytes() if isinstance(key, np.void) else key
         return {node: pages[key] for node, pages in self._nodes.items() if key in pages}
 
-    def prefix(self, node: str, keys: list[bytes]) -> int:
+    def prefix(self, node: str, keys: Sequence[bytes] | PageKeys) -> int:
         """Return how many of the first of these pages a node holds without a gap."""
         pages = self._nodes.get(node, {})
-        return next((at for at, key in enumerate(keys) if key not in pages), len(keys))
+        wanted: Sequence[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        return next((at for at, key in enumerate(wanted) if key not in pages), len(wanted))

@@ -8,6 +8,7 @@ import pytest
 from peercache.errors import RemoteProtocolError
 from peercache.events.following import Index, NodeChanges, NodeFollower
 from peercache.model.changes import CHANGE, GONE, IN_FILES, IN_MEMORY
+from peercache.model.keys import KEY
 from peercache.wire.messages.following import ALL_ROWS, ChangesTold
 
 NODE, OTHER = "h1:7400", "h2:7400"
@@ -124,6 +125,9 @@ def test_a_prefix_ends_at_the_first_page_that_is_missing() -> None:
     assert index.prefix(NODE, [key(1), key(2), key(3), key(4)]) == 2
     assert index.prefix(NODE, [key(1), key(2)]) == 2
     assert index.prefix(OTHER, [key(1)]) == 0
+    array = np.frombuffer(key(1) + key(2) + key(3), KEY)
+    assert index.prefix(NODE, array) == 2
+    assert index.holders(array[0]) == index.holders(key(1)) == {NODE: IN_MEMORY}
 
 
 def test_an_index_has_a_bound_over_all_nodes() -> None:
