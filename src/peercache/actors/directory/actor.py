@@ -32,6 +32,7 @@ from typing_extensions import assert_never
 
 from peercache.actors.directory.authority import TICK_S, ShardAuthority
 from peercache.actors.directory.holdings import NAME_BYTES, Holdings
+from peercache.actors.directory.own_records import OwnRecords
 from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
@@ -144,6 +145,7 @@ class DirectoryShard:
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
     """The last stream number of members that are dead or left, should one refute."""
     authority: ShardAuthority = attrs.field(init=False)
+    _own: OwnRecords = attrs.field(init=False)
     _tick_at: float = attrs.field(default=math.inf, init=False)
     _disputed: dict[bytes, None] = attrs.field(factory=dict, init=False)
     """What was passed on to holders lately: key, holder, offset and generation of each record."""
@@ -166,6 +168,7 @@ class DirectoryShard:
         own = self._begun(self.incarnation, is_served=True)
         assert own is not None, "a new table has no room for one holder"
         self._held[self.incarnation] = own
+        self._own = OwnRecords(own)
 
     @property
     def record_count(self) -> int:
@@ -195,10 +198,9 @@ class DirectoryShard:
             case Disputed(disputed):
                 return self._dispute(disputed, now)
             case RecordsChanged():
-                own = self._held[self.incarnation]
-                put = self._note(own.put(message.records.tobytes()), now)
-                self._refuse("too_many", put.refused)
-                self._note(own.drop(message.drops.tobytes()), now)
+                for change in self._own.change(message, now):
+                    self._refuse("too_many", self._note(change, now).refused)
+                self.authority.note_own(is_whole=self._own.is_whole, now=now)
                 return []
             case ViewChanged():
                 self._follow(message, now)
@@ -224,6 +226,9 @@ class DirectoryShard:
             is_growing = self._table.is_growing and self._table.tend(GROWTH_SLOTS_MAX)
             has_more = self._sweeping or is_growing
             self._sweep_at = now + SWEEP_EVERY_S if has_more else math.inf
+        if self._own.retry_at <= now:
+            self._note(self._own.retry(now), now)
+            self.authority.note_own(is_whole=self._own.is_whole, now=now)
         if self._tick_at > now or self._tick_at == math.inf:
             return []
         self._notice_stall(now)
@@ -236,9 +241,9 @@ class DirectoryShard:
         return wanted
 
     def deadline(self) -> float:
-        """Return when the table is to be tended, or the oldest unknown holder is given up."""
+        """Return when the table has work again, or the oldest unknown holder is given up."""
         oldest = next(iter(self._unknown.values()), math.inf)
-        return min(self._sweep_at, oldest + UNKNOWN_S, self._tick_at)
+        return min(self._sweep_at, oldest + UNKNOWN_S, self._tick_at, self._own.retry_at)
 
     def check(self) -> None:
         """Assert the invariants that cost nothing to look at."""

@@ -2,8 +2,9 @@
 
 Only then an absent key is no page. A holder is *in sync* for a ring while it has told all that this
 node owns of it on that ring, a summary has matched, each message since then has followed the one
-before, and the view has the holder alive. Authority needs all holders of the ring, and goes with
-the first doubt. What readers of the table see of it is one word and a time.
+before, and the view has the holder alive. Authority needs all holders of the ring and all records
+of the own pool, and goes with the first doubt. What readers of the table see of it is one word and
+a time.
 
 After this process stood still, a summary counts only if the holder made it later than that: one
 that waited in a socket says nothing of what the holder stored meanwhile, and told this node in
@@ -62,7 +63,7 @@ class ShardAuthority:
     """The other members of the ring."""
     _in_sync: set[int] = attrs.field(factory=set)
     _behind: dict[int, float] = attrs.field(factory=dict)
-    """Holders of which this shard lacks records, and since when."""
+    """Holders of which this shard lacks records, the own pool among them, and since when."""
     _wanted: dict[int, tuple[float, float]] = attrs.field(factory=dict)
     """When to ask a holder in doubt for a summary, and the pause before the next time."""
     _least: dict[int, int] = attrs.field(factory=dict)
@@ -120,6 +121,16 @@ class ShardAuthority:
         if holder not in self._members:
             self._behind.pop(holder, None)
         self.look(holder, now)
+
+    def note_own(self, *, is_whole: bool, now: float) -> None:
+        """Note whether the table has all records of the own pool."""
+        if is_whole == (self.incarnation not in self._behind):
+            return
+        if is_whole:
+            del self._behind[self.incarnation]
+        else:
+            self._behind[self.incarnation] = now
+        self._decide()
 
     def forget(self, holder: int) -> None:
         """Note that nothing is held of a holder any more: the view has none such that lives."""
@@ -182,7 +193,7 @@ class ShardAuthority:
 
     def _decide(self) -> None:
         # Before the first ring there are no members, and the version to be granted is none.
-        has_all = len(self._in_sync) == len(self._members)
+        has_all = len(self._in_sync) == len(self._members) and self.incarnation not in self._behind
         granted = self._ring if has_all else b""
         if granted == self._granted:
             return
