@@ -75,6 +75,14 @@ def records_of(holder: int, names: Sequence[int], generations: Sequence[int] | i
     return made
 
 
+def told_apart(holder: int, names: Sequence[int], generations: Sequence[int]) -> Records:
+    """Return records of which no field but key and holder stays when a page is told anew."""
+    made = records_of(holder, names, generations)
+    for field, factor in (("offset", 4096), ("length", 64), ("checksum", 2**40)):
+        made[field] = made["generation"] * factor
+    return made
+
+
 def drops_of(names: Sequence[int], generations: Sequence[int]) -> Records:
     """Return drops."""
     made = np.zeros(len(names), DROP)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.model.records import from_bytes
 from tests.examples import examples
 from tests.unit.actors.directory_model import ModelTable, split
 from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+from tests.unit.actors.table_check import check_table
 
 HOLDERS = (11, 12, 13, 2**64 - 1)
 TOLD_MAX = 64
@@ -34,6 +41,11 @@ class TableMachine(RuleBasedStateMachine):
         self.table = DirectoryTable(seed, told_max=TOLD_MAX, rows_max=5000, slots_min=512)
         self.current: dict[int, int] = {}
         self.ended: list[int] = []
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "table"):
+            check_table(self.table)
 
     def entry(self, data: st.DataObject) -> tuple[int, int]:
         """Choose a holder, and give it an entry if it has none."""

@@ -19,7 +19,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
 from peercache.model.records import RECORD_BYTES
 from sims.tables import header_of, make_index_anew
-from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
 from tests.unit.memory.table_fuzzer import data_of
 from tests.unit.memory.watched_reader import WatchedReader, compiled, put_in_place
 
@@ -75,8 +75,8 @@ def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
         )  # fmt: skip
         for entry, holder in enumerate((A, B)):
             assert table.begin(holder, is_served=True) == entry
-        table.put(0, records_of(A, [1, 2, 3, 4, 5], [10] * 5).tobytes())
-        table.put(1, records_of(B, [1], [20]).tobytes())
+        table.put(0, told_apart(A, [1, 2, 3, 4, 5], [10] * 5).tobytes())
+        table.put(1, told_apart(B, [1], [20]).tobytes())
         table.grant(RING.to_bytes(8, "little"))
         table.tick(NOW_S)
         descriptor = os.open(file.path, os.O_RDONLY)
@@ -113,7 +113,7 @@ def at_each_moment(
 
 
 def told_newer(shelf: Shelf) -> None:
-    shelf.table.put(0, records_of(A, [1], [14]).tobytes())
+    shelf.table.put(0, told_apart(A, [1], [14]).tobytes())
 
 
 def removed(shelf: Shelf) -> None:
@@ -122,7 +122,7 @@ def removed(shelf: Shelf) -> None:
 
 def row_given_to_another_page(shelf: Shelf) -> None:
     removed(shelf)
-    shelf.table.put(0, records_of(A, [77], [16]).tobytes())
+    shelf.table.put(0, told_apart(A, [77], [16]).tobytes())
 
 
 def index_made_anew(shelf: Shelf) -> None:
@@ -134,24 +134,24 @@ def entry_given_to_another_holder(shelf: Shelf) -> None:
     while shelf.table.sweep(0, 100) == 100:
         pass
     assert shelf.table.begin(NEXT, is_served=True) == 0
-    shelf.table.put(0, records_of(NEXT, [1], [30]).tobytes())
+    shelf.table.put(0, told_apart(NEXT, [1], [30]).tobytes())
 
 
 @pytest.mark.parametrize(
     ("change", "later"),
     [
-        (told_newer, records_of(A, [1], [14])),
+        (told_newer, told_apart(A, [1], [14])),
         (removed, None),
         (row_given_to_another_page, None),
-        (index_made_anew, records_of(A, [1], [10])),
-        (entry_given_to_another_holder, records_of(NEXT, [1], [30])),
+        (index_made_anew, told_apart(A, [1], [10])),
+        (entry_given_to_another_holder, told_apart(NEXT, [1], [30])),
     ],
 )
 def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
     watched: WatchedReader, make: Callable[[], Shelf], change: Callable[[Shelf], None], later: Any
 ) -> None:
     """Never a mixture of both; and what the change does not concern is found all the time."""
-    before, other = records_of(A, [1], [10]).tobytes(), records_of(B, [1], [20]).tobytes()
+    before, other = told_apart(A, [1], [10]).tobytes(), told_apart(B, [1], [20]).tobytes()
     after = None if later is None else later.tobytes()
     seen = set()
 
@@ -164,7 +164,7 @@ def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
         seen.add(of_page[0] if of_page else None)
         assert looked.is_final
         if change is not entry_given_to_another_holder:
-            assert records_of(A, [5], [10]).tobytes() in told
+            assert told_apart(A, [5], [10]).tobytes() in told
 
     assert seen == {before, after}
 
@@ -175,7 +175,7 @@ def test_what_moves_into_the_next_index_is_found(
     """A slot is in the next index before the old one loses it: the old one is looked at first."""
 
     def begin_to_grow(shelf: Shelf) -> None:
-        shelf.table.put(0, records_of(A, list(MANY), [10] * len(MANY)).tobytes())
+        shelf.table.put(0, told_apart(A, list(MANY), [10] * len(MANY)).tobytes())
         header = header_of(shelf.table)
         header.moved, header.next_capacity = 0, 2 * header.index[4 * header.current + 1]
         epoch = header.epoch

@@ -15,7 +15,7 @@ from peercache.memory.table_file import TableFile
 from peercache.model.ids import Incarnation
 from peercache.model.records import RECORD_BYTES, Records
 from sims.tables import header_of, make_index_anew
-from tests.unit.actors.record_cluster import drops_of, key_of, records_of
+from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
 from tests.unit.memory.watched_writer import WatchedWriter, compiled, put_in_place
 
 NODE = Incarnation(0x5704)
@@ -71,8 +71,8 @@ def shelf(shm_dir: Path, request: pytest.FixtureRequest, watched: WatchedWriter)
         assert table.begin(holder, is_served=True) == entry
     reader = AttachedTable(os.open(file.path, os.O_RDONLY), NODE, by_kernel=request.param)
     made = Shelf(table, reader)
-    made.put(0, records_of(A, [1, 2, 3, 4, 5], [10] * 5))
-    made.put(1, records_of(B, [1], [20]))
+    made.put(0, told_apart(A, [1, 2, 3, 4, 5], [10] * 5))
+    made.put(1, told_apart(B, [1], [20]))
     table.grant(RING.to_bytes(8, "little"))
     table.tick(NOW_S)
     yield made
@@ -81,11 +81,11 @@ def shelf(shm_dir: Path, request: pytest.FixtureRequest, watched: WatchedWriter)
 
 
 def told_newer(shelf: Shelf) -> None:
-    shelf.put(0, records_of(A, [1, 3], [14, 16]))
+    shelf.put(0, told_apart(A, [1, 3], [14, 16]))
 
 
 def stored(shelf: Shelf) -> None:
-    shelf.put(0, records_of(A, [6, 7], [14, 16]))
+    shelf.put(0, told_apart(A, [6, 7], [14, 16]))
 
 
 def removed(shelf: Shelf) -> None:
@@ -94,24 +94,24 @@ def removed(shelf: Shelf) -> None:
 
 def repaired(shelf: Shelf) -> None:
     """An older record, a page less, one more: in all buckets at once."""
-    records = records_of(A, [1, 2, 3, 5, 6], [8, 10, 10, 10, 10])
+    records = told_apart(A, [1, 2, 3, 5, 6], [8, 10, 10, 10, 10])
     shelf.table.replace(0, bytes(range(256)), records.tobytes())
 
 
 def row_given_to_another_page(shelf: Shelf) -> None:
     shelf.drop([4], 10)
-    shelf.put(0, records_of(A, [7], [16]))
+    shelf.put(0, told_apart(A, [7], [16]))
 
 
 def index_made_anew(shelf: Shelf) -> None:
-    shelf.put(0, records_of(A, MANY, [10] * len(MANY)))
+    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
     epoch = shelf.table.figures().epoch
     make_index_anew(shelf.table)
     assert shelf.table.figures().epoch >= epoch + 2
 
 
 def changed_while_the_index_moves(shelf: Shelf) -> None:
-    shelf.put(0, records_of(A, MANY, [10] * len(MANY)))
+    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
     header = header_of(shelf.table)
     header.moved, header.next_capacity = 0, 1024
     epoch = header.epoch
@@ -119,7 +119,7 @@ def changed_while_the_index_moves(shelf: Shelf) -> None:
         assert shelf.table.tend(512)
     assert shelf.table.tend(500)
     assert 0 < header.moved < header.index[4 * (1 - header.current) + 1]
-    shelf.put(0, records_of(A, MANY, [12] * len(MANY)))
+    shelf.put(0, told_apart(A, MANY, [12] * len(MANY)))
     shelf.drop(MANY[::2], 12)
     while shelf.table.tend(4096):
         pass
@@ -134,7 +134,7 @@ def entry_given_to_another_holder(shelf: Shelf) -> None:
     while shelf.table.sweep(0, 2) == 2:
         pass
     assert shelf.table.begin(NEXT, is_served=True) == 0
-    shelf.put(0, records_of(NEXT, [1, 3], [30, 30]))
+    shelf.put(0, told_apart(NEXT, [1, 3], [30, 30]))
 
 
 CHANGES = (
@@ -171,5 +171,5 @@ def _made_between(change: Callable[[Shelf], None]) -> frozenset[bytes]:
     if change is not changed_while_the_index_moves:
         return frozenset()
     names = [name for name in ASKED if name in MANY]
-    made = [records_of(A, names, [generation] * len(names)) for generation in (10, 12)]
+    made = [told_apart(A, names, [generation] * len(names)) for generation in (10, 12)]
     return frozenset(record.tobytes() for records in made for record in records)

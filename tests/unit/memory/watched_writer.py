@@ -1,6 +1,7 @@
 """The compiled writer of directory tables, compiled once more with a look after each of its stores.
 
-What readers of other processes see in the middle of a change is looked at exactly there.
+What readers of other processes see in the middle of a change is looked at exactly there. Memory can
+be refused to it, too, at any time that it asks for some.
 """
 
 from __future__ import annotations
@@ -19,9 +20,17 @@ SOURCES = ("_table.c", "_table_batches.c", "_table_memory.c")
 WRITES = ("begin", "serve", "sweep", "tend", "put", "drop", "replace")
 EACH_STORE = """
 #define _GNU_SOURCE
-#include <stdint.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
 
 void (*after_store)(void);
+int (*may_have)(int punches);
+
+#define fallocate(file, mode, at, bytes) \\
+    (may_have(mode) ? fallocate(file, mode, at, bytes) : (errno = ENOSPC, -1))
+#define mprotect(at, bytes, access) \\
+    (may_have(0) ? mprotect(at, bytes, access) : (errno = ENOMEM, -1))
 
 #define __atomic_store_n(place, value, order) \\
     ((void)(*(volatile __typeof__(*(place)) *)(place) = (value)), after_store())
@@ -29,17 +38,30 @@ void (*after_store)(void);
 
 
 class WatchedWriter:
-    """Calls `act` after each store that readers may see, while there is one."""
+    """Calls `act` after each store that readers may see, while there is one.
+
+    is_full: whether the next memory that it asks for is refused.
+    """
 
     def __init__(self, library: Path) -> None:
         """Load it; nothing is called yet."""
         self.calls = ctypes.PyDLL(str(library))
-        self.stores = 0
+        self.stores = self.requests = 0
+        self.is_full: Callable[[], bool] = lambda: False
         self._act: Callable[[], None] | None = None
         self._failures: list[BaseException] = []
         self._told = ctypes.CFUNCTYPE(None)(self._after_store)
         told = ctypes.cast(self._told, ctypes.c_void_p).value
         ctypes.c_void_p.in_dll(self.calls, "after_store").value = told
+        self._asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(self._may_have)
+        asked = ctypes.cast(self._asked, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(self.calls, "may_have").value = asked
+
+    def _may_have(self, punches: int) -> int:
+        if punches:
+            return 1
+        self.requests += 1
+        return not self.is_full()
 
     def _after_store(self) -> None:
         if self._act is None:

@@ -80,7 +80,7 @@ static void change_index(struct table *t)
 {
     struct index *index = &t->index[!t->current];
 
-    index->used = index->named = 0;
+    index->used = 0;
     __atomic_store_n(&index->capacity, t->next_capacity, __ATOMIC_RELEASE);
     t->next_capacity = t->moved = 0;
     __atomic_store_n(&t->current, !t->current, __ATOMIC_RELEASE);
@@ -90,7 +90,6 @@ static void change_index(struct table *t)
 /* The old index names nothing any more. */
 static void end_move(struct table *t, struct index *old)
 {
-    old->used = 0;
     __atomic_store_n(&old->capacity, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
 }
@@ -200,18 +199,13 @@ int peercache_table_tend(struct table *t, uint64_t budget)
     return peercache_table_is_growing(t);
 }
 
-/* Choose the size of the next index. Returns whether there can be one. */
-static int plan_index(struct table *t, uint64_t rows)
+/* Choose the size of the next index. There is room for it: no table has more than `rows_max`. */
+static void plan_index(struct table *t, uint64_t rows)
 {
     uint64_t capacity = peercache_table_slots_for(rows);
 
-    if (capacity < t->slots_min)
-        capacity = t->slots_min;
-    if (capacity > t->slots_max)
-        return 0;
-    t->next_capacity = capacity;
+    t->next_capacity = capacity < t->slots_min ? t->slots_min : capacity;
     t->moved = 0;
-    return 1;
 }
 
 /* Return whether so many more rows find a place in the current index. A growth begins before that
@@ -226,14 +220,13 @@ int peercache_rows_have_slots(struct table *t, uint64_t more)
     /* Memory that is not given back yet is used again. */
     int is_moving = t->next_capacity || t->index[!t->current].capacity;
 
-    if (!is_moving && (wanted * 25 > index->capacity * 18 || is_sparse) && !plan_index(t, rows))
-        return wanted * 5 <= index->capacity * 4;
+    if (!is_moving && (wanted * 25 > index->capacity * 18 || is_sparse))
+        plan_index(t, rows);
     if (wanted * 5 <= index->capacity * 4)
         return 1;
     while (!t->next_capacity && t->index[!t->current].capacity)
         peercache_table_tend(t, UINT64_MAX / PAGE_BYTES);
-    if (!plan_index(t, rows))
-        return 0;
+    plan_index(t, rows);
     while (t->moved < t->next_capacity)
         if (!ready_page(t)) {
             t->next_capacity = 0;

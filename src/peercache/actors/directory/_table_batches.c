@@ -4,16 +4,15 @@
 
 #include "_table.h"
 
-/* Return the row of a holder's record as `find`; the place is NO_SLOT if it is of no use any more.
+/* Return the row of a holder's record as `find`.
  *
  * A free slot at the end of the first walk says that no row has this key: of an equal key earlier in
  * the batch the walk ended at the same slot, and its row, or one before it, has taken that. */
-static uint32_t found(const struct table *t, struct place *place, const uint8_t *key,
+static uint32_t found(const struct table *t, const struct place *place, const uint8_t *key,
                       int64_t entry, uint32_t *born)
 {
     if (place->free != NO_SLOT && !is_named(slots_of(t, (unsigned)t->current)[place->free]))
         return 0;
-    place->free = NO_SLOT;
     return peercache_rows_find(t, place->tag, key, entry, born);
 }
 
