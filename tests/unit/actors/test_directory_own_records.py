@@ -137,6 +137,14 @@ def test_many_pages_come_in_by_parts(shard: DirectoryShard) -> None:
     assert shard.record_count == ROWS
 
 
+def test_sets_that_go_on_put_nothing_off(shard: DirectoryShard) -> None:
+    """Each of them is refused, and the first one's pages are put again in time."""
+    for at in range(5):
+        store(shard, [9001 + at], 12, at * RETRY_S / 5)
+
+    assert shard._own.retry_at == RETRY_S
+
+
 def test_a_lone_shard_without_a_ring_puts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first ring nothing else is due."""
     monkeypatch.setattr(directory, "ROWS_MAX", ROWS)

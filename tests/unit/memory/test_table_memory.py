@@ -109,7 +109,7 @@ def test_a_growth_without_memory_gives_back_what_it_has(watched: WatchedWriter, 
     header = header_of(table)
     # The next index takes two pieces of memory.
     header.moved, header.next_capacity = 0, 2**16
-    assert table.tend(2**14)
+    assert table.tend(2**14 + 100)
     assert header.index_ready[1 - header.current] > 0
 
     watched.is_full = lambda: True

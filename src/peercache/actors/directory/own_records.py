@@ -51,8 +51,6 @@ class OwnRecords:
         yield self.held.drop(changed.drops.tobytes())
         if self._late:
             self._forget(changed)
-        if not self._late:
-            self.retry_at = math.inf
 
     def retry(self, now: float) -> Change:
         """Put some of the late records again."""
