@@ -36,12 +36,15 @@ class BlockStored:
 
     hashes:       of the blocks, in the order of the tokens.
     parent:       of the block before the first one; None where they begin a prompt.
-    tokens:       token ids, as many as the blocks have together.
+    tokens:       token ids, as many as the blocks have together. Of a group of layers that keeps
+                  some blocks only, those of all blocks: then it is not told which are kept.
     block_tokens: tokens of a block.
     medium:       where the blocks are, as the engine calls it; "" where it does not say.
     lora:         the adapter, "" for none.
     extra:        by block, what else it depends on (images, a salt), or None; empty for nothing.
     group:        of layers, in an engine that keeps several; None: it keeps one.
+    kind:         of that group, as vLLM names it ("sliding_window"); "" where it does not say.
+    window:       tokens of a sliding window; 0: none.
     """
 
     hashes: tuple[Hash, ...]
@@ -52,6 +55,8 @@ class BlockStored:
     lora: str = ""
     extra: tuple[str | None, ...] = ()
     group: int | None = None
+    kind: str = ""
+    window: int = 0
 
 
 @attrs.frozen
@@ -136,7 +141,7 @@ class _NoEvent(Exception):
 
 _STORED: Final = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys", "group_idx",
+    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
 )  # fmt: skip
 _REMOVED: Final = ("block_hashes", "medium", "group_idx")
 """The fields of an event that is an array, behind its name."""
@@ -177,7 +182,10 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         raise _NoEvent("token ids that are no integers")
     if type(block_tokens) is not int or block_tokens < 1:
         raise _NoEvent("a block size that is no number of tokens")
-    if len(tokens) != len(hashes) * block_tokens:
+    group = _group(fields)
+    # A group of layers leaves out the blocks that it does not keep, and not their tokens.
+    blocks, rest = divmod(len(tokens), block_tokens)
+    if rest or len(hashes) > blocks or (len(hashes) < blocks and group is None):
         raise _NoEvent(f"{len(tokens)} tokens in {len(hashes)} blocks of {block_tokens}")
     lora_id, lora_name = fields.get("lora_id"), fields.get("lora_name")
     lora = lora_name if lora_name is not None else "" if lora_id is None else lora_id
@@ -188,8 +196,9 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         block_tokens,
         _medium(fields),
         str(lora),
-        _extra(fields, len(hashes)),
-        _group(fields),
+        _extra(fields, len(hashes), lora_name),
+        group,
+        *_kind(fields),
     )
 
 
@@ -213,11 +222,25 @@ def _group(fields: Mapping[Any, Any]) -> int | None:
     return group
 
 
-def _extra(fields: Mapping[Any, Any], blocks: int) -> tuple[str | None, ...]:
-    """Return what each block depends on beside its tokens, as text that no other such has."""
+def _kind(fields: Mapping[Any, Any]) -> tuple[str, int]:
+    """Return the kind of a group of layers, and its window in tokens."""
+    kind = fields.get("kv_cache_spec_kind") or ""
+    window = fields.get("kv_cache_spec_sliding_window") or 0
+    if type(kind) is not str or type(window) is not int:
+        raise _NoEvent("a kind of layers that is no text, or a window that is no number of tokens")
+    return kind, window
+
+
+def _extra(fields: Mapping[Any, Any], blocks: int, lora: Any) -> tuple[str | None, ...]:
+    """Return what each block depends on beside its tokens, as text that no other such has.
+
+    lora: the adapter's name or None. vLLM repeats it as the first of a block's keys.
+    """
     salt, keys = fields.get("cache_salt"), fields.get("extra_keys")
     if keys is not None and (not isinstance(keys, list) or len(keys) != blocks):
         raise _NoEvent("extra keys that are not one a block")
+    if keys and lora is not None:
+        keys = [one[1:] if isinstance(one, list) and one[:1] == [lora] else one for one in keys]
     if not salt and not any(keys or ()):
         return ()
     told = keys or [None] * blocks
@@ -243,6 +266,9 @@ def _map_of(event: BlockEvent) -> dict[str, Any]:
         told |= {"block_hashes": event.hashes, "medium": event.medium}
     if not isinstance(event, AllBlocksCleared) and event.group is not None:
         told["group_idx"] = event.group
+    if isinstance(event, BlockStored) and event.kind:
+        told["kv_cache_spec_kind"] = event.kind
+        told["kv_cache_spec_sliding_window"] = event.window or None
     return told
 
 

@@ -33,11 +33,6 @@ JOINED_LATE = (
     "its replay endpoint in engine_events, at once"
 )
 
-SEVERAL_GROUPS = (
-    "it keeps several groups of layers (a hybrid model), and one of them alone says nothing of a "
-    "prefix"
-)
-
 
 @final
 class EngineStream:
@@ -52,12 +47,10 @@ class EngineStream:
         """The number of the next batch; None before the first one of a connection."""
         self._replayed = 0
         """Batches before this number came by a replay: they may come again."""
-        self._has_groups = False
-        """It has told blocks of a second group of layers."""
 
     def connected(self) -> None:
         """Begin with a publisher, which may be another process than before."""
-        self._next, self._replayed, self._has_groups = None, 0, False
+        self._next, self._replayed = None, 0
         again = self._replay(0) if self._replay is not None else None
         if again is not None and not again:
             # It has published nothing yet: of what it has published it keeps the last.
@@ -124,18 +117,14 @@ class EngineStream:
         for event in batch.events:
             match event:
                 case AllBlocksCleared():
-                    blocks.begin(name)
+                    blocks.clear(name)
                 case BlockStored() | BlockRemoved() if event.medium != GPU:
                     continue
-                case BlockStored() | BlockRemoved() if event.group:
-                    self._has_groups = True
                 case BlockStored():
                     blocks.store(
                         name, event.hashes, event.parent, event.tokens, event.block_tokens,
-                        event.lora, event.extra,
+                        event.lora, event.extra, event.group, event.kind, event.window,
                     )  # fmt: skip
                 case BlockRemoved():
-                    blocks.remove(name, event.hashes)
-        if self._has_groups and blocks.is_known(name):
-            # Also after it has cleared its cache: each group has blocks of its own.
-            blocks.lose(name, SEVERAL_GROUPS)
+                    blocks.remove(name, event.hashes, event.group)
+        blocks.settle(name)

@@ -2,12 +2,14 @@
 
 Engines name blocks by hashes of their own, so blocks are found by what is in them: one tree of
 token blocks for all engines, and in each of its nodes the engines that have this block behind this
-prefix, as bits of a number. One walk answers for all engines of a block size.
+prefix, as bits of a number: a bit for each group of layers that an engine keeps apart. One walk
+answers for all engines of a block size.
 
 Owns    the tree, and each engine's hashes of its blocks.
 Keeps   an engine is known only while nothing of its events was missed: otherwise its blocks are
         dropped, and it says why until it has cleared its cache or is followed from its beginning.
-Limits  BLOCKS_MAX blocks, ENGINES_MAX engines. Nothing holds the lock for more than PART blocks.
+Limits  BLOCKS_MAX blocks, and as many hashes of an engine; ENGINES_MAX engines, GROUPS_MAX groups
+        of layers of each. Nothing holds the lock for more than PART blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.manager.layer_groups import HeldBlocks, Needs, needs_of, usable_tokens
+
 BLOCKS_MAX = 2**20
 """Different blocks of all engines: about 300 MB in blocks of 16 tokens."""
 
 ENGINES_MAX = 64
+
+GROUPS_MAX = 64
 
 PART = 4096
 """Blocks that are changed under the lock at once: a few milliseconds."""
@@ -39,21 +45,52 @@ _Key: TypeAlias = "tuple[_Block | _Root, bytes, str]"
 
 @attrs.define(eq=False)
 class _Block:
-    """A node of the tree. engines: a bit each. children: blocks behind it, on any engine."""
+    """A node of the tree. held_by: a bit each group. children: blocks behind it, of any group."""
 
     key: _Key
-    engines: int = 0
+    held_by: int = 0
     children: int = 0
 
 
 @attrs.define(eq=False)
-class _Engine:
+class _Group:
+    """A group of layers of an engine.
+
+    is_sparse: an event of it has not told which blocks of its tokens it keeps.
+    blocks: by the engine's own hash; None: it is not known where in a prompt the block is.
+    copies: further copies of blocks, each of which is removed by an event of its own.
+    names:  further hashes of blocks: an adapter's blocks get new ones when SGLang loads it anew.
+    """
+
     bit: int
+    needs: Needs = Needs.ALL
+    window: int = 0
+    block_tokens: int = 0
+    is_sparse: bool = False
+    blocks: dict[Hashable, _Block | None] = attrs.field(factory=dict)
+    copies: dict[Hashable, int] = attrs.field(factory=dict)
+    names: dict[_Block, int] = attrs.field(factory=dict)
+
+
+@attrs.define(eq=False)
+class _Engine:
     why: str
     """Why it is not known; "" while it is."""
-    block_tokens: int = 0
-    blocks: dict[Hashable, _Block] = attrs.field(factory=dict)
-    """By the engine's own hash."""
+    groups: dict[int, _Group] = attrs.field(factory=dict)
+    bits: dict[int, int] = attrs.field(factory=dict)
+    """The bit of each group that it ever had."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of a block of the first group, 0 before its first one."""
+        return next((group.block_tokens for group in self.groups.values()), 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it has what a prefix needs if it has all blocks of it."""
+        return all(group.needs is Needs.ALL for group in self.groups.values()) and (
+            len(self.groups) == 1
+        )
 
 
 @attrs.frozen
@@ -62,9 +99,9 @@ class OnGpu:
 
     engine:       the name that the settings give it.
     state:        "known", or "unknown" or "away" with the reason in `why`.
-    prefix_tokens: leading tokens on the GPU, in whole blocks; 0 unless it is known.
+    prefix_tokens: leading tokens that it need not compute, in whole blocks; 0 unless it is known.
     block_tokens: tokens of one of its blocks; 0 before its first block.
-    blocks:       blocks that it has in all.
+    blocks:       blocks that it has in all, of each group of its layers.
     """
 
     engine: str
@@ -89,9 +126,9 @@ class GpuBlocks:
         names = tuple(dict.fromkeys(engines))
         if len(names) > ENGINES_MAX:
             raise ValueError(f"{len(names)} engines, at most {ENGINES_MAX} are followed")
-        self._engines = {
-            name: _Engine(1 << at, "it was not reached yet") for at, name in enumerate(names)
-        }
+        self._engines = {name: _Engine("it was not reached yet") for name in names}
+        self._bits = 0
+        """Bits that groups were given."""
         self._away = set(names)
         self._tree: dict[_Key, _Block] = {}
         self._blocks_max = blocks_max
@@ -104,7 +141,14 @@ class GpuBlocks:
     # --- what the follower of an engine's events says ------------------------------------------
 
     def begin(self, name: str) -> None:
-        """Follow an engine from its beginning, or from when its cache is empty."""
+        """Follow an engine from its beginning: what it was before may have been another model."""
+        self._drop(name)
+        with self._lock:
+            self._engines[name].groups.clear()
+        self.clear(name)
+
+    def clear(self, name: str) -> None:
+        """Follow an engine from when its cache is empty."""
         self._drop(name)
         with self._lock:
             self._engines[name].why = ""
@@ -134,16 +178,22 @@ class GpuBlocks:
         block_tokens: int,
         lora: str = "",
         extra: Sequence[Any] | None = None,
+        group: int | None = None,
+        kind: str = "",
+        window: int = 0,
     ) -> None:
         """Note blocks that an engine has stored, one behind the other.
 
         parent: the engine's hash of the block before the first; None where they begin a prompt.
-        tokens: the token ids of all of them. extra: what else each block depends on, or None.
+        tokens: the token ids of all of them; of more blocks where a group of layers keeps only
+                some. extra: what else each block depends on, or None.
+        group:  of layers; kind and window: of that group, as `BlockStored` has them. VLLM, which
+                names groups, tells each copy of a block that it has computed more than once.
         """
         engine = self._engines[name]
         if engine.why:
             return
-        if block_tokens < 1 or len(tokens) != len(hashes) * block_tokens:
+        if block_tokens < 1 or len(tokens) % block_tokens:
             self.lose(name, "an event of it told another number of tokens than its blocks have")
             return
         try:
@@ -151,35 +201,66 @@ class GpuBlocks:
         except (OverflowError, TypeError, ValueError):
             self.lose(name, "an event of it told tokens that are no token ids")
             return
+        into = self._group(engine, group or 0, kind, window, block_tokens)
+        if isinstance(into, str):
+            self.lose(name, into)
+            return
+        is_whole = len(tokens) == len(hashes) * block_tokens
+        into.is_sparse |= bool(hashes) and not is_whole
+        # A block that ends within one of its group, too, lies where another group has its end.
+        is_placed = is_whole and block_tokens == into.block_tokens
         size = block_tokens * TOKENS_IN.itemsize
-        is_full = False
+        why = ""
         for begin in range(0, len(hashes), PART):
             with self._lock:
-                engine.block_tokens = block_tokens
-                before = self._before(engine, parent, block_tokens, lora)
-                for at in range(begin, min(begin + PART, len(hashes))):
-                    if before is None:
-                        break  # Its prefix was never told: no question can reach it.
+                end = min(begin + PART, len(hashes))
+                if sum(len(one.blocks) for one in engine.groups.values()) >= self._blocks_max:
+                    why = f"it has more than {self._blocks_max} blocks"
+                before = _before(into, parent, lora) if is_placed else None
+                for at in range(begin, end):
                     if len(self._tree) >= self._blocks_max:
-                        is_full = True
+                        why = f"the engines have more than {self._blocks_max} different blocks"
+                    if why:
                         break
+                    if hashes[at] in into.blocks:
+                        into.copies[hashes[at]] = into.copies.get(hashes[at], 0) + 1
+                    if before is None:
+                        self._hold(engine, into, hashes[at])
+                        continue
                     also = repr(extra[at]) if extra and at < len(extra) and extra[at] else ""
-                    before = self._note(
-                        engine, hashes[at], (before, packed[at * size : (at + 1) * size], also)
-                    )
-                parent = hashes[min(begin + PART, len(hashes)) - 1]
-        if is_full:
-            self.lose(name, f"the engines have more than {self._blocks_max} different blocks")
+                    key = (before, packed[at * size : (at + 1) * size], also)
+                    before = self._note(engine, into, hashes[at], key)
+                parent = hashes[end - 1]
+            if why:
+                self.lose(name, why)
+                return
 
-    def remove(self, name: str, hashes: Iterable[Hashable]) -> None:
-        """Note blocks that an engine has no longer; unknown ones are passed over."""
+    def settle(self, name: str) -> None:
+        """End a batch of events: lose an engine of which some cannot be understood.
+
+        The blocks that a group keeps are found by their hashes in a group that keeps all. Within a
+        batch the one may come before the other.
+        """
+        engine = self._engines[name]
+        groups = engine.groups
+        if engine.why:
+            return
+        whole = {one.block_tokens for one in groups.values() if not one.is_sparse}
+        if any(one.is_sparse and one.block_tokens not in whole for one in groups.values()):
+            self.lose(name, "its events do not tell which blocks a group of its layers keeps")
+
+    def remove(self, name: str, hashes: Iterable[Hashable], group: int | None = None) -> None:
+        """Note blocks that an engine has no longer; unknown ones are passed over.
+
+        group: of layers, of which one copy of each block is gone; None: all copies in any.
+        """
         engine, wanted = self._engines[name], list(hashes)
+        groups = [one for at, one in engine.groups.items() if group in (at, None)]
         for begin in range(0, len(wanted), PART):
             with self._lock:
                 for one in wanted[begin : begin + PART]:
-                    block = engine.blocks.pop(one, None)
-                    if block is not None:
-                        self._leave(engine, block)
+                    for held in groups:
+                        self._take(held, one, all_copies=group is None)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -188,66 +269,140 @@ class GpuBlocks:
         packed = np.ascontiguousarray(tokens, TOKENS_IN).tobytes()
         found: list[OnGpu] = []
         with self._lock:
-            runs: dict[int, dict[int, int]] = {}
+            plain = {one.block_tokens for one in self._engines.values() if one.is_plain}
+            hybrid = {
+                group.block_tokens
+                for one in self._engines.values()
+                if not one.is_plain
+                for group in one.groups.values()
+            }
+            runs = {size: self._runs(packed, size, lora) for size in plain}
+            held = {size: self._held(packed, size, lora) for size in hybrid}
             for name, engine in self._engines.items():
-                size = engine.block_tokens
-                if size and size not in runs:
-                    runs[size] = self._walk(packed, size, lora)
-                run = runs.get(size, {}).get(engine.bit, 0)
+                size, groups = engine.block_tokens, list(engine.groups.values())
+                if engine.is_plain:
+                    prefix = runs[size].get(groups[0].bit, 0) * size
+                else:
+                    prefix = _usable(groups, held) if groups else 0
                 state = KNOWN if not engine.why else AWAY if name in self._away else UNKNOWN
-                blocks = len(engine.blocks)
-                found.append(OnGpu(name, state, engine.why, run * size, size, blocks))
+                blocks = sum(len(group.blocks) for group in groups)
+                found.append(OnGpu(name, state, engine.why, prefix, size, blocks))
         return found
 
-    def _walk(self, packed: bytes, block_tokens: int, lora: str) -> dict[int, int]:
-        """Return by engine how many leading blocks it has."""
-        size, tree = block_tokens * TOKENS_IN.itemsize, self._tree
-        having = ~0
+    def _runs(self, packed: bytes, block_tokens: int, lora: str) -> dict[int, int]:
+        """Return by the bit of a group how many leading blocks it has."""
+        having, count = 0, 0
         runs: dict[int, int] = {}
-        before: _Block | _Root = (block_tokens, lora)
-        for count, begin in enumerate(range(0, len(packed) - size + 1, size)):
-            block = tree.get((before, packed[begin : begin + size], ""))
-            left = having & block.engines if block is not None else 0
+        for block in self._path(packed, block_tokens, lora):
+            left = having & block.held_by if count else block.held_by
             if left != having:
-                if count:
-                    runs |= dict.fromkeys(_bits(having & ~left), count)
+                runs |= dict.fromkeys(_bits(having & ~left), count)
                 having = left
-            if not having or block is None:
+            if not having:
                 return runs
+            count += 1
+        return runs | dict.fromkeys(_bits(having), count)
+
+    def _held(self, packed: bytes, block_tokens: int, lora: str) -> npt.NDArray[np.bool_]:
+        """Return which blocks of a prompt each group has: (blocks, bits), shorter if none has."""
+        width = -(-self._bits // 8)
+        path = self._path(packed, block_tokens, lora)
+        told = b"".join([block.held_by.to_bytes(width, "little") for block in path])
+        rows = np.frombuffer(told, np.uint8).reshape(-1, width)
+        return np.unpackbits(rows, axis=1, bitorder="little").view(np.bool_)
+
+    def _path(self, packed: bytes, block_tokens: int, lora: str) -> Iterator[_Block]:
+        """Yield the blocks of a prompt that are in the tree."""
+        size, tree = block_tokens * TOKENS_IN.itemsize, self._tree
+        before: _Block | _Root = (block_tokens, lora)
+        for begin in range(0, len(packed) - size + 1, size):
+            block = tree.get((before, packed[begin : begin + size], ""))
+            if block is None:
+                return
+            yield block
             before = block
-        if len(packed) >= size:
-            runs |= dict.fromkeys(_bits(having), len(packed) // size)
-        return runs
 
-    # --- the tree, under the lock -----------------------------------------------------------------
+    # --- groups and the tree, under the lock ------------------------------------------------------
 
-    @staticmethod
-    def _before(
-        engine: _Engine, parent: Hashable | None, block_tokens: int, lora: str
-    ) -> _Block | _Root | None:
-        if parent is None:
-            return (block_tokens, lora)
-        return engine.blocks.get(parent)
+    def _group(
+        self, engine: _Engine, at: int, kind: str, window: int, block_tokens: int
+    ) -> _Group | str:
+        """Return a group of an engine as an event tells it, or why it cannot be followed."""
+        needs = needs_of(kind, window)
+        if needs is None:
+            return f"no rule is known for a group of its layers of the kind {kind[:40]!r}"
+        with self._lock:
+            group = engine.groups.get(at)
+            if group is None:
+                if len(engine.bits) >= GROUPS_MAX and at not in engine.bits:
+                    return f"it has more than {GROUPS_MAX} groups of layers"
+                if at not in engine.bits:
+                    engine.bits[at] = 1 << self._bits
+                    self._bits += 1
+                group = engine.groups[at] = _Group(engine.bits[at])
+            group.needs, group.window = needs, window if needs is Needs.WINDOW else 0
+            group.block_tokens = max(group.block_tokens, block_tokens)
+        if not kind and len(engine.groups) > 1:
+            return "it does not say of which kind its groups of layers are"
+        return group
 
-    def _note(self, engine: _Engine, one: Hashable, key: _Key) -> _Block:
-        """Note that an engine has this block, by its own hash, and return it."""
+    def _note(self, engine: _Engine, group: _Group, one: Hashable, key: _Key) -> _Block:
+        """Note that a group has this block, by the engine's own hash, and return it."""
         block = self._tree.get(key)
         if block is None:
             block = self._tree[key] = _Block(key)
             if isinstance(key[0], _Block):
                 key[0].children += 1
-        old = engine.blocks.get(one)
-        if old is not block:
-            if old is not None:
-                self._leave(engine, old)
-            engine.blocks[one] = block
-            block.engines |= engine.bit
+        self._give(group, one, block)
+        if len(engine.groups) > 1:
+            for other in engine.groups.values():
+                # It has told this hash before, and not where it is.
+                if (
+                    other.block_tokens == group.block_tokens
+                    and other.blocks.get(one, block) is None
+                ):
+                    self._give(other, one, block)
         return block
 
-    def _leave(self, engine: _Engine, block: _Block) -> None:
-        """Note that an engine has it no longer. What no engine has, and none continues, goes."""
-        block.engines &= ~engine.bit
-        while not block.engines and not block.children:
+    def _hold(self, engine: _Engine, group: _Group, one: Hashable) -> None:
+        """Note that a group has a block by its hash alone: another group tells where it is."""
+        block = group.blocks.get(one) or _placed(engine, group, one)
+        if block is not None:
+            self._give(group, one, block)
+        else:
+            group.blocks[one] = None
+
+    def _give(self, group: _Group, one: Hashable, block: _Block) -> None:
+        old = group.blocks.get(one)
+        if old is not block:
+            if old is not None:
+                self._leave(group, old)
+            group.blocks[one] = block
+            if block.held_by & group.bit:
+                group.names[block] = group.names.get(block, 0) + 1
+            block.held_by |= group.bit
+
+    def _take(self, group: _Group, one: Hashable, *, all_copies: bool) -> None:
+        copies = group.copies.pop(one, 0)
+        if copies > 1 and not all_copies:
+            group.copies[one] = copies - 1
+        if not copies or all_copies:
+            block = group.blocks.pop(one, None)
+            if block is not None:
+                self._leave(group, block)
+
+    def _leave(self, group: _Group, block: _Block) -> None:
+        """Note that a group has it no longer by one of its hashes.
+
+        What no group has, and none continues, goes.
+        """
+        names = group.names.pop(block, 0)
+        if names:
+            if names > 1:
+                group.names[block] = names - 1
+            return
+        block.held_by &= ~group.bit
+        while not block.held_by and not block.children:
             del self._tree[block.key]
             before = block.key[0]
             if not isinstance(before, _Block):
@@ -257,11 +412,44 @@ class GpuBlocks:
 
     def _drop(self, name: str) -> None:
         """Forget all blocks of an engine, a part at a time."""
-        engine = self._engines[name]
-        while engine.blocks:
-            with self._lock:
-                for _ in range(min(PART, len(engine.blocks))):
-                    self._leave(engine, engine.blocks.popitem()[1])
+        for group in self._engines[name].groups.values():
+            group.copies.clear()
+            while group.blocks:
+                with self._lock:
+                    for _ in range(min(PART, len(group.blocks))):
+                        block = group.blocks.popitem()[1]
+                        if block is not None:
+                            self._leave(group, block)
+
+
+def _before(group: _Group, parent: Hashable | None, lora: str) -> _Block | _Root | None:
+    """Return what blocks are behind; None: the group was not told where that is."""
+    return (group.block_tokens, lora) if parent is None else group.blocks.get(parent)
+
+
+def _placed(engine: _Engine, group: _Group, one: Hashable) -> _Block | None:
+    """Return the block that another group has under this hash: it names the whole prefix."""
+    for other in engine.groups.values():
+        if other is not group and other.block_tokens == group.block_tokens:
+            block = other.blocks.get(one)
+            if block is not None:
+                return block
+    return None
+
+
+def _usable(groups: Sequence[_Group], held: dict[int, npt.NDArray[np.bool_]]) -> int:
+    """Return the prefix, in tokens, that an engine with these groups need not compute."""
+    return usable_tokens(
+        [
+            HeldBlocks(
+                group.needs,
+                group.block_tokens,
+                group.window,
+                held[group.block_tokens][:, group.bit.bit_length() - 1],
+            )
+            for group in groups
+        ]
+    )
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -38,7 +38,8 @@ def stored(draw: st.DrawFn) -> BlockStored:
     parent = draw(st.none() | st.integers(0, 2**64 - 1))
     group = draw(st.none() | st.integers(0, 3))
     lora = draw(st.sampled_from(["", "adapter"]))
-    return BlockStored(names, parent, tuple(tokens), size, "GPU", lora, (), group)
+    kind, window = draw(st.sampled_from([("", 0), ("mamba", 0), ("sliding_window", 128)]))
+    return BlockStored(names, parent, tuple(tokens), size, "GPU", lora, (), group, kind, window)
 
 
 removed = st.builds(BlockRemoved, hashes, st.sampled_from(["GPU", "CPU"]), st.none() | st.just(1))
@@ -113,6 +114,33 @@ def test_what_else_a_block_depends_on_tells_it_from_others() -> None:
     assert len(salts) == 3
 
 
+def test_an_adapter_is_told_once() -> None:
+    """VLLM repeats its name before the keys of each block, which stay as they are without it."""
+    event = {
+        "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+        "token_ids": [5, 6], "block_size": 1, "lora_id": 7, "lora_name": "french",
+    }  # fmt: skip
+
+    def extra(*keys: object) -> tuple[str | None, ...]:
+        (one,) = decode(packed([1.0, [event | {"extra_keys": keys}]])).events
+        assert isinstance(one, BlockStored)
+        assert one.lora == "french"
+        return one.extra
+
+    assert extra(["french"], ["french"]) == ()
+    image, none = extra(["french", "image"], ["french"])
+    assert (image, none) == (extra(["image"], None)[0], None)
+
+
+def test_a_group_of_layers_may_leave_blocks_out() -> None:
+    """And tell the tokens of all, also if it keeps no block at all."""
+    for kept in ([], [1]):
+        event = ["BlockStored", kept, None, [1, 2, 3, 4], 2, None, "GPU", None, None, 1, "mamba"]
+        (one,) = decode(packed([1.0, [event]])).events
+        told = BlockStored(tuple(kept), None, (1, 2, 3, 4), 2, group=1, kind="mamba")
+        assert one == told
+
+
 @pytest.mark.parametrize(
     ("event", "why"),
     [
@@ -121,6 +149,8 @@ def test_what_else_a_block_depends_on_tells_it_from_others() -> None:
         ([], "neither a map nor an array"),
         (["BlockStored", [1.5], None, [1], 1], "hashes"),
         (["BlockStored", [1], None, [1, 2], 1], "2 tokens in 1 blocks of 1"),
+        (["BlockStored", [1], None, [1, 2, 3], 2], "3 tokens in 1 blocks of 2"),
+        (["BlockStored", [1, 2], None, [1], 1], "1 tokens in 2 blocks of 1"),
         (["BlockStored", [1], None, ["a"], 1], "token ids"),
         (["BlockStored", [1], None, [True], 1], "token ids"),
         (["BlockStored", [1], None, [1], 0], "block size"),
@@ -129,6 +159,8 @@ def test_what_else_a_block_depends_on_tells_it_from_others() -> None:
         (["BlockRemoved", [1], 5], "medium"),
         (["BlockStored", [1], None, [1], 1, None, "GPU", None, [None, None]], "extra keys"),
         (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, "x"], "group"),
+        (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, 0, 5], "kind"),
+        (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, 0, "x", "y"], "window"),
     ],
 )
 def test_a_damaged_event_costs_no_other(event: object, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from peercache.events.blocks import (
     EventBatch,
     encode,
 )
-from peercache.manager.engine_stream import AWAY, JOINED_LATE, SEVERAL_GROUPS, Batch, EngineStream
+from peercache.manager.engine_stream import AWAY, JOINED_LATE, Batch, EngineStream
 from peercache.manager.gpu_blocks import GpuBlocks
 
 BLOCK = 2
@@ -171,19 +172,72 @@ def test_only_gpu_memory_counts() -> None:
     assert engine.found == ("", 1)
 
 
-@pytest.mark.parametrize(
-    "event", [BlockStored((3,), 1, (2, 2), BLOCK, group=1), BlockRemoved((1,), group=1)]
-)
-def test_an_engine_with_several_groups_of_layers_is_unknown(event: BlockEvent) -> None:
-    """The first group may have a prefix of which another one has dropped its part."""
-    engine = Engine(has_replay=False)
-    engine.publish(2)
-    assert engine.found == ("", 2)
+FULL, WINDOW = "full_attention", "sliding_window"
 
-    engine.stream.take(2, batch(event))
-    assert engine.found == (SEVERAL_GROUPS, 0)
-    engine.stream.take(3, batch(AllBlocksCleared(), BlockStored((4,), None, (0, 0), BLOCK)))
-    assert engine.found == (SEVERAL_GROUPS, 0)
+
+def of_group(group: int, kind: str, window: int, first: int, *kept: int, until: int) -> BlockStored:
+    """Return an event of blocks `first` to `until` of which a group keeps some."""
+    tokens = [at for at in range(first, until) for _ in range(BLOCK)]
+    return BlockStored(
+        kept, first - 1 if first else None, tuple(tokens), BLOCK,
+        group=group, kind=kind, window=window,
+    )  # fmt: skip
+
+
+def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs() -> None:
+    """The window's group is told first, without its early blocks: the other says where it is."""
+    engine = Engine(has_replay=False)
+    engine.published = 4
+    window = of_group(0, WINDOW, 5, 0, 2, 3, until=4)
+    whole = of_group(1, FULL, 0, 0, 0, 1, 2, 3, until=4)
+    engine.stream.take(0, batch(window, whole))
+    assert engine.found == ("", 4)
+
+    engine.stream.take(1, batch(BlockRemoved((2,), group=0)))
+    assert engine.found == ("", 0)
+    engine.stream.take(2, batch(of_group(0, WINDOW, 5, 2, 2, until=3)))
+    assert engine.found == ("", 4)
+    engine.stream.take(3, batch(BlockRemoved((3,), group=1)))
+    assert engine.found == ("", 0)
+
+
+def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine_starts_anew() -> (
+    None
+):
+    engine = Engine(has_replay=False)
+    engine.published = 1
+    whole = of_group(0, FULL, 0, 0, 0, until=1)
+    window = of_group(1, WINDOW, 9, 0, 0, until=1)
+    engine.stream.take(0, batch(whole, window))
+    engine.stream.take(1, batch(AllBlocksCleared(), whole))
+    assert engine.found == ("", 0)
+    engine.stream.take(0, batch(whole))
+    assert engine.found == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([of_group(0, "chunked_local_attention", 0, 0, 0, until=1)], "of the kind 'chunked_local"),
+        ([of_group(0, WINDOW, 0, 0, 0, until=1)], "of the kind 'sliding_window'"),
+        ([of_group(0, FULL, 0, 0, 0, until=1), of_group(1, "", 0, 0, 0, until=1)], "which kind"),
+        ([of_group(0, WINDOW, 9, 0, 1, until=2)], "which blocks"),
+        (
+            [attrs.evolve(of_group(0, FULL, 0, 0, 0, until=1), group=at) for at in range(65)],
+            "more than 64 groups",
+        ),
+    ],
+)
+def test_an_engine_whose_groups_cannot_be_followed_is_unknown(
+    events: list[BlockEvent], why: str
+) -> None:
+    """And again after it has cleared its cache."""
+    engine = Engine(has_replay=False)
+    engine.published = 1
+    for at, more in enumerate([[], [AllBlocksCleared()]]):
+        engine.stream.take(at, batch(*more, *events))
+        told, blocks = engine.found
+        assert (why in told, blocks) == (True, 0), told
 
 
 @given(st.lists(st.sampled_from(["arrives", "lost", "ends", "forgets", "answers", "silent"])))

@@ -146,6 +146,110 @@ def test_events_that_cannot_be_right_lose_the_engine(tokens: list[int], block_to
     assert found(index, 1) == {"a": 0, "b": 1}
 
 
+WINDOW = {"group": 1, "kind": "sliding_window", "window": BLOCK * 2 + 1}
+FULL = {"group": 0, "kind": "full_attention"}
+
+
+def test_a_window_is_placed_behind_blocks_that_only_another_group_has() -> None:
+    index = begun("a")
+    store(index, "a", 1, 2, 3, 4, **FULL)
+    index.store("a", hashes_of(1, 2, 3, 4)[2:], (1, 2), prompt(3, 4), BLOCK, **WINDOW)
+    assert found(index, 1, 2, 3, 4, 5) == {"a": 4}
+    assert found(index, 1, 2, 3) == {"a": 0}
+
+
+def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() -> None:
+    """A later one does, with blocks of the same size."""
+    large = (BLOCK * 2, FULL)
+    small = (BLOCK, WINDOW | {"window": BLOCK})
+    for order in ([large, small], [small, large]):
+        index = begun("a")
+        for size, group in order:
+            index.store("a", [(1, 2)], None, prompt(1, 2), size, **group)
+        assert found(index, 1, 2) == {"a": 0}
+        store(index, "a", 1, 2, **FULL | {"group": 2})
+        assert found(index, 1, 2) == {"a": 2}
+
+
+def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is() -> None:
+    index = begun("a")
+    store(index, "a", 1, 2)
+    index.store("a", [(1, 2)], "unknown", prompt(2), BLOCK)
+    assert found(index, 1, 2) == {"a": 2}
+    index.remove("a", [(1, 2)])
+    assert found(index, 1, 2) == {"a": 1}
+
+
+def test_a_block_that_ends_within_another_is_none_of_a_prompt() -> None:
+    """It takes no room among those that are."""
+    index = begun("a")
+    index.store("a", [(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL)
+    index.store("a", [(1,)], None, prompt(1), BLOCK, **FULL)
+    index.store("a", [(1, 2, 3)], (1, 2), prompt(3), BLOCK, **FULL)
+    assert len(index) == 1
+    assert found(index, 1, 2, 3) == {"a": 2}
+
+
+def test_a_group_that_keeps_nothing_yet_is_understood() -> None:
+    """It is not known then which blocks it keeps, and there are none."""
+    index = begun("a")
+    index.store("a", [(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL)
+    index.store("a", [], None, prompt(1, 2), BLOCK, **WINDOW)
+    index.settle("a")
+    assert (index.is_known("a"), found(index, 1, 2)) == (True, {"a": 0})
+    store(index, "a", 1, 2, **WINDOW)
+    assert found(index, 1, 2) == {"a": 2}
+
+
+def test_copies_of_a_block_are_removed_one_by_one() -> None:
+    """Of an engine that names its groups. Others tell a block again that is there."""
+    index = begun("a", "b")
+    for _ in range(3):
+        store(index, "a", 1, **FULL)
+        store(index, "b", 1)
+    for left in (1, 1, 0):
+        index.remove("a", [(1,)], 0)
+        index.remove("b", [(1,)])
+        assert found(index, 1) == {"a": left, "b": 0}
+
+    for forget in (lambda: index.clear("a"), lambda: index.remove("a", [(1,)])):
+        store(index, "a", 1, **FULL)
+        store(index, "a", 1, **FULL)
+        forget()
+        store(index, "a", 1, **FULL)
+        index.remove("a", [(1,)], 0)
+        assert found(index, 1) == {"a": 0, "b": 0}
+
+
+def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None:
+    """SGLang gives the blocks of an adapter new hashes when it loads it anew."""
+    index = begun("a", "b")
+    for one in ("first load", "second", "third"):
+        index.store("a", [one], None, prompt(1), BLOCK, "french")
+    for one, left in (("second", 1), ("first load", 1), ("third", 0)):
+        index.remove("a", [one])
+        assert found(index, 1, lora="french") == {"a": left, "b": 0}
+    assert len(index) == 0
+
+
+def test_what_an_engine_was_lost_for_first_stays_told() -> None:
+    index = begun("a")
+    index.store("a", [(1, 2)], None, prompt(1, 2, 3), BLOCK, **WINDOW)
+    index.lose("a", "events 3 to 5 were missed")
+    index.settle("a")
+    assert index.why("a") == "events 3 to 5 were missed"
+
+
+def test_names_of_blocks_are_bounded() -> None:
+    """Of blocks that are nowhere, too, and of one block with many names."""
+    for parent in ("unknown", None):
+        index = begun("a", blocks_max=5)
+        for at in range(6):
+            assert index.is_known("a")
+            index.store("a", [at], parent, prompt(1), BLOCK)
+        assert index.why("a") == "it has more than 5 blocks"
+
+
 def test_bounds() -> None:
     """An engine that has more blocks than there is room for is unknown; others stay known."""
     index = begun("a", "b", blocks_max=5)

@@ -1,0 +1,18 @@
+"""The events of a real engine, as they were recorded: `tests/integration/vllm_cache.py`."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+from tests.contracts.engine_events import check
+
+RECORDED = Path(__file__).parent / "frozen/vllm-0.32.0.json.xz"
+
+
+def test_the_index_knows_what_vllm_has() -> None:
+    """In eleven layouts of groups of layers, with and without an adapter, while it evicts."""
+    told = json.loads(lzma.decompress(RECORDED.read_bytes()))
+    assert len(told) == 11
+    assert check(told) > 300
