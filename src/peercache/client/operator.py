@@ -123,7 +123,7 @@ def _written(at: str) -> str:
     try:
         host, port = parse_address(at, default_port=DEFAULT_CONTROL_PORT)
     except ValueError as error:
-        raise ConfigError("at", f"{at!r} {error}") from error
+        raise ConfigError("at", str(error)) from error
     return f"[{host}]:{port}" if ":" in host else f"{host or '127.0.0.1'}:{port}"
 
 
@@ -243,7 +243,10 @@ class Operator:
         url = self._url()
         if reached(url, min(CONNECT_S, self._target.timeout_s)) is False:
             if url.startswith("tcp://") and _listens(url):
-                raise PeerUnreachable(f"{self._target.at} in clear text; {_WANTS_CERTIFICATES}")
+                raise PeerUnreachable(
+                    f"{self._target.at} in clear text; {_WANTS_CERTIFICATES}; or this is no "
+                    "control address, such as that of /metrics"
+                )
             raise PeerUnreachable(f"{self._target.at}: nothing listens there; {_HINT}")
         try:
             self._dialer = Dialer(url, tls=self._tls, accepts=self._accepts, on_removed=self._lost)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import socket
+import threading
 from typing import Any
 
 import attrs
@@ -28,6 +30,7 @@ from peercache.model.status import (
     Worker,
     unanswered,
 )
+from tests.pace import PATIENCE_S
 
 NODE = Status(
     name="10.0.0.7:31998",
@@ -216,6 +219,31 @@ def test_an_address_where_nothing_listens_is_one_sentence() -> None:
 
     with pytest.raises(PeerCacheError, match=r"127\.0\.0\.1:1: nothing listens there; start"):
         Operator(target).__enter__()
+
+
+def test_an_address_that_is_none_is_said_once() -> None:
+    """The address, and what one looks like."""
+    with pytest.raises(ConfigError) as wrong:
+        Target.of(at="host:port", environment={})
+
+    assert str(wrong.value) == (
+        "configuration 'at': 'host:port' is not HOST:PORT (IPv6: [::1]:PORT)"
+    )
+
+
+def test_a_port_of_another_protocol_is_perhaps_no_control_address() -> None:
+    """Such as the one of /metrics, which stands beside it in the ready line."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        closing = threading.Thread(
+            target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True
+        )
+        closing.start()
+        target = Target.of(at=f"127.0.0.1:{server.getsockname()[1]}", environment={})
+
+        with pytest.raises(PeerCacheError, match="or this is no control address, such as"):
+            Operator(target).__enter__()
+        closing.join(PATIENCE_S)
 
 
 def test_top_without_a_terminal_names_the_other_command(
