@@ -1,9 +1,10 @@
 """Dynamo's router with a shared cache, as a process: what it makes of object events.
 
-    python -m tests.integration.dynamo_router ENDPOINT MODEL
+    python -m tests.integration.dynamo_router ENDPOINT MODEL FACTS
 
 Runs in the environment of Dynamo. Each line of stdin is a JSON array of token ids; each line of
-stdout is what the router's shared cache knows of them. MODEL: a folder with a tokenizer.
+stdout is what the router's shared cache knows of them. MODEL: a folder with a tokenizer. FACTS: a
+JSON object of what the worker says of its cache, beside what all say.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ async def main() -> None:
     )
     from dynamo.runtime import DistributedRuntime
 
-    endpoint, model = sys.argv[1:]
+    endpoint, model, facts = sys.argv[1:]
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, "mem", "tcp", event_plane="zmq")
     worker = runtime.endpoint("feas.backend.generate")
@@ -41,6 +42,7 @@ async def main() -> None:
         "backend": "mooncake", "page_size": PAGE, "tp_size": 1, "pp_size": 1,
         "is_mla_model": False, "is_eagle": False, "tp_lcm_size": None,
         "should_split_heads": False, "extra_backend_tag": None, "kv_events_endpoint": endpoint,
+        **json.loads(facts),
     }  # fmt: skip
     config.set_engine_specific("sglang_hicache_mooncake", json.dumps(told))
 

@@ -51,6 +51,8 @@ class Shape:
     model: str = "tiny/model"
     tp_rank: int = 0
     tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
     heads: int | None = None
 
 
@@ -205,7 +207,8 @@ class Rig:
 def ranks(shape: Shape) -> Iterator[None]:
     """Give SGLang the ranks that its launcher would have given it."""
     with get_parallel().override(
-        tp_rank=shape.tp_rank, tp_size=shape.tp_size, pp_rank=0, pp_size=1,
+        tp_rank=shape.tp_rank, tp_size=shape.tp_size, pp_rank=shape.pp_rank,
+        pp_size=shape.pp_size,
         attn_tp_rank=shape.tp_rank, attn_tp_size=shape.tp_size, attn_dp_rank=0,
         attn_dcp_rank=0, attn_dcp_size=1,
     ):  # fmt: skip

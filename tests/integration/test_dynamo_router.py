@@ -8,10 +8,12 @@ import queue
 import struct
 import subprocess
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from peercache.events.objects import ObjectNames, ObjectPublisher
@@ -43,13 +45,16 @@ def pages_of(tokens: tuple[int, ...]) -> list[str]:
 class Router:
     """Dynamo's router as a process, whose one worker's cache is told of at an endpoint."""
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
-        """Start it, and wait until it answers."""
+    def __init__(self, endpoint: str, folder: Path, **facts: object) -> None:
+        """Start it, and wait until it answers. facts: what the worker says of its cache."""
         python = environment_of("dynamo") / "bin/python"
         (folder / "config.json").write_text(json.dumps(CONFIG))
         self.log = (folder / "router.log").open("w+")
         self.process = subprocess.Popen(
-            [python, "-m", "tests.integration.dynamo_router", endpoint, str(folder)],
+            [
+                python, "-m", "tests.integration.dynamo_router", endpoint, str(folder),
+                json.dumps(facts),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -123,3 +128,32 @@ def test_a_router_knows_what_the_shared_cache_has(tmp_path: Path) -> None:
         there.add(pages[0])
         publisher.tell_anew()
         router.comes_to([0, 1])
+
+
+@pytest.mark.dynamo
+@pytest.mark.parametrize(
+    ("names", "facts"),
+    [
+        (ObjectNames("t_m", 2, 3), {"tp_size": 2, "pp_size": 3, "key_prefix": "t_m"}),
+        (ObjectNames("m", 0, 2), {"pp_size": 2, "is_mla_model": True, "key_prefix": "m"}),
+    ],
+)
+def test_a_page_counts_once_all_its_ranks_and_stages_have_it(
+    names: ObjectNames, facts: dict[str, object], tmp_path: Path
+) -> None:
+    """The names are those that the router expects of such an engine, no more and no fewer."""
+    pages = pages_of(PROMPT)
+    fewer = attrs.evolve(names, stages=names.stages - 1)
+    for told, ranges in ((names, [[0, 2]]), (fewer, [])):
+        folder = tmp_path / str(told.stages)
+        folder.mkdir()
+        with (
+            closing(ObjectPublisher(ANY, told, present=lambda: pages[:2])) as publisher,
+            closing(Router(publisher.endpoint, folder, **facts)) as router,
+        ):
+            if ranges:
+                router.comes_to(*ranges)
+            else:
+                publisher.publish(removed=[pages[1]])
+                time.sleep(2)
+                assert router.ranges() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -111,22 +111,31 @@ def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for() -> None:
             again.close()
 
 
-def test_only_the_first_rank_publishes() -> None:
-    """Of all ranks' objects: a router takes one endpoint of an engine."""
+@pytest.mark.parametrize(
+    ("other", "first", "suffixes"),
+    [
+        (Shape(tp_rank=1, tp_size=2), Shape(tp_size=2), ("0_k", "0_v", "1_k", "1_v")),
+        (Shape(pp_rank=1, pp_size=2), Shape(pp_size=2), ("0_0_k", "0_0_v", "0_1_k", "0_1_v")),
+        (
+            Shape(kind="mla", pp_rank=2, pp_size=3), Shape(kind="mla", pp_size=3),
+            ("0_k", "1_k", "2_k"),
+        ),
+    ],
+    ids=["ranks", "stages", "stages of mla"],
+)  # fmt: skip
+def test_only_the_first_rank_of_the_first_stage_publishes(
+    other: Shape, first: Shape, suffixes: tuple[str, ...]
+) -> None:
+    """Of the objects of all ranks and stages: a router takes one endpoint of an engine."""
     with LocalCluster() as cluster:
         node = cluster.start(pool="64MiB")
         extra = {"home": node.ready["home"], "cluster": cluster.name, "object_events": ANY}
-        second = Rig(Shape(tp_rank=1, tp_size=2), extra, PeerCacheStore)
-        first = Rig(Shape(tp_rank=0, tp_size=2), extra, PeerCacheStore)
-        try:
+        with closing(Rig(other, extra, PeerCacheStore)) as silent:
+            assert silent.store._objects is None
             tokens = prompt(1, 4)
-            assert second.store._objects is None
-            with told_by(first.store) as told:
-                assert first.back_up(tokens, 4) == 1
-                wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v", "1_k", "1_v"))
-        finally:
-            first.close()
-            second.close()
+            with closing(Rig(first, extra, PeerCacheStore)) as rig, told_by(rig.store) as told:
+                assert rig.back_up(tokens, 4) == 1
+                wait_until(lambda: told() == objects_of(tokens, *suffixes))
 
 
 def test_an_endpoint_that_is_taken_is_named() -> None:

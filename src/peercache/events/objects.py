@@ -54,17 +54,25 @@ class ObjectNames:
 
     prefix: its tag and the model's served name, joined by "_"; "" for none.
     ranks:  of tensor parallelism, each with a K and a V object; 0: MLA, one object for all ranks.
+    stages: of a pipeline, each with objects of its own.
     """
 
     prefix: str = ""
     ranks: int = 1
+    stages: int = 1
 
     def of(self, page: str) -> tuple[str, ...]:
         """Return the names of a page's objects. page: SGLang's hash, 64 hexadecimal digits."""
         name = f"{self.prefix}_{page}" if self.prefix else page
+        stages = [str(stage) for stage in range(self.stages)] if self.stages > 1 else [""]
         if not self.ranks:
-            return (f"{name}__k",)
-        return tuple(f"{name}_{rank}_{half}" for rank in range(self.ranks) for half in "kv")
+            return tuple(f"{name}_{stage}_k" for stage in stages)
+        return tuple(
+            f"{name}_{rank}{stage and '_' + stage}_{half}"
+            for stage in stages
+            for rank in range(self.ranks)
+            for half in "kv"
+        )
 
 
 @final

@@ -32,20 +32,16 @@ NAMES_MAX: Final = 1_000_000
 
 
 def object_names(storage_config: Any, pool: Any) -> ObjectNames:
-    """Return how SGLang's Mooncake store would name the objects of this engine's pages.
-
-    Raises ConfigError for stages of a pipeline, each of which holds some layers.
-    """
-    if int(getattr(storage_config, "pp_size", 1) or 1) > 1:
-        raise ConfigError("object_events", "is for engines without pipeline parallelism")
+    """Return how SGLang's Mooncake store would name the objects of this engine's pages."""
+    stages = int(getattr(storage_config, "pp_size", 1) or 1)
     prefix = str(getattr(storage_config, "model_name", None) or "").replace("/", "-")
     if getattr(storage_config, "is_mla_model", False):
-        return ObjectNames(prefix, 0)
+        return ObjectNames(prefix, 0, stages)
     groups = None
     with contextlib.suppress(UncutPool):
         groups = HeadGroups.of(storage_config, pool)
     size = int(getattr(storage_config, "tp_size", 1) or 1)
-    return ObjectNames(prefix, size if groups is None else groups.total)
+    return ObjectNames(prefix, size if groups is None else groups.total, stages)
 
 
 @final

@@ -100,8 +100,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         self.mem_pool_host = mem_pool_host
         self._registration.register(mem_pool_host)
-        at, rank = self._registration.attached, getattr(self._storage_config, "tp_rank", 0)
-        if self._config.object_events and not rank and at is not None and self._objects is None:
+        at, ranks = self._registration.attached, ("tp_rank", "pp_rank")
+        is_first = not any(getattr(self._storage_config, rank, 0) for rank in ranks)
+        if self._config.object_events and is_first and at is not None and self._objects is None:
             self._objects = self._object_events(at.client.home_address)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:

@@ -48,6 +48,8 @@ def reader(publisher: ObjectPublisher) -> Iterator[Any]:
         (ObjectNames(), [f"{A}_0_k", f"{A}_0_v"]),
         (ObjectNames("t_m", 2), [f"t_m_{A}_{r}_{half}" for r in (0, 1) for half in "kv"]),
         (ObjectNames("m", 0), [f"m_{A}__k"]),
+        (ObjectNames("m", 1, 2), [f"m_{A}_0_{stage}_{half}" for stage in (0, 1) for half in "kv"]),
+        (ObjectNames("m", 0, 2), [f"m_{A}_0_k", f"m_{A}_1_k"]),
     ],
 )
 def test_a_page_has_the_objects_of_sglangs_mooncake_store(
