@@ -275,6 +275,34 @@ def test_an_entry_is_given_again_only_after_its_sweep() -> None:
     assert holders_of(table, 1) == []
 
 
+def test_a_swept_entry_is_no_holders() -> None:
+    """Nothing is taken for it, and while it is swept nothing of it is told."""
+    table = table_of(A)
+    put(table, 0, A, [1, 2, 3], 10)
+    assert table.sweep(0, 1) == 1
+    told = [holders_of(table, name) for name in (1, 2, 3)]
+    while table.sweep(0, 2):
+        pass
+
+    assert told == [[], [], []]
+    for change in (table.put, table.drop, table.has):
+        with pytest.raises(ValueError, match="no such entry"):
+            change(0, b"")
+    with pytest.raises(ValueError, match="no such entry"):
+        table.serve(0, is_served=True)
+
+
+def test_a_holder_that_is_only_kept_is_not_told() -> None:
+    """The view does not know it yet."""
+    table = table_of()
+    assert table.begin(A, is_served=False) == 0
+    put(table, 0, A, [1], 10)
+    before = holders_of(table, 1)
+    table.serve(0, is_served=True)
+
+    assert (before, holders_of(table, 1)) == ([], [A])
+
+
 def test_entries_are_bounded() -> None:
     """More holders than a row can name are refused."""
     table = table_of()

@@ -23,7 +23,6 @@
  *              reader looks at the holders of its rows before it looks at the epoch again.
  *   memory     that a reader may look into is given back only while no reader is in a batch.
  */
-#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -351,8 +350,7 @@ void peercache_rows_remove(struct table *t, uint32_t number, uint32_t tag)
     holder->counts[bucket]--;
     holder->count--;
     t->rows_live--;
-    __atomic_store_n(&row->word, ((row->word + VERSION_ONE) & VERSION_BITS) | UNUSED,
-                     __ATOMIC_RELEASE);
+    __atomic_store_n(&row->word, (row->word & VERSION_BITS) | UNUSED, __ATOMIC_RELEASE);
     row->next = t->row_free;
     t->row_free = number;
 }
@@ -494,8 +492,7 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
         t->holders_used++;
     }
     holder = holder_at(t, entry);
-    holder->next_free = 0;
-    memset(&holder->count, 0, sizeof(*holder) - offsetof(struct holder, count));
+    /* A new entry is all zero, and the sweep of the last row has left one so. */
     __atomic_store_n(&holder->identity, identity, __ATOMIC_RELAXED);
     __atomic_store_n(&holder->state, is_served ? SERVED : KEPT, __ATOMIC_RELEASE);
     if (t->holders_used > t->holders_ready)
@@ -534,7 +531,6 @@ int64_t peercache_table_sweep(struct table *t, int64_t entry, uint64_t budget)
         holder->next_free = t->holder_free;
         t->holder_free = (uint32_t)entry + 1;
     }
-    peercache_rows_have_slots(t, 0);
     return removed;
 }
 

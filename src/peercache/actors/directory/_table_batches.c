@@ -37,7 +37,7 @@ static void take(struct table *t, int64_t entry, const char *packed, uint64_t co
                 continue;
             number = found(t, &places[at], record.key, entry, &born);
             if (!number) {
-                t->born += born == t->born;
+                t->born++;
                 peercache_rows_add(t, entry, &record, &places[at], born);
                 change->fresh++;
                 continue;
