@@ -421,7 +421,7 @@ class Publisher:
         """Withdraw rows from former owners, where all that own them now have acknowledged."""
         if now < self._former_until:
             return []
-        rows = rows[self._table.live[rows] & self._table.moving[rows]]
+        rows = rows[self._table.moving[rows]]
         if not len(rows):
             return []
         owners = self._ring.owners(self._table.records["key"][rows])

@@ -1,0 +1,277 @@
+"""What the publisher is careful about, one line of it at a time."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+
+from peercache.actors.mailboxes import RecordsChanged, Republish, RingChanged
+from peercache.actors.publisher import pending
+from peercache.actors.publisher.actor import FORMER_MIN_S, Publisher
+from peercache.actors.publisher.streams import ABSENT, ASK_FIRST_S
+from peercache.model.records import Content
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    HandedOver,
+    Put,
+    SummaryMatches,
+    SummaryWanted,
+)
+from tests.unit.actors.lone_publisher import (
+    ME,
+    SUMMARIES,
+    A,
+    B,
+    C,
+    acknowledge,
+    answers,
+    commit_of,
+    heard,
+    keys,
+    owned_by,
+    publisher_in,
+    puts,
+    ring_of,
+    sent,
+    ticked,
+)
+from tests.unit.actors.record_cluster import NO_RECORDS, drops_of, records_of
+from tests.unit.actors.test_publisher_turning import acknowledged, finished, held_by, in_slices
+
+# --- commits --------------------------------------------------------------------------------------
+
+
+def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
+    """It is late, and speaks for itself: the answer waits for those that were awaited."""
+    made = publisher_in(ring_of(A, B, C, replicas=3))
+    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.1)
+    heard(made, ME, patient, 0.0)
+    for owner in (A, B):
+        heard(made, owner, Acknowledged(1), 0.01)
+    assert [a.published for a in answers(ticked(made, 0.1))] == [0]
+    assert made.lagging() == {C}
+
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
+    seen = [answers(heard(made, owner, Acknowledged(2), 0.21)) for owner in (C, A)]
+    (last,) = answers(heard(made, B, Acknowledged(2), 0.22))
+
+    assert seen == [[], []]
+    assert (last.request, last.published) == (2, 1)
+
+
+def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
+    """Also not by those that have patience left: a stopped owner costs one patience."""
+    made = publisher_in(ring_of(A, B))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=0.1), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 0.05)
+    for number in (1, 2):
+        assert answers(heard(made, A, Acknowledged(number), 0.06)) == []
+
+    told = answers(ticked(made, 0.1))
+
+    assert [(a.request, a.published) for a in told] == [(1, 0), (2, 0)]
+
+
+def test_no_commit_waits_for_more_than_a_minute() -> None:
+    """Whatever its client says: a patience without end would be a waiter for ever."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=1e9), 0.0)
+
+    early = answers(ticked(made, pending.PATIENCE_MAX_S - 0.1))
+    (late,) = answers(ticked(made, pending.PATIENCE_MAX_S))
+
+    assert early == []
+    assert late.published == 0
+
+
+def test_patience_of_answered_commits_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million sets a minute leave no million of entries."""
+    monkeypatch.setattr(pending, "WAITERS_MAX", 4)
+    made = publisher_in(ring_of(A))
+    for at in range(100):
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), patience_s=50.0), 0.0)
+        heard(made, A, Acknowledged(made._streams[A].number), 0.0)
+
+    assert len(made._waiting) == 0
+    assert len(made._waiting._patience) <= 2 * 4 + 1
+
+
+# --- owners ---------------------------------------------------------------------------------------
+
+
+def test_a_page_that_came_and_went_within_a_batch_is_held_by_no_owner() -> None:
+    """Its drop is of the same generation: it ends the record, whichever is named first."""
+    made = publisher_in(ring_of(A))
+
+    changed = RecordsChanged(records_of(ME, [1, 2], [10, 12]), drops_of([1], [10]))
+    effects = heard(made, ME, changed, 0.0)
+    numbers = [m.number for _, m in sent(effects, (Put, Delete))]  # type: ignore[attr-defined]
+    ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
+
+    assert isinstance(summary, HandedOver)
+    assert numbers == [1, 2], "a message that is overtaken is not applied"
+    assert summary.count == 1
+    assert made._streams[A].content.count == 1
+
+
+def test_an_owner_that_wants_a_summary_gets_it_soon() -> None:
+    """Not with the next regular one: it has no authority until then."""
+    made = publisher_in(ring_of(A), summary_s=100.0)
+    ((_, first),) = sent(ticked(made, made.deadline()), SUMMARIES)
+    assert isinstance(first, HandedOver)
+    heard(made, A, SummaryMatches(first.number), 1.0)
+    assert ticked(made, 1.5) == []
+    assert made.deadline() > 10.0
+
+    heard(made, A, SummaryWanted(), 2.0)
+
+    assert made.deadline() <= 2.0 + ASK_FIRST_S
+    ((_, again),) = sent(ticked(made, 2.0 + ASK_FIRST_S), SUMMARIES)
+    assert isinstance(again, HandedOver)
+
+
+def test_a_node_that_was_found_dead_asks_every_owner_soon() -> None:
+    """They may have dropped its records, and told it nothing."""
+    made = publisher_in(ring_of(A, B), summary_s=100.0)
+    for owner, message in sent(ticked(made, made.deadline() + 0.01), SUMMARIES):
+        heard(made, owner, SummaryMatches(message.number), 1.0)  # type: ignore[attr-defined]
+    assert ticked(made, 1.5) == []
+    assert made.deadline() > 10.0
+
+    heard(made, ME, Republish(), 2.0)
+
+    assert made.deadline() == 2.0
+    assert [owner for owner, _ in sent(ticked(made, 2.0), SUMMARIES)] == [A, B]
+
+
+# --- hand-overs -----------------------------------------------------------------------------------
+
+
+def test_no_summary_says_handed_over_while_rows_wait() -> None:
+    """It may come between two slices, and what it covers is what was sent: not all."""
+    made = publisher_in(ring_of(ME), rate=1000.0, summary_s=0.05)
+    heard(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
+    acknowledge(made, heard(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0)
+
+    early, late, now = [], [], 1.0
+    for _ in range(1000):
+        if late:
+            break
+        now = made.deadline()
+        effects = ticked(made, now)
+        told = sent(effects, SUMMARIES)
+        if len(made._turning):
+            early += told
+        else:
+            late += sent(effects, HandedOver)
+        acknowledge(made, effects, now)
+        for owner, message in told:
+            heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+
+    assert len(early) > 3
+    assert not any(isinstance(message, HandedOver) for _, message in early)
+    assert [owner for owner, _ in late] == [A]
+
+
+def test_former_owners_are_not_left_before_all_rows_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their time may be over while a large holder still looks: it would begin anew with the rows
+    that move already, and forget the others.
+    """
+    in_slices(monkeypatch)
+    ring = ring_of(A, B, C)
+    made = publisher_in(ring_of(A, B), former_s=0.01)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+
+    effects = heard(made, ME, RingChanged(ring), 1.0)
+    effects += ticked(made, 1.02)
+    assert made._turning.is_looking
+    finished(made, effects, 1.02)
+
+    for owner in (A, B, C):
+        assert held_by(made, owner) == set(keys(*owned_by(ring, owner, range(900))))
+
+
+def check_books(made: Publisher) -> None:
+    """Fail unless each stream's digest covers exactly the rows that its owner was told of."""
+    table = made._table
+    rows = np.flatnonzero(table.live)
+    for stream in made._streams.values():
+        told = rows[stream.state(rows) != ABSENT]
+        content = Content()
+        content.flip(table.buckets[told], table.digests[told])
+        assert stream.content.count == len(told)
+        assert stream.content.digest() == content.digest()
+
+
+def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
+    """Its new owner was never told of it, and is not told that it has gone."""
+    made = publisher_in(ring_of(A, replicas=1), rate=20.0)
+    commit = heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
+    acknowledged(made, commit, 0.0)
+    first = heard(made, ME, RingChanged(ring_of(A, B, replicas=1)), 1.0)
+    assert len(puts(first)[B]) < 10
+
+    gone = drops_of(list(range(90)), [2 + 2 * name for name in range(90)])
+    effects = heard(made, ME, RecordsChanged(NO_RECORDS, gone), 1.0)
+
+    check_books(made)
+    withdrawn = sum(len(m.drops) // 24 for o, m in sent(effects, Delete) if o == B)  # type: ignore[attr-defined]
+    assert withdrawn <= len(puts(first)[B])
+
+
+def test_a_page_stored_anew_is_put_to_each_owner_once() -> None:
+    """To those that have the older record, and to those that own the new one."""
+    made = publisher_in(ring_of(A, B))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+
+    effects = heard(made, ME, commit_of(records_of(ME, [1], 4), request=2), 0.1)
+
+    assert puts(effects) == {A: keys(1), B: keys(1)}
+    check_books(made)
+
+
+def withdrawn_until(made: Publisher, now: float, until: float) -> int:
+    """Tick until then, answering as owners do; return how many records were withdrawn."""
+    count = 0
+    while (now := max(made.deadline(), now + 0.001)) < until:
+        effects = ticked(made, now)
+        for owner, message in sent(effects, SUMMARIES):
+            effects += heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+        effects += acknowledged(made, effects, now)
+        count += sum(len(m.drops) // 24 for _, m in sent(effects, Delete))  # type: ignore[attr-defined]
+    return count
+
+
+def test_former_owners_keep_records_for_their_whole_time() -> None:
+    """A host that comes back within it costs no second hand-over; a late change prolongs it."""
+    names = list(range(100))
+    made = publisher_in(ring_of(A, B, replicas=1), summary_s=20.0, former_s=600.0)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, names, 2)), 0.0), 0.0)
+
+    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, replicas=1)), 1.0), 1.0)
+    first = withdrawn_until(made, 1.0, 595.0)
+    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, 14, replicas=1)), 595.0), 595.0)
+    second = withdrawn_until(made, 595.0, 595.0 + FORMER_MIN_S)
+    last = withdrawn_until(made, 595.0 + FORMER_MIN_S, 640.0)
+
+    assert (first, second) == (0, 0)
+    assert last > 30
+    check_books(made)
+
+
+def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
+    """Also where there was none before: a reader with an older view asks them."""
+    before, after = ring_of(A, B, replicas=1), ring_of(A, B, C, replicas=1)
+    made = publisher_in(before, former_s=600.0)
+    heard(made, ME, RingChanged(after), 1.0)
+    withdrawn_until(made, 1.0, 5.0)
+
+    told = puts(heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
+
+    for owner in (A, B, C):
+        owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}
+        assert sorted(told[owner]) == sorted(keys(*owned))
