@@ -168,3 +168,18 @@ def test_pages_of_other_weights_count_no_longer() -> None:
                 wait_until(lambda: told() == set())
         finally:
             rig.close()
+
+
+def test_a_call_that_outlasts_the_close_says_nothing() -> None:
+    """SGLang's threads may be within a call when the storage is detached."""
+    with LocalCluster() as cluster:
+        node = cluster.start(pool="64MiB")
+        extra = {"home": node.ready["home"], "cluster": cluster.name}
+        rig = Rig(Shape(), {**extra, "object_events": ANY}, PeerCacheStore)
+        events = rig.store._objects
+        with closing(rig), closing(Rig(Shape(), extra, PeerCacheStore)) as other:
+            assert rig.back_up(prompt(1, 6), 6) == 1
+            tokens = prompt(1, 7)
+            assert other.back_up(tokens, 7) == 1
+            wait_until(lambda: len(events._index.pages("home")) == 2)
+        events.name([get_storage_hash_str(tokens, None)], events._digest)

@@ -62,6 +62,7 @@ class ObjectEvents:
         """The hash of each page, by its key: the one that was named last stands last."""
         self._index = Index()
         self._told_problem = ""
+        self._is_closed = False
         try:
             self._publisher = ObjectPublisher(config.object_events, names, present=self._present)
         except OSError as error:
@@ -82,11 +83,14 @@ class ObjectEvents:
     def name(self, hashes: Sequence[str], digest: bytes) -> None:
         """Note the hashes of pages that a call names. digest: of their namespace.
 
-        Pages of another namespace, as after new weights, count no longer.
+        Pages of another namespace, as after new weights, count no longer. A call that has begun
+        before `close` may come after it, and tells nothing more.
         """
         keys: list[bytes] = page_keys_of(hashes, (digest,))[0].tolist()
         stored, removed = [], []
         with self._lock:
+            if self._is_closed:
+                return
             if digest != self._digest:
                 self._digest = digest
                 self._names.clear()
@@ -107,6 +111,8 @@ class ObjectEvents:
 
     def close(self) -> None:
         """End both threads; bounded, may be repeated."""
+        with self._lock:
+            self._is_closed = True
         self._follower.close()
         self._thread.join()
         self._publisher.close()
