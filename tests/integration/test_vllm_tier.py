@@ -82,3 +82,18 @@ def test_another_engine_loads_what_the_first_one_stored_and_outlives_its_node(
         assert engine.ask(prompt(1)) == said[1]
         assert engine.metric(READ_BYTES) * 3 == 3 * CHUNKS * CHUNK_BYTES
         assert engine.process.poll() is None
+
+
+def test_an_engine_that_computes_otherwise_takes_no_chunk(
+    cluster: LocalCluster, venv: Path, model: Path
+) -> None:
+    """Its model's files are the same, and vLLM tells a tier nothing else of the model."""
+    node = cluster.start("one", pool="64MiB")
+    watcher = cluster.client(node)
+    for flags, pages in (((), CHUNKS), (("--hf-overrides", '{"rope_theta": 50.0}'), 2 * CHUNKS)):
+        with VllmServer(venv, model, at(cluster, node), *flags) as engine:
+            engine.wait()
+            engine.ask(prompt(1))
+            wait_until(lambda pages=pages: watcher.stats()["home_pool_pages"] == pages)
+            assert engine.metric(READ_BYTES) == 0
+            assert "vllm.engine_unknown" not in engine.said()

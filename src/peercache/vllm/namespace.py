@@ -7,23 +7,30 @@ bytes mean. That is put into the namespace here, from the configuration that vLL
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from peercache.engines.weights import weights_identity
 from peercache.model.keys import Namespace
 
 ENGINE = "vllm"
 
 
 def namespace_of(
-    config: Any, chunk_bytes: int, engine_version: str, name: str = "", reset: str = ""
+    config: Any,
+    chunk_bytes: int,
+    engine_version: str,
+    name: str = "",
+    weights: Mapping[str, str] = MappingProxyType({}),
+    reset: str = "",
 ) -> Namespace:
     """Return the namespace of an engine's chunks.
 
     config:         vLLM's OffloadingConfig.
     chunk_bytes:    of one chunk of all ranks, with its padding.
     engine_version: of vLLM: how a row is laid out is its own affair, and may change.
-    name:           as the setting says; "" is the model's name, and then its weights count too.
+    name:           as the setting says; "" is the model's name, and then `weights` count too.
+    weights:        what computes the chunks, as `computing` finds it.
     reset:          what tells the chunks after a reset of the engine's cache from those before it.
     """
     groups = [(group.tokens_per_block, tuple(group.layer_names)) for group in config.groups]
@@ -49,7 +56,7 @@ def namespace_of(
     # Hosts mount one model in several places: its folder is told apart by its weights.
     model = config.model.name
     model = model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
-    weights = {} if name else {"weights": weights_identity(config.model.name)}
+    computed = {} if name else dict(weights)
     if reset:
-        weights["reset"] = reset
-    return Namespace.of(name or f"{ENGINE}/{model}", geometry, coordinates, weights)
+        computed["reset"] = reset
+    return Namespace.of(name or f"{ENGINE}/{model}", geometry, coordinates, computed)

@@ -30,6 +30,7 @@ from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_conf
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
+from peercache.vllm.computing import configuration_of_caller, weights_of
 from peercache.vllm.lookups import Lookups
 from peercache.vllm.namespace import namespace_of
 
@@ -71,7 +72,8 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._rows: Any = np.asarray(primary_kv_view)
         self._spec_config = offloading_spec.config
         self._name = config.namespace
-        namespace = self._space()
+        self._weights: dict[str, str] = {}
+        namespace = self._space(reset=self._look_at_engine())
         self._digest = namespace.digest()
         self._finished: deque[Any] = deque()
         self._lookups = Lookups(self._ask)
@@ -87,7 +89,12 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._ask_lane = CallLane("vllm-lookup", log, patience_s=patience_s)
         self._store_lane = CallLane("vllm-store", log, patience_s=STORE_PATIENCE_S)
         self._load_lane = CallLane("vllm-load", log, threads=LOAD_THREADS, patience_s=patience_s)
-        log.info("vllm.tier_made", namespace=namespace.name, chunk_bytes=self._rows.shape[1])
+        log.info(
+            "vllm.tier_made",
+            namespace=namespace.name,
+            weights=namespace.weights,
+            chunk_bytes=self._rows.shape[1],
+        )
 
     # --- lookups -------------------------------------------------------------------------------
 
@@ -231,9 +238,25 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         addresses = (base + rows * self._rows.strides[0]).astype(np.uint64)
         return PageRuns.regular(addresses, np.full(chunks, self._rows.shape[1]), chunks)
 
+    def _look_at_engine(self) -> str:
+        """Find what computes the chunks; return what keeps them apart where that is not found."""
+        if self._name:
+            return ""
+        engine = configuration_of_caller()
+        if engine is None:
+            self._log.warning("vllm.engine_unknown", hint="engines share with namespace = NAME")
+            return secrets.token_hex(8)
+        self._weights = weights_of(engine, self._spec_config.model.name)
+        return ""
+
     def _space(self, reset: str = "") -> Namespace:
         return namespace_of(
-            self._spec_config, self._rows.shape[1], str(vllm.__version__), self._name, reset
+            self._spec_config,
+            self._rows.shape[1],
+            str(vllm.__version__),
+            self._name,
+            self._weights,
+            reset,
         )
 
     def _register_memory(self, client: Any) -> None:

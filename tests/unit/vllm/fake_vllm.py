@@ -91,6 +91,29 @@ def spec(**other: Any) -> SimpleNamespace:
     return SimpleNamespace(config=SimpleNamespace(**{**facts, **other}))
 
 
+def engine(*draft: str | None, **other: Any) -> SimpleNamespace:
+    """Return a VllmConfig; `other` changes an option in whichever part has it.
+
+    draft: model and revision of a draft.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "revision": None, "model_weights": "", "dtype": "torch.bfloat16", "seed": 0,
+            "quantization": None, "quantization_config": None, "hf_overrides": {},
+        },
+        "load_config": {
+            "download_dir": None, "load_format": "auto", "model_loader_extra_config": {},
+        },
+        "cache_config": {"kv_cache_dtype_skip_layers": []},
+    }  # fmt: skip
+    for name, value in other.items():
+        next(part for part in parts.values() if name in part)[name] = value
+    made = {name: SimpleNamespace(**part) for name, part in parts.items()}
+    model, revision = draft or (None, None)
+    made["speculative_config"] = SimpleNamespace(model=model, revision=revision)
+    return SimpleNamespace(**made)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins where the tier imports them from."""
     parts = {
@@ -118,5 +141,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Have the next test import the tier anew."""
-    for name in ("peercache.vllm", "peercache.vllm.tier"):
+    for name in ("peercache.vllm", "peercache.vllm.tier", "peercache.vllm.computing"):
         sys.modules.pop(name, None)

@@ -21,6 +21,7 @@ from tests.unit.vllm.fake_vllm import LookupResult, job
 ROW_BYTES = 64
 KEYS = [bytes([i]) * 32 + (0).to_bytes(4, "big") for i in range(4)]
 ASKS = SimpleNamespace(req_id="asks")
+ENGINE = fake_vllm.engine()
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def tier(fake: FakeClient, rows: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
     fake_vllm.forget()
 
 
-def make(fake: FakeClient, rows: Any, **settings: Any) -> Any:
-    """Build a tier as vLLM's factory does."""
+def make(fake: FakeClient, rows: Any, vllm_config: Any = ENGINE, **settings: Any) -> Any:
+    """Build a tier as vLLM's scheduler does, which has the engine's configuration."""
     module = importlib.import_module("peercache.vllm")
     return module.PeerCacheTier(
         offloading_spec=fake_vllm.spec(),
@@ -201,6 +202,43 @@ def test_a_shutdown_leaves_vllm_its_memory(tier: Any, fake: FakeClient, rows: An
     tier.submit_load(job(9, KEYS, [0, 1, 2, 3], request="asks"))
     assert not results(tier, 9)[9].success
     tier.shutdown()
+
+
+def test_engines_that_compute_alike_share_and_others_do_not(
+    tier: Any, fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the engine's configuration a tier shares with itself alone, and says so."""
+    tier.submit_store(job(1, KEYS[:1], [1]))
+    results(tier, 1)
+    found = []
+    for engine in (ENGINE, fake_vllm.engine(quantization="fp8"), None):
+        caplog.clear()
+        other = make(fake, rows, engine)
+        found.append(verdicts(other, KEYS[:1])[0])
+        other.shutdown()
+        assert ("vllm.engine_unknown" in caplog.text) == (engine is None)
+
+    assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+    one, two = (make(fake, rows, None) for _ in range(2))
+    one.submit_store(job(2, KEYS[:1], [1]))
+    results(one, 2)
+    assert [verdicts(each, KEYS[:1])[0] for each in (one, two)] == [
+        LookupResult.HIT,
+        LookupResult.MISS,
+    ]
+    for each in (one, two):
+        each.shutdown()
+
+
+def test_a_named_namespace_wants_no_configuration(fake: FakeClient, tier: Any, rows: Any) -> None:
+    """Its name stands for what computes the chunks."""
+    one, two = (make(fake, rows, None, namespace="mine") for _ in range(2))
+    one.submit_store(job(1, KEYS[:1], [1]))
+    results(one, 1)
+
+    assert verdicts(two, KEYS[:1]) == [LookupResult.HIT]
+    for each in (one, two):
+        each.shutdown()
 
 
 def test_a_wrong_setting_is_named(tier: Any, fake: FakeClient, rows: Any) -> None:
