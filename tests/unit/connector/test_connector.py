@@ -120,6 +120,8 @@ def test_salts_models_and_ranks_share_no_page(store: MemoryPages, engine: Engine
         assert stored(first) == 28
     with Engine(store, tp_rank=1, tp_size=2, is_replicated=True) as second:
         assert second.connector.num_external_matched_tokens("b", TOKENS, 0) == 28
+    with Engine(store, tp_rank=3, tp_size=4, is_replicated=True) as third:
+        assert third.connector.num_external_matched_tokens("b", TOKENS, 0) == 28
 
 
 def test_a_grown_request_is_hashed_from_where_it_has_grown(
