@@ -9,6 +9,7 @@ from peercache.client.bridge import checksums_of
 from peercache.model.records import HAS_CHECKSUM, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
+from peercache.paths import mirroring
 from peercache.paths.mirroring import (
     COPY_S,
     HOT_S,
@@ -23,6 +24,7 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
     HERE,
     REFUSED_FULL,
+    RESERVED,
     Abort,
     Commit,
     Granted,
@@ -187,7 +189,7 @@ def test_a_home_node_that_is_silent_costs_its_patience_once() -> None:
     assert world.reservations.report(0.0).sequences == ()
 
 
-@pytest.mark.parametrize("answer", ["full", "refused", "other", "short"])
+@pytest.mark.parametrize("answer", ["full", "refused", "other", "short", "long", "placeless"])
 def test_a_home_node_without_room_is_not_asked_for_a_while(answer: str) -> None:
     """Nor one that refuses, or answers nonsense."""
     world = far_world()
@@ -199,6 +201,10 @@ def test_a_home_node_without_room_is_not_asked_for_a_while(answer: str) -> None:
             return Refused(0, "namespace", "not yours")
         if answer == "other":
             return message
+        if answer == "long":
+            return Granted(0, message.sequence, bytes((RESERVED, RESERVED)), bytes(8))
+        if answer == "placeless":
+            return Granted(0, message.sequence, bytes((RESERVED,)), b"")
         states = bytes((REFUSED_FULL,)) if answer == "full" else b""
         return Granted(0, message.sequence, states, bytes(8 * len(states)))
 
@@ -208,6 +214,30 @@ def test_a_home_node_without_room_is_not_asked_for_a_while(answer: str) -> None:
     assert world.get("b").hits == [True]
 
     assert len(asked_home(world, ReserveMirror)) == 1
+
+
+@pytest.mark.parametrize("refusing", [2, 3])
+def test_a_get_that_reads_a_page_again_asks_for_slots_once(refusing: int) -> None:
+    """A second reservation would leave the first one's slots taken."""
+    world = World(remote=frozenset({2, 3}), mirror_pulls="all")
+    held(world, 2, "a")
+    held(world, 3, "a")
+    world.nodes[refusing].data_mood = "refusing"
+
+    assert world.get("a").hits == [True]
+
+    assert len(asked_home(world, ReserveMirror)) == 1
+    assert world.reservations.report(0.0).sequences == ()
+
+
+def test_a_get_mirrors_a_bounded_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home node's answer fits into a message, and the others come with the next get."""
+    monkeypatch.setattr(mirroring, "PAGES_MAX", 2)
+    world = far_world()
+    held(world, 3, "a", "b", "c")
+
+    assert world.get("a", "b", "c").mirrored == 2
+    assert world.get("a", "b", "c").mirrored == 1
 
 
 def test_a_page_that_another_client_has_mirrored_is_read_at_home() -> None:
