@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 
 from peercache.actors.directory.table import SLOTS_MIN, DirectoryTable
 from peercache.model.records import RECORD, RECORD_BYTES, Records, from_bytes
+from sims.tables import header_of
 from tests.unit.actors.record_cluster import drops_of, key_of, records_of
 
 SEED = bytes(range(16))
 A, B, C = 11, 12, 13
 MESSAGE = 4096
 """Records of the longest message."""
+LISTED_MAX = 1024
+"""Holders of one key that a lookup looks at, as `_table.h` has it."""
 
 
 def table_of(*holders: int, rows_max: int = 10**6, slots_min: int = 512) -> DirectoryTable:
@@ -79,6 +83,42 @@ def test_a_holder_that_comes_back_before_it_is_swept_keeps_its_place() -> None:
 
     assert (gone, back) == ([B], [A, B])
     assert (holders_of(table, 1), holders_of(table, 2)) == ([A, B], [B, A])
+
+
+def test_holders_are_told_oldest_first_though_the_count_of_births_begins_anew() -> None:
+    """It has 32 bits, and records come and go for years."""
+    table = table_of(A, B, C)
+    # It stands behind the first free row and the first free entry.
+    at = table.place[0] + type(header_of(table)).moved.offset + 8 + 8
+    ctypes.c_uint32.from_address(at).value = 2**32 - 2
+    for entry, holder in ((2, C), (0, A), (1, B)):
+        put(table, entry, holder, [1], 10)
+
+    assert ctypes.c_uint32.from_address(at).value == 1
+    assert holders_of(table, 1) == [C, A, B]
+
+
+def test_of_a_page_that_all_nodes_hold_a_bounded_number_is_looked_at() -> None:
+    """Some holders are not told then; nothing is written beyond the list of those that are."""
+    table, record = table_of(), records_of(1, [1], 10)
+    for holder in range(1, LISTED_MAX + 41):
+        entry = table.begin(holder, is_served=True)
+        assert entry is not None
+        record["holder"] = holder
+        table.put(entry, record.tobytes())
+
+    assert holders_of(table, 1, asker=LISTED_MAX + 5) == list(range(6, 14))
+    assert table.overlap(key_of(1), LISTED_MAX + 5, 8)[0] == tuple(range(6, 14))
+
+
+def test_a_record_is_held_if_it_is_this_very_one() -> None:
+    """Another holder's, another place or another commit is not it."""
+    table = table_of(A)
+    put(table, 0, A, [1], 10)
+    asked = np.repeat(records_of(A, [1], 10), 4)
+    asked["holder"][1], asked["offset"][2], asked["generation"][3] = B, 4096, 12
+
+    assert table.has(0, asked.tobytes()) == [True, False, False, False]
 
 
 def test_askers_turn_among_the_holders_that_are_served() -> None:

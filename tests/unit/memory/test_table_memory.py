@@ -175,3 +175,15 @@ def test_a_file_is_as_long_as_its_table(watched: WatchedWriter) -> None:
             assert table.put(0, held[at : at + PART].tobytes()).refused == 0
         assert os.fstat(file).st_size == table.place[1]
         os.close(file)
+
+
+@pytest.mark.parametrize("make", ["shared"], indirect=True)
+def test_a_signal_refuses_no_batch(watched: WatchedWriter, make: Make) -> None:
+    """The file system is asked again."""
+    table = make()
+    watched.is_interrupted = lambda: watched.requests % 2 == 1
+
+    assert table.begin(A, is_served=True) == 0
+    assert table.put(0, records(3 * PART).tobytes()).refused == 0
+    assert watched.requests > 3
+    check_table(table)

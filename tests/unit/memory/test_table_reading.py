@@ -184,11 +184,16 @@ def test_absent_is_final_with_authority_for_this_ring_and_a_young_tick(opened: S
     assert finality(RING, NOW) == (False, True)
 
 
-def test_authority_is_that_of_the_batchs_beginning(opened: Shelf) -> None:
-    """A grant in the middle of a batch says nothing of what was looked for before it."""
+@pytest.mark.parametrize("late", ["grant", "tick", "both"])
+def test_authority_is_that_of_the_batchs_beginning(opened: Shelf, late: str) -> None:
+    """A grant or a tick in the middle of a batch says nothing of what was looked for before it."""
     table, _ = opened
     address, size = table.place
     reader = TableReader(address=address, file=-1, size_bytes=size, incarnation=NODE)
+    if late == "grant":
+        table.tick(NOW)
+    elif late == "tick":
+        table.grant(RING.to_bytes(8, "little"))
     reader.begin(1)
     reader.look(keys(1), 0, 0)
     put(table, A, [1])
@@ -278,12 +283,13 @@ def test_memory_is_given_back_only_while_no_reader_is_in_a_batch(shm_dir: Path) 
                 pass
         return table.figures().size_bytes - 64 * table.figures().records
 
-    kept = grow(40_000)
+    kept, blocks = grow(40_000), os.fstat(file.file).st_blocks
     os.close(held)
     given_back = grow(1000)
 
     header = header_of(table)
     assert given_back < kept
+    assert os.fstat(file.file).st_blocks < blocks
     assert header.index_ready[1 - header.current] == 0
     file.close()
 

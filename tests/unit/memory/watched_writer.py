@@ -27,10 +27,10 @@ EACH_STORE = """
 void (*after_store)(void);
 int (*may_have)(int punches);
 
-#define fallocate(file, mode, at, bytes) \\
-    (may_have(mode) ? fallocate(file, mode, at, bytes) : (errno = ENOSPC, -1))
-#define mprotect(at, bytes, access) \\
-    (may_have(0) ? mprotect(at, bytes, access) : (errno = ENOMEM, -1))
+#define ASKED(mode, call) \\
+    ({ int may = may_have(mode); may > 0 ? call : (errno = may ? EINTR : ENOSPC, -1); })
+#define fallocate(file, mode, at, bytes) ASKED(mode, fallocate(file, mode, at, bytes))
+#define mprotect(at, bytes, access) ASKED(0, mprotect(at, bytes, access))
 
 #define __atomic_store_n(place, value, order) \\
     ((void)(*(volatile __typeof__(*(place)) *)(place) = (value)), after_store())
@@ -40,7 +40,8 @@ int (*may_have)(int punches);
 class WatchedWriter:
     """Calls `act` after each store that readers may see, while there is one.
 
-    is_full: whether the next memory that it asks for is refused.
+    is_full: whether the next memory that it asks for is refused. is_interrupted: whether a signal
+    comes meanwhile.
     """
 
     def __init__(self, library: Path) -> None:
@@ -48,6 +49,7 @@ class WatchedWriter:
         self.calls = ctypes.PyDLL(str(library))
         self.stores = self.requests = 0
         self.is_full: Callable[[], bool] = lambda: False
+        self.is_interrupted: Callable[[], bool] = lambda: False
         self._act: Callable[[], None] | None = None
         self._failures: list[BaseException] = []
         self._told = ctypes.CFUNCTYPE(None)(self._after_store)
@@ -61,7 +63,7 @@ class WatchedWriter:
         if punches:
             return 1
         self.requests += 1
-        return not self.is_full()
+        return -1 if self.is_interrupted() else not self.is_full()
 
     def _after_store(self) -> None:
         if self._act is None:
