@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from peercache.errors import LocalProtocolError
+from peercache.events.endpoints import bind
 from peercache.observability.log import get_logger
 
 SEQUENCE: Final = struct.Struct(">Q")
@@ -103,10 +104,10 @@ class ObjectPublisher:
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            bind(self._socket, endpoint)
+        except OSError:
             self._context.destroy(linger=0)
-            raise OSError(error.errno, str(error.strerror)) from None
+            raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.resyncs = 0
         """How often everything was told anew after a loss."""

@@ -29,6 +29,7 @@ from peercache.events.blocks import (
     frames_of,
     sequence_of,
 )
+from peercache.events.endpoints import bind
 from peercache.observability.log import get_logger
 
 EVENTS_A_BATCH: Final = 256
@@ -97,7 +98,7 @@ class BlockPublisher:
             self._sockets = [self._bound(zmq.PUB, endpoint)]
             if replay:
                 self._sockets.append(self._bound(zmq.ROUTER, replay))
-        except zmq.ZMQError as error:
+        except OSError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, f"{error.strerror}: {endpoint} {replay}") from None
         self.endpoint, self.replay = (self._bound_to(socket) for socket in self._pair())
@@ -246,7 +247,7 @@ class BlockPublisher:
         socket.linger = 0
         # What waits for one reader that does not read; more is dropped, and the reader sees a gap.
         socket.sndhwm = REPLAY_BATCHES_MAX + 1 if kind == zmq.ROUTER else WAITING_MAX
-        socket.bind(endpoint)
+        bind(socket, endpoint)
         return socket
 
     def _pair(self) -> tuple[zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]:

@@ -152,3 +152,9 @@ def test_a_closed_publisher_says_so_and_a_taken_address_too() -> None:
 
     with pytest.raises(LocalProtocolError, match="closed"):
         publisher.publish(stored=[A])
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    """As of the block publisher."""
+    with pytest.raises(OSError, match="a port is at most 65535"):
+        ObjectPublisher("tcp://127.0.0.1:70000", ONE)

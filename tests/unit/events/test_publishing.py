@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -247,3 +248,12 @@ def test_an_address_that_is_taken_is_named() -> None:
         with pytest.raises(OSError, match=publisher.endpoint.rpartition(":")[2]):
             BlockPublisher(publisher.endpoint)
         assert publisher.replay == ""
+
+
+@pytest.mark.parametrize(
+    "endpoints", [("tcp://127.0.0.1:65536",), ("tcp://127.0.0.1:*", "tcp://127.0.0.1:99999")]
+)
+def test_a_port_that_is_none_is_refused(endpoints: tuple[str, ...]) -> None:
+    """ZeroMQ would bind another one, of 16 bits, and no router would find it."""
+    with pytest.raises(OSError, match=f"a port is at most 65535: .*{re.escape(endpoints[-1])}"):
+        BlockPublisher(*endpoints)
