@@ -401,6 +401,20 @@ def test_a_table_without_address_space_is_refused_or_smaller() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots_min", [0, 2**27 + 1])
+def test_a_size_that_no_table_has_is_refused(slots_min: int) -> None:
+    """An index without slots, or one larger than rows can be named by."""
+    with pytest.raises(MemoryError, match="no address space"):
+        DirectoryTable(SEED, told_max=1, rows_max=1000, slots_min=slots_min)
+
+
+def test_a_table_has_no_more_rows_than_a_link_can_name() -> None:
+    """One bit of it is a repair's mark."""
+    table = DirectoryTable(SEED, told_max=1, rows_max=2**27 + 2, slots_min=512)
+
+    assert header_of(table).rows_max == 2**26 + 1
+
+
 def test_tables_that_are_gone_give_their_address_space_back() -> None:
     """Each reserves more than 8 GB of it: 128 TB are soon gone."""
     for _ in range(12_000):

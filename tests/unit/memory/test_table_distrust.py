@@ -340,12 +340,14 @@ def test_a_look_and_the_end_of_a_table_take_turns(
 
 def test_a_table_is_closed_once(shelf: Shelf) -> None:
     """Its descriptor may be another file's by then."""
+    mapping = shelf.reader._mapping
     shelf.reader.close()
     other = os.open("/dev/null", os.O_RDONLY)
     shelf.reader.close()
 
     assert os.fstat(other)
     os.close(other)
+    assert mapping is None or mapping.closed
 
 
 def test_a_file_that_cannot_be_mapped_leaves_no_descriptor(shm_dir: Path) -> None:

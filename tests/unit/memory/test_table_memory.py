@@ -187,3 +187,29 @@ def test_a_signal_refuses_no_batch(watched: WatchedWriter, make: Make) -> None:
     assert table.put(0, records(3 * PART).tobytes()).refused == 0
     assert watched.requests > 3
     check_table(table)
+
+
+def maps_and_descriptors() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return maps.count("memfd:nothing"), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_table_whose_first_index_has_no_memory_is_not_made(watched: WatchedWriter) -> None:
+    """A smaller one is tried, and then private memory; what was tried leaves nothing."""
+    file = os.memfd_create("nothing")
+    before = maps_and_descriptors()
+
+    watched.is_full = lambda: True
+    with pytest.raises(MemoryError, match="no address space"):
+        DirectoryTable(bytes(16), told_max=1, rows_max=4000, slots_min=512, file=file)
+    after = maps_and_descriptors()
+    watched.requests = 0
+    watched.is_full = lambda: watched.requests == 1
+    table = DirectoryTable(bytes(16), told_max=1, rows_max=4000, slots_min=512, file=file)
+
+    assert after == before
+    assert table.is_shared
+    assert header_of(table).rows_max == 2000
+    del table
+    assert maps_and_descriptors() == before
+    os.close(file)

@@ -17,7 +17,7 @@ import pytest
 from peercache.actors.directory import table as directory_table
 
 SOURCES = ("_table.c", "_table_batches.c", "_table_memory.c")
-WRITES = ("begin", "serve", "sweep", "tend", "put", "drop", "replace")
+WRITES = ("new", "begin", "serve", "sweep", "tend", "put", "drop", "replace")
 EACH_STORE = """
 #define _GNU_SOURCE
 #include <errno.h>

@@ -116,6 +116,37 @@ def test_a_table_that_cannot_be_read_leaves_all_as_it_was() -> None:
     assert world.asked(Lookup) != []
 
 
+def test_exists_asks_where_a_table_cannot_be_read() -> None:
+    """Its node, or another one of the host whose table can be: no table's failure is "absent"."""
+    for lost, moods in (([1], {}), ([1, 2], {}), ([1], {2: "final"})):
+        world = World(4)
+        for number in lost:
+            world.nodes[number].table = "lost"
+        for number, mood in moods.items():
+            world.nodes[number].table = mood
+        record = stored(world, "a", *world.nodes.values())
+
+        assert len(record) == 1
+        assert world.exists("a") == [True]
+
+        assert read(world)[: len(lost)] == lost
+        assert (world.asked(Lookup) == []) == bool(moods)
+
+
+def test_a_table_of_a_node_that_the_view_has_not_is_not_read() -> None:
+    """Also the home node's: it may be there for a while after its node has ended."""
+    world = World(4)
+    world.nodes[1].table = world.nodes[2].table = "final"
+    world.cluster = world.seen({n: node.member for n, node in world.nodes.items() if n > 2})
+    for number in (3, 4):
+        stored(world, "a", world.nodes[number])
+
+    assert world.exists("a") == [True]
+    assert world.get("a").hits == [True]
+
+    assert read(world) == []
+
+
 def test_a_record_of_a_table_that_failed_verification_is_not_taken_again() -> None:
     """Until its holder has withdrawn it; the owners are asked for another one."""
     world = World(4, replicas=2)
