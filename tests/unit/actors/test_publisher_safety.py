@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from peercache.actors.mailboxes import RecordsChanged, Republish, RingChanged
+from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import pending
 from peercache.actors.publisher.actor import FORMER_MIN_S, Publisher
-from peercache.actors.publisher.streams import ABSENT, ASK_FIRST_S
+from peercache.actors.publisher.streams import ABSENT, ASK_FIRST_S, CONFIRMED, SENT
 from peercache.model.records import Content
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
     HandedOver,
     Put,
+    SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
 )
@@ -275,3 +277,66 @@ def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
     for owner in (A, B, C):
         owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}
         assert sorted(told[owner]) == sorted(keys(*owned))
+
+
+# --- an owner that has lost everything ------------------------------------------------------------
+
+
+def test_an_owner_that_lost_everything_is_published_to_anew_before_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it holds matches an empty stream: it must not hear that this is all. Commits do not wait
+    for it until it has everything.
+    """
+    monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 100)
+    made = publisher_in(ring_of(A), rate=1000.0, summary_s=0.05)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
+    ticked(made, 5.0)
+    heard(made, ME, commit_of(records_of(ME, [900], 2000), request=7, patience_s=50.0), 5.0)
+    for _ in range(2):  # What it has not acknowledged is put anew once, first.
+        asked = made._streams[A].summary(5.0, 6.0)
+        effects = heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 5.0)
+    answered = [(a.request, a.published) for a in answers(effects)]
+    lagging = made.lagging()
+    heard(made, ME, commit_of(records_of(ME, [901], 2002), request=8, patience_s=50.0), 5.0)
+    now, seen = 5.0, []
+    while made._turning.is_looking or len(made._turning):
+        now = max(made.deadline(), now + 0.001)
+        seen += [type(message) for _, message in sent(ticked(made, now), SUMMARIES)]
+
+    assert answered == [(7, 0)]
+    assert lagging == {A}
+    assert HandedOver not in seen[:-1]
+    assert len(seen) > 1
+    assert held_by(made, A) == set(keys(*range(300), 900, 901))
+    check_books(made)
+
+
+def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
+    """One of those is lost still: its commit waits, and is not told that its page is known."""
+    made = publisher_in(ring_of(A))
+    name = next(other for other in range(2, 99) if keys(other)[0][0] != keys(1)[0][0])
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2, patience_s=50.0), 0.0)
+    stream = made._streams[A]
+    stream._differing[keys(name)[0][0]] = True
+    (repair,) = stream.repair(100, 0.1)
+
+    told = answers(heard(made, A, Acknowledged(repair.number), 0.2))
+
+    assert [(a.request, a.published) for a in told] == [(2, 1)]
+    assert [a.request for a in answers(heard(made, A, Acknowledged(1), 0.3))] == [1]
+
+
+def test_a_summary_that_matches_does_not_speak_for_later_messages() -> None:
+    """What was sent after it may be lost."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
+    ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 0.1)
+
+    told = answers(heard(made, A, SummaryMatches(summary.number), 0.2))  # type: ignore[attr-defined]
+
+    assert [(a.request, a.published) for a in told] == [(1, 1)]
+    rows = made._table.find(keys(1, 2))
+    assert made._streams[A].state(rows).tolist() == [CONFIRMED, SENT]

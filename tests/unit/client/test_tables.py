@@ -208,6 +208,20 @@ def test_a_spoilt_table_is_closed_counted_and_opened_with_the_next_view(host: Ho
     assert host.look(NODE, 1) == (1, True)
 
 
+def test_calls_under_way_keep_the_tables_that_they_began_with(host: Host) -> None:
+    """Another thread's call may find a table spoilt meanwhile."""
+    host.tables.follow([host.start(NODE), host.start(NODE + 1)])
+    header_of(host.made[0][1]).version += 1
+    seen = iter(host.tables.nodes())
+    first = next(seen)
+
+    assert host.look(NODE, 1) is None
+    header_of(host.made[0][1]).version -= 1
+
+    assert [first, *seen] == [NODE, NODE + 1]
+    assert list(host.tables.nodes()) == [NODE + 1]
+
+
 def test_a_table_that_changes_too_fast_stays_open(host: Host) -> None:
     """It can be read in a moment; its owner is busy, not gone."""
     host.tables.follow([host.start(NODE)])

@@ -8,12 +8,13 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.errors import PeerUnreachable, Rejected
+from peercache.errors import ConfigError, PeerUnreachable, Rejected
 from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
 from peercache.memory.stale_segments import remove_leftovers
@@ -364,6 +365,36 @@ def test_a_living_owners_file_stays_and_a_dead_ones_goes(shm_dir: Path) -> None:
     assert remove_leftovers(shm_dir) == [table_name(5)]
     assert [path.name for path in shm_dir.iterdir()] == [table_name(NODE)]
     file.close()
+
+
+def test_a_file_that_cannot_be_opened_to_the_group_does_not_stay(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node goes on without it, and nothing names it any more."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("share_group", "no such group")
+
+    monkeypatch.setattr(Sharing, "open_to_group", refuse)
+
+    with pytest.raises(ConfigError):
+        TableFile.create(shm_dir, NODE, Sharing.of())
+    assert list(shm_dir.iterdir()) == []
+
+
+def test_a_file_is_removed_once_and_by_its_own_process(shm_dir: Path) -> None:
+    """A forked child ends without an effect on its parent's table."""
+    file = TableFile.create(shm_dir, NODE, None)
+    guard = file._fork
+    file._fork = SimpleNamespace(is_child=True)  # type: ignore[assignment]
+    file.close()
+    kept = file.path.exists()
+    file._fork = guard
+
+    file.close()
+    file.close()
+
+    assert (kept, file.path.exists()) == (True, False)
 
 
 def test_a_group_may_read_a_table_and_not_write_it(shm_dir: Path) -> None:
