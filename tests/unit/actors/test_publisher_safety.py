@@ -8,7 +8,7 @@ import pytest
 
 from peercache.actors.mailboxes import RecordsChanged, Republish, RingChanged
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import pending
+from peercache.actors.publisher import pending, streams
 from peercache.actors.publisher.actor import FORMER_MIN_S, Publisher
 from peercache.actors.publisher.streams import ABSENT, ASK_FIRST_S, CONFIRMED, SENT
 from peercache.model.records import Content
@@ -17,6 +17,7 @@ from peercache.wire.messages.directory import (
     Delete,
     HandedOver,
     Put,
+    Repair,
     SummaryDiffers,
     SummaryMatches,
     SummaryWanted,
@@ -298,6 +299,7 @@ def test_an_owner_that_lost_everything_is_published_to_anew_before_it_counts(
         effects = heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 5.0)
     answered = [(a.request, a.published) for a in answers(effects)]
     lagging = made.lagging()
+    assert min(made._streams[A].pending) > asked.number, "what was sent before is awaited still"
     heard(made, ME, commit_of(records_of(ME, [901], 2002), request=8, patience_s=50.0), 5.0)
     now, seen = 5.0, []
     while made._turning.is_looking or len(made._turning):
@@ -340,3 +342,73 @@ def test_a_summary_that_matches_does_not_speak_for_later_messages() -> None:
     assert [(a.request, a.published) for a in told] == [(1, 1)]
     rows = made._table.find(keys(1, 2))
     assert made._streams[A].state(rows).tolist() == [CONFIRMED, SENT]
+
+
+# --- answers that are late ------------------------------------------------------------------------
+
+
+def test_a_hand_over_has_a_number_of_its_own() -> None:
+    """The answer to a summary of before does not stand for it."""
+    stream = publisher_in(ring_of(A))._streams[A]
+
+    first, second = stream.summary(1.0, 2.0), stream.summary(1.0, 2.0, b"ring")
+
+    assert second.number == first.number + 1
+
+
+def test_rows_of_a_repair_are_not_known_before_it_is_acknowledged() -> None:
+    """Their former owners keep them until then."""
+    made = publisher_in(ring_of(A))
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0), 0.0)
+    stream, rows = made._streams[A], made._table.find(keys(1))
+    before = stream.state(rows).tolist()
+    stream._differing[keys(1)[0][0]] = True
+    (repair,) = stream.repair(100, 0.1)
+    during = stream.state(rows).tolist()
+    heard(made, A, Acknowledged(repair.number), 0.2)
+
+    assert (before, during, stream.state(rows).tolist()) == ([CONFIRMED], [SENT], [CONFIRMED])
+
+
+def test_only_the_answer_to_the_last_summary_sends_anew_and_only_once() -> None:
+    """An earlier one speaks of what has been acknowledged since, or is on its way."""
+    made = publisher_in(ring_of(A))
+    stream = made._streams[A]
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
+    first = stream.summary(1.0, 9.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 1.0)
+    second = stream.summary(1.0, 9.0)
+
+    late = heard(made, A, SummaryDiffers(first.number, bytes(2048)), 1.1)
+    right = heard(made, A, SummaryDiffers(second.number, bytes(2048)), 1.2)
+    again = heard(made, A, SummaryDiffers(second.number, bytes(2048)), 1.3)
+
+    assert (late, again) == ([], [])
+    assert puts(right) == {A: keys(1, 2)}
+
+
+def test_much_that_is_lost_is_repaired_by_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate, and not all at once."""
+    monkeypatch.setattr(streams, "SENT_ANEW_MAX", 2)
+    made = publisher_in(ring_of(A))
+    for at in range(3):
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), request=at), 0.0)
+    asked = made._streams[A].summary(1.0, 9.0)
+
+    effects = heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 1.1)
+
+    assert puts(effects) == {}
+    assert [owner for owner, _ in sent(effects, Repair)] == [A]
+
+
+def test_a_late_acknowledgement_brings_no_withdrawn_row_back_into_the_books() -> None:
+    """Another page has the row by then."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.1)
+    heard(made, A, Acknowledged(1), 0.2)
+
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.3)
+
+    check_books(made)
+    assert made._streams[A].content.count == 1
