@@ -92,17 +92,24 @@ class EngineStream:
         return again is not None and self._take_again(first, again) and (self._next or 0) >= until
 
     def _take_again(self, first: int, again: Sequence[Batch]) -> bool:
-        """Apply batches that were sent again; return whether they begin with `first`."""
-        if not again or again[0][0] != first:
+        """Apply batches that were sent again; return whether the engine can be known by them.
+
+        They begin with `first`, or one of them clears the cache: publishers that number their
+        batches by the clock begin with that.
+        """
+        if not again:
             return False
-        if first == 0:
+        is_whole = again[0][0] == first
+        if not is_whole:
+            self._blocks.lose(self._name, JOINED_LATE)
+        elif first == 0:
             self._blocks.begin(self._name)
         for at, (number, payload) in enumerate(again):
-            if number != first + at:
+            if number != again[0][0] + at:
                 break
             self._apply(payload)
             self._next = self._replayed = number + 1
-        return True
+        return is_whole or self._blocks.is_known(self._name)
 
     def _apply(self, payload: bytes) -> None:
         try:

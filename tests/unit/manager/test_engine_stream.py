@@ -240,6 +240,35 @@ def test_an_engine_whose_groups_cannot_be_followed_is_unknown(
         assert (why in told, blocks) == (True, 0), told
 
 
+@pytest.mark.parametrize("joins", ["before the next batch", "with it", "after a gap"])
+def test_a_replay_that_clears_the_cache_is_a_beginning(joins: str) -> None:
+    """`BlockPublisher` numbers its batches by the clock, and clears the cache first."""
+    first = 1_700_000_000_000_000
+    sent = [(first, CLEARED), *((first + 1 + at, stored(at)) for at in range(3))]
+    blocks = GpuBlocks(["e"])
+    kept = sent[:3] if joins == "before the next batch" else sent
+    stream = EngineStream("e", blocks, replay=lambda number: [x for x in kept if x[0] >= number])
+    if joins == "after a gap":
+        stream.take(7, CLEARED)
+        stream.take(9, stored(0))
+    elif joins == "before the next batch":
+        stream.connected()
+        assert blocks.is_known("e")
+    stream.take(*sent[3])
+    (found,) = blocks.find(np.array([0, 0, 1, 1, 2, 2], np.uint32))
+    assert (found.why, found.prefix_tokens) == ("", 6)
+
+
+def test_a_replay_from_later_on_without_a_clear_is_no_beginning() -> None:
+    sent = [(4 + at, stored(at)) for at in range(3)]
+    blocks = GpuBlocks(["e"])
+    stream = EngineStream("e", blocks, replay=lambda _: sent)
+    stream.connected()
+    stream.take(7, stored(3))
+    (found,) = blocks.find(np.array([0, 0], np.uint32))
+    assert (found.why, found.prefix_tokens) == (JOINED_LATE, 0)
+
+
 @given(st.lists(st.sampled_from(["arrives", "lost", "ends", "forgets", "answers", "silent"])))
 def test_what_is_known_is_right(steps: list[str]) -> None:
     """Whatever is lost, an engine that is called known has exactly what it published."""

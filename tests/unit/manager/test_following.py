@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from peercache.config.engines import EngineEvents
 from peercache.errors import ConfigError
+from peercache.events.blocks import BlockStored
+from peercache.events.publishing import BlockPublisher
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import AWAY, KNOWN, UNKNOWN, GpuBlocks, OnGpu
 from tests.system.nodes import wait_until
@@ -129,6 +132,18 @@ def test_frames_that_are_none_and_a_bug_cost_only_the_engine(
         wait_until(lambda: state(blocks).prefix_tokens == 2)
     finally:
         follower.close()
+
+
+def test_a_publisher_of_ours_is_known_however_late_it_is_followed(tmp_path: Path) -> None:
+    """With its replay endpoint: it numbers its batches by the clock, and clears the cache first."""
+    blocks = GpuBlocks(["e"])
+    at, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    with closing(BlockPublisher(at, replay=replay)) as publisher:
+        publisher.publish([BlockStored((1,), None, (0, 0), 2)])
+        with closing(Follower([EngineEvents("e", at, replay)], blocks)):
+            wait_until(lambda: (state(blocks).state, state(blocks).prefix_tokens) == (KNOWN, 2), 30)
+            publisher.publish([BlockStored((2,), 1, (1, 1), 2)])
+            wait_until(lambda: state(blocks).prefix_tokens == 4, 30)
 
 
 def attrs_without_replay(events: EngineEvents) -> EngineEvents:
