@@ -41,7 +41,7 @@ LAYERS: dict[str, str] = {
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
     "fabric",
     # What routers are told.
-    "events": "model observability wire wire.messages",
+    "events": "model observability content wire wire.messages",
     # How much of a prompt lies where.
     "manager": "model config observability content events",
     "http": "trust model config observability content manager",

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeAlias
 import attrs
 import msgspec
 
-from peercache.errors import RemoteProtocolError
+from peercache.content.tokens import token_ids
+from peercache.errors import InvalidRequest, RemoteProtocolError
 
 GPU: Final = "GPU"
 """The medium of blocks in GPU memory; so are those whose events name none."""
@@ -94,6 +95,26 @@ class EventBatch:
 def encode(batch: EventBatch) -> bytes:
     """Return the third frame of a batch: events as maps, which all readers of today take."""
     return _encoded([batch.at, [_map_of(event) for event in batch.events], batch.rank])
+
+
+def check(event: BlockEvent) -> None:
+    """Raise InvalidRequest for an event that readers could not take: they would lose its batch."""
+    if isinstance(event, AllBlocksCleared):
+        return
+    if not isinstance(event, (BlockStored, BlockRemoved)):
+        raise InvalidRequest(f"{event!r:.60} is no block event")
+    hashes = list(event.hashes)
+    if isinstance(event, BlockStored):
+        tokens, size = len(token_ids(event.tokens)), event.block_tokens
+        is_size = type(size) is int and size > 0
+        if not is_size or not _fits(tokens, size, len(hashes), event.group):
+            raise InvalidRequest(f"{tokens} tokens in {len(hashes)} blocks of {size!r:.40}")
+        hashes += [] if event.parent is None else [event.parent]
+    for one in hashes:
+        if type(one) is int and not -(2**63) <= one < 2**64:
+            raise InvalidRequest(f"a block's hash has 64 bits, not the value {one:#x}"[:120])
+        if type(one) not in (int, bytes, str):
+            raise InvalidRequest(f"{one!r:.60} is no hash of a block")
 
 
 def frames_of(sequence: int, payload: bytes, topic: bytes = b"") -> list[bytes]:
@@ -183,9 +204,7 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
     if type(block_tokens) is not int or block_tokens < 1:
         raise _NoEvent("a block size that is no number of tokens")
     group = _group(fields)
-    # A group of layers leaves out the blocks that it does not keep, and not their tokens.
-    blocks, rest = divmod(len(tokens), block_tokens)
-    if rest or len(hashes) > blocks or (len(hashes) < blocks and group is None):
+    if not _fits(len(tokens), block_tokens, len(hashes), group):
         raise _NoEvent(f"{len(tokens)} tokens in {len(hashes)} blocks of {block_tokens}")
     lora_id, lora_name = fields.get("lora_id"), fields.get("lora_name")
     lora = lora_name if lora_name is not None else "" if lora_id is None else lora_id
@@ -200,6 +219,15 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         group,
         *_kind(fields),
     )
+
+
+def _fits(tokens: int, block_tokens: int, hashes: int, group: int | None) -> bool:
+    """Return whether so many blocks have so many tokens.
+
+    A group of layers leaves out the blocks that it does not keep, and not their tokens.
+    """
+    blocks, rest = divmod(tokens, block_tokens)
+    return not rest and (hashes == blocks or (hashes < blocks and group is not None))
 
 
 def _hashes(told: Any) -> tuple[Hash, ...]:

@@ -25,6 +25,7 @@ from peercache.events.blocks import (
     AllBlocksCleared,
     BlockEvent,
     EventBatch,
+    check,
     encode,
     frames_of,
     sequence_of,
@@ -122,7 +123,12 @@ class BlockPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Queue events; never waits. With too many waiting, everything is told anew instead."""
+        """Queue events; never waits. With too many waiting, everything is told anew instead.
+
+        Raises InvalidRequest, and queues none of them, where readers could not take one.
+        """
+        for event in events:
+            check(event)
         with self._lock:
             if len(self._queue) + len(events) > QUEUE_EVENTS_MAX:
                 self._queue.clear()

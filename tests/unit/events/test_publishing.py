@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
+import attrs
 import pytest
 import zmq
 
+from peercache.errors import InvalidRequest
 from peercache.events import publishing
 from peercache.events.blocks import (
     SEQUENCE_END,
@@ -189,7 +192,7 @@ def test_an_error_ends_no_publisher(
         while failing:
             pass
         if culprit == "event":
-            publisher.publish([stored(2**64)])
+            publisher.publish([attrs.evolve(stored(1), lora=2**64)])
         deadline = time.monotonic() + WAIT_MS / 1000
         while publisher.figures().resyncs < 1:
             assert time.monotonic() < deadline, "the publisher has ended"
@@ -257,3 +260,30 @@ def test_a_port_that_is_none_is_refused(endpoints: tuple[str, ...]) -> None:
     """ZeroMQ would bind another one, of 16 bits, and no router would find it."""
     with pytest.raises(OSError, match=f"a port is at most 65535: .*{re.escape(endpoints[-1])}"):
         BlockPublisher(*endpoints)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (attrs.evolve(stored(1), tokens=(1, -2)), "token 1 is -2"),
+        (attrs.evolve(stored(1), tokens=(1, "2")), "token 1 is '2'"),
+        (attrs.evolve(stored(1), tokens=(1, 2, 3)), "3 tokens in 1 blocks of 2"),
+        (attrs.evolve(stored(1), block_tokens=0), "2 tokens in 1 blocks of 0"),
+        (attrs.evolve(stored(1), hashes=(1.5,)), "1.5 is no hash"),
+        (attrs.evolve(stored(1), parent=2**64), "64 bits"),
+        (BlockRemoved((-(2**63) - 1,)), "64 bits"),
+        ("AllBlocksCleared", "no block event"),
+    ],
+)
+def test_what_readers_could_not_take_is_refused(event: Any, why: str) -> None:
+    """With all that came with it; what came before and comes after is told."""
+    with closing(BlockPublisher(ANY)) as publisher, reading(zmq.SUB, publisher.endpoint) as reader:
+        received(reader)
+        publisher.publish([stored(1)])
+        with pytest.raises(InvalidRequest, match=re.escape(why)):
+            publisher.publish([stored(2), event])
+        publisher.publish([BlockRemoved((2**64 - 1, b"a", "b")), AllBlocksCleared()])
+        told: list[BlockEvent] = []
+        while AllBlocksCleared() not in told:
+            told += received(reader)[1]
+        assert told == [stored(1), BlockRemoved((2**64 - 1, b"a", "b")), AllBlocksCleared()]
