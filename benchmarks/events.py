@@ -222,7 +222,7 @@ def stored(number: int) -> BlockStored:
 
 def iter_numbers() -> Iterator[int]:
     """Yield numbers of blocks."""
-    number = 2**40
+    number = 2**31
     while True:
         number += 1
         yield number
