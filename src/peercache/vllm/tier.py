@@ -242,12 +242,17 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         """Find what computes the chunks; return what keeps them apart where that is not found."""
         if self._name:
             return ""
+        hint = "engines share with namespace = NAME"
         engine = configuration_of_caller()
         if engine is None:
-            self._log.warning("vllm.engine_unknown", hint="engines share with namespace = NAME")
+            self._log.warning("vllm.engine_unknown", hint=hint)
             return secrets.token_hex(8)
         self._weights = weights_of(engine, self._spec_config.model.name)
-        return ""
+        if getattr(engine, "lora_config", None) is None:
+            return ""
+        # Block hashes have an adapter's name: other engines may give it to other weights.
+        self._log.warning("vllm.adapters_not_known", hint=hint)
+        return secrets.token_hex(8)
 
     def _space(self, reset: str = "") -> Namespace:
         return namespace_of(

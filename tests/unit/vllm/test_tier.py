@@ -207,25 +207,42 @@ def test_a_shutdown_leaves_vllm_its_memory(tier: Any, fake: FakeClient, rows: An
 def test_engines_that_compute_alike_share_and_others_do_not(
     tier: Any, fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the engine's configuration a tier shares with itself alone, and says so."""
+    """Without the engine's configuration, or with adapters, a tier shares with itself alone."""
     tier.submit_store(job(1, KEYS[:1], [1]))
     results(tier, 1)
     found = []
-    for engine in (ENGINE, fake_vllm.engine(quantization="fp8"), None):
+    adapters = SimpleNamespace(**vars(fake_vllm.engine()), lora_config=SimpleNamespace(max_loras=1))
+    for engine in (ENGINE, fake_vllm.engine(quantization="fp8"), adapters, None):
         caplog.clear()
         other = make(fake, rows, engine)
         found.append(verdicts(other, KEYS[:1])[0])
         other.shutdown()
         assert ("vllm.engine_unknown" in caplog.text) == (engine is None)
+        assert ("vllm.adapters_not_known" in caplog.text) == (engine is adapters)
 
-    assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
-    one, two = (make(fake, rows, None) for _ in range(2))
+    assert found == [LookupResult.HIT, *[LookupResult.MISS] * 3]
+    for number, engine in enumerate((adapters, None), start=2):
+        one, two = (make(fake, rows, engine) for _ in range(2))
+        one.submit_store(job(number, KEYS[:1], [1]))
+        results(one, number)
+        assert [verdicts(each, KEYS[:1])[0] for each in (one, two)] == [
+            LookupResult.HIT,
+            LookupResult.MISS,
+        ]
+        for each in (one, two):
+            each.shutdown()
+
+
+@pytest.mark.usefixtures("tier")
+def test_engines_with_adapters_share_by_a_namespace_that_is_given(
+    fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = SimpleNamespace(**vars(fake_vllm.engine()), lora_config=SimpleNamespace(max_loras=1))
+    one, two = (make(fake, rows, adapters, namespace="french") for _ in range(2))
     one.submit_store(job(2, KEYS[:1], [1]))
     results(one, 2)
-    assert [verdicts(each, KEYS[:1])[0] for each in (one, two)] == [
-        LookupResult.HIT,
-        LookupResult.MISS,
-    ]
+    assert [verdicts(each, KEYS[:1])[0] for each in (one, two)] == [LookupResult.HIT] * 2
+    assert "vllm.adapters_not_known" not in caplog.text
     for each in (one, two):
         each.shutdown()
 
