@@ -244,10 +244,12 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             return ""
         hint = "engines share with namespace = NAME"
         engine = configuration_of_caller()
-        if engine is None:
+        try:
+            self._weights = weights_of(engine, self._spec_config.model.name)
+        except AttributeError:
+            # No caller has it, or this version of vLLM has an option elsewhere.
             self._log.warning("vllm.engine_unknown", hint=hint)
             return secrets.token_hex(8)
-        self._weights = weights_of(engine, self._spec_config.model.name)
         if getattr(engine, "lora_config", None) is None:
             return ""
         # Block hashes have an adapter's name: other engines may give it to other weights.

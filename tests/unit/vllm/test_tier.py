@@ -234,6 +234,17 @@ def test_engines_that_compute_alike_share_and_others_do_not(
 
 
 @pytest.mark.usefixtures("tier")
+def test_an_engine_that_has_an_option_elsewhere_starts_and_shares_with_itself(
+    fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later vLLM may: its start does not fail by that."""
+    engine = fake_vllm.engine()
+    del engine.load_config.download_dir
+    make(fake, rows, engine).shutdown()
+    assert "vllm.engine_unknown" in caplog.text
+
+
+@pytest.mark.usefixtures("tier")
 def test_engines_with_adapters_share_by_a_namespace_that_is_given(
     fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
