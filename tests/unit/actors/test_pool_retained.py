@@ -218,8 +218,44 @@ def test_ends_are_bounded_however_often_pages_are_renewed() -> None:
     assert rig.pool._slots.retained_count == 0
 
 
+@pytest.mark.parametrize("how", ["let go", "removed", "cleared"])
+def test_ends_are_bounded_when_most_pages_are_retained_no_longer(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool asserts the bound after each message: a node that exceeds it ends."""
+    monkeypatch.setattr(retaining, "STALE_ENDS_MIN", 4)
+    rig = Rig()
+    rig.store(*range(12))
+    rig.retain(*range(12))
+
+    if how == "let go":
+        rig.retain(*range(12), seconds=0)
+    elif how == "removed":
+        rig.say(Remove(8, 1, keys(range(12))), NODE)
+    else:
+        rig.say(Clear(8, 1), NODE)
+
+    assert rig.pool._slots.retained_count == 0
+    assert len(rig.pool._retention._ends) <= 4
+
+
+def test_ends_are_bounded_while_renewed_pages_lapse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaining, "STALE_ENDS_MIN", 0)
+    rig = Rig()
+    rig.store(*range(8))
+    rig.retain(*range(4), seconds=10)
+    rig.retain(*range(4, 8), seconds=20)
+    rig.retain(*range(4, 8), seconds=30)
+    assert len(rig.pool._retention._ends) == 12
+
+    rig.wait(rig.now + 10)
+
+    assert rig.pool._slots.retained_count == 4
+    assert len(rig.pool._retention._ends) <= 8
+
+
 def test_many_pages_lapse_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tick is bounded; the next one is due at once."""
+    """One tick is bounded; the next one is due later: a node whose tick is due at once ends."""
     assert LAPSES_MAX > 1
     monkeypatch.setattr(retaining, "LAPSES_MAX", 3)
     rig = Rig()
@@ -230,7 +266,9 @@ def test_many_pages_lapse_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.pool.on_tick(rig.now)
 
     assert rig.pool._slots.retained_count == 5
-    assert rig.pool.deadline() == rig.now
+    assert rig.now < rig.pool.deadline() < rig.now + 0.01
+    rig.wait(rig.now + 0.01)
+    assert rig.pool._slots.retained_count == 0
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -520,6 +520,7 @@ class Pool:
         effects = self._end(pages, [], is_removed=True)
         for page in pages:
             self._slots.release(page.slot)
+        self._retention.sweep()
         if not self._has_disk:
             effects.append(Send(origin, Removed(message.request, len(pages))))
         else:

@@ -23,6 +23,9 @@ RETAIN_MAX_S: Final = 30 * 86_400.0
 LAPSES_MAX: Final = 4096
 """Pages that lapse in one tick: some milliseconds."""
 
+LAPSE_PAUSE_S: Final = 0.001
+"""Pause after such a tick: the messages that wait come before the pages that are left."""
+
 STALE_ENDS_MIN: Final = 1024
 """So many stale ends are not worth a sweep."""
 
@@ -38,6 +41,7 @@ class Retention:
         self._slots = slots
         self._ends: list[End] = []
         self._numbered = 0
+        self._pauses_until = -math.inf
 
     def retain(self, pages: Sequence[Page | None], seconds: float, now: float) -> bytes:
         """Retain pages for so long, the first ones first; return the state of each, one byte.
@@ -58,10 +62,11 @@ class Retention:
             else:
                 # Of equal ends the last page lapses first: a chain loses its tail first.
                 states[index] = self._retain(page.slot, until, self._numbered - index)
+        self.sweep()
         return bytes(states)
 
     def lapse(self, now: float) -> None:
-        """Let pages go whose time is over, LAPSES_MAX at most."""
+        """Let pages go whose time is over, LAPSES_MAX at most; the next ones after a pause."""
         ends = self._ends
         for _ in range(LAPSES_MAX):
             if not ends or ends[0][0] > now:
@@ -69,10 +74,21 @@ class Retention:
             until, _, slot = heapq.heappop(ends)
             if slot.retained_until == until:
                 self._slots.let_go(slot)
+        else:
+            self._pauses_until = now + LAPSE_PAUSE_S
+        self.sweep()
 
     def deadline(self) -> float:
         """Return when the next page may lapse."""
-        return self._ends[0][0] if self._ends else math.inf
+        return max(self._ends[0][0], self._pauses_until) if self._ends else math.inf
+
+    def sweep(self) -> None:
+        """Keep one end of each retained page, where most ends are stale: after any page went."""
+        ends = self._ends
+        if len(ends) > 2 * self._slots.retained_count + STALE_ENDS_MIN:
+            live = {end[2].first: end for end in ends if end[2].retained_until == end[0]}
+            self._ends = list(live.values())
+            heapq.heapify(self._ends)
 
     def check(self) -> None:
         """Assert the bound, in constant time."""
@@ -85,12 +101,4 @@ class Retention:
         if not self._slots.retain(slot, until):
             return OVER_QUOTA
         heapq.heappush(self._ends, (until, number, slot))
-        if len(self._ends) > 2 * self._slots.retained_count + STALE_ENDS_MIN:
-            self._sweep()
         return RETAINED
-
-    def _sweep(self) -> None:
-        """Keep one end of each retained page."""
-        live = {end[2].first: end for end in self._ends if end[2].retained_until == end[0]}
-        self._ends = list(live.values())
-        heapq.heapify(self._ends)
