@@ -320,6 +320,20 @@ def test_sets_that_began_before_are_waited_for() -> None:
     assert [pages for _, _, pages in offers(story.hear(unfinished))] == [[1]]
 
 
+def test_a_drain_ends_whose_time_is_over_when_it_asks_again() -> None:
+    """Both are due at one tick of a node that was slow; a tick that leaves one of them ends it."""
+    story = Story()
+    story.see(ONE)
+    story.hear(DrainBegan(story.now + AGAIN_S))
+    story.hear(PagesToGive((PagesStored(records_of(1), 1),), 0, 2))
+    story.now += 2 * AGAIN_S
+
+    assert story.actor.on_tick(story.now) == [TellPool(GiveAsked(anew=True))]
+
+    assert story.giving.state == HANDED_OVER
+    assert story.actor.deadline() > story.now
+
+
 def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() -> None:
     """Nothing is offered after a cancel."""
     story = Story()

@@ -190,14 +190,16 @@ class Giving:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Give up the targets that are silent, and all of it when the time is over."""
+        effects: list[Effect] = []
         if self._ask_at <= now:
             self._ask_at, self._is_asking = inf, True
-            return [TellPool(GiveAsked(anew=True))]
+            effects.append(TellPool(GiveAsked(anew=True)))
         late = [number for number, (_, _, until) in self._offers.items() if until <= now]
         for number in late:
             self._targets[self._offers[number][0]].is_given_up = True
             self._retake(number)
-        return self.go_on(now)
+        # The time may be over at the same moment: what is due at a tick is done in it.
+        return [*effects, *self.go_on(now)]
 
     def deadline(self, now: float) -> float:
         """Return when something is due."""
