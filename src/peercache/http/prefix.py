@@ -12,6 +12,7 @@ from them. A node without the extra `rest` says so at these paths, and serves al
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
@@ -218,6 +219,9 @@ def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of these paths, made from the types above."""
     kinds = [TokensAsked, HashesAsked, FoundPrefix, Engines, Problem]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        # Python before 3.13 keeps the indentation of a docstring.
+        schema["description"] = inspect.cleandoc(schema["description"])
     problems = {
         "400": "The body is no JSON.",
         "401": "The client has proved no right to ask: a certificate, the token, or its host.",

@@ -94,6 +94,8 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         rig.spill([1, 2])
         rig.forget([1])
         index, go_on = rig.store._opened.index, threading.Event()
+        # Rows that it takes once it goes on would make room again, at any moment.
+        wait_for(index)
         write = index._write
         index._write = lambda *taken: go_on.wait(PATIENCE_S) and write(*taken)
 
