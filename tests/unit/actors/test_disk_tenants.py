@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.disk.actor import DiskTier
+from peercache.actors.disk.eviction import DONORS_MAX
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
@@ -98,6 +99,30 @@ def test_a_flood_without_a_quota_evicts_nothing_that_is_sure() -> None:
 
     assert set(went) == {"-"}
     assert shared.pages()["a"] == 60
+
+
+def test_a_new_size_gets_room_however_many_colder_slabs_cannot_go() -> None:
+    """The coldest slabs are of a tenant within its quota, and more than are looked at closely."""
+    shared = Shared("a=70%", slabs=2 * DONORS_MAX)
+    a_slab = 31
+    for name, slabs in (("a", DONORS_MAX + 8), ("-", DONORS_MAX - 8)):
+        for _ in range(slabs):
+            assert shared.add(name, a_slab) == []
+
+    went = shared.add("-", 7, 9)
+
+    assert set(went) == {"-"}
+    assert shared.pages() == {"a": (DONORS_MAX + 8) * a_slab, "-": (DONORS_MAX - 9) * a_slab + 7}
+
+
+def test_a_new_size_gets_room_though_colder_slabs_count_for_more() -> None:
+    """They are of a borrower of a higher priority, which keeps them."""
+    shared = Shared("a=1%,priority=2;b=1%,priority=1", slabs=2 * DONORS_MAX)
+    for name in "ab":
+        for _ in range(DONORS_MAX):
+            shared.add(name, 31)
+
+    assert set(shared.add("b", 7, 9)) == {"b"}
 
 
 @given(

@@ -148,8 +148,24 @@ class EvictionQueues:
             for slab in self._slabs.slabs
             if slab.blocks not in (UNBOUND, blocks) and not slab.closed
         ]
+        if self._tenants.are_several:
+            # Else the coldest ones, of a tenant within its quota, hide those that can go.
+            others = self._without_kept(others, tenant)
         others.sort(key=lambda slab: int(self._slab_touched[slab.number]))
         return [slab for slab in others[:DONORS_MAX] if self._can_go(slab, tenant)]
+
+    def _without_kept(self, slabs: list[Slab], tenant: Tenant) -> list[Slab]:
+        """Leave out the slabs of which one page, looked at in each, says that they cannot go."""
+        rows = np.array([slab.rows.max() for slab in slabs], np.int64)
+        numbers = np.full(len(slabs), len(self._tenants.all()))
+        named = rows >= 0
+        numbers[named] = self._tenants.numbers(self._entries.rows["namespace"][rows[named]])
+        owners = [*self._tenants.all(), None]
+        return [
+            slab
+            for slab, number in zip(slabs, numbers.tolist(), strict=True)
+            if (owner := owners[number]) is not None and _spares(owner, slab, 1, tenant)
+        ]
 
     def _can_go(self, slab: Slab, tenant: Tenant) -> bool:
         rows = slab.live_rows()
@@ -159,16 +175,10 @@ class EvictionQueues:
 
     def _may_lose(self, slab: Slab, rows: I64, tenant: Tenant) -> bool:
         """Return whether each tenant in a slab is this one, or can spare what it has there."""
-        is_due = tenant.may_have(slab.blocks * BLOCK_BYTES)
         tenants = self._tenants.all()
         numbers = self._tenants.numbers(self._entries.rows["namespace"][rows])
-        for number in np.unique(numbers).tolist():
-            owner = tenants[number]
-            there = int((numbers == number).sum()) * slab.blocks * BLOCK_BYTES
-            is_safe = owner.priority > tenant.priority and not is_due
-            if owner is not tenant and (is_safe or owner.taken - there < owner.quota):
-                return False
-        return True
+        pages = zip(*np.unique(numbers, return_counts=True), strict=True)
+        return all(_spares(tenants[number], slab, int(count), tenant) for number, count in pages)
 
     def _colder_slab(self, blocks: int, limit: int, tenant: Tenant) -> Slab | None:
         """Return a slab of another size whose entries were touched before `limit`, on average."""
@@ -183,3 +193,12 @@ class EvictionQueues:
         for key in [key for key in self._queues if key[1] not in self._slabs.sizes]:
             if key[1] != wanted:
                 del self._queues[key]
+
+
+def _spares(owner: Tenant, slab: Slab, pages: int, tenant: Tenant) -> bool:
+    """Return whether a tenant gives so many pages of a slab to another one, or to itself."""
+    if owner is tenant:
+        return True
+    slot_bytes = slab.blocks * BLOCK_BYTES
+    is_safe = owner.priority > tenant.priority and not tenant.may_have(slot_bytes)
+    return not is_safe and owner.taken - pages * slot_bytes >= owner.quota
