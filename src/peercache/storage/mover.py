@@ -162,6 +162,9 @@ class PageMover:
                 for number, index in enumerate(some):
                     buffers += (memory[number * BLOCK_BYTES :][:BLOCK_BYTES], views[index])
                 count = self._files.read(places[some[0]], buffers)
+                if len(some) > 1 and count < sum(map(len, buffers)):
+                    # A read ends before a bad block without an error: what lies behind it is good.
+                    raise OSError(errno.EIO, f"read {count} bytes")
                 for number, index in enumerate(some):
                     header = parse_slot(buffers[2 * number], places[index])
                     page = begin + index

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from peercache.actors.storage_port import (
+    DISK_DAMAGED,
     DISK_DONE,
+    DISK_FAILED,
     DISK_LATE,
     LateEnded,
     Load,
@@ -22,7 +24,8 @@ from peercache.actors.storage_port import (
 )
 from peercache.model.records import RECORD
 from peercache.observability.log import get_logger
-from peercache.storage.jobs import Job, Workers
+from peercache.storage import mover
+from peercache.storage.jobs import Job, Unit, Workers
 from peercache.storage.layout import SlotHeader, checksum_of, pack_slot
 from peercache.storage.mover import PageMover, units_of
 from tests.pace import PATIENCE_S
@@ -172,3 +175,109 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
 
     assert told.outcomes == bytes((DISK_DONE, DISK_LATE))
     assert [place for place, _ in rig.files.written] == [BLOCK, 9 * BLOCK]
+
+
+class Failing(Files):
+    """Slab files whose writes raise what `errors` says, one after the other, then succeed."""
+
+    def __init__(self, *errors: int) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    def write(self, place: int, buffers: Sequence[memoryview]) -> None:
+        if self.errors and (number := self.errors.pop(0)):
+            raise OSError(number, "no write")
+        super().write(place, buffers)
+
+
+def mover_of(files: Files, pages: int, reasons: list[str]) -> PageMover:
+    """Return a mover of a pool of pages of one block; it notes why the tier ends."""
+    return PageMover(
+        files,  # type: ignore[arg-type]
+        pages=np.zeros(pages * BLOCK, np.uint8),
+        words=np.full(pages, 2, np.uint64),
+        granule=BLOCK,
+        ended=reasons.append,
+        log=get_logger(),
+    )
+
+
+def spilled(files: Files, pages: int, *, apart: int = 3) -> tuple[bytes, list[str]]:
+    """Spill pages of one block; return their outcomes, and why the tier ends."""
+    reasons: list[str] = []
+    records = np.zeros(pages, RECORD)
+    records["length"], records["generation"] = BLOCK, 2
+    records["offset"] = np.arange(pages) * BLOCK
+    places = np.array([BLOCK * (1 + page * apart) for page in range(pages)], np.uint64)
+    numbers = np.arange(pages, dtype=np.uint64)
+    effect = Spill(1, records, numbers, places, numbers, time.monotonic() + PATIENCE_S)
+    unit = Unit(Job.of(effect, pages), range(pages), effect.until)
+    mover_of(files, pages, reasons).perform(unit)
+    return bytes(unit.outcomes), reasons
+
+
+def test_calls_that_fail_in_a_row_end_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that succeeds between them shows that the disk has not gone."""
+    assert mover.FAILURES_MAX > 3
+    monkeypatch.setattr(mover, "FAILURES_MAX", 3)
+
+    said, reasons = spilled(Failing(*[errno.EIO] * 2, 0, *[errno.EIO] * 2), 6)
+    assert list(said) == [DISK_FAILED, DISK_FAILED, DISK_DONE, DISK_FAILED, DISK_FAILED, DISK_DONE]
+    assert reasons == []
+
+    _, reasons = spilled(Failing(*[errno.EIO] * 3), 4)
+    assert [reason.startswith("3 calls in a row failed") for reason in reasons] == [True]
+
+
+def test_read_only_file_system_ends_the_tier() -> None:
+    said, reasons = spilled(Failing(errno.EROFS), 1)
+
+    assert said == bytes((DISK_FAILED,))
+    assert reasons == ["here is read-only"]
+
+
+def test_pages_of_a_run_that_fails_are_written_singly() -> None:
+    """Only the page whose block is bad is lost."""
+    said, reasons = spilled(Failing(errno.EIO, 0, errno.EIO), 3, apart=2)
+
+    assert list(said) == [DISK_DONE, DISK_FAILED, DISK_DONE]
+    assert reasons == []
+
+
+def test_pages_behind_a_block_at_which_a_read_ends_are_read_singly() -> None:
+    """A device tells what it has read before a bad block, and no error."""
+    files = Files()
+    page = b"p" * BLOCK
+
+    def until_bad(place: int, buffers: Sequence[memoryview]) -> int:
+        if len(buffers) > 2 or place == 3 * BLOCK:
+            return BLOCK
+        header = pack_slot(SlotHeader(bytes(16), 0, BLOCK, place, 1, checksum_of(page), 1))
+        buffers[0][: len(header)] = header
+        buffers[1][:] = page
+        return 2 * BLOCK
+
+    files.read = until_bad  # type: ignore[method-assign]
+    zeros = np.zeros(3, np.uint64)
+    places = np.array([BLOCK, 3 * BLOCK, 5 * BLOCK], np.uint64)
+    offsets = np.arange(3, dtype=np.uint64) * np.uint64(BLOCK)
+    lengths = np.full(3, BLOCK, np.uint64)
+    load = Load(1, bytes(48), zeros, lengths, places, offsets, time.monotonic() + PATIENCE_S)
+    unit = Unit(Job.of(load, 3), range(3), load.until)
+    mover_of(files, 3, []).perform(unit)
+
+    assert list(unit.outcomes) == [DISK_DONE, DISK_DAMAGED, DISK_DONE]
+
+
+def test_page_whose_slab_has_gone_is_written_into_a_new_one() -> None:
+    """The slab is prepared anew before the page is written a second time."""
+    files = Failing(errno.ENOENT)
+    calls: list[str] = []
+    files.forget = lambda number: calls.append(f"forget {number}")  # type: ignore[attr-defined]
+    files.prepare = lambda number, blocks: calls.append(f"prepare {number} {blocks}")  # type: ignore[method-assign]
+
+    said, _ = spilled(files, 1)
+
+    assert said == bytes((DISK_DONE,))
+    assert calls == ["prepare 0 2", "forget 0", "prepare 0 2"]
+    assert [place for place, _ in files.written] == [BLOCK]

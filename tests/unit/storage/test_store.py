@@ -34,6 +34,16 @@ def test_pages_come_back_as_they_were_written(tmp_path: Path) -> None:
         assert rig.log.errors() == []
 
 
+def test_many_small_pages_of_one_job_come_back(tmp_path: Path) -> None:
+    """More of them than one call takes: each has a header block of its own."""
+    with Rig(tmp_path) as rig:
+        numbers = list(range(200))
+
+        assert rig.spill(numbers, 4096) == bytes(200)
+        assert rig.load(numbers) == ["right"] * 200
+        assert rig.log.errors() == []
+
+
 @pytest.mark.parametrize("length", [1, 4096, 4097, 65_536, 300_001, MIB])
 def test_pages_of_every_length_come_back(tmp_path: Path, length: int) -> None:
     """A length that is no whole block, and one that is, and one in a slot with room to spare."""
