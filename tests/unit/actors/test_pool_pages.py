@@ -8,12 +8,12 @@ from math import inf
 import numpy as np
 import pytest
 
-from peercache.actors.mailboxes import RecordsChanged
+from peercache.actors.mailboxes import PagesCommitted, RecordsChanged
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.model.ids import Incarnation
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import HERE, REFUSED_FULL, RESERVED, Remove
+from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove
 from tests.unit.actors.pool_world import GRANULE, World, count_of, key, kinds
 
 ALICE, BOB = 101, 102
@@ -39,6 +39,22 @@ def test_batch_does_not_evict_what_it_found_here() -> None:
 
     assert granted.states == bytes((RESERVED, RESERVED, REFUSED_FULL, HERE, HERE))
     assert world.holds(1, 2, 3, 4) == [True, True, False, False]
+
+
+def test_page_that_was_here_and_went_before_the_commit_is_not_named() -> None:
+    """The commit of the other page goes on."""
+    world = World(granules=16)
+    world.store(ALICE, [1], PAGE)
+    world.reserve(BOB, [1, 2], PAGE)
+    world.write(BOB, 1)
+    world.remove(1)
+
+    done = world.commit(BOB)
+
+    assert isinstance(done, PagesCommitted)
+    assert done.states == bytes((HERE, COMMITTED))
+    assert len(done.here) == 0
+    assert done.records["key"].tolist() == [key(2)]
 
 
 def test_a_writer_holds_at_most_half_of_what_is_free_uncommitted() -> None:
