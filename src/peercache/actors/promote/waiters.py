@@ -44,8 +44,9 @@ class Waiters:
     now: float = -inf
     """Of the step under way."""
     _waiters: dict[int, Waiter] = attrs.field(factory=dict)
-    _pending: dict[bytes, list[tuple[int, int]]] = attrs.field(factory=dict)
-    """By key: the waiters for it, and the page's position in their questions."""
+    _pending: dict[bytes, dict[tuple[int, int], None]] = attrs.field(factory=dict)
+    """By key: the waiters for it, and the page's position in their questions. Many may wait for one
+    prefix, and all give up in one tick: each leaves without a look at the others."""
     _last: int = 0
 
     def __len__(self) -> int:
@@ -63,7 +64,7 @@ class Waiters:
         self._last += 1
         self._waiters[self._last] = waiter
         for at in positions:
-            self._pending.setdefault(waiter.keys[at], []).append((self._last, at))
+            self._pending.setdefault(waiter.keys[at], {})[self._last, at] = None
         return []
 
     def want(self, key: bytes) -> bool:
@@ -97,11 +98,10 @@ class Waiters:
         effects: list[Effect] = []
         for number in over:
             waiter = self._waiters.pop(number)
-            for key in waiter.keys:
-                rest = [pair for pair in self._pending.get(key, ()) if pair[0] != number]
-                if rest:
-                    self._pending[key] = rest
-                else:
+            for at, key in enumerate(waiter.keys):
+                pending = self._pending.get(key, {})
+                pending.pop((number, at), None)
+                if not pending:
                     self._pending.pop(key, None)
             effects.append(self._answer(waiter))
         return effects
