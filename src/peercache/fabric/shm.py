@@ -103,7 +103,6 @@ class ShmFabric:
     def forget(self, incarnation: int) -> None:
         """Unmap the segment of a dead member, after the last read that uses it."""
         with self._lock:
-            self._retry_at.pop(incarnation, None)
             segment = self._segments.pop(incarnation, None)
         if segment is not None:
             segment.close(0.0)
@@ -195,7 +194,6 @@ class ShmFabric:
                 node=name_of(incarnation), at=member.control, reason=str(error),
             )  # fmt: skip
             return None
-        self._retry_at.pop(incarnation, None)
         get_logger().info(
             "shm.attached",
             node=name_of(incarnation), at=member.control, bytes=found.page_bytes,

@@ -45,7 +45,9 @@ def still_committed(words: U64, generations: U64) -> npt.NDArray[np.bool_]:
     It makes no hit. A record may name a commit that is still to come, and would then vouch for
     bytes that were read before it.
     """
-    same: npt.NDArray[np.bool_] = words == generations
+    # A slot without a page may be memory that its owner has not populated: to read it would
+    # allocate it, and charge this process for it.
+    same: npt.NDArray[np.bool_] = (words == generations) & (words != NEVER_COMMITTED)
     return same
 
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,18 @@ def owner(shm_dir: Path) -> Iterator[PublishedSegment]:
     segment.close()
 
 
-def publish(folder: Path, node: int = NODE, slots: int = 16) -> PublishedSegment:
+def publish(folder: Path, node: int = NODE, slots: int = 16, *, more: int = 0) -> PublishedSegment:
+    """Publish slots with pages, and more without, which are not populated."""
     segment = PublishedSegment.create(
-        folder, incarnation=Incarnation(node), page_bytes=slots * GRANULE, granule=GRANULE
+        folder,
+        incarnation=Incarnation(node),
+        page_bytes=(slots + more) * GRANULE,
+        granule=GRANULE,
     )
     segment.populate(slots * GRANULE)
-    segment.pages.reshape(slots, GRANULE)[:] = np.arange(1, slots + 1, dtype=np.uint8)[:, None]
+    segment.pages[: slots * GRANULE].reshape(slots, GRANULE)[:] = np.arange(
+        1, slots + 1, dtype=np.uint8
+    )[:, None]
     segment.store_words(np.arange(slots), 100 + 2 * np.arange(slots, dtype=np.uint64))
     return segment
 
@@ -101,6 +108,16 @@ def asking(
 def generations_of(offsets: U64) -> U64:
     """Return the words that `publish` gives slots."""
     return np.uint64(100) + np.uint64(2) * (offsets // np.uint64(GRANULE))
+
+
+def descriptors_of(path: Path) -> list[str]:
+    """Return the descriptors of this process that are of a file."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if each.readlink() == path:
+                found.append(each.name)
+    return found
 
 
 def fabric(**options: Any) -> ShmFabric:
@@ -193,6 +210,19 @@ def test_page_outside_the_page_memory_is_refused_and_others_are_read(
     shm.close()
 
 
+def test_slot_that_never_held_a_page_is_not_touched(shm_dir: Path) -> None:
+    """Such a record is a lie: a read of memory that its owner lacks would be charged to us."""
+    with closing(publish(shm_dir, slots=1, more=15)) as owner:
+        shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
+        blocks = owner.path.stat().st_blocks
+
+        fetched = shm.read(asking(member(owner.path), host, [GRANULE], word=0), FOREVER)
+
+        assert fetched.seals["word"].tolist() == [0]
+        assert owner.path.stat().st_blocks == blocks
+        shm.close()
+
+
 def test_destination_of_another_size_than_its_page_stays_untouched(
     owner: PublishedSegment,
 ) -> None:
@@ -264,6 +294,49 @@ def test_only_segments_of_our_host_that_open_are_reached(
     shm.close()
 
 
+def test_segment_in_another_folder_is_not_reached(owner: PublishedSegment, shm_dir: Path) -> None:
+    """A peer could name a folder whose file system answers late or never."""
+    elsewhere = fabric(folders={"/dev/shm"})
+    here = fabric(folders={"/dev/shm", str(shm_dir)})
+
+    assert not elsewhere.reaches(member(owner.path))
+    assert here.reaches(member(owner.path))
+    elsewhere.close()
+    here.close()
+
+
+def test_segment_that_is_closed_before_its_read_is_a_miss(owner: PublishedSegment) -> None:
+    """Its member may be forgotten between the choice of the fabric and the read."""
+    shm, host = fabric(), np.zeros((1, GRANULE), np.uint8)
+    assert shm.reaches(member(owner.path))
+    [segment] = shm._segments.values()
+    segment.close(1.0)
+
+    fetched = shm.read(asking(member(owner.path), host, [0]), FOREVER)
+
+    assert fetched.failure == PEER_UNREACHABLE
+    assert fetched.seals["word"].tolist() == [int(ODD)]
+    assert not host.any()
+    shm.close()
+
+
+def test_remembered_failures_are_bounded(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that is forgotten so is only looked for once more."""
+    monkeypatch.setattr("peercache.fabric.shm.FAILURES_MAX", 2)
+    shm = fabric()
+    for node in (NODE, 11, 12):
+        assert not shm.reaches(member(shm_dir / segment_name(node), node))
+
+    owner = publish(shm_dir)
+    later = publish(shm_dir, 12)
+
+    assert shm.reaches(member(owner.path))
+    assert not shm.reaches(member(later.path, 12))
+    shm.close()
+    owner.close()
+    later.close()
+
+
 def test_failure_to_open_is_believed_for_a_while(shm_dir: Path) -> None:
     """A node that has just started is found after RETRY_S, and is not looked for before."""
     clock = Clock()
@@ -321,6 +394,7 @@ def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> N
     shm = fabric()
     owners = [publish(shm_dir, node, slots=1) for node in range(1, SEGMENTS_MAX + 2)]
     before = [mappings(owner.path) for owner in owners]
+    descriptors = descriptors_of(owners[1].path)
     for number, owner in enumerate(owners[:-1], 1):
         assert shm.reaches(member(owner.path, number))
     assert shm.reaches(member(owners[0].path, 1))
@@ -329,6 +403,7 @@ def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> N
 
     more = [mappings(owner.path) - b for owner, b in zip(owners, before, strict=True)]
     assert more == [2, 0] + [2] * (len(owners) - 2)
+    assert descriptors_of(owners[1].path) == descriptors
     shm.close()
     for owner in owners:
         owner.close()
