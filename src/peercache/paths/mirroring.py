@@ -209,7 +209,6 @@ class MirroredBatch:
             or len(granted.offsets) != 8 * len(wanted)
         ):
             self._mirrorer.pause()
-            self.end()
             return
         self._places = wanted
         self._states = np.frombuffer(granted.states, np.uint8)
@@ -275,5 +274,6 @@ def overlap(runs: PageRuns) -> bool:
     filled = runs.sizes > 0
     addresses, sizes = runs.addresses[filled], runs.sizes[filled]
     order = np.argsort(addresses)
-    ends = np.maximum.accumulate((addresses + sizes)[order])
+    ends = (addresses + sizes)[order]
+    # A run that reaches into a later one reaches into the next one.
     return bool((addresses[order][1:] < ends[:-1]).any())

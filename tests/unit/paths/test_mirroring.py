@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -45,7 +47,7 @@ def held(world: World, holder: int, *names: str, **fields: int) -> None:
         world.publish(world.nodes[holder].hold(name, **fields))
 
 
-def asked_home(world: World, kind: type[Message]) -> list[Message]:
+def asked_home(world: World, kind: type[Any]) -> list[Any]:
     return [message for message in world.nodes[1].heard if type(message) is kind]
 
 
@@ -189,6 +191,18 @@ def test_a_home_node_that_is_silent_costs_its_patience_once() -> None:
     assert world.reservations.report(0.0).sequences == ()
 
 
+def test_a_silent_home_node_costs_a_short_get_little() -> None:
+    """Its patience is a part of what is left: most of that is for the reading."""
+    world = far_world()
+    world.cache.store(world.nodes[3].hold("a"), world.now)
+    world.nodes[1].mood = "silent"
+    before = world.now
+
+    assert world.get("a", timeout_s=0.008).hits == [True]
+
+    assert world.now - before <= 0.0021
+
+
 @pytest.mark.parametrize("answer", ["full", "refused", "other", "short", "long", "placeless"])
 def test_a_home_node_without_room_is_not_asked_for_a_while(answer: str) -> None:
     """Nor one that refuses, or answers nonsense."""
@@ -298,6 +312,16 @@ def test_the_checksum_of_the_record_goes_with_the_page() -> None:
 
     assert world.get("a").mirrored == 1
     assert at_home(world, "a") == page.tobytes()
+
+
+def test_a_checksum_that_the_record_does_not_claim_is_not_kept() -> None:
+    """Nothing vouches for it: a copy that names it would fail for every reader that looks."""
+    world = far_world()
+    held(world, 3, "a", checksum=5)
+
+    assert world.get("a").mirrored == 1
+
+    assert [commit.checksums for commit in asked_home(world, Commit)] == [bytes(8)]
 
 
 def test_a_page_with_a_wrong_checksum_is_not_kept() -> None:
