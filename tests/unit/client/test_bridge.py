@@ -322,6 +322,48 @@ def test_a_segment_that_is_being_closed_takes_no_page(segment: Any) -> None:
     assert placed(None, [0]) == 0
 
 
+def test_a_page_larger_than_the_segment_is_not_written(
+    segment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even from its beginning on: what lies behind the segment may be anything of ours."""
+    _, attached = segment
+    copies: list[Any] = []
+    monkeypatch.setattr(attached, "copy", lambda *of, **_more: copies.append(of) or 0)
+
+    assert placed(attached, [0], size=4 * GRANULE + 1) == 0
+    assert copies == []
+
+
+def test_nothing_is_placed_after_the_deadline(segment: Any) -> None:
+    """The copy of a late step does not begin."""
+    published, attached = segment
+    page = np.full(PAGE, 7, np.uint8)
+    runs = PageRuns.of([[(page.ctypes.data, PAGE)]])
+
+    count = bridge_over()._do(Place(np.zeros(1, np.uint64), runs, time.monotonic()), attached)
+
+    assert count == 0
+    assert not published.pages.any()
+
+
+def test_a_segment_stays_mapped_while_pages_are_placed(
+    segment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The home node has restarted in the middle: the copy ends first."""
+    _, attached = segment
+    unmapped: list[bool] = []
+
+    def copy(*_of: Any, **_more: Any) -> int:
+        unmapped.append(attached.close(0.0))
+        return 1
+
+    monkeypatch.setattr(attached, "copy", copy)
+
+    assert placed(attached, [0]) == 1
+    assert unmapped == [False]
+    assert attached.close(0.0)
+
+
 def test_a_checksum_is_of_the_bytes_whatever_their_runs() -> None:
     """Gathered from pieces or whole; zero would mean that there is none."""
     page = np.arange(100, dtype=np.uint8)

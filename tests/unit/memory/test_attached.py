@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from peercache.errors import PeerUnreachable, Rejected
-from peercache.memory import attached
+from peercache.memory import attached, copying
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.copying import copy_pages
 from peercache.memory.layout import HEADER_BYTES, segment_name
@@ -346,10 +348,77 @@ def test_bytes_and_seals_of_a_sharing_user_come_by_the_kernels_copy(shm_dir: Pat
     assert (segment.words(offsets).tolist(), segment.seals(offsets).tolist()) == expected
     assert expected[0] == list(range(2998, -2, -2))
     assert (copied, set(host.tolist())) == (1, {7})
-    with pytest.raises(AssertionError):
-        segment.words(np.array([1500 * GRANULE], np.uint64))
+    for load in (segment.words, segment.seals):
+        with pytest.raises(AssertionError):
+            load(np.array([1500 * GRANULE], np.uint64))
     segment.close(1.0)
     owner.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+@pytest.mark.parametrize("writable", [False, True])
+def test_no_byte_of_a_sharing_users_segment_is_loaded(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, *, writable: bool
+) -> None:
+    """Its owner may cut it short at any moment: a load would end this process, a copy only ends."""
+    owner = publish(shm_dir)
+    os.chown(owner.path, 65_534, -1)
+    shared = Sharing.of(share_uids=("65534",))
+    segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=writable, sharing=shared)
+    loads: list[Any] = []
+    monkeypatch.setattr(copying, "_scatter", lambda *of: loads.append(of) or 0)
+    monkeypatch.setattr(
+        attached, "prefault", lambda *_of, may_load, **_more: loads.extend(["page"] * may_load)
+    )
+    host = np.zeros(GRANULE, np.uint8)
+
+    runs = PageRuns.of([[(host.ctypes.data, host.nbytes)]])
+    copied = segment.copy(runs, FIRST, to_slots=writable, deadline=time.monotonic() + 60)
+
+    assert copied == 1
+    assert segment.populate() == owner.layout.page_bytes
+    assert loads == []
+    segment.close(1.0)
+    owner.close()
+
+
+def test_populate_ends_where_the_kernel_refuses(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only speed is lost: the thread that populates must not end with an error."""
+    owner = publish(shm_dir)
+    segment = attach(owner.path)
+
+    def refuse(*_of: Any, **_more: Any) -> None:
+        raise OSError(errno.ENOMEM, "no memory for page tables")
+
+    monkeypatch.setattr(attached, "prefault", refuse)
+
+    assert segment.populate() == 0
+    segment.close(1.0)
+    owner.close()
+
+
+def test_closed_segment_keeps_no_descriptor(shm_dir: Path) -> None:
+    """A descriptor of a dead node's file would keep all of its memory."""
+    owner = publish(shm_dir)
+    before = descriptors_of(owner.path)
+    segment = attach(owner.path)
+    assert descriptors_of(owner.path) > before
+
+    segment.close(1.0)
+
+    assert descriptors_of(owner.path) == before
+    owner.close()
+
+
+def descriptors_of(path: Path) -> int:
+    """Return how many descriptors of this process are of a file."""
+    count = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            count += each.readlink() == path
+    return count
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")

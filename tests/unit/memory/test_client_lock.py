@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from peercache.errors import ConfigError, Rejected
+from peercache.memory import client_lock
 from peercache.memory.client_lock import (
     ClientLock,
     LockProbe,
@@ -353,4 +355,84 @@ def test_with_a_group_its_members_may_read_the_files(home: str) -> None:
 
     for path, mode in ((folder_of(home), 0o770), (folder_of(home) / lock.name, 0o660)):
         assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (65_532, mode), path
+    lock.release()
+
+
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_a_file_without_a_whole_secret_has_none(home: str, size: int) -> None:
+    """What its client has not written yet must not be equal to what another one shows."""
+    lock = ClientLock(home, CLIENT, OURS)
+    (folder_of(home) / lock.name).write_bytes(bytes(size))
+
+    probe = LockProbe(home, lock.name, OURS)
+
+    assert probe.secret() == b""
+    probe.close(remove=False)
+    lock.release()
+
+
+def test_a_file_removed_before_its_lock_is_looked_at_leaves_no_descriptor(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that starts has removed it just then: the client makes another one."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    lockf, removed = fcntl.lockf, [folder_of(home) / lock_name(CLIENT)]
+
+    def lockf_then_remove(*arguments: int) -> None:
+        lockf(*arguments)
+        if removed:
+            removed.pop().unlink()
+
+    monkeypatch.setattr("peercache.memory.client_lock.fcntl.lockf", lockf_then_remove)
+    lock = ClientLock(home, CLIENT, OURS)
+
+    assert (folder_of(home) / lock.name).read_bytes() == lock.secret
+    lock.release()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("step", ["_open_folder", "ClientLock._locked_in"])
+def test_a_folder_that_goes_meanwhile_is_made_anew(
+    home: str, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A node that stops removes it; the next one is about to start."""
+    owner: object = client_lock if step == "_open_folder" else ClientLock
+    name = step.rpartition(".")[2]
+    real, gone = getattr(owner, name), [FileNotFoundError()]
+
+    def missing_once(*arguments: object) -> object:
+        if gone:
+            raise gone.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, missing_once)
+    lock = ClientLock(home, CLIENT, OURS)
+
+    assert (folder_of(home) / lock.name).exists()
+    lock.release()
+
+
+def test_a_lock_whose_folder_is_gone_is_released(home: str) -> None:
+    """The node has removed everything: that is no reason to keep the lock, or to raise."""
+    lock = ClientLock(home, CLIENT, OURS)
+    shutil.rmtree(folder_of(home))
+
+    lock.release()
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lock._fd)
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(home: str, tmp_path: Path) -> None:
+    """Another user could lead clients and nodes to files of other clients."""
+    elsewhere = tmp_path / "elsewhere"
+    lock = ClientLock(f"ipc://{elsewhere}", CLIENT, OURS)
+    if folder_of(home).exists():
+        folder_of(home).rmdir()
+    folder_of(home).symlink_to(folder_of(f"ipc://{elsewhere}"))
+
+    with pytest.raises(ConfigError):
+        ClientLock(home, CLIENT + 1, OURS)
+    with pytest.raises(Rejected):
+        LockProbe(home, lock.name, OURS)
     lock.release()

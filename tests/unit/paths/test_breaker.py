@@ -159,3 +159,47 @@ def test_control_and_data_port_have_breakers_of_their_own(peer: int) -> None:
     assert breakers.is_open(data_port(peer))
     breakers.forget({7})
     assert not breakers.is_open(data_port(peer))
+
+
+def test_a_wait_a_little_under_the_limit_opens() -> None:
+    """Callers wait for the limit by the same clock, and wake a moment early."""
+    breakers = Breakers()
+
+    breakers.waited(1, STALL_S * 0.99, 10.0)
+
+    assert breakers.is_open(1)
+
+
+def test_a_wait_that_ended_before_another_takes_nothing_back() -> None:
+    """Two threads report in any order."""
+    breakers = Breakers()
+    breakers.waited(1, STALL_S - 0.01, 10.0)
+
+    breakers.waited(1, 0.02, 9.5)
+    breakers.waited(1, 0.02, 10.1)
+
+    assert breakers.is_open(1)
+
+
+def test_a_probe_cut_short_is_no_failed_one() -> None:
+    """The waiting that opened the breaker is not counted again."""
+    breakers = Breakers()
+    breakers.waited(1, STALL_S, 10.0)
+    assert breakers.available(1, 10.0 + BACKOFF_MIN_S)
+
+    breakers.waited(1, 0.01, 10.0 + BACKOFF_MIN_S + 0.01)
+
+    assert breakers.available(1, 10.0 + 2 * BACKOFF_MIN_S)
+
+
+def test_an_older_question_adds_nothing_to_a_failed_probe() -> None:
+    """It was asked before: only the next probe lengthens the back-off again."""
+    breakers = Breakers()
+    breakers.failed(1, 10.0)
+    now = 10.0 + BACKOFF_MIN_S
+    assert breakers.available(1, now)
+    breakers.failed(1, now)
+
+    breakers.failed(1, now)
+
+    assert breakers.available(1, now + 2 * BACKOFF_MIN_S)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from peercache.model.records import from_bytes
+from peercache.model.records import ON_DISK, from_bytes
 from peercache.observability import reasons
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Disputed, Lookup
@@ -235,6 +237,37 @@ def test_record_of_another_length_is_not_read_into_the_destination() -> None:
     assert got.is_untouched()
 
 
+@pytest.mark.parametrize(("field", "value"), [("holder", 3), ("flags", ON_DISK)])
+def test_promoted_record_of_another_place_is_not_read(field: str, value: int) -> None:
+    """A holder speaks for its own memory only, and what is still on disk is no page to read."""
+    world = World()
+    world.publish(world.nodes[2].keep("a"))
+    told = world.nodes[2].hold("a")
+    told[field] = value
+    world.nodes[2].script.extend([_serving(world, Promoted(0, bytes([PROMOTED]), told.tobytes()))])
+
+    got = world.get("a")
+
+    assert got.hits == [False]
+    assert got.is_untouched()
+    assert world.fetched_from() == []
+
+
+def test_questions_for_pages_on_disk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder takes no longer ones; the rest is asked for when the first pages have come."""
+    monkeypatch.setattr("peercache.paths.promoting.PROMOTE_KEYS_MAX", 4)
+    monkeypatch.setattr("peercache.paths.promoting.WISHES_MAX", 3)
+    world = World()
+    kept(world, 2, *NAMES)
+
+    world.exists(*NAMES)
+    got = world.get(*NAMES)
+
+    assert got.hits == [True] * len(NAMES)
+    asked = [len(one.keys) // 16 for one in world.nodes[2].heard if isinstance(one, Promote)]
+    assert asked == [3, 4, 2]
+
+
 def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
     """The get that follows finds it loaded; no caller waits for that."""
     world = World()
@@ -320,3 +353,16 @@ def test_later_is_asked_again_until_it_has_come() -> None:
     )
 
     assert world.get("a").hits == [True]
+
+
+def _serving(world: World, promoted: Promoted) -> Callable[[Message], Message | None]:
+    """Return an answer to the next message: this one where pages are asked for."""
+    holder = world.nodes[2]
+
+    def answer(message: Message) -> Message | None:
+        if isinstance(message, Promote):
+            return promoted
+        holder.script.append(answer)
+        return holder.serve(message)
+
+    return answer
