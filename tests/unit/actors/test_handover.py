@@ -350,6 +350,29 @@ def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() ->
     assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
 
 
+def test_a_drain_that_begins_again_offers_at_once_what_no_target_has_answered() -> None:
+    story = Story()
+    story.see(ONE)
+    assert len(story.drain(1, 2)) == 1
+    story.hear(DrainCancelled())
+
+    assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
+
+
+def test_a_target_that_was_given_up_is_offered_pages_of_a_second_drain() -> None:
+    """It had no room then."""
+    story = Story()
+    story.see(ONE)
+    ((_, number, _),) = story.drain(1)
+    for _ in range(FULL_MAX):
+        effects = story.hear(taken(number, REFUSED_FULL), Origin(ONE)) or story.wait(FULL_S)
+        number = next((number for _, number, _ in offers(effects)), 0)
+    assert story.giving.state == HANDED_OVER
+    story.hear(DrainCancelled())
+
+    assert [pages for _, _, pages in story.drain(1)] == [[1]]
+
+
 def test_an_offer_is_bounded_in_pages_and_bytes() -> None:
     """A page that is larger than the bound goes alone."""
     parts = cut(Batch(1, records_of(*range(1, 6), length=20 * 2**20)))

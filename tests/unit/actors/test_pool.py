@@ -7,6 +7,7 @@ import pytest
 from peercache.actors.effects import Send, StoreWords
 from peercache.actors.mailboxes import PagesCommitted, ReserveAhead
 from peercache.actors.origin import Origin
+from peercache.actors.pool.actor import AHEAD_PAUSE_S
 from peercache.actors.pool.answers import AHEAD_MAX
 from peercache.actors.pool.granting import BATCH_PAGES_MAX
 from peercache.actors.pool.reservations import ENDED_MAX
@@ -25,7 +26,7 @@ from peercache.wire.messages.pool import (
     Reserve,
 )
 from peercache.wire.messages.session import Refused
-from tests.unit.actors.pool_world import GRANULE, World, key, kinds, packed
+from tests.unit.actors.pool_world import GRANULE, NODE, World, key, kinds, packed
 
 ALICE, BOB = 101, 102
 PAGE = 4 * GRANULE
@@ -443,6 +444,30 @@ def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
     for reserve, where in zip(reserves, offsets, strict=True):
         granted = Granted(0, reserve.sequence, bytes((RESERVED,)) * 2, where)
         assert world.writing[ALICE, reserve.sequence] == (reserve, granted)
+
+
+def test_slots_ahead_are_reserved_a_moment_after_the_answer() -> None:
+    """The client that has the answer may need this processor."""
+    world = World(granules=256)
+    asked = ReserveAhead(Origin(ALICE, 3), Reserve(0, 2, 1, b"", packed([PAGE])))
+
+    assert world.pool.on_message(NODE, asked, 5.0) == []
+
+    assert world.pool.deadline() == 5.0 + AHEAD_PAUSE_S
+    assert kinds(world.pool.on_tick(world.pool.deadline())) == ["StoreWords", "Granted"]
+    assert world.figure("pool_bytes_reserved") == PAGE
+
+
+def test_slots_ahead_of_a_client_that_has_exited_meanwhile_are_refused() -> None:
+    world = World(granules=256)
+    world.store(ALICE, [1], PAGE)
+    world.exit(ALICE)
+    asked = ReserveAhead(Origin(ALICE, 3), Reserve(0, 2, 1, b"", packed([PAGE])))
+
+    world.pool.on_message(NODE, asked, 5.0)
+
+    assert kinds(world.pool.on_tick(world.pool.deadline())) == ["Refused"]
+    assert world.figure("pool_bytes_reserved") == 0
 
 
 def test_slots_that_are_needed_later_are_told_with_the_next_commit() -> None:

@@ -167,6 +167,7 @@ def test_slots_ahead_store_nothing_in_a_drained_pool() -> None:
     assert any(isinstance(effect, StoreWords) for effect in begun)
     assert rig.holds(1, 2) == [True, False]
     assert rig.give().unfinished == 0
+    assert rig.pool.figures()["pool_bytes_reserved"] == 0
 
 
 def test_pages_are_given_hottest_first_and_by_namespace() -> None:

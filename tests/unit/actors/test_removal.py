@@ -78,6 +78,16 @@ def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> Non
     assert ended == [Send(CLIENT, Removed(9, 2))]
 
 
+def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: Remover) -> None:
+    """The client is not told of pages as removed that those still have."""
+    remover.on_message(CLIENT, CLEAR, 10.0)
+
+    assert remover.on_message(Origin(0), view(m1=ALIVE, m5=ALIVE), 10.1) == []
+
+    assert remover.on_message(Origin(1), Removed(1, 3), 10.2) == []
+    assert remover.on_message(Origin(5), Removed(1, 4), 10.3) == [Send(CLIENT, Removed(9, 7))]
+
+
 def test_a_node_without_a_view_answers_at_once() -> None:
     assert Remover().on_message(CLIENT, CLEAR, 1.0) == [Send(CLIENT, Removed(9, 0))]
 

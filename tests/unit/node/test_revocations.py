@@ -87,6 +87,28 @@ def test_new_list_of_a_file_is_told_to_every_live_member(
     assert near.said_to_clients == far.said_to_clients == [message]
 
 
+def test_node_that_took_a_list_tells_a_newer_one_of_its_own_file(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """Each newer list is told once; a change of other files tells none."""
+    node = Node(certificates, 1, tmp_path)
+    for number in range(2):
+        certificates.client(f"bad-{number}")
+        certificates.authority.revoke(f"client-bad-{number}")
+        newer = certificates.revoked()
+        if number == 0:
+            node.spread.take(RevocationsTold(newer.encode()))
+            assert node.said == []
+        else:
+            node.list.write_text(newer)
+            assert node.live.look()
+
+    node.live._tell()
+
+    assert [said.message for said in node.said] == [RevocationsTold(newer.encode())]
+    assert len(node.said_to_clients) == 2
+
+
 def test_list_that_no_authority_signed_is_dropped_and_counted(
     certificates: Certificates, tmp_path: Path
 ) -> None:
