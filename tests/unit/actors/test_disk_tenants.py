@@ -101,6 +101,32 @@ def test_a_flood_without_a_quota_evicts_nothing_that_is_sure() -> None:
     assert shared.pages()["a"] == 60
 
 
+def test_borrowed_room_of_another_size_goes_back_however_busy_its_borrower_is() -> None:
+    """Models differ in the size of their pages: a quota that one size of them gets is none."""
+    shared = Shared("a=60%", slabs=40)
+    for _ in range(60):
+        shared.add("-", 31)
+
+    for _ in range(400):
+        shared.add("a", 2, 9)
+        shared.add("-", 31)
+
+    sure = shared.tenants.of(TAGS["a"])
+    assert sure.taken > 0.95 * sure.quota
+    assert shared.pages()["-"] > 13 * 31
+
+
+def test_of_busy_borrowers_of_another_size_the_lowest_priority_gives() -> None:
+    shared = Shared("a=60%;b=1%,priority=2;c=1%,priority=1", slabs=40)
+    for name in "cb":
+        for _ in range(20):
+            shared.add(name, 31)
+
+    went = [name for _ in range(90) for name in shared.add("a", 1, 9)]
+
+    assert set(went) == {"a", "c"}
+
+
 def test_a_new_size_gets_room_however_many_colder_slabs_cannot_go() -> None:
     """The coldest slabs are of a tenant within its quota, and more than are looked at closely."""
     shared = Shared("a=70%", slabs=2 * DONORS_MAX)

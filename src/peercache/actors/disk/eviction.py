@@ -85,10 +85,11 @@ class EvictionQueues:
         queue.batches += 1
         if queue.batches % DONOR_CHECK_EVERY == 1:
             oldest = int(self._entries.rows["touched"][own[0]])
-            colder = self._colder_slab(blocks, clock - COLDER_FACTOR * (clock - oldest), tenant)
-            if colder is not None:
+            limit = clock - COLDER_FACTOR * (clock - oldest)
+            slab = self._giving_slab(blocks, limit, tenant)
+            if slab is not None:
                 queue.at = 0  # those just found stay in line
-                return colder.live_rows()
+                return slab.live_rows()
         return own
 
     def _coldest_of(self, blocks: int, count: int, tenant: Tenant) -> I64:
@@ -180,14 +181,31 @@ class EvictionQueues:
         pages = zip(*np.unique(numbers, return_counts=True), strict=True)
         return all(_spares(tenants[number], slab, int(count), tenant) for number, count in pages)
 
-    def _colder_slab(self, blocks: int, limit: int, tenant: Tenant) -> Slab | None:
-        """Return a slab of another size whose entries were touched before `limit`, on average."""
-        if limit <= 0:
+    def _giving_slab(self, blocks: int, limit: int, tenant: Tenant) -> Slab | None:
+        """Return the slab of another size that should give rather than this size its own pages.
+
+        The coldest of tenants that have to give to this one, whatever its age; else one whose
+        entries were touched before `limit`, on average.
+        """
+        debtors = self._debtors(tenant, blocks)
+        if limit <= 0 and not debtors:
             return None
-        for slab in self._donors(blocks, tenant):
+        donors = self._donors(blocks, tenant)
+        owed = [slab for slab in donors if debtors and self._priority_in(slab, debtors) is not None]
+        if owed:
+            return min(owed, key=lambda slab: self._priority_in(slab, debtors) or 0)
+        for slab in donors:
             if self._entries.rows["touched"][slab.live_rows()].mean() < limit:
                 return slab
         return None
+
+    def _priority_in(self, slab: Slab, debtors: list[Tenant]) -> int | None:
+        """Return the highest priority in a slab, None unless all of it is of these tenants."""
+        tenants = self._tenants.all()
+        rows = self._entries.rows["namespace"][slab.live_rows()]
+        owners = [tenants[number] for number in np.unique(self._tenants.numbers(rows)).tolist()]
+        is_owed = all(owner in debtors for owner in owners)
+        return max(owner.priority for owner in owners) if is_owed else None
 
     def _forget_sizes_without_slabs(self, wanted: int) -> None:
         for key in [key for key in self._queues if key[1] not in self._slabs.sizes]:
