@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 from peercache.client.bridge import Bridge
@@ -177,9 +178,12 @@ class Home:
         return opened
 
     def _came(self, attached: Attached, old: Attached | None) -> None:
-        threading.Thread(
+        populating = threading.Thread(
             target=self._populate, args=(attached.memory,), name=POPULATING, daemon=True
-        ).start()
+        )
+        # Without a thread to be had only speed is lost; what follows must happen.
+        with suppress(RuntimeError):
+            populating.start()
         self._metrics.home_attached.inc()
         self._log.info("home.attached", home=self._url, node=name_of(attached.incarnation))
         if old is not None:
