@@ -11,6 +11,7 @@ import pytest
 
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpChannel, TcpFabric
+from peercache.fabric.tcp.names import Address, Names
 from peercache.model.seal import ODD, SEAL_BYTES
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
@@ -102,6 +103,46 @@ def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
 
     assert got.failure == PEER_UNREACHABLE
     assert got.seals["word"].tolist() == [int(ODD)]
+
+
+def test_channel_that_stalled_within_a_response_is_closed() -> None:
+    """What is left of the response would be read as the next one: any bytes, for any page."""
+    heard: list[bytes] = []
+
+    def stall(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status("") + bytes(50))
+        heard.append(connection.recv(1))
+
+    fabric = fabric_for(GRANULE, stall_s=0.05)
+    with peer_that(stall) as peer:
+        got = [read(fabric, peer.member, Destination.of([[100]])) for _ in range(2)]
+
+    assert [each.failure for each in got] == [PEER_UNREACHABLE] * 2
+    assert heard == [b"", b""]
+    fabric.close()
+
+
+def test_name_server_that_is_silent_costs_no_more_than_the_deadline() -> None:
+    """The patience for a connection may be longer than what is left of the call."""
+    answers = threading.Event()
+
+    def look_up(_host: str, _port: int, flags: int) -> list[Address]:
+        if flags:
+            raise OSError
+        answers.wait(PATIENCE_S)
+        return []
+
+    fabric = fabric_for(GRANULE, connect_timeout_s=PATIENCE_S)
+    fabric._names = Names(look_up)
+    begun = time.monotonic()
+    got = read(fabric, member_of(INCARNATION, data="name:1"), Destination.of([[1]]), timeout_s=0.05)
+    took_s = time.monotonic() - begun
+    answers.set()
+
+    assert got.failure == DEADLINE
+    assert took_s < PROMPT_S
+    fabric.close()
 
 
 @pytest.mark.parametrize("ending", ["closes", "resets"])

@@ -254,6 +254,13 @@ def test_node_of_another_name_is_not_the_member(server: PageServer, cluster: Clu
     assert page != b"page"
 
 
+def test_node_in_the_place_of_the_member_is_not_read(memory: PlainMemory, cluster: Cluster) -> None:
+    with contextlib.closing(serve(memory, cluster.node("two"))) as server:
+        got, page = read(server, cluster.client())
+
+    assert (got.failure, page == b"page") == (REFUSED, False)
+
+
 def test_client_certificate_serves_nothing(memory: PlainMemory, cluster: Cluster) -> None:
     """A client that answers at a node's address is no node, whatever it claims."""
     impostor = serve(memory, cluster.client("one"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import pytest
@@ -42,16 +43,21 @@ class Line:
     refuses: bool = False
     sent: list[Message] = attrs.field(factory=list)
     inbox: deque[bytes] = attrs.field(factory=deque)
+    probed_for: list[float] = attrs.field(factory=list)
+    takes: Callable[[], object] = bool
+    """Called for each look at the inbox."""
 
     def send(self, raw: bytes, /) -> bool:
         self.sent.append(decode(raw, cluster="c").message)
         return True
 
     def receive(self) -> bytes | None:
+        self.takes()
         return self.inbox.popleft() if self.inbox else None
 
     def is_refused(self, timeout_s: float, /) -> bool:
         asked, self.is_probed = self.is_probed, True
+        self.probed_for.append(timeout_s)
         return self.refuses and not asked
 
     def close(self) -> None:
@@ -448,3 +454,73 @@ def test_what_a_caller_slept_beyond_its_deadline_is_no_silence_of_the_peer() -> 
     exchange.end()
 
     assert not side.breakers.is_open(7)
+
+
+def test_a_peer_without_an_address_has_failed() -> None:
+    """There is none to wait for."""
+    side = Side()
+    side.connections.close()
+    exchange = side.ask(7)
+
+    assert exchange.wait_s() is None
+    assert side.breakers.is_open(7)
+
+
+def test_questions_that_wait_are_not_sent_when_an_answer_was_enough() -> None:
+    """Their connections would never be given back."""
+    side = Side(kept_max=4)
+    exchange = side.ask(7, 8, 9, 10, enough=lambda _: True)
+    side.answer(side.lines[0])
+    side.turn(exchange)
+    exchange.end()
+
+    assert [line.url for line in side.lines] == ["url-7", "url-8", "url-9"]
+    assert side.watched == []
+
+
+def test_the_refusal_of_another_question_is_not_this_ones_answer() -> None:
+    """It comes late, to a question that was given up."""
+    side = Side()
+    exchange = side.ask(7)
+    late = Refused(10**9, "busy", "why")
+    side.lines[0].comes(late)
+    side.turn(exchange)
+    side.answer(side.lines[0])
+    side.turn(exchange)
+
+    assert isinstance(exchange.answers[0], Located)
+    assert side.unasked == [(7, late)]
+
+
+def test_an_address_is_probed_within_the_deadline() -> None:
+    """A probe blocks: no longer than what is left, and not at all when nothing is."""
+    side = Side()
+    exchange = side.ask(7, until=side.now + 2 * SLICE_S)
+    side.turn(exchange, 1.25 * SLICE_S)
+    late = Side()
+    too_late = late.ask(7, until=late.now + SLICE_S)
+    late.turn(too_late, 2 * SLICE_S)
+
+    assert side.lines[0].probed_for == [pytest.approx(0.75 * SLICE_S)]
+    assert late.lines[0].probed_for == []
+
+
+def test_a_peer_that_talks_slowly_takes_no_longer_than_a_turn() -> None:
+    """To decode one message may take milliseconds: the clock is looked at before each."""
+    side = Side()
+    exchange = side.ask(7, until=side.now + SLICE_S)
+    greeted = side.connections.greeting("there")
+    assert greeted is not None
+    greeting = HelloExchange(side.connections, greeted, side.now + SLICE_S)
+    for line in side.lines:
+        line.takes = partial(pass_time, side)
+        for _ in range(BURST_MESSAGES):
+            line.comes(Located(10**9, b""))
+    side.turn(exchange)
+    greeting.turn([])
+
+    assert [BURST_MESSAGES - len(line.inbox) for line in side.lines] == [2, 2]
+
+
+def pass_time(side: Side) -> None:
+    side.now += SLICE_S / 2

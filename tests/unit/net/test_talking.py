@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from peercache.net.asking import SLICE_S
-from peercache.net.talking import Talk
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from peercache.net.asking import BURST_MESSAGES, SLICE_S
+from peercache.net.talking import Talk, Talking
 from peercache.paths.breaker import STALL_S
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Granted
 from peercache.wire.messages.session import Hello, Refused, SayHello
-from tests.unit.net.test_exchange import Line, Side
+from tests.unit.net.peers import PATIENCE_S, Asking, Peer
+from tests.unit.net.test_exchange import Line, Side, pass_time
 
 FIRST, SECOND = Lookup(0, bytes(16)), Lookup(0, bytes(32))
 
@@ -163,6 +170,7 @@ def test_a_peer_that_does_not_know_us_is_greeted_over_a_new_connection() -> None
     talk.collect(number, 110.0)
     talk.turn([])
 
+    assert side.lines[0].is_closed
     assert isinstance(side.lines[1].sent[0], Hello)
     assert questions(side.lines[1]) == [Lookup(number, FIRST.keys)]
 
@@ -206,3 +214,75 @@ def test_the_turn_after_the_deadline_takes_what_came_while_this_thread_slept() -
     side.now += 60.0
 
     assert await_(side, talk, number, 100.5) is not None
+
+
+def test_any_message_is_a_sign_of_life() -> None:
+    """A probe that is answered closes the breaker, whatever the answer is to."""
+    side = Side()
+    side.breakers.failed(7, side.now)
+    talk = talk_of(side)
+    talk.send(FIRST)
+    side.lines[0].comes(Granted(0, 9, b"", b""))
+
+    talk.turn([])
+
+    assert not side.breakers.is_open(7)
+
+
+def test_the_refusal_of_a_question_given_up_ends_no_other() -> None:
+    """It is no answer to what is pending, and the connection goes on."""
+    side = Side()
+    talk = talk_of(side)
+    number = talk.send(FIRST)
+    late = Refused(10**9, "busy", "why")
+    side.lines[0].comes(late)
+    side.lines[0].comes(Located(number, b"", False))
+
+    assert await_(side, talk, number, side.now + 1.0) == Located(number, b"", False)
+    assert side.unasked == [(7, late)]
+    assert len(side.lines) == 1
+
+
+def test_a_peer_that_talks_without_end_gets_one_burst_a_turn() -> None:
+    """And less where its messages take long: the clock is looked at before each."""
+    side = Side()
+    talk = talk_of(side)
+    number = talk.send(FIRST)
+    talk.collect(number, side.now + SLICE_S)
+    for _ in range(3 * BURST_MESSAGES):
+        side.lines[0].comes(Located(10**9, b""))
+    talk.turn([])
+    left = [len(side.lines[0].inbox)]
+    side.lines[0].takes = partial(pass_time, side)
+    talk.turn([])
+    left.append(len(side.lines[0].inbox))
+
+    assert left == [2 * BURST_MESSAGES, 2 * BURST_MESSAGES - 2]
+
+
+def test_an_address_is_probed_within_the_deadline() -> None:
+    """A probe blocks: no longer than what is left, and not at all when nothing is."""
+    side = Side()
+    talk = talk_of(side)
+    talk.collect(talk.send(FIRST), side.now + 2 * SLICE_S)
+    side.now += 1.25 * SLICE_S
+    talk.turn([])
+    first = list(side.lines[0].probed_for)
+    side.now += SLICE_S
+    talk.turn([])
+
+    assert first == [pytest.approx(0.75 * SLICE_S)]
+    assert side.lines[0].probed_for == first
+
+
+def test_connections_of_a_call_serve_the_next_one(tmp_path: Path) -> None:
+    """The end of its talks gives them back: one greeting, however many calls."""
+    with Peer("ipc", tmp_path) as peer, Asking({7: peer.url}) as client:
+        for _ in range(3):
+            talking = Talking(client.asker.connections)
+            number = talking.send(7, FIRST)
+            answer = talking.collect(7, number, time.monotonic() + PATIENCE_S)
+            talking.end()
+            assert isinstance(answer, Located)
+
+        assert len(peer.of(Hello)) == 1

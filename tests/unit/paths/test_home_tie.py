@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from peercache.model.member import Member
+from peercache.model.records import RECORD
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.home_tie import Tie
+from peercache.paths.home_tie import VIEW_PARTS_MAX, Tie
 from peercache.paths.reading import Touches
-from peercache.paths.steps import Ask, Greet, Step
+from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.envelope import WIRE_VERSION, Message
-from peercache.wire.messages.membership import ViewChanges, ViewChangesAsked, ViewShared
-from peercache.wire.messages.pool import RESERVED, Granted
+from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
+from peercache.wire.messages.pool import RESERVED, Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome
 from tests.contracts.fabric_suite import member_of
 
@@ -36,6 +39,9 @@ class Nodes:
     told: list[object] = attrs.field(factory=list)
     asked: list[object] = attrs.field(factory=list)
     report: ClientReport | None = None
+    touches: Touches = attrs.field(factory=Touches)
+    posted: list[tuple[int, Message]] = attrs.field(factory=list)
+    opens: bool = True
     breakers: Breakers = attrs.field(factory=Breakers)
     now: float = 10.0
 
@@ -46,7 +52,7 @@ class Nodes:
             config=Config(),
             boot_id="here",
             breakers=self.breakers,
-            touches=Touches(),
+            touches=self.touches,
             report=self.report,
             clock=lambda: self.now,
             open_memory=self._open,
@@ -67,6 +73,8 @@ class Nodes:
             if isinstance(step, Greet):
                 self.asked.append(step.url)
                 answer = self.greeting
+            if isinstance(step, Post):
+                self.posted += step.messages
             if isinstance(step, Ask):
                 ((peer, question),) = step.questions
                 self.asked.append(peer)
@@ -82,7 +90,9 @@ class Nodes:
                     waited_s, self.now = step.until - self.now, step.until
                     self.breakers.waited(peer, waited_s, self.now)
 
-    def _open(self, member: Member) -> str:
+    def _open(self, member: Member) -> str | None:
+        if not self.opens:
+            return None
         return f"memory of {member.incarnation}"
 
     def _rejected(self, error: PeerCacheError) -> None:
@@ -225,3 +235,99 @@ def test_one_beat_without_an_answer_closes_no_node_to_the_next_call() -> None:
 
     assert after_one == [False, False]
     assert after_two == [True, True]
+
+
+def test_only_members_that_answer_hear_what_was_read() -> None:
+    """A message to a member that is gone or hung would be lost, and might cost a connection."""
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER, PREDECESSOR)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.breakers.failed(PREDECESSOR, nodes.now)
+    for holder in (OTHER, PREDECESSOR, 4):
+        nodes.touches.add(holder, np.zeros(1, RECORD))
+
+    nodes.drive(tie.beat())
+
+    assert [peer for peer, told in nodes.posted if isinstance(told, Touched)] == [OTHER]
+
+
+def test_greeting_that_is_answered_closes_the_breaker() -> None:
+    """The node has started again: the next call asks it at once."""
+    nodes = Nodes(greeting=welcome_of(HOME))
+    nodes.breakers.failed(HOME, nodes.now)
+
+    nodes.drive(nodes.tie().attach(11.0))
+
+    assert not nodes.breakers.is_open(HOME)
+
+
+def test_home_node_that_is_attached_already_stays_so() -> None:
+    """Its reservations are live: another mapping of the same node would forget them."""
+    nodes = Nodes(greeting=welcome_of(HOME))
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    before = tie.attached
+
+    assert nodes.drive(tie.attach(11.0))
+
+    assert tie.attached is before
+    assert nodes.told == [(f"memory of {HOME}", None)]
+
+
+def test_home_node_whose_memory_cannot_be_mapped_is_not_attached() -> None:
+    """It may have stopped just now; the next beat tries again."""
+    nodes = Nodes(greeting=welcome_of(HOME), opens=False)
+    tie = nodes.tie()
+
+    assert not nodes.drive(tie.attach(11.0))
+
+    assert tie.attached is None
+
+
+def test_member_whose_breaker_is_open_is_not_asked_for_a_view() -> None:
+    """A beat must not wait for a hung member."""
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER, PREDECESSOR)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.drive(tie.ask_view())
+    nodes.breakers.failed(PREDECESSOR, nodes.now)
+    nodes.views = {}
+    nodes.asked.clear()
+
+    nodes.drive(tie.ask_view())
+
+    assert nodes.asked == [HOME, OTHER]
+
+
+def test_view_comes_in_parts_each_after_the_one_before() -> None:
+    """A view of many members is more than one message."""
+    parts = {0: (view_of(OTHER), True), OTHER: (view_of(PREDECESSOR, HOME), False)}
+    nodes = Nodes(greeting=welcome_of(HOME))
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+
+    path = tie.ask_view()
+    step = next(path)
+    with contextlib.suppress(StopIteration):
+        while True:
+            assert isinstance(step, Ask)
+            ((_, question),) = step.questions
+            assert isinstance(question, ViewAsked)
+            part, more = parts.pop(question.after)
+            step = path.send([attrs.evolve(part, more=more)])
+
+    assert parts == {}
+    assert sorted(tie.cluster.members) == [OTHER, PREDECESSOR, HOME]
+
+
+@pytest.mark.parametrize("part", [ViewShared(0, (), more=True), view_of(OTHER)])
+def test_view_that_never_ends_is_given_up(part: ViewShared) -> None:
+    """Whatever a member says, a beat ends."""
+    nodes = Nodes(greeting=welcome_of(HOME), views={HOME: attrs.evolve(part, more=True)})
+    tie = nodes.tie()
+    nodes.drive(tie.attach(11.0))
+    nodes.asked.clear()
+
+    nodes.drive(tie.ask_view())
+
+    assert len(nodes.asked) <= VIEW_PARTS_MAX
