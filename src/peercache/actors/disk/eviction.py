@@ -106,6 +106,8 @@ class EvictionQueues:
                     found: I64 = entries[can_go]
                     return found
             self._refill(blocks, queue, tenant)
+            if not len(queue.entries):
+                break
         return np.empty(0, np.int64)
 
     def _refill(self, blocks: int, queue: _Queue, tenant: Tenant) -> None:
