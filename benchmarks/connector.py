@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -26,7 +27,8 @@ from peercache.connector import ConnectorMetadata, RemoteKVConnector
 from peercache.connector.buffers import KVBuffers
 from peercache.connector.page_store import ClientPages
 from peercache.content.chain import Chain, in_namespace
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, PageKeys
+from peercache.model.runs import I64
 
 PAGES = 128
 PAGE_TOKENS = 64
@@ -37,6 +39,9 @@ ROUNDS = 31
 WARM_UP = 10
 """Rounds that do not count: until the pool has been written once, a set also pays for that."""
 PROMPT_TOKENS = 32_768
+
+Step: TypeAlias = tuple[str, int, Callable[[], int]]
+"""Its name, what it must return, and the call."""
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -80,21 +85,21 @@ def measured(client: Client) -> dict[str, float]:
         keys = in_namespace(chain.keys(own), spaces[0].digest())
         whole = PAGES * PAGE_TOKENS
 
-        def stored(tokens: np.ndarray = tokens) -> int:
+        def stored(tokens: I64 = tokens) -> int:
             return connector.store_kv_async("s", mapping, tokens)[0].result()
 
-        def read(tokens: np.ndarray = tokens) -> int:
+        def read(tokens: I64 = tokens) -> int:
             return connector.retrieve_kv_async("r", mapping, tokens).result()
 
-        def client_set(keys: np.ndarray = keys) -> int:
+        def client_set(keys: PageKeys = keys) -> int:
             return sum(client.batch_set_from(keys, runs))
 
-        def client_get(keys: np.ndarray = keys) -> int:
+        def client_get(keys: PageKeys = keys) -> int:
             return sum(client.batch_get_into(keys, runs))
 
-        steps = [("client_set", PAGES, client_set), ("connector_set", whole, stored)]
-        gets = [("client_get", PAGES, client_get), ("connector_get", whole, read)]
-        for step in (steps if number % 2 else steps[::-1]) + (gets if number % 2 else gets[::-1]):
+        sets: list[Step] = [("client_set", PAGES, client_set), ("connector_set", whole, stored)]
+        gets: list[Step] = [("client_get", PAGES, client_get), ("connector_get", whole, read)]
+        for step in (sets if number % 2 else sets[::-1]) + (gets if number % 2 else gets[::-1]):
             add(*step)
     figures = {
         f"{name}_ms": statistics.median(each[WARM_UP:]) * 1e3 for name, each in times.items()

@@ -31,6 +31,7 @@ import numpy as np
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.origin import Origin
+from peercache.model.keys import PageKeys
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import (
     HAS_CHECKSUM,
@@ -142,7 +143,7 @@ def view(living: list[int], dead: tuple[int, ...] | list[int] = ()) -> ViewChang
     )
 
 
-def lookups(shard: DirectoryShard, rng: np.random.Generator, keys: np.ndarray) -> float:
+def lookups(shard: DirectoryShard, rng: np.random.Generator, keys: PageKeys) -> float:
     """Return the median time of a Lookup of BATCH of these keys, in seconds."""
     asked = [Lookup(1, rng.choice(keys, BATCH).tobytes()) for _ in range(LOOKUPS)]
     took = [

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 ASKED = 128
 """Keys of one exists: what SGLang asks at once."""
@@ -25,11 +26,14 @@ ASKED = 128
 POISON = 0xA5
 START_S = 30.0
 
+Bytes: TypeAlias = npt.NDArray[Any]
+"""Memory that a store may register."""
+
 
 class Ours:
     """Two clients of this checkout: one that maps its peers' memory, and one that reads by tcp."""
 
-    def __init__(self, settings: dict[str, Any], memory: list[np.ndarray]) -> None:
+    def __init__(self, settings: dict[str, Any], memory: list[Bytes]) -> None:
         """Open them at their home node."""
         del memory
         client = importlib.import_module("peercache.client.client").Client
@@ -79,7 +83,7 @@ class Ours:
 class Mooncake:
     """A client of Mooncake's store, which lends its master a segment of memory."""
 
-    def __init__(self, settings: dict[str, Any], memory: list[np.ndarray]) -> None:
+    def __init__(self, settings: dict[str, Any], memory: list[Bytes]) -> None:
         """Join, and register the engine's memory."""
         store = importlib.import_module("mooncake.store")
         self._store = store.MooncakeDistributedStore()
@@ -130,7 +134,7 @@ class Mooncake:
 class _HostPool:
     """What the public PeerCache asks of SGLang's host pool: its buffer, and where pages lie."""
 
-    def __init__(self, memory: np.ndarray) -> None:
+    def __init__(self, memory: Bytes) -> None:
         self.kv_buffer = self
         self._memory = memory
 
@@ -150,7 +154,7 @@ class _HostPool:
 class PublicPeerCache:
     """A node of the package `peercache` of PyPI, embedded in this process, over tcp."""
 
-    def __init__(self, settings: dict[str, Any], memory: list[np.ndarray]) -> None:
+    def __init__(self, settings: dict[str, Any], memory: list[Bytes]) -> None:
         """Join, and wait until the ring has all nodes."""
         kind = importlib.import_module("peercache.store").PeerCacheStore
         shape = type("Shape", (), {"tp_rank": 0, "tp_size": 1, "is_mla_model": True})()
@@ -203,7 +207,7 @@ class PublicPeerCache:
 class Redis:
     """A client of several Redis servers that divides keys between them: a plain baseline."""
 
-    def __init__(self, settings: dict[str, Any], memory: list[np.ndarray]) -> None:
+    def __init__(self, settings: dict[str, Any], memory: list[Bytes]) -> None:
         """Connect."""
         self._memory = {int(part.ctypes.data): part for part in memory}
         redis = importlib.import_module("redis")
@@ -304,8 +308,8 @@ class Engine:
     def __init__(self) -> None:
         """Begin without a store."""
         self._store: Any = None
-        self._source = np.zeros(0, np.uint64)
-        self._target = np.zeros(0, np.uint64)
+        self._source: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._target: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._page_bytes = 8
         self._batch = 1
         self._asked = 0
@@ -314,7 +318,7 @@ class Engine:
         self, store: str, settings: dict[str, Any], page_bytes: int, batch: int, total_bytes: int
     ) -> None:
         """Make the working set, then open the store."""
-        words = np.arange(total_bytes // 8, dtype=np.uint64)
+        words: npt.NDArray[np.uint64] = np.arange(total_bytes // 8, dtype=np.uint64)
         self._source = words * np.uint64(0x9E3779B97F4A7C15)
         self._target = np.zeros_like(self._source)
         self._page_bytes, self._batch = page_bytes, batch
@@ -444,7 +448,7 @@ class Engine:
         text = f"{os.getppid()}/{os.getpid() if generation < 0 else 0}/{generation}/"
         return [hashlib.sha256(f"{text}{number}".encode()).hexdigest() for number in numbers]
 
-    def _addresses(self, memory: np.ndarray, numbers: range) -> list[int]:
+    def _addresses(self, memory: Bytes, numbers: range) -> list[int]:
         start = int(memory.ctypes.data)
         return [start + number * self._page_bytes for number in numbers]
 

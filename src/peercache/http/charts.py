@@ -109,7 +109,7 @@ def area_chart(
     if len(known) > LINES_MAX:
         rest = np.nansum([values for _, values in known[LINES_MAX - 1 :]], axis=0)
         known = [*known[: LINES_MAX - 1], ("others", rest)]
-    bottoms = [np.zeros(len(values)) for _, values in known[:1]]
+    bottoms: list[Values] = [np.zeros(len(values)) for _, values in known[:1]]
     for _, values in known:
         bottoms.append(bottoms[-1] + np.nan_to_num(values))
     highest = _nice(_highest(bottoms[-1]) if bottoms else 0.0, 10.0)

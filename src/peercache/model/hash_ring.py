@@ -132,7 +132,7 @@ def _next_distinct(columns: list[Places], clockwise: Places, groups: Places, cou
     while len(columns) < count:
         # One arc further, and again where the group of that arc is named already.
         owner = np.empty_like(clockwise)
-        again = np.arange(len(clockwise))
+        again: Places = np.arange(len(clockwise))
         while len(again):
             at[again] += 1
             found = clockwise[at[again] % len(clockwise)]

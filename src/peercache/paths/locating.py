@@ -123,7 +123,8 @@ class Locator:
         records: Records = np.empty(len(keys), RECORD)
         known: Mask = np.zeros(len(keys), np.bool_)
         absent: Mask = np.zeros(len(keys), np.bool_)
-        left, told = np.arange(len(keys)), 0
+        left: npt.NDArray[np.intp] = np.arange(len(keys))
+        told = 0
         arcs = None
         for peer in self._readable(cluster):
             if cluster.owns_all(peer):

@@ -459,7 +459,7 @@ class _Batch:
         self.everything: Places = np.arange(len(keys))
         self.hits: Mask = np.zeros(len(keys), np.bool_)
         self.reasons = [""] * len(keys)
-        self.open = self.everything
+        self.open: Places = self.everything
         self.avoid: set[int] = set()
         self.mirrored: MirroredBatch | None = None
         self.failed: set[bytes] = set()

@@ -243,7 +243,7 @@ class DirectoryTable:
         Of a key with more than `holders_max` holders so many are told, chosen as `locate` does.
         """
         pages = len(keys) // KEY_BYTES
-        held = np.empty(pages * holders_max, _HELD)
+        held: npt.NDArray[np.void] = np.empty(pages * holders_max, _HELD)
         count = _check(_overlap(self._table, keys, len(keys), asker, holders_max, held.ctypes.data))
         held = held[:count]
         entries = held["entry"]

@@ -335,7 +335,7 @@ class DiskIndex:
     ) -> Iterator[tuple[Tenant, int, I64]]:
         """Yield the wanted pages of each tenant and slot size."""
         tenants = self.tenants.all()
-        numbers = np.full(len(wanted), len(tenants) - 1)
+        numbers: I64 = np.full(len(wanted), len(tenants) - 1)
         if self.tenants.are_several:
             numbers = self.tenants.numbers(namespaces)
         for number in np.unique(numbers[wanted]).tolist():

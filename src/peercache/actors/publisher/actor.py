@@ -299,7 +299,7 @@ class Publisher:
         turning, keys = self._turning, self._table.records["key"][rows]
         is_moving = turning.is_looking or bool(self._table.moving[rows].any())
         if is_moving and turning.former is None:
-            every = np.arange(len(rows))
+            every: npt.NDArray[np.intp] = np.arange(len(rows))
             asked = [(owner, every) for owner in self._streams]
         else:
             rings = [self._ring, *(turning.former or [])] if is_moving else [self._ring]
