@@ -178,6 +178,45 @@ def test_nothing_reads_on_when_another_read_raises() -> None:
     bridge.close()
 
 
+def test_what_a_read_raises_in_another_thread_comes_out_in_the_callers() -> None:
+    """Else the caller would wait for a result that never comes."""
+    pipe = Pipe(raises=LookupError())
+    pipe.go.set()
+    bridge = bridge_over(pipe)
+
+    with pytest.raises(LookupError):
+        fetch(bridge, read_of(2)[0], read_of(1)[0])
+    bridge.close()
+
+
+def test_a_read_that_close_drops_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits behind another call's read when the client is closed; its own call ends as ever."""
+    monkeypatch.setattr(bridge_module, "FETCH_THREADS_MAX", 1)
+    pipe = Pipe()
+    bridge = bridge_over(pipe)
+    found: list[Fetched] = []
+    other = threading.Thread(target=lambda: fetch(bridge, read_of(1)[0], read_of(2)[0]))
+    other.start()
+    while 2 not in pipe.begun:
+        time.sleep(0.001)
+    ours = threading.Thread(target=lambda: found.extend(fetch(bridge, *_reads_of(3, 4))))
+    ours.start()
+    while 3 not in pipe.begun:
+        time.sleep(0.001)
+
+    bridge.close()
+    pipe.go.set()
+    other.join()
+    ours.join()
+
+    assert [fetched.failure for fetched in found] == ["", reasons.CLOSED]
+    assert 4 not in pipe.begun
+
+
+def _reads_of(*incarnations: int) -> list[PeerRead]:
+    return [read_of(incarnation)[0] for incarnation in incarnations]
+
+
 def test_a_read_that_waits_behind_others_does_not_outlast_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -114,3 +114,14 @@ def test_lease_closes_channels_that_were_idle_too_long() -> None:
     assert after.is_new
     assert wire.is_closed
     assert driver.channels == {}
+
+
+def test_channel_that_failed_is_forgotten() -> None:
+    """Its number is never used again: what was open under it must not stay for ever."""
+    driver, wire = driver_of(1), Wire()
+    driver.end(leased(driver), wire, works=True)
+
+    driver.end(leased(driver), wire, works=False)
+
+    assert driver.channels == {}
+    assert wire.is_closed

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from peercache.actors.channels.actor import ChannelLeased
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpChannel, TcpFabric
 from peercache.model.reads import Fetched, PeerRead
@@ -197,6 +198,27 @@ def test_channel_that_the_server_closed_while_idle_is_replaced(
     second.close()
 
     assert before.failure == after.failure == ""
+
+
+def test_channels_that_the_server_closed_while_idle_are_all_given_up(
+    memory: PlainMemory, fabric: TcpFabric
+) -> None:
+    """One was found dead: the next attempt must not meet another of them."""
+    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
+    read(fabric, at(first), Destination.of([[1]]))
+    leased = fabric._channels.lease(INCARNATION, time.monotonic() + PATIENCE_S)
+    assert isinstance(leased, ChannelLeased)
+    read(fabric, at(first), Destination.of([[1]]))
+    fabric._channels.end(leased, fabric._channels.channel_of(leased), works=True)
+    opened = first.connections()
+    first.close()
+    second = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, port=first.port)
+
+    after = read(fabric, at(second), Destination.of([[1]]))
+    second.close()
+
+    assert opened == 2
+    assert after.failure == ""
 
 
 def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
@@ -409,3 +431,15 @@ def test_memory_served_is_what_the_owner_has_now(
         seen.append((got.seals["word"].tolist(), into.page(0)))
 
     assert seen == [([g], bytes([g]) * 3) for g in (2, 4, 6)]
+
+
+def test_page_that_took_the_slot_is_not_named(
+    server: PageServer, memory: PlainMemory, fabric: TcpFabric
+) -> None:
+    """Its key and its space may be none of the reader's business: the word says that it came."""
+    server.between = lambda: Owner(memory).store(0, b"other", 10, key=b"k" * 16, space=7)
+
+    got = read(fabric, at(server), Destination.of([[1]]))
+
+    assert got.failure == ""
+    assert got.seals[0].tolist() == (10, bytes(16), 0, 0)

@@ -105,6 +105,35 @@ def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
     assert got.seals["word"].tolist() == [int(ODD)]
 
 
+def test_page_whose_portion_is_not_over_has_no_seal(fabric: TcpFabric) -> None:
+    """Seals come after the bytes of all pages of a portion: its first page waits for them."""
+
+    def stop_short(connection: socket.socket) -> None:
+        accept(connection)
+        connection.recv(wire.ENTRY_BYTES, socket.MSG_WAITALL)
+        connection.sendall(wire.encode_status("") + bytes(199))
+
+    with peer_that(stop_short) as peer:
+        got = read(fabric, peer.member, Destination.of([[100], [100]]))
+
+    assert got.failure == PEER_UNREACHABLE
+    assert got.seals["word"].tolist() == [int(ODD)] * 2
+
+
+def test_request_that_is_refused_is_no_sign_of_an_unreachable_peer(fabric: TcpFabric) -> None:
+    """The peer is well, and serves what others ask for."""
+
+    def refuse(connection: socket.socket) -> None:
+        accept(connection)
+        connection.sendall(wire.encode_status(wire.BOUNDS))
+
+    with peer_that(refuse) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]]))
+
+    assert got.failure == REFUSED
+    assert got.seals["word"].tolist() == [int(ODD)]
+
+
 def test_channel_that_stalled_within_a_response_is_closed() -> None:
     """What is left of the response would be read as the next one: any bytes, for any page."""
     heard: list[bytes] = []

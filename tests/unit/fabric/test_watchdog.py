@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from peercache.fabric.tcp.client import Watchdog
 from tests.pace import PATIENCE_S
 
@@ -64,3 +66,23 @@ def test_close_ends_the_thread() -> None:
 
     after = [thread.name for thread in threading.enumerate()]
     assert before.count("peercache-deadlines") == after.count("peercache-deadlines") + 1
+
+
+def test_a_thread_that_could_not_be_started_is_started_for_the_next_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else no read would be bounded any more."""
+    watchdog = Watchdog(time.monotonic)
+    interrupted = threading.Event()
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            watchdog.watch(lambda: None, time.monotonic())
+    watchdog.watch(interrupted.set, time.monotonic())
+
+    assert interrupted.wait(PATIENCE_S)
+    watchdog.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import time
@@ -20,9 +21,10 @@ from peercache.memory.attached import AttachedSegment
 from peercache.memory.copying import copy_pages
 from peercache.memory.layout import HEADER_BYTES, segment_name
 from peercache.memory.published import PublishedSegment
+from peercache.memory.seals import SealTable
 from peercache.model.ids import Incarnation
 from peercache.model.runs import PageRuns
-from peercache.model.seal import ODD
+from peercache.model.seal import ODD, SEAL
 from peercache.trust.sharing import Sharing
 
 GRANULE = 16384
@@ -379,6 +381,24 @@ def test_no_byte_of_a_sharing_users_segment_is_loaded(
     assert segment.populate() == owner.layout.page_bytes
     assert loads == []
     segment.close(1.0)
+    owner.close()
+
+
+def test_seals_that_went_while_they_were_loaded_are_unread(shm_dir: Path) -> None:
+    """The kernel copies those that are still there: one that is missing makes all of them so."""
+    owner = publish(shm_dir, granules=1500)
+    owner.store_words(np.arange(1500), np.full(1500, 2, np.uint64))
+    mapping = mmap.mmap(owner._file, owner.layout.pages_offset, mmap.MAP_SHARED, mmap.PROT_READ)
+    seals = np.frombuffer(mapping, SEAL, 1500, owner.layout.seals_offset)
+    table = SealTable(seals, granule=GRANULE, by_kernel=True)
+    offsets = np.array([0, 1499 * GRANULE], np.uint64)
+    before = table.words(offsets).tolist()
+
+    os.truncate(owner.path, owner.layout.seals_offset + 4096)
+
+    assert before == [2, 2]
+    assert table.words(offsets).tolist() == [int(ODD)] * 2
+    assert table.load(offsets)["word"].tolist() == [int(ODD)] * 2
     owner.close()
 
 
