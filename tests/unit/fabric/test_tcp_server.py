@@ -502,6 +502,26 @@ def test_stranger_gets_zeros_for_what_no_record_names(
     assert rest == bytes(2 * length + 2 * SEAL_BYTES)
 
 
+def test_page_of_a_later_portion_is_looked_at_as_any(
+    memory: PlainMemory, server: PageServer
+) -> None:
+    """That a page of the portion before was shown says nothing of the one in its place."""
+    owner = Owner(memory)
+    owner.store(0, b"\x01", 2)
+    owner.store(GRANULE, b"\x02", 4)
+    memory.pages[GRANULE + 1 : 2 * GRANULE] = 0xAA
+    shown = wire.PORTION_PAGES_MAX
+    slots = [(0, 1, 2)] * shown + [(GRANULE, GRANULE, 4)]
+    with admitted(server) as client:
+        client.sendall(wire.encode_request(*np.array(slots, np.uint64).T.copy(), INCARNATION))
+        receive(client, wire.ANSWER_BYTES)
+        first = receive(client, shown * (1 + SEAL_BYTES))
+        rest = receive(client, GRANULE + SEAL_BYTES)
+
+    assert first[:shown] == b"\x01" * shown
+    assert rest == bytes(GRANULE + SEAL_BYTES)
+
+
 def test_page_in_several_steps_is_looked_at_before_each(
     memory: PlainMemory, server: PageServer
 ) -> None:
