@@ -47,6 +47,9 @@ UNIT_PAGES: Final = 64
 FAILURES_MAX: Final = 64
 """So many calls in a row fail only where the disk has gone for good; a bad spot is smaller."""
 
+NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
+"""Too many files are open: that passes, and says nothing about the disk."""
+
 
 class PageMover:
     """Performs units of Load and Spill. Any thread may; each has headers of its own."""
@@ -225,6 +228,8 @@ class PageMover:
     def _note_failure(self, error: OSError, place: int) -> None:
         file = self._files.name_of(place)
         self._log.warning("disk.call_failed", file=file, place=place, error=str(error))
+        if error.errno in NO_DESCRIPTOR:
+            return
         self._failures += 1
         if error.errno == errno.EROFS:
             self._ended(f"{self._files.folder.path} is read-only")

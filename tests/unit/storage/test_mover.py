@@ -229,6 +229,16 @@ def test_calls_that_fail_in_a_row_end_the_tier(monkeypatch: pytest.MonkeyPatch) 
     assert [reason.startswith("3 calls in a row failed") for reason in reasons] == [True]
 
 
+def test_a_want_of_descriptors_does_not_end_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files of the process, or of the host, are closed some day; the disk is well."""
+    monkeypatch.setattr(mover, "FAILURES_MAX", 3)
+
+    said, reasons = spilled(Failing(*[errno.EMFILE, errno.ENFILE] * 4, 0), 9)
+
+    assert list(said) == [DISK_FAILED] * 8 + [DISK_DONE]
+    assert reasons == []
+
+
 def test_read_only_file_system_ends_the_tier() -> None:
     said, reasons = spilled(Failing(errno.EROFS), 1)
 
