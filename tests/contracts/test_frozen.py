@@ -121,9 +121,9 @@ def test_disk_folder_of_the_earlier_build_is_served(
         client = cluster.client(cluster.start(flags=[*flags, "16MiB"]))
         wait_until(lambda: client.stats().get("home_disk_pages", 0) == len(named))
         buffers = [np.zeros(size, np.uint8) for _, size in named]
-        hits = client.batch_get([key for key, _ in named], buffers)
+        # On a busy machine a get may end before its pages are loaded; the next one has them.
+        wait_until(lambda: all(client.batch_get([key for key, _ in named], buffers)))
 
-    assert hits == [True] * len(named)
     for (key, size), buffer in zip(named, buffers, strict=True):
         assert np.array_equal(buffer, frozen_page(key, size)), key
 
