@@ -409,15 +409,14 @@ class Reader:
         is_wrong[unchecked] = False
         is_wrong[lacking] = False
         changed = np.flatnonzero(is_wrong)
-        # By these records no page is read again.
-        useless = np.union1d(changed, lacking)
-        self._cache.drop(records[useless])
-        batch.failed.update(names_of_records(records[useless]))
-        batch.open = np.union1d(batch.open, places[useless])
+        self._cache.drop(records[changed])
+        batch.failed.update(names_of_records(records[changed]))
         batch.reasons_at(places[changed], reasons.EVICTED)
         lies = np.flatnonzero(is_wrong & names_another(records, fetched.seals))
         batch.reasons_at(places[lies], reasons.WRONG_PAGE)
         batch.reasons_at(places[lacking], reasons.NO_CHECKSUM)
+        self._cache.drop(records[lacking])
+        batch.open = np.union1d(batch.open, places[lacking])
         batch.reasons_at(places[corrupt], reasons.VERIFY_FAILED)
         batch.reasons_at(places[unchecked], reasons.DEADLINE)
         missing = np.flatnonzero(~has_arrived)
@@ -426,6 +425,7 @@ class Reader:
             batch.avoid.add(holder)
             self._cache.drop(records[missing])
             batch.open = np.union1d(batch.open, places[missing])
+        batch.open = np.union1d(batch.open, places[changed])
         return changed
 
     def _checked(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+import attrs
+import numpy as np
 import pytest
 
 from peercache.client.bridge import checksums_of
-from peercache.model.records import HAS_CHECKSUM, RECORD_BYTES, RESIDENT
+from peercache.model.records import HAS_CHECKSUM, RECORD, RECORD_BYTES, RESIDENT
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.wire.envelope import Message
-from peercache.wire.messages.directory import Disputed
+from peercache.wire.messages.directory import Disputed, Located
 from peercache.wire.messages.promote import Promote
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
@@ -21,30 +23,29 @@ def checksum_of(name: str) -> int:
     return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]))[0])
 
 
-def test_page_without_a_checksum_is_read_once_and_not_disputed() -> None:
-    """Its record is right, only it does not do for this reader: the next attempt passes it by."""
+def test_page_without_a_checksum_is_not_disputed() -> None:
+    """Its record is right, only it does not do for this reader."""
     world = World(verify="full")
     world.publish(world.nodes[2].hold("a"))
 
     got = world.get("a")
 
     assert (got.hits, got.reasons) == ([False], [reasons.NO_CHECKSUM])
-    assert world.fetched_from() == [[2]]
     assert world.posts(Disputed) == []
 
 
-def test_copy_with_a_checksum_is_read_after_one_without() -> None:
-    """Another holder's record may name the checksum that this reader needs."""
-    world = World(verify="full", remote=frozenset({3}))
-    world.publish(world.nodes[2].hold("a"))
+def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
+    """A forged answer names the same commit as the true one, which must do in the next attempt."""
+    world = World(verify="full")
     flags = RESIDENT | HAS_CHECKSUM
-    world.publish(world.nodes[3].hold("a", checksum=checksum_of("a"), flags=flags))
+    world.publish(world.nodes[2].hold("a", checksum=checksum_of("a"), flags=flags))
+    for owner in world.owners("a"):
+        owner.script.append(partial(_without_checksums, owner))
 
     got = world.get("a")
 
     assert got.hits == [True]
     assert got.content() == content_of("a").tobytes()
-    assert world.fetched_from() == [[2], [3]]
 
 
 def test_page_that_was_not_checked_in_time_is_not_disputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +174,17 @@ def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPa
     counts = [len(message.records) // RECORD_BYTES for _, message in world.posts(Disputed)]
     assert counts
     assert max(counts) == 3
+
+
+def _without_checksums(node: Node, message: Message) -> Message | None:
+    """Answer a Lookup as if no page had a checksum."""
+    answer = node.serve(message)
+    if not isinstance(answer, Located):
+        return answer
+    records = np.frombuffer(answer.records, RECORD).copy()
+    records["flags"] &= np.uint32(RESIDENT)
+    records["checksum"] = 0
+    return attrs.evolve(answer, records=records.tobytes())
 
 
 def _insisting(node: Node, message: Message) -> Message | None:
