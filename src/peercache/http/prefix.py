@@ -4,7 +4,7 @@ Hears   POST with a prompt as token ids or as page hashes; GET for the engines t
 Says    a `manager.answers.FoundPrefix`; in words what is wrong with a question; 503 while busy.
 Keeps   nothing: an answer is made from the directory and from the engines' events, now.
 Limits  QUESTIONS_MAX questions at once, before their bodies are read; BODY_BYTES_MAX, TOKENS_MAX,
-        PAGES_MAX each; ANSWER_S.
+        PAGES_MAX each; BODY_S, ANSWER_S.
 
 The types below are the schema: requests are checked against them, and the OpenAPI document is made
 from them. A node without the extra `rest` says so at these paths, and serves all others.
@@ -42,6 +42,9 @@ PAGES_MAX = 8192
 """Of one question: as many as 2**17 tokens have in pages of 16."""
 
 TEXT_MAX = 1024
+
+BODY_S = 2.0
+"""Within which a body has to come: a client that stops in the middle keeps a place for so long."""
 
 ANSWER_S = 3.0
 
@@ -157,7 +160,10 @@ class PrefixIndex:
         except trio.WouldBlock:
             return _told(503, Problem(f"{QUESTIONS_MAX} questions are being answered: ask again"))
         try:
-            body = await request.body()
+            with trio.move_on_after(BODY_S) as until_read:
+                body = await request.body()
+            if until_read.cancelled_caught:
+                return _told(408, Problem(f"the body did not come within {BODY_S:g} s"))
             await trio.lowlevel.checkpoint()
             with trio.move_on_after(ANSWER_S):
                 return _told(200, await answer(msgspec.json.decode(body, type=kind)))
@@ -225,6 +231,7 @@ def openapi() -> dict[str, Any]:
     problems = {
         "400": "The body is no JSON.",
         "401": "The client has proved no right to ask: a certificate, the token, or its host.",
+        "408": "The body did not come in time.",
         "413": "The body is longer than 2 MiB.",
         "415": "The body is not sent as application/json.",
         "422": "The question is not as the schema has it, or asks for what no chain has.",

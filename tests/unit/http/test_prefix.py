@@ -19,7 +19,14 @@ from peercache.content.chain import Chain, in_namespace
 from peercache.http import pages
 from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
 from peercache.http.pages import IndexParts, Pages
-from peercache.http.prefix import PAGES_MAX, QUESTIONS_MAX, TOKENS_MAX, PrefixIndex, openapi
+from peercache.http.prefix import (
+    BODY_S,
+    PAGES_MAX,
+    QUESTIONS_MAX,
+    TOKENS_MAX,
+    PrefixIndex,
+    openapi,
+)
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.overlap import Overlap
@@ -71,15 +78,17 @@ class Nodes:
 
 async def ask(
     application: Any, path: str, body: bytes | dict[str, Any] = b"", *, method: str = "POST",
-    media_type: str = "application/json",
+    media_type: str = "application/json", is_whole: bool = True,
 ) -> tuple[int, Any]:  # fmt: skip
-    """Ask an ASGI application; return the status and the answer."""
+    """Ask an ASGI application; return the status and the answer. is_whole: nothing more comes."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     told: list[Any] = []
 
+    parts = [{"type": "http.request", "body": raw, "more_body": not is_whole}]
+
     async def receive() -> dict[str, Any]:
         await trio.lowlevel.checkpoint()
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return parts.pop() if parts else await trio.sleep_forever()
 
     async def send(message: Any) -> None:
         await trio.lowlevel.checkpoint()
@@ -222,6 +231,27 @@ async def test_questions_at_once_are_bounded() -> None:
         nodes.gate.set()
     assert answers == [200] * QUESTIONS_MAX
     assert (await ask(application, TOKENS, QUESTION))[0] == 200
+
+
+async def test_half_sent_questions_keep_others_out_for_two_seconds(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A client that stops in the middle of a body gives its place back."""
+    del autojump_clock
+    application = Nodes().application()
+    answers: list[tuple[int, Any]] = []
+
+    async def half() -> None:
+        answers.append(await ask(application, TOKENS, b'{"tokens": [', is_whole=False))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(QUESTIONS_MAX):
+            nursery.start_soon(half)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (await ask(application, TOKENS, QUESTION))[0] == 503
+        await trio.sleep(BODY_S + 0.1)
+        assert (await ask(application, TOKENS, QUESTION))[0] == 200
+    assert answers == [(408, {"error": "the body did not come within 2 s"})] * QUESTIONS_MAX
 
 
 async def test_nodes_that_never_answer_cost_no_question_its_end(
