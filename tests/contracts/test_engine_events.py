@@ -8,11 +8,18 @@ from pathlib import Path
 
 from tests.contracts.engine_events import check
 
-RECORDED = Path(__file__).parent / "frozen/vllm-0.32.0.json.xz"
+FOLDER = Path(__file__).parent / "frozen"
 
 
 def test_the_index_knows_what_vllm_has() -> None:
     """In eleven layouts of groups of layers, with and without an adapter, while it evicts."""
-    told = json.loads(lzma.decompress(RECORDED.read_bytes()))
+    told = json.loads(lzma.decompress((FOLDER / "vllm-0.32.0.json.xz").read_bytes()))
     assert len(told) == 11
     assert check(told) > 300
+
+
+def test_the_index_knows_what_vllm_has_with_a_draft() -> None:
+    """Since vLLM 0.33 a block's hash then covers tokens behind it: in three layouts."""
+    told = json.loads(lzma.decompress((FOLDER / "vllm-0.33.0.json.xz").read_bytes()))
+    assert len(told) == 3
+    assert check(told) > 80

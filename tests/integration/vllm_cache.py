@@ -1,17 +1,20 @@
 """Runs in vLLM's environment: its KV cache manager, with groups of layers and without an engine.
 
-    python -m tests.integration.vllm_cache SEED PROMPTS
+    python -m tests.integration.vllm_cache SEED PROMPTS [LAYOUT…]
 
 Prints a JSON object by name of a layout: {"batches": [base64 of a batch as vLLM encodes it, …],
 "asked": [[batches before, token ids, adapter, tokens that vLLM would not compute], …]}. For
 `tests/contracts/test_engine_events.py` such an object is kept in `tests/contracts/frozen`:
 
     python -m tests.integration.vllm_cache 1 25 | xz -9e
+
+One object has all layouts of vLLM 0.32, another those that came with vLLM 0.33 (`DRAFTS`).
 """
 
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import random
 import sys
@@ -80,6 +83,14 @@ LAYOUTS: dict[str, list[Any]] = {
     "blocks of two sizes": [full(2 * BLOCK), window(9)],
     "states within blocks": [full(2 * BLOCK), state(2 * BLOCK)],
 }
+DRAFTS: dict[str, tuple[int, list[Any]]] = {
+    "full, hashed ahead": (1, [full()]),
+    "full and window, hashed ahead": (2, [full(), window(10)]),
+    "full and state, hashed ahead": (1, [full(), state()]),
+}
+"""By layout: tokens behind a block that its hash covers, as with EAGLE from vLLM 0.33 on."""
+if "num_hash_lookahead_tokens" in inspect.signature(KVCacheManager).parameters:
+    LAYOUTS |= {name: groups for name, (_, groups) in DRAFTS.items()}
 RETAINED = {"windows kept now and then": 4 * BLOCK, "states kept now and then": 4 * BLOCK}
 """By layout: of how many tokens each group but full attention keeps the end."""
 HASHED = {"states within blocks": BLOCK}
@@ -92,6 +103,7 @@ class Cache:
     def __init__(self, name: str, seed: int) -> None:
         """Begin empty, with a layout."""
         groups = LAYOUTS[name]
+        ahead = {"num_hash_lookahead_tokens": DRAFTS[name][0]} if name in DRAFTS else {}
         hashed = HASHED.get(name) or min(group.block_size for group in groups)
         self.numbers = random.Random(seed)
         self.aligned = max(group.block_size for group in groups)
@@ -109,8 +121,9 @@ class Cache:
             scheduler_block_size=self.aligned,
             hash_block_size=hashed,
             enable_kv_cache_events=True,
+            **ahead,
         )
-        self.hasher = get_request_block_hasher(hashed, short)
+        self.hasher = get_request_block_hasher(hashed, short, **ahead)
         self.made = 0
         self.prompts: list[list[int]] = [[]]
 
@@ -170,11 +183,11 @@ class Cache:
         return int(found[1])
 
 
-def main(seed: int, prompts: int) -> None:
+def main(seed: int, prompts: int, *names: str) -> None:
     """Print what each layout tells, and what it has."""
     init_none_hash(short)
     told = {}
-    for name in LAYOUTS:
+    for name in names or LAYOUTS:
         cache = Cache(name, seed)
         batches: list[str] = []
         asked = []
@@ -191,4 +204,4 @@ def main(seed: int, prompts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -46,6 +46,9 @@ class BlockStored:
     group:        of layers, in an engine that keeps several; None: it keeps one.
     kind:         of that group, as vLLM names it ("sliding_window"); "" where it does not say.
     window:       tokens of a sliding window; 0: none.
+    ahead:        by block, the tokens behind it that its hash covers too, equally many of each;
+                  empty for none. With a draft model of EAGLE's kind the last position of a block
+                  depends on them.
     """
 
     hashes: tuple[Hash, ...]
@@ -58,6 +61,7 @@ class BlockStored:
     group: int | None = None
     kind: str = ""
     window: int = 0
+    ahead: tuple[tuple[int, ...], ...] = ()
 
 
 @attrs.frozen
@@ -109,6 +113,9 @@ def check(event: BlockEvent) -> None:
         is_size = type(size) is int and size > 0
         if not is_size or not _fits(tokens, size, len(hashes), event.group):
             raise InvalidRequest(f"{tokens} tokens in {len(hashes)} blocks of {size!r:.40}")
+        widths = {len(token_ids(one)) for one in event.ahead}
+        if event.ahead and (len(event.ahead) != len(hashes) or len(widths) != 1):
+            raise InvalidRequest("ahead has no row of equally many tokens for each block")
         hashes += [] if event.parent is None else [event.parent]
     for one in hashes:
         if type(one) is int and not -(2**63) <= one < 2**64:
@@ -218,6 +225,7 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         _extra(fields, len(hashes), lora_name),
         group,
         *_kind(fields),
+        _ahead(fields, len(hashes)),
     )
 
 
@@ -275,6 +283,21 @@ def _extra(fields: Mapping[Any, Any], blocks: int, lora: Any) -> tuple[str | Non
     return tuple(repr((salt, one)) if salt or one else None for one in told)
 
 
+def _ahead(fields: Mapping[Any, Any], blocks: int) -> tuple[tuple[int, ...], ...]:
+    """Return what the hash of each block covers behind it."""
+    told = fields.get("lookahead_token_ids")
+    if told is None:
+        return ()
+    if (
+        not isinstance(told, list)
+        or len(told) != blocks
+        or not all(isinstance(one, list) and len(one) == len(told[0]) for one in told)
+        or not all(type(token) is int for one in told for token in one)
+    ):
+        raise _NoEvent("lookahead tokens that are not equally many a block")
+    return tuple(map(tuple, told))
+
+
 def _map_of(event: BlockEvent) -> dict[str, Any]:
     told: dict[str, Any] = {"type": type(event).__name__}
     if isinstance(event, BlockStored):
@@ -297,6 +320,8 @@ def _map_of(event: BlockEvent) -> dict[str, Any]:
     if isinstance(event, BlockStored) and event.kind:
         told["kv_cache_spec_kind"] = event.kind
         told["kv_cache_spec_sliding_window"] = event.window or None
+    if isinstance(event, BlockStored) and event.ahead:
+        told["lookahead_token_ids"] = event.ahead
     return told
 
 

@@ -131,6 +131,7 @@ class EngineStream:
                     blocks.store(
                         name, event.hashes, event.parent, event.tokens, event.block_tokens,
                         event.lora, event.extra, event.group, event.kind, event.window,
+                        event.ahead,
                     )  # fmt: skip
                 case BlockRemoved():
                     blocks.remove(name, event.hashes, event.group)

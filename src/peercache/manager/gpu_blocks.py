@@ -39,8 +39,14 @@ TOKENS_IN = np.dtype("<u4")
 _Root: TypeAlias = tuple[int, str]
 """(tokens of a block, LoRA adapter): where prompts begin."""
 
+_Hashed: TypeAlias = tuple[int, int]
+"""(tokens of a block, tokens behind it that its hash covers too)."""
+
 _Key: TypeAlias = "tuple[_Block | _Root, bytes, str]"
-"""(the block before or a root, token ids, what else the block depends on)."""
+"""(the block before or a root, token ids, what else the block depends on).
+
+The token ids are those of the block, and those behind it that its hash covers too.
+"""
 
 
 @attrs.define(eq=False)
@@ -56,6 +62,7 @@ class _Block:
 class _Group:
     """A group of layers of an engine.
 
+    ahead: tokens behind a block that its hash covers too.
     is_sparse: an event of it has not told which blocks of its tokens it keeps.
     blocks: by the engine's own hash; None: it is not known where in a prompt the block is.
     copies: further copies of blocks, each of which is removed by an event of its own.
@@ -66,10 +73,16 @@ class _Group:
     needs: Needs = Needs.ALL
     window: int = 0
     block_tokens: int = 0
+    ahead: int = 0
     is_sparse: bool = False
     blocks: dict[Hashable, _Block | None] = attrs.field(factory=dict)
     copies: dict[Hashable, int] = attrs.field(factory=dict)
     names: dict[_Block, int] = attrs.field(factory=dict)
+
+    @property
+    def hashed(self) -> _Hashed:
+        """Return what a hash of it covers."""
+        return self.block_tokens, self.ahead
 
 
 @attrs.define(eq=False)
@@ -181,6 +194,7 @@ class GpuBlocks:
         group: int | None = None,
         kind: str = "",
         window: int = 0,
+        ahead: Sequence[Sequence[int]] = (),
     ) -> None:
         """Note blocks that an engine has stored, one behind the other.
 
@@ -189,6 +203,7 @@ class GpuBlocks:
                 some. extra: what else each block depends on, or None.
         group:  of layers; kind and window: of that group, as `BlockStored` has them. VLLM, which
                 names groups, tells each copy of a block that it has computed more than once.
+        ahead:  by block, the tokens behind it that its hash covers too.
         """
         engine = self._engines[name]
         if engine.why:
@@ -198,6 +213,7 @@ class GpuBlocks:
             return
         try:
             packed = np.asarray(tokens, TOKENS_IN).tobytes()
+            behind = [np.asarray(some, TOKENS_IN).tobytes() for some in ahead]
         except (OverflowError, TypeError, ValueError):
             self.lose(name, "an event of it told tokens that are no token ids")
             return
@@ -205,6 +221,8 @@ class GpuBlocks:
         if isinstance(into, str):
             self.lose(name, into)
             return
+        if hashes:
+            into.ahead = len(ahead[0]) if ahead else 0
         is_whole = len(tokens) == len(hashes) * block_tokens
         into.is_sparse |= bool(hashes) and not is_whole
         # A block that ends within one of its group, too, lies where another group has its end.
@@ -228,8 +246,8 @@ class GpuBlocks:
                         self._hold(engine, into, hashes[at])
                         continue
                     also = repr(extra[at]) if extra and at < len(extra) and extra[at] else ""
-                    key = (before, packed[at * size : (at + 1) * size], also)
-                    before = self._note(engine, into, hashes[at], key)
+                    covered = packed[at * size : (at + 1) * size] + (behind[at] if behind else b"")
+                    before = self._note(engine, into, hashes[at], (before, covered, also))
                 parent = hashes[end - 1]
             if why:
                 self.lose(name, why)
@@ -269,19 +287,24 @@ class GpuBlocks:
         packed = np.ascontiguousarray(tokens, TOKENS_IN).tobytes()
         found: list[OnGpu] = []
         with self._lock:
-            plain = {one.block_tokens for one in self._engines.values() if one.is_plain}
+            plain = {
+                group.hashed
+                for one in self._engines.values()
+                if one.is_plain
+                for group in one.groups.values()
+            }
             hybrid = {
-                group.block_tokens
+                group.hashed
                 for one in self._engines.values()
                 if not one.is_plain
                 for group in one.groups.values()
             }
-            runs = {size: self._runs(packed, size, lora) for size in plain}
-            held = {size: self._held(packed, size, lora) for size in hybrid}
+            runs = {hashed: self._runs(packed, hashed, lora) for hashed in plain}
+            held = {hashed: self._held(packed, hashed, lora) for hashed in hybrid}
             for name, engine in self._engines.items():
                 size, groups = engine.block_tokens, list(engine.groups.values())
                 if engine.is_plain:
-                    prefix = runs[size].get(groups[0].bit, 0) * size
+                    prefix = runs[groups[0].hashed].get(groups[0].bit, 0) * size
                 else:
                     prefix = _usable(groups, held) if groups else 0
                 state = KNOWN if not engine.why else AWAY if name in self._away else UNKNOWN
@@ -289,11 +312,11 @@ class GpuBlocks:
                 found.append(OnGpu(name, state, engine.why, prefix, size, blocks))
         return found
 
-    def _runs(self, packed: bytes, block_tokens: int, lora: str) -> dict[int, int]:
+    def _runs(self, packed: bytes, hashed: _Hashed, lora: str) -> dict[int, int]:
         """Return by the bit of a group how many leading blocks it has."""
         having, count = 0, 0
         runs: dict[int, int] = {}
-        for block in self._path(packed, block_tokens, lora):
+        for block in self._path(packed, hashed, lora):
             left = having & block.held_by if count else block.held_by
             if left != having:
                 runs |= dict.fromkeys(_bits(having & ~left), count)
@@ -303,20 +326,22 @@ class GpuBlocks:
             count += 1
         return runs | dict.fromkeys(_bits(having), count)
 
-    def _held(self, packed: bytes, block_tokens: int, lora: str) -> npt.NDArray[np.bool_]:
+    def _held(self, packed: bytes, hashed: _Hashed, lora: str) -> npt.NDArray[np.bool_]:
         """Return which blocks of a prompt each group has: (blocks, bits), shorter if none has."""
         width = -(-self._bits // 8)
-        path = self._path(packed, block_tokens, lora)
+        path = self._path(packed, hashed, lora)
         told = b"".join([block.held_by.to_bytes(width, "little") for block in path])
         rows = np.frombuffer(told, np.uint8).reshape(-1, width)
         return np.unpackbits(rows, axis=1, bitorder="little").view(np.bool_)
 
-    def _path(self, packed: bytes, block_tokens: int, lora: str) -> Iterator[_Block]:
+    def _path(self, packed: bytes, hashed: _Hashed, lora: str) -> Iterator[_Block]:
         """Yield the blocks of a prompt that are in the tree."""
+        block_tokens, ahead = hashed
         size, tree = block_tokens * TOKENS_IN.itemsize, self._tree
+        covered = size + ahead * TOKENS_IN.itemsize
         before: _Block | _Root = (block_tokens, lora)
-        for begin in range(0, len(packed) - size + 1, size):
-            block = tree.get((before, packed[begin : begin + size], ""))
+        for begin in range(0, len(packed) - covered + 1, size):
+            block = tree.get((before, packed[begin : begin + covered], ""))
             if block is None:
                 return
             yield block
@@ -437,7 +462,7 @@ def _placed(engine: _Engine, group: _Group, one: Hashable) -> _Block | None:
     return None
 
 
-def _usable(groups: Sequence[_Group], held: dict[int, npt.NDArray[np.bool_]]) -> int:
+def _usable(groups: Sequence[_Group], held: dict[_Hashed, npt.NDArray[np.bool_]]) -> int:
     """Return the prefix, in tokens, that an engine with these groups need not compute."""
     return usable_tokens(
         [
@@ -445,7 +470,7 @@ def _usable(groups: Sequence[_Group], held: dict[int, npt.NDArray[np.bool_]]) ->
                 group.needs,
                 group.block_tokens,
                 group.window,
-                held[group.block_tokens][:, group.bit.bit_length() - 1],
+                held[group.hashed][:, group.bit.bit_length() - 1],
             )
             for group in groups
         ]

@@ -39,7 +39,12 @@ def stored(draw: st.DrawFn) -> BlockStored:
     group = draw(st.none() | st.integers(0, 3))
     lora = draw(st.sampled_from(["", "adapter"]))
     kind, window = draw(st.sampled_from([("", 0), ("mamba", 0), ("sliding_window", 128)]))
-    return BlockStored(names, parent, tuple(tokens), size, "GPU", lora, (), group, kind, window)
+    width = draw(st.integers(0, 2)) if names else 0
+    row = st.lists(st.integers(0, 9), min_size=width, max_size=width).map(tuple)
+    ahead = tuple(draw(row) for _ in names) if width else ()
+    return BlockStored(
+        names, parent, tuple(tokens), size, "GPU", lora, (), group, kind, window, ahead
+    )
 
 
 removed = st.builds(BlockRemoved, hashes, st.sampled_from(["GPU", "CPU"]), st.none() | st.just(1))
@@ -141,6 +146,12 @@ def test_a_group_of_layers_may_leave_blocks_out() -> None:
         assert one == told
 
 
+AHEAD = {
+    "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+    "token_ids": [1, 2], "block_size": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("event", "why"),
     [
@@ -161,6 +172,11 @@ def test_a_group_of_layers_may_leave_blocks_out() -> None:
         (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, "x"], "group"),
         (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, 0, 5], "kind"),
         (["BlockStored", [1], None, [1], 1, None, "GPU", None, None, 0, "x", "y"], "window"),
+        (AHEAD | {"lookahead_token_ids": 5}, "lookahead"),
+        (AHEAD | {"lookahead_token_ids": [[3]]}, "lookahead"),
+        (AHEAD | {"lookahead_token_ids": [[3], 4]}, "lookahead"),
+        (AHEAD | {"lookahead_token_ids": [[3], [4, 5]]}, "lookahead"),
+        (AHEAD | {"lookahead_token_ids": [[3], ["4"]]}, "lookahead"),
     ],
 )
 def test_a_damaged_event_costs_no_other(event: object, why: str) -> None:

@@ -271,6 +271,8 @@ def test_a_port_that_is_none_is_refused(endpoints: tuple[str, ...]) -> None:
         (attrs.evolve(stored(1), block_tokens=0), "2 tokens in 1 blocks of 0"),
         (attrs.evolve(stored(1), hashes=(1.5,)), "1.5 is no hash"),
         (attrs.evolve(stored(1), parent=2**64), "64 bits"),
+        (attrs.evolve(stored(1), ahead=((1,), (2,))), "ahead has no row"),
+        (attrs.evolve(stored(1), ahead=((-1,),)), "token 0 is -1"),
         (BlockRemoved((-(2**63) - 1,)), "64 bits"),
         ("AllBlocksCleared", "no block event"),
     ],

@@ -126,6 +126,29 @@ def test_adapters_and_salts_are_told_apart() -> None:
     assert found(index, 7, 8) == {"a": 1}
 
 
+def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> None:
+    """With vLLM's drafts (EAGLE): what lies behind a block tells it from others of its tokens."""
+    index = begun("drafting", "plain")
+    tokens = prompt(1, 2)
+    index.store("drafting", ["12"], None, prompt(1), BLOCK, ahead=[[2, 2]])
+    index.store("drafting", ["13"], None, prompt(1), BLOCK, ahead=[[3, 3]])
+    index.store("drafting", ["12", "124"], None, tokens, BLOCK, ahead=[[2, 2], [4, 4]])
+    index.store("plain", ["1", "12"], None, tokens, BLOCK)
+
+    def tells(asked: list[int]) -> list[int]:
+        return [one.prefix_tokens for one in index.find(np.array(asked, np.uint32))]
+
+    assert tells(prompt(1, 2, 4)) == [8, 8]
+    assert tells([*tokens, 4, 4]) == [8, 8]
+    assert tells([*tokens, 4]) == [4, 8], "it has no hash of its second block yet"
+    assert tells(prompt(1, 2, 5)) == [4, 8]
+    assert tells(prompt(1, 5)) == [0, 4]
+    index.store("drafting", [], None, tokens, BLOCK, **FULL)
+    index.remove("drafting", ["12"])
+    assert tells(prompt(1, 2, 4)) == [0, 8]
+    assert tells(prompt(1, 3)) == [4, 4]
+
+
 def test_block_sizes_are_matched_each_in_its_own() -> None:
     index = begun("a", "b")
     store(index, "a", 1, 1)
