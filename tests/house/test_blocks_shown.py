@@ -134,8 +134,8 @@ def trouble_of(words: list[str]) -> str:
     if program == "peercache":
         return problem_of(shlex.join(["peercache", *words[1:]]))
     if program == "make":
-        targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        known = {*targets, ".venv/.installed"}
+        rules = re.findall(r"^([\w./ -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        known = {*" ".join(rules).split(), ".venv/.installed"}
         return "".join(w for w in words[1:] if w not in known and "=" not in w)
     if program == "pre-commit":
         return "" if (ROOT / ".pre-commit-config.yaml").exists() else "no configuration"

@@ -25,6 +25,9 @@ from tests.system.nodes import free_port, wait_until
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peercache"
+VLLM_FIRST = os.environ.get("PEERCACHE_VLLM_FIRST", "")
+"""A folder with another vLLM than the environment's, as `newer_vllm.py` makes it; "" for none."""
+VLLM_VERSION = Path(VLLM_FIRST).name or "0.32.0"
 START_S = 300.0
 
 _NAMES = {"lmcache": "lmcache-0.5.6", "vllm": "vllm-0.32.0", "dynamo": "dynamo-1.6.1"}
@@ -60,7 +63,7 @@ class EngineProcess:
         """Start it. ready: what it says when it serves; `wait` waits for that."""
         self.ready = ready
         self.log = tempfile.NamedTemporaryFile("w+", prefix="peercache-engine-")  # noqa: SIM115
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        path = os.pathsep.join(filter(None, [VLLM_FIRST, str(ROOT / "src"), str(ROOT)]))
         # Engines open no connection to the outside, and say nothing to anyone about their use.
         quiet = {
             "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1",
@@ -234,6 +237,13 @@ class VllmServer(EngineProcess):
         with urllib.request.urlopen(request, timeout=START_S) as answer:
             tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
         return tokens
+
+    def wait(self) -> None:
+        """Wait until it serves, in the version that is wanted."""
+        super().wait()
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/version", timeout=60) as answer:
+            version: str = json.load(answer)["version"]
+        assert version.startswith(VLLM_VERSION), version
 
     def metrics(self) -> list[str]:
         """Return the lines of vLLM's metrics."""

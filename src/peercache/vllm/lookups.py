@@ -15,7 +15,7 @@ REQUESTS_MAX = 65536
 
 @final
 class Lookups:
-    """Verdicts by request and key. The scheduler's thread calls everything but `settle`."""
+    """Verdicts by request and key. But for `settle`, one call at a time."""
 
     def __init__(self, ask: Callable[[str, list[bytes]], None]) -> None:
         """Ask by `ask`, which does not wait, and has `settle` called for each key in the end."""
