@@ -10,7 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peercache.manager.gpu_blocks import AWAY, ENGINES_MAX, KNOWN, UNKNOWN, GpuBlocks, OnGpu
+from peercache.manager.gpu_blocks import (
+    AWAY,
+    ENGINES_MAX,
+    GROUPS_MAX,
+    KNOWN,
+    UNKNOWN,
+    GpuBlocks,
+    OnGpu,
+)
 
 BLOCK = 4
 
@@ -236,8 +244,8 @@ def test_copies_of_a_block_are_removed_one_by_one() -> None:
         assert found(index, 1) == {"a": left, "b": 0}
 
     for forget in (lambda: index.clear("a"), lambda: index.remove("a", [(1,)])):
-        store(index, "a", 1, **FULL)
-        store(index, "a", 1, **FULL)
+        for _ in range(3):
+            store(index, "a", 1, **FULL)
         forget()
         store(index, "a", 1, **FULL)
         index.remove("a", [(1,)], 0)
@@ -253,6 +261,27 @@ def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None
         index.remove("a", [one])
         assert found(index, 1, lora="french") == {"a": left, "b": 0}
     assert len(index) == 0
+
+
+def test_a_hash_that_is_told_of_another_block_leaves_the_one_before() -> None:
+    """And a block may be of one token."""
+    index = begun("a")
+    for token in (7, 8):
+        index.store("a", ["x"], None, [token], 1)
+    assert [index.find(np.array([one], np.uint32))[0].prefix_tokens for one in (7, 8)] == [0, 1]
+    assert len(index) == 1
+
+
+def test_an_engine_that_begins_anew_has_its_groups_again() -> None:
+    """They have the places that they had, however many there are."""
+    index = begun("a")
+    for _ in range(2):
+        for group in range(GROUPS_MAX):
+            store(index, "a", 1, group=group, kind="full_attention")
+        assert found(index, 1) == {"a": 1}
+        index.begin("a")
+    store(index, "a", 1, group=GROUPS_MAX, kind="full_attention")
+    assert index.why("a") == f"it has more than {GROUPS_MAX} groups of layers"
 
 
 def test_what_an_engine_was_lost_for_first_stays_told() -> None:
@@ -279,5 +308,6 @@ def test_bounds() -> None:
     store(index, "b", 1, 2)
     store(index, "a", 3, 4, 5, 6)
     assert (index.is_known("a"), index.is_known("b"), len(index)) == (False, True, 2)
+    GpuBlocks(str(at) for at in range(ENGINES_MAX))
     with pytest.raises(ValueError, match="at most 64"):
         GpuBlocks(str(at) for at in range(ENGINES_MAX + 1))
