@@ -128,6 +128,7 @@ class PageMover:
             self._files.write(place, buffers)
         except FileNotFoundError:
             # The slab file was removed meanwhile: write once more, into a new one.
+            self._log.warning("disk.slab_missing", file=self._files.name_of(place))
             self._files.forget(slab)
             self._files.prepare(slab, blocks[run[0]])
             self._files.write(place, buffers)

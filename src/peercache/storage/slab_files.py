@@ -42,8 +42,11 @@ class NoRoomError(Exception):
 
 @attrs.define(eq=False)
 class _Opened:
+    """A descriptor, the calls that use it, and whether it is closed with the last of them."""
+
     file: int
     uses: int = 0
+    is_over: bool = False
 
 
 class SlabFiles:
@@ -91,15 +94,22 @@ class SlabFiles:
         """Have the slab prepared anew before it is written again: its file has gone."""
         self.blocks_of.pop(number, None)
         with self._lock:
-            opened = self._opened.get(number)
-            if opened is not None and not opened.uses:
-                os.close(self._opened.pop(number).file)
+            opened = self._opened.pop(number, None)
+            if opened is not None:
+                opened.is_over = True
+                self._close_unused(opened)
 
     def write(self, place: int, buffers: Sequence[memoryview]) -> None:
-        """Write aligned memory at a place; raise NoRoomError or OSError unless all is written."""
+        """Write aligned memory at a place; raise NoRoomError or OSError unless all is written.
+
+        FileNotFoundError also where the file has no name any more: what is written there is lost
+        with the descriptor.
+        """
         number, offset = divmod(place, self.folder.slab_bytes)
         wanted = sum(len(buffer) for buffer in buffers)
         with self._use(number) as file:
+            if not os.fstat(file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "removed", self.name_of(place))
             try:
                 written = os.pwritev(file, buffers, offset)
             except OSError as error:
@@ -141,6 +151,11 @@ class SlabFiles:
         finally:
             with self._lock:
                 opened.uses -= 1
+                self._close_unused(opened)
+
+    def _close_unused(self, opened: _Opened) -> None:
+        if opened.is_over and not opened.uses:
+            os.close(opened.file)
 
     def _close_idle(self) -> None:
         excess = len(self._opened) - FILES_OPEN_MAX

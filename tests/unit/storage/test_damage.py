@@ -102,6 +102,43 @@ def test_missing_slab_is_a_miss_and_is_made_anew(tmp_path: Path) -> None:
         assert file.exists()
 
 
+def test_nothing_is_written_to_a_slab_without_a_name(tmp_path: Path) -> None:
+    """One that was removed while it is open: what it takes would be gone after a restart."""
+    with Rig(tmp_path) as rig:
+        rig.spill([1, 2])
+        file, _ = rig.file_of(1)
+        file.unlink()
+        assert rig.load([1]) == ["right"], "it is open, and has its pages"
+
+        assert rig.spill([3, 4]) == bytes(2)
+        assert ("warning", "disk.slab_missing", {"file": str(file)}) in rig.log.lines
+        assert rig.load([3, 4]) == ["right"] * 2
+        assert rig.load([2]) == [DAMAGED]
+    with Rig(tmp_path) as again:
+        assert again.load([3, 4]) == ["right"] * 2
+
+
+def test_no_descriptor_is_closed_under_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a slab that is forgotten is closed by its last call; the next opens the file anew."""
+    closed: list[int] = []
+    close = os.close
+    with Rig(tmp_path) as rig:
+        rig.spill([1])
+        files = rig.store._opened.files
+        monkeypatch.setattr(os, "close", lambda file: (closed.append(file), close(file)))
+        with files._use(0) as first:
+            with files._use(0) as same:
+                files.forget(0)
+                assert same == first
+                with files._use(0) as anew:
+                    assert anew != first
+            assert first not in closed
+        assert closed.count(first) == 1
+        assert rig.load([1]) == ["right"]
+
+
 def test_slab_that_is_missing_at_start_takes_its_pages_with_it(tmp_path: Path) -> None:
     """Only pages of slabs that are there are told, and the rest serve."""
     with Rig(tmp_path) as rig:
