@@ -53,6 +53,9 @@ def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota(
         assert 7 * 2**20 <= taken <= 8 * 2**20
         assert shown['peercache_namespace_quota_bytes{namespace="team-1",tier="pool"}'] == 8 * 2**20
         assert shown['peercache_namespace_bytes{namespace="batch",tier="pool"}'] > 6 * 2**20
+        evicted = 'peercache_namespace_pages_evicted_total{namespace="%s",tier="pool"}'
+        assert shown[evicted % "team-1"] == 0
+        assert shown[evicted % "batch"] >= 6 * 8 * 2**20 // PAGE_BYTES
 
         at = ["--at", node.ready["home"], "--cluster", cluster.name]
         # A node answers with what it has gathered a moment ago.

@@ -125,6 +125,15 @@ class Tenants:
         numbers: I64 = np.where(is_there, found, len(spaces)).astype(np.int64)
         return numbers
 
+    def counted(self, namespaces: U64) -> dict[Tenant, int]:
+        """Return how many pages each tenant has among these; namespaces: of each page."""
+        numbers, counts = np.unique(self.numbers(namespaces), return_counts=True)
+        tenants = self.all()
+        return {
+            tenants[number]: count
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
+        }
+
     def named(self, name: str) -> Tenant | None:
         """Note that there is a namespace of this name; return its tenant if it is new."""
         if not self._rules or Namespace(name).space_tag() in self._by_space:

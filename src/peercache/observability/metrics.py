@@ -97,7 +97,7 @@ class Metrics:
         self._make_latency(registry)
         self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
-        self._make_namespaces(gauge)
+        self._make_namespaces(counter, gauge)
         self._make_drain(counter, gauge)
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
@@ -127,7 +127,9 @@ class Metrics:
             "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
         )
 
-    def _make_namespaces(self, gauge: Callable[..., Gauge]) -> None:
+    def _make_namespaces(
+        self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]
+    ) -> None:
         """Make the metrics of namespaces with quotas; a node shows a bounded number of them."""
         self.namespace_bytes = gauge(
             "namespace_bytes",
@@ -146,6 +148,12 @@ class Metrics:
         )
         self.namespace_quota_bytes = gauge(
             "namespace_quota_bytes", "Bytes that a namespace is sure of.", "namespace", "tier"
+        )
+        self.namespace_pages_evicted = counter(
+            "namespace_pages_evicted",
+            "Pages of a namespace that were evicted to make room, by tier.",
+            "namespace",
+            "tier",
         )
 
     def _make_drain(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:

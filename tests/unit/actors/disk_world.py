@@ -44,6 +44,7 @@ from peercache.actors.storage_port import (
     SpillDone,
 )
 from peercache.model.ids import Incarnation
+from peercache.model.quotas import QuotaRule
 from peercache.model.records import ON_DISK, RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
 from peercache.observability.metrics import Metrics
@@ -112,6 +113,7 @@ class DiskWorld:
         wish_rate: int = 10**6,
         on_evict: bool = False,
         ttl_s: float = 0.0,
+        quotas: Sequence[QuotaRule] = (),
         is_open: bool = True,
         seed: int = 1,
         order: random.Random | None = None,
@@ -138,6 +140,7 @@ class DiskWorld:
             tell_rate=40,
             ttl_s=ttl_s,
             metrics=self.metrics,
+            quotas=tuple(quotas),
         )
         self.promote = Promoter(wish_rate=wish_rate, metrics=self.metrics)
         self.actors: dict[str, Any] = {

@@ -15,11 +15,12 @@ from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
 from peercache.actors.origin import Origin
 from peercache.actors.storage_port import DiskOpened
-from peercache.actors.tenants import Tenants
+from peercache.actors.tenants import OTHERS, Tenants
 from peercache.config.quotas import parse_quotas
 from peercache.model.keys import Namespace
 from peercache.observability.metrics import Metrics
 from tests.examples import examples
+from tests.unit.actors.disk_world import DiskWorld
 
 SLAB = 64 * BLOCK_BYTES
 TAGS = {name: Namespace(name, "geometry").tag() for name in "abc-"}
@@ -50,6 +51,7 @@ class Shared:
             self.owner.pop(begun.gone.keys[at : at + 16])
             for at in range(0, 16 * begun.gone.count, 16)
         ]
+        assert begun.gone.namespaces.tolist() == [TAGS[owner] for owner in went]
         self.index.finish(begun.entries[begun.entries >= 0])
         for key, entry in zip(keys, begun.entries.tolist(), strict=True):
             if entry >= 0:
@@ -177,6 +179,29 @@ def test_no_page_goes_for_another_tenant_while_its_own_is_within_its_quota(
             for tag in TAGS.values()
         }  # fmt: skip
         assert shared.taken() == {name: slow[tag] for name, tag in TAGS.items()}
+
+
+def test_pages_evicted_from_the_disk_are_counted_by_tenant() -> None:
+    """Seven of a borrower go for seven of a tenant that is sure of the disk, and then its own."""
+    world = DiskWorld(slabs=1, quotas=parse_quotas("sure=100%"))
+    sure = Namespace("sure").tag()
+    world.set(*range(7))
+    world.finish()
+
+    def evicted() -> tuple[float, float]:
+        return tuple(
+            world.count("namespace_pages_evicted_total", namespace=name, tier="disk")
+            for name in ("sure", OTHERS)
+        )
+
+    assert evicted() == (0, 0)
+    world.set(*range(100, 107), namespace=sure)
+    world.finish()
+    assert evicted() == (0, 7)
+    world.set(*range(200, 203), namespace=sure)
+    world.finish()
+    assert evicted() == (3, 7)
+    assert world.count("disk_pages_lost_total", reason="evicted") == 10
 
 
 def test_a_name_that_is_told_later_finds_its_pages() -> None:

@@ -288,7 +288,55 @@ def test_gauges_show_each_tenant_once_its_name_is_known() -> None:
     assert shown("t-2") is None
 
 
-def test_without_quotas_there_is_no_gauge_of_tenants() -> None:
+def test_evicted_pages_are_counted_by_tenant() -> None:
+    """A borrower's pages that go for those of a tenant within its quota, and a tenant's own."""
+    metrics = Metrics()
+    world = World(granules=64, units_about=16, metrics=metrics, quotas=parse_quotas("a=50%"))
+    a = Namespace("a").tag()
+
+    def evicted() -> tuple[float | None, ...]:
+        return tuple(
+            metrics.registry.get_sample_value(
+                "peercache_namespace_pages_evicted_total", {"namespace": name, "tier": "pool"}
+            )
+            for name in ("a", OTHERS)
+        )
+
+    for start in range(0, 64, 8):
+        put(world, 1, range(start, start + 8), GRANULE, namespace=1)
+    assert evicted() == (0, 0)
+    for start in range(100, 132, 8):
+        put(world, 1, range(start, start + 8), GRANULE, namespace=a)
+    assert evicted() == (0, 32)
+    put(world, 1, range(200, 205), GRANULE, namespace=a)
+
+    assert evicted() == (5, 32)
+    assert metrics.registry.get_sample_value("peercache_pages_evicted_total") == 37
+
+
+def test_metrics_of_a_tenant_go_with_it() -> None:
+    """One that comes later takes the place of one without pages, in each metric."""
+    metrics = Metrics()
+    world = World(granules=64, units_about=16, metrics=metrics, quotas=parse_quotas("t-*=1%"))
+    for number in range(TENANTS_MAX):
+        world.say(0, NamespaceNamed(f"t-{number}"))
+
+    def names() -> dict[str, set[str]]:
+        shown: dict[str, set[str]] = {}
+        for family in metrics.registry.collect():
+            for sample in family.samples:
+                if "namespace" in sample.labels and not sample.name.endswith("_created"):
+                    shown.setdefault(sample.name, set()).add(sample.labels["namespace"])
+        return shown
+
+    assert len(names()) == 4
+    world.say(0, NamespaceNamed("t-later"))
+
+    wanted = {f"t-{number}" for number in range(1, TENANTS_MAX)} | {"t-later", OTHERS}
+    assert all(shown == wanted for shown in names().values())
+
+
+def test_without_quotas_there_are_no_metrics_of_tenants() -> None:
     """The whole pool is one tenant's, which `pool_bytes` shows already."""
     metrics = Metrics()
     World(granules=64, metrics=metrics)
@@ -296,7 +344,7 @@ def test_without_quotas_there_is_no_gauge_of_tenants() -> None:
     assert not [
         sample
         for family in metrics.registry.collect()
-        if family.name == "peercache_namespace_bytes"
+        if family.name.startswith("peercache_namespace_")
         for sample in family.samples
     ]
 

@@ -38,11 +38,13 @@ PINS_MAX: Final = 255
 class Gone:
     """Entries that have ended.
 
-    keys:   n packed keys; the pool is told of them.
-    places: whose index rows go: of pages that had been written. A pinned entry keeps its place.
+    keys:       n packed keys; the pool is told of them.
+    namespaces: (n,) uint64, of their pages.
+    places:     whose index rows go: of pages that had been written. A pinned entry keeps its place.
     """
 
     keys: bytes
+    namespaces: U64
     places: U64
 
     @property
@@ -290,12 +292,12 @@ class DiskIndex:
         """End entries, HELD or WRITING, each named once. Pinned ones keep their places for now."""
         state = self._state(entries)
         entries = entries[(state == HELD) | (state == WRITING)]
-        keys = self._keys.keys_of(entries)
+        keys, namespaces = self._keys.keys_of(entries), self._entries.rows["namespace"][entries]
         # Only what was written has a row; the row of a page that is being written goes later.
         places = self._entries.rows["place"][entries[self._state(entries) == HELD]]
         self._end(entries)
         self._free(entries[self._entries.rows["pins"][entries] == 0])
-        return Gone(keys, places)
+        return Gone(keys, namespaces, places)
 
     # --- figures ----------------------------------------------------------------------------------
 
@@ -405,8 +407,9 @@ def _first_of_each(keys: Halves) -> npt.NDArray[np.bool_]:
 
 
 def _together(parts: list[Gone]) -> Gone:
-    places = [part.places for part in parts]
+    none = np.empty(0, np.uint64)
     return Gone(
         b"".join(part.keys for part in parts),
-        np.concatenate(places) if places else np.empty(0, np.uint64),
+        np.concatenate([part.namespaces for part in parts] or [none]),
+        np.concatenate([part.places for part in parts] or [none]),
     )

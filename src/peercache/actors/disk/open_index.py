@@ -11,7 +11,7 @@ from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import DiskIndexed, PagesForgotten, PagesSpilled
 from peercache.actors.storage_port import DiskOpened, Forget
-from peercache.actors.tenant_gauges import TenantGauges
+from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenants
 from peercache.model.quotas import QuotaRule
 from peercache.model.runs import I64, U64
@@ -37,7 +37,7 @@ class OpenIndex:
     index: DiskIndex | None = None
     _names: dict[str, None] = attrs.field(factory=dict)
     """Namespaces whose names are known, the latest ones."""
-    _gauges: TenantGauges | None = None
+    _tenant_metrics: TenantMetrics | None = None
     _jobs: int = 0
     _unix_s: float = 0.0
 
@@ -50,7 +50,7 @@ class OpenIndex:
             tenants.named(name)
         index.share_between(tenants)
         if self.metrics is not None:
-            self._gauges = TenantGauges(self.metrics, tenants, "disk", 1)
+            self._tenant_metrics = TenantMetrics(self.metrics, tenants, "disk", 1)
 
     def name(self, name: str) -> None:
         """Note that there is a namespace of this name."""
@@ -61,8 +61,8 @@ class OpenIndex:
         index = self.index
         if index is not None and index.tenants.named(name) is not None:
             index.share_between(index.tenants)
-            if self._gauges is not None:
-                self._gauges.renew()
+            if self._tenant_metrics is not None:
+                self._tenant_metrics.renew()
 
     def unix_s(self, now: float) -> int:
         """Return the wall clock's time."""
@@ -92,6 +92,12 @@ class OpenIndex:
         parts = np.split(places, list(cuts))
         # The store keeps their order, so the last one tells when all rows are gone.
         return [*(Forget(part) for part in parts[:-1]), Forget(parts[-1], job)]
+
+    def count_evicted(self, gone: Gone) -> None:
+        """Count pages that left the disk to make room."""
+        self.count_lost("evicted", gone.count)
+        if gone.count and self.index is not None and self._tenant_metrics is not None:
+            self._tenant_metrics.count_evicted(self.index.tenants.counted(gone.namespaces))
 
     def count_lost(self, reason: str, count: int) -> None:
         """Count pages that left the disk."""

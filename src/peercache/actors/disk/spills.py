@@ -258,7 +258,7 @@ class Spills:
         keys, lengths = records["key"].tobytes(), records["length"].astype(np.uint64)
         begun = shared.index.begin(keys, tags, lengths, sequences, shared.unix_s(now))
         effects = shared.forgotten(begun.gone)
-        shared.count_lost("evicted", begun.gone.count)
+        shared.count_evicted(begun.gone)
         chosen = np.flatnonzero(begun.entries >= 0)
         fitting = int(shared.index.fits(lengths).sum())
         self._drop("too_large", len(records) - fitting)

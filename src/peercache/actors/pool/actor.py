@@ -31,6 +31,7 @@ to ON_DISK, where the page is on disk), then the slots are granted.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from typing import Final, final
@@ -103,7 +104,7 @@ from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.retaining import Retention
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.actors.tenant_gauges import TenantGauges
+from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import covers, split_keys
@@ -191,7 +192,7 @@ class Pool:
         self._metrics = metrics
         if metrics is not None:
             show_pool(metrics, self.figures)
-            self._show_tenants = TenantGauges(metrics, self.tenants, "pool", granule)
+            self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
 
     def on_message(self, sender: Origin, message: PoolHears, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
@@ -229,7 +230,7 @@ class Pool:
                 return [TellPromote(message)] if self._has_disk else []
             case NamespaceNamed(name):
                 if self.tenants.named(name) is not None and self._metrics is not None:
-                    self._show_tenants.renew()
+                    self._tenant_metrics.renew()
                 return [TellDisk(message)] if self._has_disk else []
             case PagesSpilled():
                 return spilled(self._pages, message)
@@ -396,6 +397,9 @@ class Pool:
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
             self._metrics.pages_evicted.inc(len(evicted))
+            if self.tenants.are_several:
+                owners = Counter(slot.extent.size_class.tenant for slot in evicted)
+                self._tenant_metrics.count_evicted(owners)
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 

@@ -1,7 +1,8 @@
-"""The gauges of tenants: computed when they are read, and only where there are quotas."""
+"""The metrics of tenants, only where there are quotas; gauges are computed when they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 from peercache.actors.tenants import Tenant, Tenants
@@ -9,8 +10,8 @@ from peercache.observability.metrics import Metrics
 
 
 @final
-class TenantGauges:
-    """The gauges of the tenants of one tier."""
+class TenantMetrics:
+    """The metrics of the tenants of one tier."""
 
     def __init__(self, metrics: Metrics, tenants: Tenants, tier: str, unit_bytes: int) -> None:
         """Show the tenants that there are. unit_bytes: of what they count."""
@@ -28,11 +29,18 @@ class TenantGauges:
         for name in [name for name in self._shown if name not in now]:
             self._metrics.namespace_bytes.remove(name, self._tier)
             self._metrics.namespace_quota_bytes.remove(name, self._tier)
+            self._metrics.namespace_pages_evicted.remove(name, self._tier)
             if self._tier == "pool":
                 self._metrics.namespace_retained_bytes.remove(name, self._tier)
         for name in [name for name in now if name not in self._shown]:
             self._show(now[name])
         self._shown = dict.fromkeys(now)
+
+    def count_evicted(self, pages: Mapping[Tenant, int]) -> None:
+        """Count evicted pages. pages: how many each tenant lost."""
+        if self._shown:
+            for tenant, count in pages.items():
+                self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier).inc(count)
 
     def _show(self, tenant: Tenant) -> None:
         taken = self._metrics.namespace_bytes.labels(tenant.name, self._tier)
@@ -42,3 +50,5 @@ class TenantGauges:
             retained.set_function(lambda: tenant.retained * self._unit_bytes)
         quota = self._metrics.namespace_quota_bytes.labels(tenant.name, self._tier)
         quota.set(tenant.quota * self._unit_bytes)
+        # Shown at 0 from the start: a rate would leave out the first value of a counter.
+        self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier)
