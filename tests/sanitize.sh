@@ -17,6 +17,7 @@ CFLAGS="$flags -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" L
 
 [ $# -gt 0 ] || set -- tests/unit/fabric tests/unit/memory tests/contracts/test_fabrics.py \
     tests/unit/net/test_handshakes.py tests/unit/actors/test_directory_table.py \
+    tests/unit/actors/test_directory_table_growth.py \
     tests/unit/actors/test_directory_table_machine.py
 # Python itself is not instrumented: the runtimes come first, and leaks are not looked for.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so):$(gcc -print-file-name=libubsan.so)" \

@@ -12,6 +12,7 @@ SOURCES = (
     "installation/_identity.c",
     "actors/directory/_table.c",
     "actors/directory/_table_batches.c",
+    "actors/directory/_table_finding.c",
     "actors/directory/_table_memory.c",
     "model/_keys.c",
     "memory/_scatter.c",

@@ -86,3 +86,70 @@ def test_a_slot_that_is_used_again_is_counted_once() -> None:
         put(table, made[:20])
 
     assert table.figures().epoch == epoch
+
+
+def test_an_old_index_is_given_back_in_parts() -> None:
+    """The memory of an index of a million records takes the kernel 2 to 3 ms."""
+    table = table_of(A, slots_min=CAPACITY)
+    made = random_records(np.random.default_rng(16), 150_000)
+    for at in range(0, len(made), 1000):
+        assert table.put(0, made[at : at + 1000].tobytes()).refused == 0
+    while table.tend(2**20):
+        pass
+    header = header_of(table)
+    size = header.index_ready[header.current]
+    old = header.current
+    assert size > 6 * 2**18
+    # The next index is of the same size: it begins, and counts.
+    header.moved, header.next_capacity = 0, size // 8
+    while not header.index_ready[1 - header.current] or header.index[4 * (1 - old) + 1] == 0:
+        table.tend(2**12)
+    while header.index[4 * old + 1]:
+        table.tend(2**12)
+
+    parts = []
+    while header.index_ready[old]:
+        before = header.index_ready[old]
+        table.tend(2 * 8192)
+        parts.append(before - header.index_ready[old])
+
+    assert sum(parts) > 4 * 2**18
+    assert max(parts) <= 2 * 2**18, "16,384 slots take as long as two pieces"
+
+
+def test_a_new_row_takes_the_first_free_slot_of_a_long_search() -> None:
+    """Else slots that were used once would fill the index of a shard whose pages come and go."""
+    made = random_records(np.random.default_rng(17), 20_000)
+    tags = tags_of(np.frombuffer(made["key"].tobytes(), np.uint64).reshape(-1, 2), SEED)
+    of_one_home = made[(tags * np.uint64(CAPACITY)) >> np.uint64(32) == 100][:20]
+    table = table_of(A, slots_min=CAPACITY)
+    put(table, of_one_home[:19])
+    index = header_of(table).index
+
+    drop(table, of_one_home[[1]])
+    assert index[2] == 19, "searches lead on from here"
+    put(table, of_one_home[[19]])
+
+    assert index[2] == 19
+
+
+def test_a_row_that_moves_to_a_slot_that_was_used_leaves_the_count() -> None:
+    """Else an index would seem fuller than it is, and grow again at once."""
+    made = random_records(np.random.default_rng(18), 20_000)
+    tags = tags_of(np.frombuffer(made["key"].tobytes(), np.uint64).reshape(-1, 2), SEED)
+    of_one_home = made[(tags * np.uint64(CAPACITY)) >> np.uint64(32) == 400][:4]
+    table = table_of(A, slots_min=CAPACITY)
+    put(table, of_one_home[:1])
+    header = header_of(table)
+    header.moved, header.next_capacity = 0, CAPACITY
+    assert table.tend(CAPACITY)
+    assert header.index[4 * (1 - header.current) + 1] == CAPACITY, "both indices count"
+
+    put(table, of_one_home[1:])
+    drop(table, of_one_home[[1]])
+    assert header.index[4 * header.current + 2] == 3
+    while table.tend(64):
+        check_table(table)
+
+    assert header.index[4 * header.current + 2] == 3
+    check_table(table)

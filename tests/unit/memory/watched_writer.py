@@ -16,7 +16,7 @@ import pytest
 
 from peercache.actors.directory import table as directory_table
 
-SOURCES = ("_table.c", "_table_batches.c", "_table_memory.c")
+SOURCES = ("_table.c", "_table_batches.c", "_table_finding.c", "_table_memory.c")
 WRITES = ("new", "begin", "serve", "sweep", "tend", "put", "drop", "replace")
 EACH_STORE = """
 #define _GNU_SOURCE

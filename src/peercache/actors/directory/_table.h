@@ -1,4 +1,4 @@
-/* What the two sources of a directory table's owner share. */
+/* What the sources of a directory table's owner share. */
 #ifndef PEERCACHE_TABLE_H
 #define PEERCACHE_TABLE_H
 
@@ -6,6 +6,7 @@
 
 #define LISTED_MAX 1024      /* holders of one key that a lookup looks at */
 #define BATCH 64             /* keys whose memory is fetched together */
+#define LOOKED_AT 8          /* slots of a first look: one line of the cache, or parts of two */
 #define TENDED_PER_RECORD 24 /* slots: an index is ready before the one before it is full */
 #define NO_SLOT UINT64_MAX
 #define MARKED (1u << 31)    /* in a row's `previous`: a repair has not named it yet */
@@ -92,19 +93,24 @@ void peercache_rows_write(struct row *row, const struct record *record, uint64_t
 void peercache_rows_add(struct table *t, int64_t entry, const struct record *record,
                         const struct place *place, uint32_t born);
 void peercache_rows_remove(struct table *t, uint32_t number, uint32_t tag);
-/* Hash a batch's next keys, `stride` bytes apart, and load what finding them will need. */
-void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_t stride,
-                             uint32_t *tags, uint64_t count);
-/* As `approach`, of keys of which many are new: say also where a row of each may be named. */
-void peercache_rows_place(const struct table *t, const uint8_t *keys, uint64_t stride,
-                          struct place *places, uint64_t count);
-/* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder
- * has an earlier entry that ended and is not swept yet, becomes that record's. */
-uint32_t peercache_rows_find(const struct table *t, uint32_t tag, const uint8_t *key, int64_t entry,
-                             uint32_t *born);
 /* Make room for a batch, and do a part of a growth that is under way. */
 int peercache_rows_have_room(struct table *t, uint64_t count);
 int peercache_table_tend(struct table *t, uint64_t budget);
 int peercache_table_is_growing(const struct table *t);
+
+/* --- what _table_finding.c has for _table_batches.c --- */
+
+/* Hash a batch's next keys, `stride` bytes apart, and load what finding them will need. */
+void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_t stride,
+                             uint32_t *tags, uint64_t count);
+/* Hash the keys of a batch, `stride` bytes apart, and load what `place` will look at. */
+void peercache_rows_load(const struct table *t, const uint8_t *keys, uint64_t stride,
+                         struct place *places, uint64_t count);
+/* Say of each key of a batch where a row of it may be named. */
+void peercache_rows_place(const struct table *t, struct place *places, uint64_t count);
+/* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder
+ * has an earlier entry that ended and is not swept yet, becomes that record's. */
+uint32_t peercache_rows_find(const struct table *t, uint32_t tag, const uint8_t *key, int64_t entry,
+                             uint32_t *born);
 
 #endif

@@ -16,17 +16,31 @@ static uint32_t found(const struct table *t, const struct place *place, const ui
     return peercache_rows_find(t, place->tag, key, entry, born);
 }
 
+/* Hash the next keys, and load their slots: they come while the ones before are taken. */
+static void load(const struct table *t, const char *packed, uint64_t count, uint64_t begin,
+                 struct place (*both)[BATCH])
+{
+    const char *first = packed + begin * sizeof(struct record);
+
+    if (begin < count)
+        peercache_rows_load(t, (const uint8_t *)first, sizeof(struct record),
+                            both[begin / BATCH % 2], count - begin < BATCH ? count - begin : BATCH);
+}
+
 /* Take the records that are newer than those held, or whose row is marked. */
 static void take(struct table *t, int64_t entry, const char *packed, uint64_t count,
                  const uint8_t *named, struct change *change)
 {
-    struct place places[BATCH];
+    struct place both[2][BATCH];
 
+    load(t, packed, count, 0, both);
     for (uint64_t begin = 0; begin < count; begin += BATCH) {
         uint64_t part = count - begin < BATCH ? count - begin : BATCH;
         const char *first = packed + begin * sizeof(struct record);
+        struct place *places = both[begin / BATCH % 2];
 
-        peercache_rows_place(t, (const uint8_t *)first, sizeof(struct record), places, part);
+        load(t, packed, count, begin + BATCH, both);
+        peercache_rows_place(t, places, part);
         for (uint64_t at = 0; at < part; at++) {
             struct record record;
             uint32_t number, born = t->born;
