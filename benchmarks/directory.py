@@ -7,11 +7,14 @@ entries a process of its own prints
     lookup128_us      a Lookup of 128 known keys, median
     absent128_us      of 128 keys that no holder has
     report_1m_ms      all Puts of one more holder, of 4,096 records each
+    report_process_ms the same, of all threads: one loads the table's memory ahead
     longest_put_ms    the longest of those, growth of the table included
     drop_holder_ms    the view says that this holder is dead: until its records are served no more
     longest_tick_ms   the longest part of the sweep after it
 
-Times are of the thread's processor time: a machine that does other work adds less.
+Other times are of the owner's thread. All are processor time: a machine that does other work adds
+less. The table lies in a file of /dev/shm, as a node's does; `--private` has it in private memory,
+as that of a node without such a file.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import mmap
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +51,7 @@ ENTRIES = (1_000_000, 3_000_000, 10_000_000)
 BATCH = 128
 LOOKUPS = 2000
 PAGE_BYTES = 2**20
+SHARED_FOLDER = "/dev/shm"  # noqa: S108 - where a node's own files lie.
 
 
 def main() -> None:
@@ -54,14 +59,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.directory", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--entries", type=int, nargs="+", default=list(ENTRIES))
+    parser.add_argument("--private", action="store_true", help="measure a table without a file")
     parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.alone is not None:
-        print(json.dumps(measured(chosen.alone)))
+        if chosen.private:
+            print(json.dumps(measured(chosen.alone, -1)))
+            return
+        with tempfile.TemporaryFile(dir=SHARED_FOLDER) as file:
+            print(json.dumps(measured(chosen.alone, file.fileno())))
         return
     rows: dict[str, dict[str, float]] = {}
     for entries in chosen.entries:
         command = [sys.executable, "-m", "benchmarks.directory", "--alone", str(entries)]
+        command += ["--private"] * chosen.private
         rows[str(entries)] = json.loads(subprocess.check_output(command))  # noqa: S603
     if chosen.json:
         print(json.dumps(rows))
@@ -72,8 +83,8 @@ def main() -> None:
         print(f"{int(entries):>12,}" + "".join(f"{row[name]:>18,.2f}" for name in names))
 
 
-def measured(entries: int) -> dict[str, float]:
-    """Return the figures of a shard with so many entries."""
+def measured(entries: int, file: int) -> dict[str, float]:
+    """Return the figures of a shard with so many entries, and its table in a file; -1: in none."""
     rng = np.random.default_rng(entries)
     sizes = [HOLDER_RECORDS] * (entries // HOLDER_RECORDS)
     if entries % HOLDER_RECORDS:
@@ -81,7 +92,10 @@ def measured(entries: int) -> dict[str, float]:
     holders = list(range(OWNER + 1, OWNER + 1 + len(sizes)))
     last = holders[-1] + 1
     shard = DirectoryShard(
-        incarnation=OWNER, records_max=4 * (entries + HOLDER_RECORDS), seed=rng.bytes(16)
+        incarnation=OWNER,
+        records_max=4 * (entries + HOLDER_RECORDS),
+        seed=rng.bytes(16),
+        table_file=file,
     )
     shard.on_message(Origin(OWNER), view([OWNER, *holders, last]), 0.0)
     known = np.zeros((len(sizes), BATCH * 64), "V16")
@@ -97,10 +111,12 @@ def measured(entries: int) -> dict[str, float]:
     gc.collect()
     size_bytes = resident_bytes() - before
     report = list(puts(rng, last, HOLDER_RECORDS))
+    began = time.process_time_ns()
     puts_s = [
         seconds(lambda message=put: shard.on_message(Origin(last), message, 0.0))  # type: ignore[misc]
         for put in report
     ]
+    process_s = (time.process_time_ns() - began) / 1e9
     settle(shard)
     lookup_s = lookups(shard, rng, known.reshape(-1))
     absent = np.frombuffer(rng.bytes(16 * BATCH * 64), "V16")
@@ -112,6 +128,7 @@ def measured(entries: int) -> dict[str, float]:
         "lookup128_us": lookup_s * 1e6,
         "absent128_us": absent_s * 1e6,
         "report_1m_ms": sum(puts_s) * 1e3,
+        "report_process_ms": process_s * 1e3,
         "longest_put_ms": max(puts_s) * 1e3,
         "drop_holder_ms": drop_s * 1e3,
         "longest_tick_ms": settle(shard) * 1e3,

@@ -11,6 +11,7 @@ from pathlib import Path
 SOURCES = (
     "installation/_identity.c",
     "actors/directory/_table.c",
+    "actors/directory/_table_ahead.c",
     "actors/directory/_table_batches.c",
     "actors/directory/_table_finding.c",
     "actors/directory/_table_memory.c",

@@ -160,7 +160,7 @@ class DirectoryShard:
         """Serve the own pool's records from the start, whatever a view says of this node."""
         self._table = DirectoryTable(
             self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX,
-            file=self.table_file, incarnation=self.incarnation,
+            file=self.table_file, incarnation=self.incarnation, loads_ahead=self.table_file >= 0,
         )  # fmt: skip
         self.authority = ShardAuthority(
             incarnation=self.incarnation, table=self._table, held=self._held

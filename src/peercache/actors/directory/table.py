@@ -1,9 +1,9 @@
 """The packed table of a shard's records: who holds which pages, 64 bytes a record and its index.
 
-Owns the memory of the table, a file or private (`_table_memory.c`), which `_table.c` and
-`_table_batches.c` work on. Each method
-is one compiled call a batch. The table knows no streams and no view: a holder is an entry with
-records that answers name or not.
+Owns the memory of the table, a file or private (`_table_memory.c`, `_table_ahead.c`), which
+`_table.c`, `_table_finding.c` and `_table_batches.c` work on. Each method is one compiled call a
+batch. The table knows no streams and no view: a holder is an entry with records that answers name
+or not.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ _content = _call(
 _authorise = _call("authorise", None, _TABLE, ctypes.c_uint64)
 _tick = _call("tick", None, _TABLE, ctypes.c_uint64)
 _figures = _call("figures", None, _TABLE, ctypes.c_void_p)
+_ahead_new = _call("ahead_new", ctypes.c_void_p, _TABLE)
+_ahead_ask = _call("ahead_ask", None, ctypes.c_void_p, _TABLE)
+_ahead_end = _call("ahead_end", None, ctypes.c_void_p)
 
 
 class Change(NamedTuple):
@@ -115,7 +118,7 @@ class DirectoryTable:
 
     def __init__(
         self, seed: bytes, *, told_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN,
-        file: int = -1, incarnation: int = 0,
+        file: int = -1, incarnation: int = 0, loads_ahead: bool = False,
     ) -> None:  # fmt: skip
         """Reserve address space; raise MemoryError if there is none.
 
@@ -125,6 +128,8 @@ class DirectoryTable:
                   can read it; -1 for private memory, which a file without room becomes, too
                   (`is_shared`). The caller may close it afterwards.
         incarnation: the owner's, so that a reader knows whose table it is.
+        loads_ahead: whether a thread loads the file's memory before it is used
+            (`_table_ahead.c`). What the table holds and says is the same without.
         """
         if len(seed) != SEED_BYTES:
             raise ValueError(f"{len(seed)} bytes of a seed, {SEED_BYTES} are needed")
@@ -142,8 +147,9 @@ class DirectoryTable:
         if not table:
             raise MemoryError(f"no address space for a directory of {rows_max} records")
         self._table = table
+        self._ahead: int | None = _ahead_new(table) if loads_ahead and self.is_shared else None
         # Not when the interpreter ends: a node's thread may still tick, and the memory goes anyhow.
-        weakref.finalize(self, _free, table).atexit = False
+        weakref.finalize(self, _let_go, table, self._ahead).atexit = False
         self._told_max = told_max
         self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
         self._change = (ctypes.c_uint64 * 3)()
@@ -286,6 +292,7 @@ class DirectoryTable:
     def tend(self, slots_max: int) -> bool:
         """Do a bounded part of a growth that is under way; return whether it goes on."""
         self._is_growing = bool(_tend(self._table, slots_max))
+        self._load_ahead()
         return self._is_growing
 
     def figures(self) -> Figures:
@@ -296,7 +303,18 @@ class DirectoryTable:
 
     def _changed(self, done: int) -> Change:
         self._is_growing = bool(_check(done))
+        self._load_ahead()
         return Change(*self._change)
+
+    def _load_ahead(self) -> None:
+        if self._ahead is not None:
+            _ahead_ask(self._ahead, self._table)
+
+
+def _let_go(table: int, ahead: int | None) -> None:
+    if ahead is not None:
+        _ahead_end(ahead)
+    _free(table)
 
 
 def _check(result: int) -> int:
