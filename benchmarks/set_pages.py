@@ -221,6 +221,9 @@ class Run:
                     engine.clients[pool].clear()
                 keys = engine.new_keys()
                 with varied(engine.clients[pool], variant):
+                    if len(self.variants) > 1:
+                        # The row before left slots ahead, or none: not this one's.
+                        self.one_set(engine, pool, engine.new_keys(), work.batches()[0], Row(""))
                     for some in work.batches():
                         self.one_set(engine, pool, keys, some, row)
                 engine.stored = keys
@@ -277,17 +280,22 @@ class Run:
 def varied(client: Client, variant: str) -> Iterator[None]:
     """Take one part out of every set within the block; "" takes none out."""
     writer = client._wiring.writer  # noqa: SLF001
-    owner, name, value = {
-        "": (writer, "_portion_bytes", writer._portion_bytes),  # noqa: SLF001
-        "one portion": (writer, "_portion_bytes", WHOLE_BYTES),
-        "no slots ahead": (ClientReservations, "ask_ahead", lambda *_: ()),
-    }[variant]
-    right = getattr(owner, name)
-    setattr(owner, name, value)
+    changes: dict[str, list[tuple[Any, str, Any]]] = {
+        "": [],
+        "one portion": [(writer, "_portion_bytes", WHOLE_BYTES)],
+        "no slots ahead": [
+            (ClientReservations, "ask_ahead", lambda *_: ()),
+            (ClientReservations, "take_ahead", lambda *_: None),
+        ],
+    }
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes[variant]]
+    for owner, name, value in changes[variant]:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, right)
+        for owner, name, right in before:
+            setattr(owner, name, right)
 
 
 def measure_all(
