@@ -21,6 +21,12 @@ from peercache.installation.sources import SOURCES, TLS_SOURCES, digest_of
 LIBRARY = "installation/libpeercache.so"
 TLS_LIBRARY = "installation/libpeercache_tls.so"
 
+Begin: Any = ctypes.c_char * 0
+"""`addressof(Begin.from_buffer(memory))` is where writable memory begins, such as that of a
+contiguous array, of no bytes too: for functions that write to it. An array's own
+`__array_interface__` describes its dtype, too: that takes twice as long, and five times for one
+with fields."""
+
 
 def checked_library(
     package: Path, library: str = LIBRARY, sources: tuple[str, ...] = SOURCES

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from peercache.installation.library import function
+from peercache.installation.library import Begin, function
 from peercache.model.runs import I64, U64
 from peercache.model.seal import ODD, SEAL, Seals, unread_seals
 
@@ -79,10 +79,9 @@ class SealTable:
 
     def _loaded(self, load: Any, offsets: U64, into: npt.NDArray[Any]) -> bool:
         assert offsets.dtype == np.uint64, offsets.dtype
-        offsets = np.ascontiguousarray(offsets)
         done = load(
-            self._address, self._count, self._granule, offsets.ctypes.data, into.ctypes.data,
-            len(offsets), self._by_kernel,
+            self._address, self._count, self._granule, offsets.tobytes(),
+            ctypes.addressof(Begin.from_buffer(into)), len(offsets), self._by_kernel,
         )  # fmt: skip
         # A wrong offset would load what is no seal.
         assert done >= 0, (offsets, self._count)

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.installation.library import function
+from peercache.installation.library import Begin, function
 
 KEY_BYTES = 16
 KEY = np.dtype("V16")
@@ -119,23 +119,27 @@ def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
     A key of exactly 64 of [0-9a-f] is a digest already; any other is hashed whole. `str` and its
     UTF-8 bytes are the same key.
     """
-    named: PageKeys = page_keys_of(keys, [namespace_digest])[0]
-    return named
+    return _page_keys(keys, namespace_digest)
 
 
 def page_keys_of(keys: Sequence[Key], namespace_digests: Sequence[bytes]) -> PageKeys:
     """Return the page keys of a batch in several namespaces, (namespaces, n) V16."""
-    named: PageKeys = np.empty((len(namespace_digests), len(keys)), KEY)
-    if not keys or not namespace_digests:
-        return named
-    masks = b"".join(namespace_digests)
+    named = _page_keys(keys, b"".join(namespace_digests))
+    return named.reshape(len(namespace_digests), len(keys))
+
+
+def _page_keys(keys: Sequence[Key], masks: bytes) -> PageKeys:
+    """Return the page keys of a batch under each mask, one mask after the other."""
+    spaces = len(masks) // KEY_BYTES
+    named: PageKeys = np.empty(spaces * len(keys), KEY)
     digits = _digits(keys)
-    into = named.__array_interface__["data"][0]
-    if digits and _of_hex()(digits, len(keys), masks, len(namespace_digests), into):
+    if digits and _of_hex()(
+        digits, len(keys), masks, spaces, ctypes.addressof(Begin.from_buffer(named))
+    ):
         return named
     digests = np.frombuffer(b"".join(map(_digest, keys)), np.uint64).reshape(1, -1, 2)
     mixed = digests ^ np.frombuffer(masks, np.uint64).reshape(-1, 1, 2)
-    return mixed.view(KEY).reshape(named.shape)
+    return mixed.reshape(-1).view(KEY)
 
 
 def _digits(keys: Sequence[Key]) -> bytes:

@@ -7,11 +7,14 @@ few flat arrays, so that no step of the data path makes a Python object a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+
+from peercache.installation.library import Begin
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -87,11 +90,10 @@ class UnusableBuffers(Exception):
     """The caller's buffers cannot be used; the message says which and why."""
 
 
-def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[Any], PageRuns]:
+def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[memoryview], PageRuns]:
     """Return the runs of one buffer a page, and views that keep the buffers in place."""
-    held: list[Any] = []
-    addresses = np.empty(len(buffers), np.uint64)
-    sizes = np.empty(len(buffers), np.uint64)
+    held: list[memoryview] = []
+    addresses: list[int] = []
     for place, buffer in enumerate(buffers):
         try:
             view = memoryview(buffer)
@@ -103,8 +105,19 @@ def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[Any
             raise UnusableBuffers(f"buffer {place} is not C-contiguous")
         if writable and view.readonly:
             raise UnusableBuffers(f"buffer {place} is read-only")
-        flat = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-        held.append(flat)
-        addresses[place] = flat.__array_interface__["data"][0]
-        sizes[place] = view.nbytes
-    return held, PageRuns(addresses, sizes, np.arange(len(buffers) + 1, dtype=np.int64))
+        held.append(view)
+        addresses.append(_address_of(view))
+    return held, PageRuns.regular(
+        np.array(addresses, np.uint64),
+        np.array([view.nbytes for view in held], np.uint64),
+        len(held),
+    )
+
+
+def _address_of(view: memoryview) -> int:
+    if not view.readonly:
+        return addressof(Begin.from_buffer(view))
+    address: int = (
+        np.frombuffer(view, np.uint8).__array_interface__["data"][0] if view.nbytes else 0
+    )
+    return address

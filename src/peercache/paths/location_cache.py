@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
-from peercache.installation.library import function
+from peercache.installation.library import Begin, function
 from peercache.model.keys import PageKeys
 from peercache.model.records import RECORD, Records
 
@@ -46,7 +46,7 @@ class LocationCache:
         self._lock = Lock()
         self._compiled = _compiled()
         self._holders = np.zeros(HOLDERS_MAX, np.uint64)
-        self._holders_at = _address(self._holders)
+        self._holders_at = ctypes.addressof(Begin.from_buffer(self._holders))
         self.clear()
 
     def __len__(self) -> int:
@@ -61,7 +61,10 @@ class LocationCache:
         """
         records: Records = np.empty(len(keys), RECORD)
         known = np.empty(len(keys), np.bool_)
-        into, marks = _address(records), _address(known)
+        into, marks = (
+            ctypes.addressof(Begin.from_buffer(records)),
+            ctypes.addressof(Begin.from_buffer(known)),
+        )
         with self._lock:
             self._compiled.find(self._at, keys.tobytes(), len(keys), not_before, into, marks)
         return records, known
@@ -111,12 +114,12 @@ class LocationCache:
     def clear(self) -> None:
         """Forget everything."""
         memory = np.zeros(LINE_BYTES + HEADER_BYTES + self._sets * SET_BYTES, np.uint8)
-        begin = -_address(memory) % LINE_BYTES
+        begin = -ctypes.addressof(Begin.from_buffer(memory)) % LINE_BYTES
         header: npt.NDArray[np.uint64] = memory[begin : begin + HEADER_BYTES].view(np.uint64)
         header[:2] = self._sets, self._ways
         with self._lock:
             # `header` keeps the memory alive.
-            self._header, self._at = header, _address(header)
+            self._header, self._at = header, ctypes.addressof(Begin.from_buffer(header))
 
 
 @functools.cache
@@ -146,8 +149,3 @@ class _Calls:
         self.store = named("store", None, keys, count, now, ctypes.c_int)
         self.drop = named("drop", None, keys, count)
         self.forget = named("forget", None, keys, count)
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

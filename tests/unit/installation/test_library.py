@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from ctypes import addressof
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
@@ -14,6 +16,7 @@ from peercache.installation.distribution import PACKAGE
 from peercache.installation.library import (
     LIBRARY,
     TLS_LIBRARY,
+    Begin,
     checked_library,
     load,
     load_tls,
@@ -32,6 +35,16 @@ def package(tmp_path: Path) -> Path:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, package / name)
     return package
+
+
+def test_memory_of_any_shape_has_an_address() -> None:
+    """Of no bytes too; memory that may not be written to is refused."""
+    fields = np.zeros(3, [("key", "V16"), ("offset", "<u8")])
+
+    assert addressof(Begin.from_buffer(fields)) == fields.ctypes.data
+    assert addressof(Begin.from_buffer(np.zeros(0, np.uint8)))
+    with pytest.raises(TypeError):
+        Begin.from_buffer(np.frombuffer(bytes(8), np.uint8))
 
 
 def test_every_c_source_of_the_package_is_compiled() -> None:
