@@ -19,7 +19,7 @@ import select
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Generic, Protocol, TypeVar, final
 
 import attrs
 
@@ -211,9 +211,10 @@ class Connections(Generic[Kind]):
         """Return a new correlation number."""
         return request_of(next(self._numbers))
 
-    def encode(self, target: int, message: Message) -> bytes:
-        """Return the bytes of a message from us."""
-        return encode(Envelope(self._identity, target, message), cluster=self._cluster)
+    def encode(self, target: int, message: Message, number: int = 0) -> bytes:
+        """Return the bytes of a message from us; number: of a question, which its answer names."""
+        envelope = Envelope(self._identity, target, message)
+        return encode(envelope, cluster=self._cluster, request=number)
 
     def decode(self, raw: bytes) -> Message | None:
         """Return the message, or None for bytes that no correct peer sends."""
@@ -309,7 +310,7 @@ class Exchange(Generic[Kind]):
             connections.breakers.failed(peer, now)
             return
         number = connections.number()
-        connection.send(connections.encode(peer, numbered(message, number)))
+        connection.send(connections.encode(peer, message, number))
         self._open[connection.fd] = Question(place, peer, message, number, connection, now)
         self._watch(connection)
 
@@ -434,12 +435,6 @@ class HelloExchange(Generic[Kind]):
                 self.answer, self._is_over = message, True
                 return
         self._is_over = self._was_broken
-
-
-def numbered(message: Any, number: int) -> Message:
-    """Return a question with the number that its answer names."""
-    question: Message = attrs.evolve(message, request=number)
-    return question
 
 
 class Dialled:

@@ -20,7 +20,6 @@ from peercache.net.asking import (
     Dialled,
     Kind,
     drive,
-    numbered,
 )
 from peercache.wire.envelope import Message
 from peercache.wire.messages.session import Refused, SayHello, Welcome
@@ -99,7 +98,7 @@ class Talk(Generic[Kind]):
         connections = self._connections
         assert self._connection is not None, "a question goes over a connection"
         self._pending[number] = (message, connections.clock())
-        self._connection.send(connections.encode(self._peer, numbered(message, number)))
+        self._connection.send(connections.encode(self._peer, message, number))
 
     def _take(self, connection: Kind) -> None:
         connections = self._connections

@@ -8,7 +8,7 @@ where a message declares it, and nothing else of CBOR: no tags, no indefinite le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -60,12 +60,17 @@ class WrongCluster(RemoteProtocolError):
     cluster: str = ""
 
 
-def encode(envelope: Envelope, *, cluster: str) -> bytes:
-    """Return the bytes of an envelope; raise LocalProtocolError if no peer would take so many."""
+def encode(envelope: Envelope, *, cluster: str, request: int = 0) -> bytes:
+    """Return the bytes of an envelope; raise LocalProtocolError if no peer would take so many.
+
+    request: the number of the question that the message is, in place of the one that it has; 0
+    leaves that.
+    """
     message = envelope.message
-    head: list[Any] = [ENVELOPE_VERSION, cluster, envelope.sender, envelope.target]
-    head.append(_TAGS[type(message)])
-    head.extend(_plain(getattr(message, name)) for name in _FIELDS[type(message)])
+    tag, fields_of = _FIELDS[type(message)]
+    head = [ENVELOPE_VERSION, cluster, envelope.sender, envelope.target, tag, *fields_of(message)]
+    if request:
+        head[_REQUEST_PLACE[type(message)]] = request
     raw = cbor2.dumps(head)
     if len(raw) > MESSAGE_BYTES_MAX:
         what = type(message).__name__
@@ -98,9 +103,9 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
         raise
     except Exception as error:  # every way in which CBOR can be broken is the peer's fault
         raise RemoteProtocolError(f"not CBOR: {error}") from error
-    if end != len(raw) or not isinstance(parts, list) or len(parts) < 5:
+    if end != len(raw) or not isinstance(parts, list) or len(parts) < _HEAD_ITEMS:
         raise RemoteProtocolError("not an envelope")
-    version, theirs, sender, target, tag = parts[:5]
+    version, theirs, sender, target, tag = parts[:_HEAD_ITEMS]
     if version != ENVELOPE_VERSION or isinstance(version, bool):
         number = version if isinstance(version, int) else 0
         raise WrongVersion(
@@ -116,7 +121,7 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
         )
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < len(MESSAGES):
         raise RemoteProtocolError(f"no message has the tag {tag!r}")
-    return Envelope(_u64(sender), _u64(target), _build(MESSAGES[tag], parts[5:]))
+    return Envelope(_u64(sender), _u64(target), _build(MESSAGES[tag], parts[_HEAD_ITEMS:]))
 
 
 def _count_items(raw: bytes) -> None:
@@ -263,13 +268,34 @@ def _check_for(field: attrs.Attribute[Any]) -> Callable[[Any], Any]:
     return _BY_ANNOTATION[str(field.type)]
 
 
+def _reader_of(kind: type[Any]) -> Callable[[Any], Sequence[Any]]:
+    """Return what returns the fields of a message as CBOR has them."""
+    names = [field.name for field in attrs.fields(kind)]
+    types = [str(field.type) for field in attrs.fields(kind)]
+    if len(names) < 2 or any("tuple" in each or "Member" in each for each in types):
+        return lambda message: [_plain(getattr(message, name)) for name in names]
+    # Nothing to convert, which is true of all that a node sends for a set.
+    return attrgetter(*names)
+
+
 _MEMBER_FIELDS = attrgetter(*(field.name for field in attrs.fields(Member)))
 """The fields of a member as a tuple: a view has a thousand of them."""
 
-_TAGS: dict[type[Message], int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    kind: tuple(field.name for field in attrs.fields(kind)) for kind in MESSAGES
+_HEAD_ITEMS = 5
+"""Items of an envelope before the fields of its message."""
+
+_FIELDS: dict[type[Message], tuple[int, Callable[[Any], Sequence[Any]]]] = {
+    kind: (tag, _reader_of(kind)) for tag, kind in enumerate(MESSAGES)
 }
+"""The tag of each message, and what returns its fields as they are encoded."""
+
+_REQUEST_PLACE: dict[type[Message], int] = {
+    kind: _HEAD_ITEMS + names.index("request")
+    for kind in MESSAGES
+    if "request" in (names := [field.name for field in attrs.fields(kind)])
+}
+"""By question: where its number stands among the items of the envelope."""
+
 _CHECKS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     kind: tuple(_check_for(field) for field in attrs.fields(kind)) for kind in (*MESSAGES, Member)
 }

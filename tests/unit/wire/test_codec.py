@@ -16,6 +16,7 @@ from peercache.wire import codec
 from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import Join
+from peercache.wire.messages.pool import Commit
 from peercache.wire.messages.session import Stats
 from tests.examples import examples
 
@@ -212,6 +213,17 @@ def test_tags_are_append_only() -> None:
         "Touched", "Remove", "Clear", "Removed", "StatsAsked", "Stats",
         "SummaryMatches", "Counted",
     ]  # fmt: skip
+
+
+def test_a_question_is_sent_with_the_number_that_its_connection_gives_it() -> None:
+    """In place of its own, and nothing else changes; without one it keeps its own."""
+    question = Commit(5, 6, b"1", bytes(8), 0.5, bytes(16), (7, 8))
+
+    numbered = codec.encode(Envelope(1, 2, question), cluster="c", request=99)
+    kept = codec.encode(Envelope(1, 2, question), cluster="c")
+
+    assert codec.decode(numbered, cluster="c").message == attrs.evolve(question, request=99)
+    assert codec.decode(kept, cluster="c").message == question
 
 
 def test_a_message_that_no_peer_would_take_is_not_encoded() -> None:
