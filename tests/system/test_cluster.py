@@ -113,6 +113,19 @@ def test_a_key_set_twice_is_one_copy(three: LocalCluster) -> None:
     assert read(client, keys) == [True, True]
 
 
+def test_a_set_counts_what_it_copied_and_what_was_there(three: LocalCluster) -> None:
+    """Some of a batch, all of it, and none of it."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("counted", 4)
+
+    for some in (keys[:2], keys, keys):
+        assert client.batch_set(some, pages_of(some)) == [True] * len(some)
+
+    assert client.stats()["pages_set_copied"] == 4
+    assert client.stats()["pages_set_here"] == 2 + 4
+    assert client.stats()["bytes_written"] == 4 * PAGE_BYTES
+
+
 def test_of_two_sizes_under_one_key_the_first_stays(three: LocalCluster) -> None:
     """Another size is refused when setting, and a miss that touches nothing when getting."""
     client = three.client(three.nodes[0])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.client.client import CLOSE_S
 from peercache.paths.writing import PUBLISH_PATIENCE_S
 from tests.pace import PATIENCE_S, PROMPT_S
 from tests.system.nodes import (
@@ -467,6 +468,32 @@ def test_after_close_every_call_is_a_counted_miss() -> None:
         assert client.remove(keys) == client.clear() == 0
         assert client.stats()["pages_missed_closed"] == 2
         client.close()
+
+
+def test_close_waits_for_the_call_in_flight_and_no_longer() -> None:
+    """Its last step wakes the closing thread; what it copies is not unmapped before."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call(_until: float) -> None:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+
+    with LocalCluster() as cluster:
+        (node,) = cluster.start_many(1)
+        client = cluster.client(node)
+        calling = threading.Thread(target=client._call, args=("stats", 0, None, call))
+        closing = threading.Thread(target=client.close)
+        calling.start()
+        assert begun.wait(PATIENCE_S)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+
+        may_end.set()
+        closing.join(CLOSE_S / 2)
+
+        assert not closing.is_alive()
+        calling.join()
 
 
 def test_sources_may_change_as_soon_as_set_has_returned() -> None:

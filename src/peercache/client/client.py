@@ -16,7 +16,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from threading import Condition
+from threading import Condition, RLock
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, final
 
@@ -80,6 +80,7 @@ class Client:
         self.namespace = namespace
         self._wiring = wiring = Wiring(config, namespace)
         self.metrics = wiring.metrics
+        self._pages_copied = wiring.metrics.pages_set.labels("copied")
         self._bridge = wiring.bridge
         self._home = wiring.home
         self._tie = wiring.home.tie
@@ -88,7 +89,9 @@ class Client:
         self._digest = namespace.digest()
         self._fork = ForkGuard()
         self._numbers = itertools.count(1)
-        self._calls = Condition()
+        # A signal handler may close the client within a call.
+        self._lock = RLock()
+        self._calls = Condition(self._lock)
         self._calls_in_flight = 0
         self._is_closed = False
 
@@ -344,15 +347,18 @@ class Client:
         )
         current.series = series_of("set", HOME, outcome.copied + outcome.here, len(names))
         metrics = self.metrics
-        metrics.pages_set.labels("copied").inc(outcome.copied)
-        metrics.pages_set.labels("here").inc(outcome.here)
+        self._pages_copied.inc(outcome.copied)
         metrics.bytes_written.inc(outcome.copied_bytes)
-        metrics.pages_unpublished.inc(outcome.unpublished)
+        if outcome.here:
+            metrics.pages_set.labels("here").inc(outcome.here)
+        if outcome.unpublished:
+            metrics.pages_unpublished.inc(outcome.unpublished)
         if current_call.report is not None:
             tell_moved(outcome.copied, outcome.copied_bytes)
-        self._count("set", Counter(outcome.reasons))
-        if reasons.NO_HOME in outcome.reasons:
-            self._home.look_now()
+        if any(outcome.reasons):
+            self._count("set", Counter(outcome.reasons))
+            if reasons.NO_HOME in outcome.reasons:
+                self._home.look_now()
         stored: list[bool] = outcome.stored.tolist()
         return stored
 
@@ -482,7 +488,7 @@ class Client:
             return miss
         started = self._clock()
         timeout_s = self.config.op_timeout_s if timeout_s is None else timeout_s
-        with self._calls:
+        with self._lock:
             if self._is_closed:
                 self._count(operation, {reasons.CLOSED: pages})
                 return miss
@@ -499,9 +505,10 @@ class Client:
             self._count(operation, {reasons.INTERNAL: pages})
             return miss
         finally:
-            with self._calls:
+            with self._lock:
                 self._calls_in_flight -= 1
-                self._calls.notify_all()
+                if self._is_closed:
+                    self._calls.notify_all()
             took_s = self._clock() - started
             self._wiring.report.calls.append((current.series, took_s))
             if (of_page := PAGE_OF.get(current.series)) is not None and pages:
