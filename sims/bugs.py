@@ -36,7 +36,7 @@ from peercache.node import switchboard
 from peercache.paths import home_tie, mirroring, reading, reserving, searching, writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
-from peercache.wire.messages.pool import COMMITTED, RESERVED, Commit, Committed
+from peercache.wire.messages.pool import COMMITTED, Commit, Committed
 from sims.node import SimNode
 
 Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
@@ -501,7 +501,7 @@ WRITER_BOUND_IGNORED: Patches = ((Shares, "allow", _by_all_alone),)
 
 def _committed_first(right: Any) -> Any:
     def copy(self: Any, portion: Any, slots: Any) -> Any:
-        portion.written[slots.states == RESERVED] = 1
+        portion.written[slots.reserved()] = 1
         yield from self._commit(portion, slots, is_sent=True, is_first=False)
         yield from right(self, portion, slots)
 

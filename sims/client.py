@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import trio
 import xxhash
 
@@ -301,7 +302,7 @@ class SimClient:
         if isinstance(step, Greet):
             return await self.asker.greet(step.url, step.until)
         assert isinstance(step, Checksum), step
-        return checksums_of(step.runs, self._buffers)
+        return checksums_of(step.runs, step.pages, self._buffers)
 
     async def _fetch(self, step: Fetch) -> list[Fetched]:
         answers: list[Fetched] = [Fetched(unread_seals(len(r.offsets)), "") for r in step.reads]
@@ -412,12 +413,12 @@ class SimClient:
         )
 
 
-def checksums_of(runs: PageRuns, buffers: Buffers) -> U64:
+def checksums_of(runs: PageRuns, pages: npt.NDArray[np.intp], buffers: Buffers) -> U64:
     """Return what `client.bridge.checksums_of` does, of made-up addresses."""
-    digests = np.empty(len(runs), np.uint64)
-    for page in range(len(runs)):
+    digests = np.empty(len(pages), np.uint64)
+    for place, page in enumerate(pages.tolist()):
         digest = xxhash.xxh3_64()
         for run in range(int(runs.starts[page]), int(runs.starts[page + 1])):
             digest.update(buffers.read(int(runs.addresses[run]), int(runs.sizes[run])).tobytes())
-        digests[page] = digest.intdigest() or 1
+        digests[place] = digest.intdigest() or 1
     return digests

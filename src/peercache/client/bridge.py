@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from peercache.client.tables import Tables
@@ -127,6 +128,8 @@ class Bridge:
     def _do(self, step: AtOnce, home_segment: AttachedSegment | None) -> Any:
         if isinstance(step, Ask):
             return self._asker.ask(step.questions, step.until, step.enough)
+        if isinstance(step, Place):
+            return _place(step, home_segment)
         if isinstance(step, ReadTable):
             return None if self._tables is None else self._tables.look(step)
         if isinstance(step, Post):
@@ -135,11 +138,9 @@ class Bridge:
             return self._asker.drain(step.peer)
         if isinstance(step, Fetch):
             return self._fetch(step)
-        if isinstance(step, Place):
-            return _place(step, home_segment)
         if isinstance(step, Greet):
             return self._asker.greet(step.url, step.until)
-        return checksums_of(step.runs)
+        return checksums_of(step.runs, step.pages)
 
     def _fetch(self, step: Fetch) -> list[Fetched]:
         chosen = [self._fabric_for(read) for read in step.reads]
@@ -229,11 +230,10 @@ def _nothing(pages: int, failure: str) -> Fetched:
 def _place(step: Place, segment: AttachedSegment | None) -> int:
     if segment is None:
         return 0
-    lengths, page_bytes = step.runs.lengths, np.uint64(segment.page_bytes)
-    # The home node is trusted with our pages, not with our memory. A sum could wrap around.
-    inside = (lengths <= page_bytes) & (
-        step.offsets <= page_bytes - np.minimum(lengths, page_bytes)
-    )
+    # The home node is trusted with our pages, not with our memory.
+    ends = step.offsets + step.runs.lengths
+    # A sum that wraps around is less than what was added.
+    inside = (ends <= np.uint64(segment.page_bytes)) & (ends >= step.offsets)
     if not inside.all():
         return 0
     try:
@@ -244,13 +244,23 @@ def _place(step: Place, segment: AttachedSegment | None) -> int:
         return 0
 
 
-def checksums_of(runs: PageRuns) -> U64:
-    """Return the xxh3_64 of each page's bytes, (n,) uint64; 0, which means none, becomes 1."""
-    digests = np.empty(len(runs), np.uint64)
-    for page in range(len(runs)):
-        digest = xxhash.xxh3_64()
-        for run in range(int(runs.starts[page]), int(runs.starts[page + 1])):
-            size = int(runs.sizes[run])
-            digest.update((ctypes.c_char * size).from_address(int(runs.addresses[run])))
-        digests[page] = digest.intdigest() or 1
+def checksums_of(runs: PageRuns, pages: npt.NDArray[np.intp]) -> U64:
+    """Return the xxh3_64 of the bytes of each of the `pages`, (n,) uint64; 0, none, becomes 1."""
+    digests = np.empty(len(pages), np.uint64)
+    for place, page in enumerate(pages.tolist()):
+        begin, end = runs.starts[page : page + 2].tolist()
+        pieces = [
+            (ctypes.c_char * size).from_address(address)
+            for address, size in zip(
+                runs.addresses[begin:end].tolist(), runs.sizes[begin:end].tolist(), strict=True
+            )
+        ]
+        if len(pieces) == 1:
+            digest = xxhash.xxh3_64_intdigest(pieces[0])
+        else:
+            gathered = xxhash.xxh3_64()
+            for piece in pieces:
+                gathered.update(piece)
+            digest = gathered.intdigest()
+        digests[place] = digest or 1
     return digests

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from peercache.installation.library import function
+from peercache.installation.library import Begin, function
 from peercache.model.runs import I64, U64, PageRuns
 
 PORTION_BYTES = 32 * 2**20
@@ -54,38 +54,38 @@ _scatter_by_kernel = function(
 class Side:
     """One side of a copy: runs of memory, in order, as the compiled copy takes them.
 
-    `ends[i]` is where run i ends, counted in bytes from the beginning of the batch.
+    total: the bytes of all runs.
     """
 
     def __init__(self, addresses: U64, sizes: U64) -> None:
         """Take (n,) addresses and sizes; neighbours in memory become one run."""
-        keep = sizes > 0
-        if not keep.all():
+        self.total = int(sizes.sum())
+        if np.count_nonzero(sizes) < len(sizes):
+            keep = sizes > 0
             addresses, sizes = addresses[keep], sizes[keep]
         if len(sizes) > 1:
-            first = np.empty(len(sizes), np.bool_)
-            first[0] = True
-            np.not_equal(addresses[1:], addresses[:-1] + sizes[:-1], out=first[1:])
-            if not first.all():
-                addresses, sizes = addresses[first], np.add.reduceat(sizes, first.nonzero()[0])
+            apart = addresses[1:] != addresses[:-1] + sizes[:-1]
+            if np.count_nonzero(apart) < len(apart):
+                first = np.append(0, apart.nonzero()[0] + 1)
+                addresses, sizes = addresses[first], np.add.reduceat(sizes, first)
         self._pieces = np.empty((len(sizes), 2), np.uint64)
         self._pieces[:, 0] = addresses
         self._pieces[:, 1] = sizes
-        self.ends: I64 = sizes.cumsum(dtype=np.int64)
-
-    def total(self) -> int:
-        """Return the bytes of all runs."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+        self._ends: I64 | None = None
 
     def cut(self, position: int, until: int) -> Pieces:
         """Return the pieces of bytes `position` to `until`."""
-        if position == 0 and until == int(self.ends[-1]):
+        if position == 0 and until == self.total:
             return self._pieces
-        first = int(self.ends.searchsorted(position, side="right"))
-        last = int(self.ends.searchsorted(until, side="left"))
+        if self._ends is None:
+            # Where each run ends, in bytes from the beginning of the batch.
+            self._ends = self._pieces[:, 1].cumsum(dtype=np.int64)
+        ends = self._ends
+        first = int(ends.searchsorted(position, side="right"))
+        last = int(ends.searchsorted(until, side="left"))
         cut: Pieces = self._pieces[first : last + 1].copy()
-        cut[-1, 1] -= np.uint64(int(self.ends[last]) - until)
-        skipped = np.uint64(position - int(self.ends[first]) + int(self._pieces[first, 1]))
+        cut[-1, 1] -= np.uint64(int(ends[last]) - until)
+        skipped = np.uint64(position - int(ends[first]) + int(self._pieces[first, 1]))
         cut[0, 0] += skipped
         cut[0, 1] -= skipped
         return cut
@@ -116,14 +116,17 @@ def copy_pages(
     first, last = (
         (int(page_runs.starts[0]), int(page_runs.starts[-1])) if len(page_runs) else (0, 0)
     )
+    ours = Side(page_runs.addresses[first:last], page_runs.sizes[first:last])
     copied = copy_runs(
-        Side(page_runs.addresses[first:last], page_runs.sizes[first:last]),
+        ours,
         Side(slot_addresses, lengths),
         to_segment=to_slots,
         deadline=deadline,
         clock=clock,
         by_kernel=by_kernel,
     )
+    if copied == ours.total:
+        return len(lengths)
     return int(lengths.cumsum(dtype=np.int64).searchsorted(copied, side="right"))
 
 
@@ -141,8 +144,8 @@ def copy_runs(
 
     The runs of the two sides may be cut differently; their totals are equal.
     """
-    total = ours.total()
-    assert total == segment.total(), (total, segment.total())
+    total = ours.total
+    assert total == segment.total, (total, segment.total)
     assert portion_bytes > 0, portion_bytes
     position = 0
     while position < total:
@@ -170,14 +173,14 @@ def scatter(ours: Pieces, segment: Pieces, *, to_segment: bool, by_kernel: bool 
     more than 512 pieces a side, a part is looked at.) by_kernel: or goes away during the copy.
     """
     copied: int
+    mine = (ctypes.addressof(Begin.from_buffer(ours)), len(ours))
+    theirs = (ctypes.addressof(Begin.from_buffer(segment)), len(segment))
     if by_kernel:
-        copied = _scatter_by_kernel(
-            ours.ctypes.data, len(ours), segment.ctypes.data, len(segment), to_segment
-        )
+        copied = _scatter_by_kernel(*mine, *theirs, to_segment)
         return copied
     total = int(ours[:, 1].sum())
-    to, origin = (segment, ours) if to_segment else (ours, segment)
-    copied = _scatter(to.ctypes.data, len(to), origin.ctypes.data, len(origin), total, to_segment)
+    to, origin = (theirs, mine) if to_segment else (mine, theirs)
+    copied = _scatter(*to, *origin, total, to_segment)
     return copied
 
 

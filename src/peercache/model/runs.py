@@ -27,13 +27,14 @@ class PageRuns:
     addresses: (runs,) uint64, where each run begins.
     sizes:     (runs,) uint64, its bytes.
     starts:    (pages + 1,) int64, the first run of each page; the last entry is the number of runs.
-    lengths:   (pages,) uint64, the bytes of each page; made from the others.
+    lengths:   (pages,) uint64, the bytes of each page; made from the others where they are not
+               given.
     """
 
     addresses: U64
     sizes: U64
     starts: I64
-    lengths: U64 = attrs.field(init=False)
+    lengths: U64 = attrs.field()
 
     @lengths.default
     def _lengths(self) -> U64:
@@ -57,9 +58,11 @@ class PageRuns:
     def regular(cls, addresses: npt.ArrayLike, sizes: npt.ArrayLike, pages: int) -> PageRuns:
         """Build from flat lists in which every page has the same number of runs."""
         flat = np.ascontiguousarray(addresses, np.uint64).reshape(-1)
-        per_page = len(flat) // pages if pages else 0
-        lengths = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
-        return cls(flat, lengths, np.arange(pages + 1, dtype=np.int64) * per_page)
+        flat_sizes = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
+        starts = np.arange(pages + 1, dtype=np.int64)
+        if len(flat) == pages:
+            return cls(flat, flat_sizes, starts, flat_sizes)
+        return cls(flat, flat_sizes, starts * (len(flat) // pages if pages else 0))
 
     @classmethod
     def joined(cls, parts: Sequence[PageRuns]) -> PageRuns:
@@ -73,6 +76,13 @@ class PageRuns:
             np.concatenate([np.empty(0, np.uint64), *(part.sizes for part in parts)]),
             np.concatenate([*starts, begins[-1:]]).astype(np.int64),
         )
+
+    def between(self, begin: int, end: int) -> PageRuns:
+        """Return the runs of the pages from `begin` up to `end`, without a copy."""
+        starts = self.starts[begin : end + 1]
+        runs = slice(starts[0], starts[-1])
+        lengths = self.lengths[begin:end]
+        return PageRuns(self.addresses[runs], self.sizes[runs], starts - starts[0], lengths)
 
     def take(self, pages: npt.NDArray[np.intp]) -> PageRuns:
         """Return the runs of the chosen pages, in the order given."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from peercache.installation.library import Begin, function
 from peercache.model.keys import PageKeys
-from peercache.model.records import RECORD, Records
+from peercache.model.records import RECORD, RECORD_BYTES, Records
 
 WAYS: Final = 16
 """Places for the keys that belong together: of them the least recently used goes."""
@@ -94,10 +94,14 @@ class LocationCache:
 
         are_touched: the caller tells their holders now that the pages are about to be read.
         """
+        self.store_packed(records.tobytes(), now, are_touched=are_touched)
+
+    def store_packed(self, packed: bytes, now: float, *, are_touched: bool = False) -> None:
+        """Remember records as they came in a message."""
         if self._sets:
-            packed = records.tobytes()
+            count = len(packed) // RECORD_BYTES
             with self._lock:
-                self._compiled.store(self._at, packed, len(records), now, are_touched)
+                self._compiled.store(self._at, packed, count, now, are_touched)
 
     def drop(self, records: Records) -> None:
         """Forget these very records; a newer one under the same key stays."""

@@ -443,7 +443,7 @@ class Reader:
             # The first portion is always checked: it takes less time than the return is given.
             if checked and self._clock() >= until:
                 break
-            digests = yield Checksum(batch.runs.take(places[part]))
+            digests = yield Checksum(batch.runs, places[part])
             wrong.append(part[~checksums_agree(records[part], digests)])
             checked += len(part)
         return np.concatenate(wrong), sampled[checked:]

@@ -36,11 +36,12 @@ SKIPPED: Final = 64
 class Ahead:
     """Slots for pages that are not known yet.
 
-    lengths: (n,) bytes of the pages; offsets: (n,) in the page memory, None until granted.
+    lengths: the bytes of each page, packed as in a Reserve; offsets: (n,) in the page memory, None
+    until granted.
     """
 
     sequence: int
-    lengths: U64
+    lengths: bytes
     asked_at: float
     offsets: U64 | None = None
 
@@ -89,7 +90,8 @@ class ClientReservations:
                 self._skipping -= 1
                 return ()
             wanting = BATCHES_AHEAD - len(self._ahead) if follows else 0
-            asked = [Ahead(self._begin(), lengths, now) for _ in range(wanting)]
+            packed = lengths.tobytes()
+            asked = [Ahead(self._begin(), packed, now) for _ in range(wanting)]
             self._ahead += asked
             return tuple(ahead.sequence for ahead in asked)
 
@@ -100,20 +102,13 @@ class ClientReservations:
 
     def granted(self, granted: Granted) -> None:
         """Take an answer to no pending question: slots ahead, or one that came too late."""
-        with self._lock:
-            for ahead in self._ahead:
-                if ahead.sequence == granted.sequence:
-                    ahead.offsets = offsets_of(granted, len(ahead.lengths))
-                    if ahead.offsets is None:
-                        self._skipping = SKIPPED
-                        self._give_up([ahead])
-                    return
+        is_whole = granted.states == bytes((RESERVED,)) * (len(granted.offsets) // 8)
+        self._take_offsets(granted.sequence, granted.offsets if is_whole else b"")
 
     def told_with(self, committed: Committed) -> None:
         """Take the slots ahead that the answer to a Commit reports, if any."""
         if committed.ahead:
-            states = bytes((RESERVED,)) * (len(committed.offsets) // 8)
-            self.granted(Granted(0, committed.ahead, states, committed.offsets))
+            self._take_offsets(committed.ahead, committed.offsets)
 
     def take_ahead(self, lengths: U64) -> Ahead | None:
         """Return slots ahead that fit such a batch: still live, and from now on the caller's.
@@ -121,18 +116,27 @@ class ClientReservations:
         A batch of fewer pages leaves some unnamed. Slots that do not fit this batch are given up:
         they would not fit the next one either.
         """
+        packed = lengths.tobytes()
         with self._lock:
-            self._give_up(
-                ahead
-                for ahead in self._ahead
-                if not np.array_equal(ahead.lengths[: len(lengths)], lengths)
-            )
+            self._give_up(ahead for ahead in self._ahead if not ahead.lengths.startswith(packed))
             if not self._ahead:
                 return None
             known = [ahead for ahead in self._ahead if ahead.offsets is not None]
             taken = (known or self._ahead)[0]
             self._ahead.remove(taken)
             return taken
+
+    def _take_offsets(self, sequence: int, offsets: bytes) -> None:
+        """Take the offsets of slots ahead; where there are too few, there was no room."""
+        with self._lock:
+            for ahead in self._ahead:
+                if ahead.sequence == sequence:
+                    if len(offsets) == len(ahead.lengths):
+                        ahead.offsets = np.frombuffer(offsets, np.uint64)
+                    else:
+                        self._skipping = SKIPPED
+                        self._give_up([ahead])
+                    return
 
     def _begin(self) -> int:
         self._newest += 1

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
@@ -106,9 +108,13 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Checksum:
-    """Compute the xxh3_64 of pages in the caller's memory; the answer is (n,) uint64."""
+    """Compute the xxh3_64 of some pages in the caller's memory; the answer is (n,) uint64.
+
+    pages: (n,), which of the runs' pages.
+    """
 
     runs: PageRuns
+    pages: npt.NDArray[np.intp]
 
 
 Step: TypeAlias = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from peercache.model.keys import PageKeys
+from peercache.model.keys import KEY_BYTES, PageKeys
 from peercache.model.records import HAS_CHECKSUM, Records
 from peercache.model.runs import U64
 from peercache.model.seal import Seals
@@ -56,8 +56,9 @@ def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
         return np.arange(len(keys))
     if mode == "generation":
         return np.empty(0, np.intp)
-    last_bytes = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, 15]
-    return np.flatnonzero(last_bytes % SAMPLE_ONE_IN == 0)
+    last_bytes = np.frombuffer(keys.tobytes()[KEY_BYTES - 1 :: KEY_BYTES], np.uint8)
+    sampled: npt.NDArray[np.intp] = (last_bytes % SAMPLE_ONE_IN == 0).nonzero()[0]
+    return sampled
 
 
 def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.NDArray[np.intp]]:
@@ -65,10 +66,14 @@ def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.ND
 
     lengths: bytes of each page of the batch. One page may be more than a portion.
     """
+    if not len(places):
+        return []
     sizes = lengths[places]
+    if sizes.sum() <= CHECKSUM_PORTION_BYTES:
+        return [places]
     begins = np.cumsum(sizes, dtype=np.uint64) - sizes
     portion = begins // np.uint64(CHECKSUM_PORTION_BYTES)
-    return np.split(places, np.flatnonzero(np.diff(portion)) + 1) if len(places) else []
+    return np.split(places, np.flatnonzero(np.diff(portion)) + 1)
 
 
 def refuses_without_checksum(mode: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.records import PAGE_BYTES_MAX, RECORD, RECORD_BYTES
+from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.model.runs import U64, PageRuns
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_S, Breakers
@@ -108,11 +108,20 @@ class WriteOutcome:
 
 @attrs.frozen(eq=False)
 class _Slots:
-    """The slots of a portion. unnamed: its keys, packed, if the home node does not know them."""
+    """The slots of a portion.
 
-    states: npt.NDArray[np.uint8]
+    states:  a byte a page; offsets: (n,), of those that are RESERVED.
+    unnamed: its keys, packed, if the home node does not know them.
+    """
+
+    states: bytes
     offsets: U64
     unnamed: bytes
+
+    def reserved(self) -> Places:
+        """Return which pages have a slot to be written."""
+        places: Places = (np.frombuffer(self.states, np.uint8) == RESERVED).nonzero()[0]
+        return places
 
 
 @attrs.frozen(eq=False)
@@ -187,27 +196,24 @@ class Writer:
         outcome = WriteOutcome(np.zeros(len(keys), np.bool_), [""] * len(keys))
         lengths = runs.lengths
         sane = (lengths > 0) & (lengths <= PAGE_BYTES_MAX)
-        for place in np.flatnonzero(~sane).tolist():
-            outcome.reasons[place] = reasons.TOO_LARGE if lengths[place] else reasons.WRONG_SIZE
-        places = np.flatnonzero(sane)
+        places = sane.nonzero()[0]
+        if len(places) < len(keys):
+            for place in np.flatnonzero(~sane).tolist():
+                outcome.reasons[place] = reasons.TOO_LARGE if lengths[place] else reasons.WRONG_SIZE
         while len(places):
             if self.clock() >= until:
                 _refuse(outcome, places, reasons.DEADLINE)
                 break
             one_round = _Round(self, home, reservations, until, outcome)
-            full = yield from one_round.store(
-                [
-                    _Portion(some, keys[some], runs.take(some))
-                    for some in portions_of(places, lengths, self._portion_bytes)
-                ]
-            )
+            full = yield from one_round.store(_portions_of(keys, runs, places, self._portion_bytes))
             if one_round.ended_by or len(full) == len(places):
                 # What found no room while others were stored may find it now; else the pool stays
                 # full.
                 _refuse(outcome, places, one_round.ended_by or reasons.POOL_FULL)
                 break
             places = full
-        _spread_repeats(keys, outcome)
+        if not outcome.stored.all():
+            _spread_repeats(keys, outcome)
         return outcome
 
 
@@ -242,14 +248,14 @@ class _Round:
         """Store what there is room for, by the deadline; return the places that found no room."""
         try:
             yield from self._copy_all(portions)
-            full: list[Places] = [portions[0].places[:0]]
+            full: list[Places] = []
             for portion in portions:
                 answer: Committed | None = None
                 if portion.commit is not None:
                     answer = yield from self._committed(portion.commit, len(portion.keys))
                 if portion.slots is not None:
                     full.append(self._settle(portion, portion.slots, answer))
-            return np.concatenate(full)
+            return np.concatenate(full) if len(full) > 1 else (full or [portions[0].places[:0]])[0]
         finally:
             # Only now: a reservation that is not listed may be freed while its Commit is in flight.
             for portion in portions:
@@ -297,15 +303,14 @@ class _Round:
         portion.sequence, count = ahead.sequence, len(portion.keys)
         if ahead.offsets is None:
             # The same number again: the home node repeats its answer, or gives it now.
-            lengths = ahead.lengths.tobytes()
-            reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", lengths)
+            reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", ahead.lengths)
             granted = yield from self._insist(reserve)
             if isinstance(granted, Granted):
-                ahead.offsets = offsets_of(granted, len(ahead.lengths))
+                ahead.offsets = offsets_of(granted, len(ahead.lengths) // 8)
         if ahead.offsets is None:
             self._reservations.end(ahead.sequence)
             return
-        states = np.full(count, RESERVED, np.uint8)
+        states = bytes((RESERVED,)) * count
         portion.slots = _Slots(states, ahead.offsets[:count], portion.keys.tobytes())
 
     def _reserve(self, portion: _Portion, *, is_sent: bool) -> Generator[Step, Any, None]:
@@ -323,8 +328,7 @@ class _Round:
         granted = yield from self._answer(reserve)
         if not isinstance(granted, Granted) or not _fits(granted, len(portion.keys)):
             return None
-        states = np.frombuffer(granted.states, np.uint8)
-        return _Slots(states, np.frombuffer(granted.offsets, np.uint64), b"")
+        return _Slots(granted.states, np.frombuffer(granted.offsets, np.uint64), b"")
 
     # --- copy -------------------------------------------------------------------------------------
 
@@ -334,24 +338,29 @@ class _Round:
         A page that has no checksum in time, and that no reader of this mode would take without
         one, is not marked: it would stand in the way of the next set of its key.
         """
-        wanted = np.flatnonzero(slots.states == RESERVED)
-        if not len(wanted):
+        count = slots.states.count(RESERVED)
+        if not count:
             return
         runs, written, copied_by = portion.runs, portion.written, self._copied_by
         # Where every page needs a checksum, they are made in time for what was copied.
         needs_checksums = refuses_without_checksum(self._verify)
         kept_back_s = (copied_by - self._clock()) * CHECKSUM_PART if needs_checksums else 0.0
         until = copied_by - kept_back_s
-        count: int = yield Place(slots.offsets[wanted], runs.take(wanted), until)
-        done = wanted[:count]
-        written[done] = 1
+        if count == len(runs):
+            count = yield Place(slots.offsets, runs, until)
+            written[:count] = 1
+        else:
+            wanted = slots.reserved()
+            count = yield Place(slots.offsets[wanted], runs.take(wanted), until)
+            written[wanted[:count]] = 1
         sampled = wants_checksum(portion.keys, self._verify)
-        sampled = sampled[written[sampled] == 1]
+        if count < len(runs):
+            sampled = sampled[written[sampled] == 1]
         for part in checksum_portions(sampled, runs.lengths):
             # A late page is lost; without a checksum its generation still verifies it.
             if self._clock() >= copied_by:
                 break
-            portion.checksums[part] = yield Checksum(runs.take(part))
+            portion.checksums[part] = yield Checksum(runs, part)
         if needs_checksums:
             written[portion.checksums == 0] = 0
 
@@ -361,21 +370,21 @@ class _Round:
         self, portion: _Portion, slots: _Slots, *, is_sent: bool, is_first: bool
     ) -> Generator[Step, Any, None]:
         """Commit what was written; is_sent: now, and its answer is taken later."""
-        written = portion.written
-        if not written.any():
-            if (slots.states == RESERVED).any():
+        written = np.count_nonzero(portion.written)
+        if not written:
+            if RESERVED in slots.states:
                 yield Post(((self._home, Abort(portion.sequence)),))
             return
         now = self._clock()
         patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (self._until - now) / 2))
         ahead: tuple[int, ...] = ()
-        if is_first and written.all():
+        if is_first and written == len(portion.written):
             # Another batch often follows one that was all new.
             ahead = self._reservations.ask_ahead(portion.runs.lengths, now)
         message = Commit(
             0,
             portion.sequence,
-            written.tobytes(),
+            portion.written.tobytes(),
             portion.checksums.tobytes(),
             patience_s,
             slots.unnamed,
@@ -427,22 +436,25 @@ class _Round:
     def _settle(self, portion: _Portion, slots: _Slots, committed: Committed | None) -> Places:
         """Note the outcome of each page; return the places that found no room."""
         outcome, places, written = self._outcome, portion.places, portion.written
-        final_states = slots.states.copy()
-        reserved = slots.states == RESERVED
         if committed is not None:
-            final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
-            self._cache.store(np.frombuffer(committed.records, RECORD), self._clock())
+            self._cache.store_packed(committed.records, self._clock())
             count = len(committed.records) // RECORD_BYTES
             outcome.unpublished += max(0, count - committed.published)
+            if np.count_nonzero(written) == committed.states.count(COMMITTED) == len(written):
+                # All of it, as nearly always: what follows would find the same.
+                self._stored(places)
+                outcome.copied += len(places)
+                outcome.copied_bytes += int(portion.runs.lengths.sum())
+                return places[:0]
+        final_states = np.frombuffer(slots.states, np.uint8).copy()
+        reserved = slots.reserved()
+        if committed is not None:
+            final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
         else:
             final_states[reserved] = ABORTED
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
-        outcome.stored[places[stored]] = True
-        if any(outcome.reasons):
-            # An earlier round may have found no room for it.
-            for place in places[stored].tolist():
-                outcome.reasons[place] = ""
+        self._stored(places[stored])
         outcome.copied += int(ours.sum())
         outcome.copied_bytes += int(portion.runs.lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())
@@ -451,21 +463,46 @@ class _Round:
         full: Places = places[final_states == REFUSED_FULL]
         return full
 
+    def _stored(self, places: Places) -> None:
+        """Note that the pages at these places of the batch are at home."""
+        outcome = self._outcome
+        outcome.stored[places] = True
+        if any(outcome.reasons):
+            # An earlier round may have found no room for it.
+            for place in places.tolist():
+                outcome.reasons[place] = ""
 
-def portions_of(places: Places, lengths: U64, portion_bytes: int) -> list[Places]:
-    """Cut the open places of a batch into portions of about equally many bytes, in order.
 
-    lengths: bytes of each page of the batch. A portion has portion_bytes at least, and
-    RESERVE_PAGES_MAX pages at most.
+def _portions_of(
+    keys: PageKeys, runs: PageRuns, places: Places, portion_bytes: int
+) -> list[_Portion]:
+    """Return the portions of the open places of a batch, which rise."""
+    if len(places) < len(keys):
+        keys, runs = keys[places], runs.take(places)
+    cuts = cuts_of(runs.lengths, portion_bytes)
+    if len(cuts) == 2:
+        return [_Portion(places, keys, runs)]
+    return [
+        _Portion(places[begin:end], keys[begin:end], runs.between(begin, end))
+        for begin, end in pairwise(cuts)
+    ]
+
+
+def cuts_of(lengths: U64, portion_bytes: int) -> list[int]:
+    """Return where pages are cut into portions of about equally many bytes, the ends included.
+
+    lengths: bytes of each page. A portion has portion_bytes at least, and RESERVE_PAGES_MAX pages
+    at most.
     """
-    ends = lengths[places].cumsum(dtype=np.int64)
-    count = min(PORTIONS_MAX, int(ends[-1]) // portion_bytes)
+    pages, total = len(lengths), int(lengths.sum())
+    count = min(PORTIONS_MAX, total // portion_bytes)
+    if count <= 1 and pages <= RESERVE_PAGES_MAX:
+        return [0, pages]
     cuts: set[int] = set()
     if count > 1:
-        wanted = ends[-1] * np.arange(1, count) // count
-        cuts = set((ends.searchsorted(wanted) + 1).tolist())
-    begins = sorted(cuts | {*range(0, len(places), RESERVE_PAGES_MAX), len(places)})
-    return [places[begin:end] for begin, end in pairwise(begins)]
+        wanted = [total * part // count for part in range(1, count)]
+        cuts = set((lengths.cumsum(dtype=np.int64).searchsorted(wanted) + 1).tolist())
+    return sorted(cuts | {*range(0, pages, RESERVE_PAGES_MAX), pages})
 
 
 def _fits(granted: Granted, pages: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import attrs
 import numpy as np
 import pytest
+import xxhash
 
 from peercache.client import bridge as bridge_module
 from peercache.client.bridge import Bridge, checksums_of
@@ -116,7 +117,7 @@ def test_a_path_is_driven_to_its_end() -> None:
         page = np.arange(10, dtype=np.uint8)
         seen.append((yield Ask((), 0.0)))
         seen.append((yield Post(())))
-        seen.append((yield Checksum(PageRuns.of([[(page.ctypes.data, 10)]]))).shape)
+        seen.append((yield Checksum(PageRuns.of([[(page.ctypes.data, 10)]]), np.array([0]))).shape)
         seen.append((yield Place(np.empty(0, np.uint64), PageRuns.of([]), 0.0)))
         return "done"
 
@@ -407,12 +408,14 @@ def test_a_checksum_is_of_the_bytes_whatever_their_runs() -> None:
     """Gathered from pieces or whole; zero would mean that there is none."""
     page = np.arange(100, dtype=np.uint8)
     at = page.ctypes.data
-    whole = PageRuns.of([[(at, 100)], [(at, 50)]])
-    pieces = PageRuns.of([[(at, 7), (at + 7, 0), (at + 7, 93)], [(at, 50)]])
+    whole = PageRuns.of([[(at, 100)], [(at, 60)], [(at, 50)]])
+    pieces = PageRuns.of([[(at, 7), (at + 7, 0), (at + 7, 93)], [(at, 60)], [(at, 50)]])
+    some = np.array([2, 0])
 
-    assert checksums_of(whole).tolist() == checksums_of(pieces).tolist()
-    assert len(set(checksums_of(whole).tolist())) == 2
-    assert checksums_of(whole).all()
+    digests = checksums_of(whole, some).tolist()
+
+    assert digests == checksums_of(pieces, some).tolist()
+    assert digests == [xxhash.xxh3_64_intdigest(page[:size].tobytes()) for size in (50, 100)]
 
 
 def test_read_that_was_queued_without_a_thread_never_begins(

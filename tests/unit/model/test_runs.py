@@ -46,6 +46,22 @@ def test_take_chooses_pages_in_the_order_given(
     assert listed(taken) == [pages[page] for page in chosen]
 
 
+@given(pages_of_runs, st.data())
+def test_the_pages_between_two_places_are_those_of_the_list(
+    pages: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    """They begin with their own first run, and can be cut again."""
+    begin = data.draw(st.integers(0, len(pages)))
+    end = data.draw(st.integers(begin, len(pages)))
+
+    some = PageRuns.of(pages).between(begin, end)
+
+    assert listed(some) == pages[begin:end]
+    assert some.lengths.tolist() == [sum(size for _, size in page) for page in pages[begin:end]]
+    assert listed(some.between(0, len(some))) == pages[begin:end]
+    assert listed(PageRuns.joined([some, some])) == 2 * pages[begin:end]
+
+
 @given(st.integers(0, 6), st.integers(1, 4))
 def test_regular_batch_equals_its_lists(page_count: int, run_count: int) -> None:
     """Flat lists with the same number of runs a page are cut evenly."""
@@ -58,6 +74,7 @@ def test_regular_batch_equals_its_lists(page_count: int, run_count: int) -> None
     assert listed(runs) == [
         flat[page * run_count : (page + 1) * run_count] for page in range(page_count)
     ]
+    assert runs.lengths.tolist() == [sum(size for _, size in page) for page in listed(runs)]
 
 
 def test_addresses_above_two_to_the_63_survive() -> None:

@@ -20,7 +20,7 @@ from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 def checksum_of(name: str) -> int:
     page = content_of(name)
-    return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]))[0])
+    return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]), np.array([0]))[0])
 
 
 def test_page_without_a_checksum_is_not_disputed() -> None:

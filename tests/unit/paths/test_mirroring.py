@@ -307,7 +307,7 @@ def test_the_checksum_of_the_record_goes_with_the_page() -> None:
     """Under `full` a copy without one would be refused by every reader."""
     world = far_world(verify="full")
     page = content_of("a")
-    digest = int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]))[0])
+    digest = int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]), np.array([0]))[0])
     held(world, 3, "a", flags=RESIDENT | HAS_CHECKSUM, checksum=digest)
 
     assert world.get("a").mirrored == 1

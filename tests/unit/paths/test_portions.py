@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from peercache.observability import reasons
 from peercache.paths import writing
 from peercache.paths.steps import Ask, Collect, Place, Post, Submit
-from peercache.paths.writing import COMMIT_S, RESEND_S, portions_of
+from peercache.paths.writing import COMMIT_S, RESEND_S, cuts_of
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,
@@ -335,17 +336,29 @@ def test_a_small_batch_is_one_portion_and_asks_as_before() -> None:
 )
 def test_portions_are_the_batch_in_order(lengths: list[int], portion_bytes: int) -> None:
     """Each page once; no portion is empty, too many pages, or one too many."""
-    places = np.arange(0, 2 * len(lengths), 2)
-    of_batch = np.zeros(2 * len(lengths), np.uint64)
-    of_batch[places] = lengths
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "RESERVE_PAGES_MAX", 16)
-        portions = portions_of(places, of_batch, portion_bytes)
+        cuts = cuts_of(np.array(lengths, np.uint64), portion_bytes)
 
-    assert np.concatenate(portions).tolist() == places.tolist()
-    assert all(0 < len(portion) <= 16 for portion in portions)
+    assert (cuts[0], cuts[-1]) == (0, len(lengths))
+    assert all(0 < end - begin <= 16 for begin, end in pairwise(cuts))
     most = writing.PORTIONS_MAX + len(lengths) // 16
-    assert len(portions) <= most
+    assert len(cuts) - 1 <= most
     if sum(lengths) < 2 * portion_bytes and len(lengths) <= 16:
-        assert len(portions) == 1
+        assert len(cuts) == 2
+
+
+def test_pages_that_no_pool_takes_stand_in_no_portion() -> None:
+    """Their neighbours keep their names, their bytes and their places in the answer."""
+    world = world_of_portions()
+    pages = [content_of(name) for name in NAMES]
+    pages[1] = pages[9] = content_of("none", 0)
+
+    outcome = world.set(NAMES, pages)
+
+    stored = [place not in (1, 9) for place in range(12)]
+    assert outcome.stored.tolist() == stored
+    assert [why == reasons.WRONG_SIZE for why in outcome.reasons] == [not one for one in stored]
+    assert len(told_home(world, Commit)) == 2
+    kept = [name for name, one in zip(NAMES, stored, strict=True) if one]
+    assert world.get(*kept).hits == [True] * 10

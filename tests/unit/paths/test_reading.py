@@ -26,7 +26,7 @@ from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 def checksum_of(name: str) -> int:
     page = content_of(name)
-    return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]))[0])
+    return int(checksums_of(PageRuns.of([[(page.ctypes.data, page.nbytes)]]), np.array([0]))[0])
 
 
 def held(world: World, holder: int, name: str, **fields: int) -> Records:

@@ -93,7 +93,7 @@ def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:
 
     outcome = world.set(NAMES, timeout_s=1.0)
 
-    made = sum(len(step.runs) for step in world.steps if isinstance(step, Checksum))
+    made = sum(len(step.pages) for step in world.steps if isinstance(step, Checksum))
     assert 0 < made < len(NAMES)
     assert made == outcome.stored.sum()
 

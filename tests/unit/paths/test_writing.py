@@ -516,7 +516,7 @@ def test_checksums_are_those_of_the_source() -> None:
     world.set(["a", "b"], pages)
 
     commit = told_home(world, Commit)[0]
-    assert commit.checksums == checksums_of(runs_of(pages)).tobytes()
+    assert commit.checksums == checksums_of(runs_of(pages), np.arange(2)).tobytes()
     assert world.get("a", "b").hits == [True, True]
 
 

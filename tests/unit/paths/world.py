@@ -481,9 +481,9 @@ class World:
                 return [self._read(read, step.until) for read in step.reads]
             case Place():
                 return self._place(step)
-            case Checksum(runs):
+            case Checksum(runs, pages):
                 self.now += self.checksum_s
-                return checksums_of(runs)
+                return checksums_of(runs, pages)
 
     def _send(self, peer: int, message: Message) -> int:
         node = self.nodes[peer]
