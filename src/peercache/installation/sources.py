@@ -15,6 +15,7 @@ SOURCES = (
     "actors/directory/_table_batches.c",
     "actors/directory/_table_finding.c",
     "actors/directory/_table_memory.c",
+    "actors/pool/_records.c",
     "model/_keys.c",
     "memory/_scatter.c",
     "memory/_seals.c",

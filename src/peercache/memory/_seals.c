@@ -19,10 +19,15 @@ struct seal {
 _Static_assert(sizeof(struct seal) == 32, "as in model/seal.py");
 
 /* Store word `words[i]` at seal `indices[i]`, in order; with `named`, its key, space and length
- * first. The word that is replaced is odd then: no reader trusts what stands beside it. */
-void peercache_seals_store(struct seal *table, const int64_t *indices, const uint64_t *words,
-                           const struct seal *named, uint64_t count)
+ * first. The word that is replaced is odd then: no reader trusts what stands beside it. Returns
+ * whether all indices are in the table: with any other, which would change what is no seal, nothing
+ * is stored. */
+int peercache_seals_store(struct seal *table, uint64_t table_count, const int64_t *indices,
+                          const uint64_t *words, const struct seal *named, uint64_t count)
 {
+    for (uint64_t at = 0; at < count; at++)
+        if ((uint64_t)indices[at] >= table_count)
+            return 0;
     if (named) {
         for (uint64_t at = 0; at < count; at++) {
             struct seal *seal = &table[indices[at]];
@@ -36,6 +41,7 @@ void peercache_seals_store(struct seal *table, const int64_t *indices, const uin
         __atomic_store_n(&table[indices[at]].word, words[at], __ATOMIC_RELEASE);
     /* A slot is granted, and written to, after its word is odd. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return 1;
 }
 
 /* Seals of one call of the kernel: IOV_MAX of Linux. */

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from peercache.errors import AddressTaken, PoolTooLarge
 from peercache.memory.kernel import Bytes, prefault, unfault
 from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
-from peercache.memory.seals import store
+from peercache.memory.seals import SealStore
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import Incarnation
 from peercache.model.runs import I64, U64
@@ -63,6 +63,7 @@ class PublishedSegment:
         mapping = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED)
         self._whole: Bytes = np.frombuffer(mapping, np.uint8)
         self.seals: Seals = np.frombuffer(mapping, SEAL, layout.seals_count, layout.seals_offset)
+        self._store = SealStore(self.seals)
         self.words: U64 = self.seals["word"]
         self.pages: Bytes = self._whole[layout.pages_offset :]
 
@@ -125,12 +126,12 @@ class PublishedSegment:
         return self.usable_bytes
 
     def store_words(self, indices: I64, values: U64, named: Seals | None = None) -> None:
-        """Store `values[i]` at word `indices[i]`, in order; see `memory.seals.store`.
+        """Store `values[i]` at word `indices[i]`, in order; see `memory.seals.SealStore`.
 
         indices: (n,) int64, granules of the page memory. values: (n,) uint64.
         named:   (n,) SEAL, whose key, space and length are stored before the words.
         """
-        store(self.seals, indices, values, named)
+        self._store.store(indices, values, named)
 
     def close(self) -> None:
         """Unlink the file and let go of the memory, after a step of `populate` in progress.
@@ -148,6 +149,7 @@ class PublishedSegment:
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._whole = self.pages = empty
         self.seals = np.empty(0, SEAL)
+        self._store = SealStore(self.seals)
         self.words = np.empty(0, np.uint64)
         os.close(self._file)
 

@@ -13,36 +13,40 @@ from peercache.model.runs import I64, U64
 from peercache.model.seal import ODD, SEAL, Seals, unread_seals
 
 _store = function(
-    "peercache_seals_store", None, *[ctypes.c_void_p] * 4, ctypes.c_uint64, keeps_gil=True
-)
+    "peercache_seals_store", ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, *[ctypes.c_char_p] * 3,
+    ctypes.c_uint64, keeps_gil=True,
+)  # fmt: skip
 _LOAD = (ctypes.c_void_p, *(ctypes.c_uint64,) * 2, *(ctypes.c_void_p,) * 2, ctypes.c_uint64)
 _words = function("peercache_seals_words", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
 _load = function("peercache_seals_load", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
 
 
-def store(table: Seals, indices: I64, words: U64, named: Seals | None = None) -> None:
-    """Store `words[i]` at seal `indices[i]`, in order, each as one aligned 8-byte store.
+@final
+class SealStore:
+    """Where a node stores seals: those of its own segment, which must stay mapped meanwhile."""
 
-    table:   the seals of a segment. indices: (n,) int64. words: (n,) uint64.
-    named:   (n,) SEAL, whose key, space and length are stored before the words; None keeps those
-             that are there.
-    """
-    assert indices.dtype == np.int64, indices.dtype
-    assert words.dtype == np.uint64, words.dtype
-    assert indices.shape == words.shape, (indices.shape, words.shape)
-    assert named is None or (named.dtype == SEAL and named.shape == indices.shape), named
-    if len(indices) == 0:
-        return
-    _check(table, indices)
-    indices, words = np.ascontiguousarray(indices), np.ascontiguousarray(words)
-    packed = None if named is None else np.ascontiguousarray(named)
-    _store(
-        table.ctypes.data,
-        indices.ctypes.data,
-        words.ctypes.data,
-        None if packed is None else packed.ctypes.data,
-        len(indices),
-    )
+    def __init__(self, seals: Seals) -> None:
+        """Store into (n,) SEAL, one a granule."""
+        self._address, self._count = seals.ctypes.data, len(seals)
+
+    def store(self, indices: I64, words: U64, named: Seals | None = None) -> None:
+        """Store `words[i]` at seal `indices[i]`, in order, each as one aligned 8-byte store.
+
+        indices: (n,) int64. words: (n,) uint64.
+        named:   (n,) SEAL, whose key, space and length are stored before the words; None keeps
+                 those that are there.
+        """
+        assert indices.dtype == np.int64, indices.dtype
+        assert words.dtype == np.uint64, words.dtype
+        assert indices.shape == words.shape, (indices.shape, words.shape)
+        assert named is None or (named.dtype == SEAL and named.shape == indices.shape), named
+        # As bytes: to ask numpy for the place of an array takes longer than the call.
+        done = _store(
+            self._address, self._count, indices.tobytes(), words.tobytes(),
+            None if named is None else named.tobytes(), len(indices),
+        )  # fmt: skip
+        # A wrong index would change what is no seal.
+        assert done, (indices, self._count)
 
 
 @final
@@ -86,9 +90,3 @@ class SealTable:
         # A wrong offset would load what is no seal.
         assert done >= 0, (offsets, self._count)
         return bool(done)
-
-
-def _check(table: Seals, indices: I64) -> None:
-    # A wrong index would change what is no seal.
-    assert int(indices.min()) >= 0, indices
-    assert int(indices.max()) < len(table), (indices, len(table))

@@ -11,6 +11,7 @@ import pytest
 from peercache.actors.mailboxes import PagesCommitted, RecordsChanged
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
+from peercache.actors.pool.page_table import PackedPages, PageTable
 from peercache.model.ids import Incarnation
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove
@@ -299,6 +300,25 @@ def test_metrics_follow_the_figures() -> None:
     assert sample("peercache_pool_bytes", state="used") == 3 * PAGE
     assert sample("peercache_pool_bytes", state="reserved") == PAGE
     assert sample("peercache_pool_bytes", state="free") == 0
+
+
+def test_a_page_is_published_only_where_its_slot_could_be_written_to() -> None:
+    """Under an even word, or beyond the page memory, is our bug: nothing is stored."""
+    table = PageTable(incarnation=Incarnation(1), granule=GRANULE, granules=4, sequence=7)
+    table.protect([0, 1])
+
+    for other in (2, 4):
+        offsets = np.array([0, other * GRANULE], "<u8").tobytes()
+        pages = PackedPages(5, bytes(32), offsets, offsets, bytes(16))
+        with pytest.raises(AssertionError, match="even word"):
+            table.publish(pages)
+
+    offsets = np.array([0, GRANULE], "<u8").tobytes()
+    records, stored = table.publish(PackedPages(5, bytes(32), offsets, offsets, bytes(16)))
+    assert records["generation"].tolist() == stored.values.tolist() == [14, 12]
+    assert stored.indices.tolist() == [0, 1]
+    assert stored.seals is not None
+    assert stored.seals["space"].tolist() == [5, 5]
 
 
 def test_message_that_is_not_for_a_pool_is_a_bug() -> None:

@@ -64,6 +64,9 @@ def test_store_words_changes_the_named_words_and_no_others(shm_dir: Path) -> Non
         segment.store_words(np.array([-1]), np.array([40], np.uint64))
     with pytest.raises(AssertionError):
         segment.store_words(np.array([8]), np.array([40], np.uint64))
+    with pytest.raises(AssertionError):
+        # Not even those before it.
+        segment.store_words(np.array([0, 8]), np.array([40, 40], np.uint64))
     assert segment.words.tolist() == [0, 0, 0, 30, 0, 20, 0, 0]
     segment.close()
 

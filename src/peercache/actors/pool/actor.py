@@ -460,7 +460,7 @@ class Pool:
         ahead = self._reservations.tell(origin.identity)
         then = asked_beside(origin, commit, reservation)
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
-        if not made:
+        if made is None:
             return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
         records, words = self._pages.publish(made)
         told = RecordsChanged(records, NO_DROPS)
@@ -481,7 +481,7 @@ class Pool:
         self._reservations.end(origin.identity, commit.sequence, states)
         here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
         answer = Committed(commit.request, commit.sequence, states, here.tobytes(), 0)
-        if not made:
+        if made is None:
             return [Send(origin, answer)]
         records, words = self._pages.publish(made)
         told = RecordsChanged(records, NO_DROPS)

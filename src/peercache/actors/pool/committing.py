@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from peercache.actors.pool.page_table import Page, PageTable
+from peercache.actors.pool.page_table import PackedPages, PageTable
 from peercache.actors.pool.reservations import Reservation
 from peercache.actors.pool.size_classes import Slot
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.model.keys import split_keys
+from peercache.model.keys import KEY, split_keys
 from peercache.wire.messages.pool import ABORTED, COMMITTED, HERE, REFUSED_SIZE, Commit
 
 
 def commit_pages(
     slots: SlotAllocator, pages: PageTable, reservation: Reservation, commit: Commit
-) -> tuple[bytes, list[Page]]:
+) -> tuple[bytes, PackedPages | None]:
     """Hold the written pages and enter them; return the state of each page, and those entered.
 
     It goes from the last page to the first, which so becomes the hottest: a chain loses its tail
@@ -30,11 +31,12 @@ def commit_pages(
     if is_whole and pages.are_new(keys):
         # What nearly every batch is, in a third of the time.
         slots.hold(last_first)
-        added = pages.add(
-            keys[::-1], last_first, lengths[::-1], reservation.namespace, checksums[::-1]
-        )
-        return bytes((COMMITTED,)) * len(keys), added[::-1]
-    return _page_by_page(slots, pages, reservation, commit.written, (keys, lengths, checksums))
+        pages.add(keys[::-1], last_first, lengths[::-1], reservation.namespace, checksums[::-1])
+        return bytes((COMMITTED,)) * len(keys), _batch(reservation, commit.checksums)
+    told = (keys, lengths, checksums)
+    states = _page_by_page(slots, pages, reservation, commit.written, told)
+    made = np.frombuffer(states, np.uint8) == COMMITTED
+    return states, _batch(reservation, commit.checksums, made) if made.any() else None
 
 
 def _page_by_page(
@@ -43,10 +45,9 @@ def _page_by_page(
     reservation: Reservation,
     written: bytes,
     told: tuple[Sequence[bytes], Sequence[int], Sequence[int]],
-) -> tuple[bytes, list[Page]]:
+) -> bytes:
     keys, lengths, checksums = told
     states = bytearray(reservation.states)
-    made: list[Page] = []
     for index in range(len(keys) - 1, -1, -1):
         slot: Slot | None = reservation.slots[index]
         rival = pages.find(keys[index])
@@ -67,8 +68,19 @@ def _page_by_page(
             states[index] = COMMITTED
             slots.hold([slot])
             one = slice(index, index + 1)
-            made += pages.add(
-                keys[one], [slot], lengths[one], reservation.namespace, checksums[one]
-            )
-    made.reverse()
-    return bytes(states), made
+            pages.add(keys[one], [slot], lengths[one], reservation.namespace, checksums[one])
+    return bytes(states)
+
+
+def _batch(
+    reservation: Reservation, checksums: bytes, chosen: npt.NDArray[np.bool_] | None = None
+) -> PackedPages:
+    """Return pages of a reservation, packed: all of them, or those that are chosen."""
+    keys, offsets, lengths = reservation.keys, reservation.offsets, reservation.lengths
+    if chosen is not None:
+        keys = np.frombuffer(keys, KEY)[chosen].tobytes()
+        offsets, lengths, checksums = (
+            np.frombuffer(packed, "<u8")[chosen].tobytes()
+            for packed in (offsets, lengths, checksums)
+        )
+    return PackedPages(reservation.namespace, keys, offsets, lengths, checksums)
