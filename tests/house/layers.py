@@ -22,7 +22,7 @@ LAYERS: dict[str, str] = {
     "actors.membership": "model observability wire.messages actors",
     "actors.ring": "model actors",
     "actors.directory": "model observability installation wire.messages actors",
-    "actors.publisher": "model observability wire.messages actors",
+    "actors.publisher": "model observability installation wire.messages actors",
     "actors.pool": "model observability installation wire.messages actors",
     "actors.disk": "model observability wire.messages actors",
     "actors.removal": "model wire.messages actors",

@@ -16,6 +16,7 @@ SOURCES = (
     "actors/directory/_table_finding.c",
     "actors/directory/_table_memory.c",
     "actors/pool/_records.c",
+    "actors/publisher/_streams.c",
     "model/_keys.c",
     "memory/_scatter.c",
     "memory/_seals.c",

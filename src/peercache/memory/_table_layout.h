@@ -86,6 +86,24 @@ _Static_assert(sizeof(struct row) == 64, "a line of the processor's cache");
 _Static_assert(sizeof(struct record) == 56, "as in model/records.py");
 _Static_assert(sizeof(struct table) <= PAGE_BYTES, "a header is one page");
 
+static inline uint64_t mixed(uint64_t word)
+{
+    /* The finaliser of splitmix64 (Steele, Lea, Flood 2014), wrapping on purpose. */
+    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
+    word = (word ^ word >> 27) * 0x94d049bb133111eb;
+    return word ^ word >> 31;
+}
+
+/* Return what the digest of a stream's bucket XORs together, at holder and owner: see `Content` in
+ * model/records.py. */
+static inline uint64_t digest_of(const uint8_t *key, uint64_t generation, uint32_t flags)
+{
+    uint64_t halves[2];
+
+    memcpy(halves, key, sizeof(halves));
+    return mixed(halves[0] ^ mixed(halves[1] ^ mixed(generation)) ^ flags);
+}
+
 static inline uint64_t home_of(const struct index *index, uint32_t tag)
 {
     return (uint64_t)tag * index->capacity >> 32;

@@ -67,33 +67,21 @@ NUMBERS_AHEAD_MAX = 2**40
 """How far ahead of its own number a holder lets an owner put it: 65,536 unanswered stalls."""
 
 
-def digest_of(records: Records) -> npt.NDArray[np.uint64]:
-    """Return one 64-bit digest a record, (n,): what a stream summary XORs together.
-
-    A multiply-xor-shift mix of key, generation and flags; equal sets have equal XORs, and an
-    accidental equality of unequal sets has a chance of 2**-64 (no defence against an adversary,
-    who could lie outright).
-    """
-    halves = np.ascontiguousarray(records["key"]).view("<u8").reshape(-1, 2)
-    mixed = halves[:, 0] ^ _mix(halves[:, 1] ^ _mix(records["generation"]))
-    return _mix(mixed ^ records["flags"].astype(np.uint64))
-
-
-def buckets_of(records: Records) -> npt.NDArray[np.intp]:
-    """Return the bucket of each record or drop, (n,): byte 0 of its key."""
-    keys = np.ascontiguousarray(records["key"]).view(np.uint8)
-    return keys.reshape(-1, 16)[:, 0].astype(np.intp)
-
-
 def keys_of(records: Records) -> list[bytes]:
     """Return the keys of records or drops, as dictionaries want them."""
-    packed = records["key"].tobytes()
-    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+    # Of both the key is the first field: numpy would copy the fields one by one.
+    packed, step = records.tobytes(), records.dtype.itemsize
+    return [packed[at : at + 16] for at in range(0, len(packed), step)]
 
 
 @attrs.define(eq=False)
 class Content:
-    """The size of a set of records, and a digest for each bucket.
+    """The size of a set of records, and for each bucket the XOR of the records' digests.
+
+    A record's digest is a multiply-xor-shift mix (splitmix64) of key, generation and flags; it is
+    compiled, in `memory/_table_layout.h`, for holder and owner. Equal sets have equal XORs, and an
+    accidental equality of unequal sets has a chance of 2**-64 (no defence against an adversary, who
+    could lie outright).
 
     Holder and owner each keep one for the records that the owner should hold of the holder.
     """
@@ -101,18 +89,6 @@ class Content:
     count: int = 0
     buckets: npt.NDArray[np.uint64] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.uint64))
 
-    def flip(self, buckets: npt.NDArray[np.intp], digests: npt.NDArray[np.uint64]) -> None:
-        """Add or remove records: XOR does both."""
-        np.bitwise_xor.at(self.buckets, buckets, digests)
-
     def digest(self) -> int:
         """Return the digest of the whole set."""
         return int(np.bitwise_xor.reduce(self.buckets))
-
-
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    # The finaliser of splitmix64 (Steele, Lea, Flood 2014), wrapping on purpose.
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
-    return mixed

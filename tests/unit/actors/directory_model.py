@@ -13,10 +13,9 @@ from peercache.model.records import (
     BUCKETS,
     DROP_BYTES,
     RECORD_BYTES,
-    buckets_of,
-    digest_of,
     from_bytes,
 )
+from tests.record_digests import buckets_of, digest_of
 
 
 def split(packed: bytes, unit: int = RECORD_BYTES) -> list[bytes]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Send
 from peercache.actors.origin import Origin
-from peercache.model.records import Content, Records, buckets_of, digest_of
+from peercache.model.records import Content, Records
 from peercache.observability.metrics import Metrics
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Delete, Put, StreamSummary
+from tests.record_digests import flip
 from tests.unit.actors.record_cluster import drops_of, key_of, records_of, view
 
 ME, A, B, C = 5, 11, 12, 13
@@ -43,7 +44,7 @@ def delete(number: int, names: list[int], generations: list[int]) -> Delete:
 def summary_of(number: int, *held: Records) -> StreamSummary:
     content = Content()
     for records in held:
-        content.flip(buckets_of(records), digest_of(records))
+        flip(content, records)
         content.count += len(records)
     return StreamSummary(number, content.count, content.digest())
 

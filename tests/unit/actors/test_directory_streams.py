@@ -8,7 +8,6 @@ from peercache.actors.directory import actor as directory
 from peercache.actors.directory import authority
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.model.member import DEAD
-from peercache.model.records import digest_of
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
@@ -19,6 +18,7 @@ from peercache.wire.messages.directory import (
     SummaryDiffers,
     SummaryMatches,
 )
+from tests.record_digests import digest_of
 from tests.unit.actors.lone_shard import (
     ME,
     A,

@@ -22,6 +22,7 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from tests.record_digests import flip
 from tests.unit.actors.lone_publisher import (
     ME,
     SUMMARIES,
@@ -205,7 +206,7 @@ def check_books(made: Publisher) -> None:
     for stream in made._streams.values():
         told = rows[stream.state(rows) != ABSENT]
         content = Content()
-        content.flip(table.buckets[told], table.digests[told])
+        flip(content, table.records[told])
         assert stream.content.count == len(told)
         assert stream.content.digest() == content.digest()
 

@@ -23,6 +23,7 @@ from peercache.model.records import (
     Records,
     keys_of,
 )
+from tests.record_digests import digest_of, flip
 
 M64 = 2**64 - 1
 
@@ -72,13 +73,17 @@ def test_records_survive_packing(rows: list[tuple[bytes, int, int]]) -> None:
 
     assert np.array_equal(records.from_bytes(made.tobytes()), made)
     assert records.keys_of(made) == [key for key, _, _ in rows]
-    assert records.buckets_of(made).tolist() == [key[0] for key, _, _ in rows]
 
 
 @given(st.lists(record_tuples, max_size=20))
 def test_digest_is_that_of_plain_arithmetic(rows: list[tuple[bytes, int, int]]) -> None:
-    """Every node computes the same number, whatever its numpy does with overflow."""
-    assert records.digest_of(records_from(rows)).tolist() == [slow_digest(*row) for row in rows]
+    """Every node computes the same number, whatever its processor does with overflow."""
+    made, table = records_from(rows), RecordTable()
+    stored = table.store(keys_of(made), np.full(len(rows), -1), made)
+
+    assert table.digests[stored].tolist() == [slow_digest(*row) for row in rows]
+    assert table.buckets[stored].tolist() == [key[0] for key, _, _ in rows]
+    assert digest_of(made).tolist() == table.digests[stored].tolist()
 
 
 @given(record_tuples, record_tuples)
@@ -86,7 +91,7 @@ def test_digest_tells_records_apart(
     one: tuple[bytes, int, int], other: tuple[bytes, int, int]
 ) -> None:
     """Another key, generation or tier is another digest."""
-    first, second = records.digest_of(records_from([one, other])).tolist()
+    first, second = digest_of(records_from([one, other])).tolist()
 
     assert (first == second) == (one == other)
 
@@ -104,23 +109,20 @@ def test_content_is_that_of_the_set(
     step_by_step, at_once = Content(), Content()
 
     for at in [*order, *sorted(gone)]:
-        one = records_from([rows[at]])
-        step_by_step.flip(records.buckets_of(one), records.digest_of(one))
-    left = records_from([row for at, row in enumerate(rows) if at not in gone])
-    at_once.flip(records.buckets_of(left), records.digest_of(left))
+        flip(step_by_step, records_from([rows[at]]))
+    flip(at_once, records_from([row for at, row in enumerate(rows) if at not in gone]))
 
     assert np.array_equal(step_by_step.buckets, at_once.buckets)
     assert step_by_step.digest() == at_once.digest()
     assert len(at_once.buckets) == BUCKETS
 
 
-def test_drops_have_keys_and_buckets_too() -> None:
-    """A drop is read with the same functions as a record."""
+def test_drops_have_keys_too() -> None:
+    """A drop is read with the same function as a record."""
     drops = np.zeros(2, DROP)
     drops["key"] = np.frombuffer(random.Random(1).randbytes(32), "V16")
 
     assert records.keys_of(drops) == [bytes(drops["key"][0]), bytes(drops["key"][1])]
-    assert records.buckets_of(drops).tolist() == [bytes(key)[0] for key in drops["key"]]
 
 
 def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> None:

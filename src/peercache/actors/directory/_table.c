@@ -269,21 +269,9 @@ static int has_rows(struct table *t, uint64_t more)
     return 1;
 }
 
-static uint64_t mixed(uint64_t word)
-{
-    /* The finaliser of splitmix64, as in model/records.py. */
-    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
-    word = (word ^ word >> 27) * 0x94d049bb133111eb;
-    return word ^ word >> 31;
-}
-
 void peercache_rows_flip(struct holder *holder, const struct row *row)
 {
-    uint64_t halves[2];
-
-    memcpy(halves, row->key, sizeof(halves));
-    halves[0] ^= mixed(halves[1] ^ mixed(row->generation));
-    holder->digests[row->key[0]] ^= mixed(halves[0] ^ row->flags);
+    holder->digests[row->key[0]] ^= digest_of(row->key, row->generation, row->flags);
 }
 
 static void copy_word(void *into, const void *from)

@@ -8,22 +8,23 @@ keeps the books.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.installation.library import function
 from peercache.model.records import (
     BUCKETS,
     DROP,
     NUMBERS_AHEAD_MAX,
     RECORD,
+    RECORD_BYTES,
     RECORDS_A_MESSAGE_MAX,
     Content,
     Records,
-    buckets_of,
-    digest_of,
 )
 from peercache.wire.messages.directory import Delete, HandedOver, Put, Repair, StreamSummary
 
@@ -54,6 +55,21 @@ repaired by buckets, at a rate."""
 _ROWS_AT_FIRST = 1024
 NO_ROWS: Rows = np.empty(0, np.intp)
 
+# Each call takes microseconds: to get the GIL back may take five milliseconds. What lasts is passed
+# by its place, a batch as bytes: to ask numpy for the place of an array takes longer than the call.
+_store = function(
+    "peercache_streams_store", None, *[ctypes.c_void_p] * 3, *[ctypes.c_char_p] * 2,
+    ctypes.c_uint64, keeps_gil=True,
+)  # fmt: skip
+_hold = function(
+    "peercache_streams_hold", ctypes.c_uint64, *[ctypes.c_void_p] * 2, ctypes.c_char_p,
+    ctypes.c_uint64, *[ctypes.c_void_p] * 2, ctypes.c_int, keeps_gil=True,
+)  # fmt: skip
+_confirm = function(
+    "peercache_streams_confirm", None, ctypes.c_void_p, *[ctypes.c_char_p] * 2, ctypes.c_uint64,
+    ctypes.c_void_p, keeps_gil=True,
+)  # fmt: skip
+
 
 @attrs.define(eq=False)
 class RecordTable:
@@ -63,16 +79,26 @@ class RecordTable:
     digests: npt.NDArray[np.uint64] = attrs.field(
         factory=lambda: np.zeros(_ROWS_AT_FIRST, np.uint64)
     )
-    buckets: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.intp))
     live: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
     moving: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
     """Rows whose owners changed, and which former owners may still hold."""
     rows: dict[bytes, int] = attrs.field(factory=dict)
     free: list[int] = attrs.field(factory=lambda: list(range(_ROWS_AT_FIRST - 1, -1, -1)))
+    places: tuple[int, int, int] = attrs.field(init=False)
+    """Where `records`, `digests` and `live` lie."""
+
+    def __attrs_post_init__(self) -> None:
+        """Note where the rows are."""
+        self._note_places()
 
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.rows)
+
+    @property
+    def buckets(self) -> npt.NDArray[np.uint8]:
+        """The bucket of each row's record, (n,) uint8: byte 0 of its key."""
+        return self.records.view(np.uint8).reshape(-1, RECORD_BYTES)[:, 0]
 
     def find(self, keys: list[bytes]) -> Rows:
         """Return the row of each key, (n,); -1 where there is none."""
@@ -86,12 +112,7 @@ class RecordTable:
                 if not self.free:
                     self._grow()
                 placed[at] = self.rows[key] = self.free.pop()
-        rows = np.array(placed, np.intp)
-        self.records[rows] = records
-        self.digests[rows] = digest_of(records)
-        self.buckets[rows] = buckets_of(records)
-        self.live[rows] = True
-        return rows
+        return self._fill(np.array(placed, np.intp), records.tobytes())
 
     def release(self, keys: list[bytes], rows: Rows) -> None:
         """Free the rows of these keys; no stream may hold them any more."""
@@ -101,14 +122,22 @@ class RecordTable:
         self.moving[rows] = False
         self.free.extend(rows.tolist())
 
+    def _fill(self, rows: Rows, packed: bytes) -> Rows:
+        assert len(packed) == RECORD_BYTES * len(rows), "no record for each row"
+        _store(*self.places, rows.tobytes(), packed, len(rows))
+        return rows
+
     def _grow(self) -> None:
         size = len(self.live)
         self.free.extend(range(2 * size - 1, size - 1, -1))
         self.records = _doubled(self.records)
         self.digests = _doubled(self.digests)
-        self.buckets = _doubled(self.buckets)
         self.live = _doubled(self.live)
         self.moving = _doubled(self.moving)
+        self._note_places()
+
+    def _note_places(self) -> None:
+        self.places = self.records.ctypes.data, self.digests.ctypes.data, self.live.ctypes.data
 
 
 @attrs.define(eq=False)
@@ -156,6 +185,8 @@ class OutgoingStream:
     repairing: bool = False
     _differing: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.bool_))
     _state: npt.NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
+    _places: tuple[int, int] = (0, 0)
+    """Where the buckets of `content` and `_state` lie."""
     _asks: int = 0
     """Questions since the last summary that matched."""
     _asked_number: int = -1
@@ -182,10 +213,15 @@ class OutgoingStream:
         again: bool = False,
     ) -> Put:
         """Send these rows' records, new to the owner or not."""
-        self._add(rows[self.state(rows) == ABSENT])
         records = self.table.records[rows]
-        self._await(Sent(now, rows, records["generation"], waiter, positions, again=again))
-        return Put(self.number, records.tobytes())
+        sent = Sent(now, rows, records["generation"], waiter, positions, again=again)
+        return self.put_told(sent, records.tobytes())
+
+    def put_told(self, sent: Sent, packed: bytes) -> Put:
+        """Send the packed records of its rows, which other streams may send, too."""
+        self._hold(sent.rows, is_held=True)
+        self._await(sent)
+        return Put(self.number, packed)
 
     def delete(self, rows: Rows, generations: npt.NDArray[np.uint64], now: float) -> Delete:
         """Withdraw these rows, all of which the owner should hold."""
@@ -205,9 +241,7 @@ class OutgoingStream:
 
     def retract(self, rows: Rows) -> None:
         """Take rows out of the books before their records change; a message must follow."""
-        self.content.flip(self.table.buckets[rows], self.table.digests[rows])
-        self.content.count -= len(rows)
-        self._states()[rows] = ABSENT
+        self._hold(rows, is_held=False)
 
     def confirm(self, number: int) -> list[Sent]:
         """Take the acknowledgement of one message; return what it settled, oldest first.
@@ -348,6 +382,7 @@ class OutgoingStream:
         """Begin anew at an owner that holds nothing of this node: each row must be put again."""
         self.content = Content()
         self._state = np.zeros(len(self._state), np.uint8)
+        self._note_places()
         self.pending.clear()
         self.complete = b""
         self._differing[:] = False
@@ -360,10 +395,12 @@ class OutgoingStream:
         oldest = next(iter(self.pending.values()), None)
         return np.inf if oldest is None else max(oldest.at, self.asked_at)
 
-    def _add(self, rows: Rows) -> None:
-        self.content.flip(self.table.buckets[rows], self.table.digests[rows])
-        self.content.count += len(rows)
-        self._states()[rows] = SENT
+    def _hold(self, rows: Rows, *, is_held: bool) -> None:
+        """Enter rows into the books, as far as they are not there, or take them out."""
+        records, digests, _ = self.table.places
+        self._states()
+        changed: int = _hold(records, digests, rows.tobytes(), len(rows), *self._places, is_held)
+        self.content.count += changed if is_held else -changed
 
     def _await(self, sent: Sent) -> None:
         self.number += 1
@@ -375,10 +412,9 @@ class OutgoingStream:
             del self.pending[self._forgotten]
 
     def _confirm_rows(self, sent: Sent) -> None:
-        same = self.table.records["generation"][sent.rows] == sent.generations
-        rows = sent.rows[same]
-        state = self._states()
-        state[rows[state[rows] == SENT]] = CONFIRMED
+        self._states()
+        records, states, rows = self.table.places[0], self._places[1], sent.rows
+        _confirm(records, rows.tobytes(), sent.generations.tobytes(), len(rows), states)
 
     def _confirm_forgotten(self) -> Sent:
         """Confirm what was sent and is in no message that is still awaited."""
@@ -404,7 +440,11 @@ class OutgoingStream:
             state = np.zeros(size, np.uint8)
             state[: len(self._state)] = self._state
             self._state = state
+            self._note_places()
         return self._state
+
+    def _note_places(self) -> None:
+        self._places = self.content.buckets.ctypes.data, self._state.ctypes.data
 
 
 def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
