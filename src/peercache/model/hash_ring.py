@@ -87,6 +87,11 @@ class HashRing:
         """For each arc its owners and the spares, as places in `members`: (arcs, columns)."""
         self._incarnations = np.array(self.members, np.uint64)
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Return whether each member owns every key, and there are members."""
+        return 0 < len(self.members) == self.replicas
+
     def __len__(self) -> int:
         """Return the number of members."""
         return len(self.members)

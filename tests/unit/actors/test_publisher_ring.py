@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.actors.publisher.actor import SLICE_S
+from peercache.model.hash_ring import HashRing
 from peercache.model.records import BUCKETS
 from peercache.wire.messages.directory import (
     Acknowledged,
@@ -227,3 +229,55 @@ def test_summaries_of_many_streams_do_not_come_in_step() -> None:
 
     assert len(due) == 20
     assert all(1.0 <= at <= 3.0 for at in due)
+
+
+def story() -> list[object]:
+    """Return all that a publisher says whose pages every node owns, from commit to commit."""
+    made = publisher_in(ring_of(ME, A, B, replicas=4), former_s=60.0)
+    said: list[object] = []
+    said += heard(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
+    said += heard(made, A, Acknowledged(1), 0.001)
+    said += heard(made, B, Acknowledged(1), 0.002)
+    # Some are known already, and some go.
+    said += heard(made, ME, commit_of(records_of(ME, list(range(30, 50)), 200)), 0.003)
+    drops = drops_of(list(range(5)), [400] * 5)
+    said += heard(made, ME, RecordsChanged(records_of(ME, [60], 300), drops), 0.004)
+    # While the ring turns, a message to B is lost.
+    said += heard(made, ME, RingChanged(ring_of(ME, A, B, C, replicas=4)), 0.005)
+    said += heard(made, ME, commit_of(records_of(ME, list(range(70, 90)), 500)), 0.006)
+    said += heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([70, 71], [600] * 2)), 0.007)
+    for now in (0.05, 0.1, 0.2):
+        said += ticked(made, now)
+    asked = {to: message.number for to, message in sent(said, SUMMARIES)}
+    said += heard(made, B, SummaryDiffers(asked[B], bytes(8 * BUCKETS)), 0.201)
+    said += acknowledge(made, said, 0.202)
+    said += ticked(made, 1.5)
+    for stream in made._streams.values():
+        rows = np.flatnonzero(made._table.live)
+        said.append((stream.owner, stream.state(rows).tobytes(), stream.content.digest()))
+        said.append((made._table.moving.tobytes(), stream.content.count))
+    return said
+
+
+def test_where_every_node_owns_every_page_the_short_way_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same messages in the same order, and the same books: it leaves out what all share."""
+    short = story()
+    monkeypatch.setattr(HashRing, "is_everywhere", False)
+
+    assert story() == short
+
+
+def test_where_every_node_owns_every_page_no_key_is_looked_for_on_the_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither when it comes, nor when it goes."""
+    made = publisher_in(ring_of(ME, A, B, replicas=3))
+    monkeypatch.delattr(HashRing, "owners")
+
+    came = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
+    went = heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.1)
+
+    assert puts(came) == {A: keys(1, 2), B: keys(1, 2)}
+    assert [owner for owner, _ in sent(went, Delete)] == [A, B]

@@ -9,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model import keys
-from peercache.model.hash_ring import HashRing, _tokens
+from peercache.model.hash_ring import AUTO, HashRing, _tokens
 
 MEMBERS = st.sets(st.integers(1, 2**64 - 1), min_size=0, max_size=8)
+
+
+def test_a_ring_with_as_many_owners_as_members_is_everywhere() -> None:
+    """Not one without members, nor one whose hosts have more than one node each."""
+    assert HashRing([1, 2, 3], virtual_nodes=4, replicas=3).is_everywhere
+    assert HashRing([1, 2, 3], virtual_nodes=4, replicas=8).is_everywhere
+    assert not HashRing([1, 2, 3], virtual_nodes=4, replicas=2).is_everywhere
+    assert not HashRing([], virtual_nodes=4, replicas=2).is_everywhere
+    pairs = {1: "a", 2: "a", 3: "b", 4: "b"}
+    assert not HashRing(pairs, virtual_nodes=4, replicas=AUTO).is_everywhere
 
 
 def some_keys(count: int, seed: int = 1) -> keys.PageKeys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +124,33 @@ def test_drops_have_keys_too() -> None:
     drops["key"] = np.frombuffer(random.Random(1).randbytes(32), "V16")
 
     assert records.keys_of(drops) == [bytes(drops["key"][0]), bytes(drops["key"][1])]
+
+
+def test_rows_of_new_records_are_the_lowest_free_ones() -> None:
+    """Also where the table has to grow for them: what is free is used up first."""
+    table = RecordTable()
+    most = len(table.live)
+    made = np.zeros(2 * most, RECORD)
+    made["key"] = np.frombuffer(random.Random(1).randbytes(16 * len(made)), "V16")
+    first, rest = made[: most - 3], made[most - 3 :]
+    assert len(table.add([], b"")) == 0
+
+    rows = [*table.add(keys_of(first), first.tobytes()), *table.add(keys_of(rest), rest.tobytes())]
+
+    assert rows == list(range(2 * most))
+    assert table.live[rows].all()
+    assert np.array_equal(table.records[rows], made)
+    assert table.find(keys_of(made)).tolist() == rows
+    assert not table.are_new(keys_of(rest)[:1])
+
+
+def test_a_key_that_is_there_already_is_not_added() -> None:
+    """Nor one that comes twice: two rows of one page would be told as two."""
+    table = RecordTable()
+    made = np.zeros(2, RECORD)
+
+    with pytest.raises(AssertionError, match="twice"):
+        table.add(keys_of(made), made.tobytes())
 
 
 def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import final
 
 import attrs
@@ -48,8 +47,9 @@ from peercache.actors.publisher.streams import (
     RecordTable,
     Rows,
     Sent,
+    newest_of,
 )
-from peercache.actors.publisher.turning import Turning
+from peercache.actors.publisher.turning import Turning, by_owner
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
     BUCKETS,
@@ -167,8 +167,8 @@ class Publisher:
                 return self._commit(message, now)
             case RecordsChanged(records, drops):
                 # Records before drops: a drop ends only what is not newer than it.
-                published = self._publish(_newest(records), now)
-                return [*published, *self._drop(_newest(drops), now)]
+                published = self._publish(newest_of(records), now)
+                return [*published, *self._drop(newest_of(drops), now)]
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._hear_owner(sender.identity, message, now)
             case Doubted(doubted):
@@ -239,6 +239,8 @@ class Publisher:
         if not len(records):
             return []
         table, keys = self._table, keys_of(records)
+        if self._ring.is_everywhere and len(keys) <= RECORDS_A_MESSAGE_MAX and table.are_new(keys):
+            return self._publish_everywhere(keys, records, now, waiter)
         assert len(set(keys)) == len(keys), "the pool names a key twice in one batch"
         rows = table.find(keys)
         updated = np.flatnonzero(rows >= 0)
@@ -257,7 +259,7 @@ class Publisher:
             # Before the first view nothing is known of owners, and nothing published.
             self._waiting.expect(waiter, 0, np.arange(len(rows)), is_awaited=True)
         effects: list[Effect] = []
-        for owner, owned in self._by_owner(*tables):
+        for owner, owned in by_owner(self.incarnation, *tables):
             stream = self._streams.get(owner)
             if stream is None:
                 continue  # An owner on a former ring, which has left.
@@ -271,11 +273,34 @@ class Publisher:
             effects += self._put(self._streams[owner], rows, positions, now)
         return effects
 
+    def _publish_everywhere(
+        self, keys: list[bytes], records: Records, now: float, waiter: int
+    ) -> list[Effect]:
+        """Put new records to all nodes, each of which owns every key: all are told the same."""
+        packed = records.tobytes()
+        rows = self._table.add(keys, packed)
+        if self._following.is_followed:
+            self._following.stored(records, now)
+        if self._former(now):
+            self._table.moving[rows] = True
+        positions = np.arange(len(rows))
+        sent = Sent(now, rows, records["generation"], waiter, positions)
+        effects: list[Effect] = []
+        for owner, stream in self._streams.items():
+            if waiter:
+                self._waiting.expect(waiter, owner, positions, is_awaited=not stream.lagging)
+            effects.append(self._send(stream, stream.put_told(sent, packed), now))
+        return effects
+
+    def _former(self, now: float) -> list[HashRing]:
+        """Return the rings of shortly before whose owners hear of new records."""
+        return [] if now >= self._former_until else (self._turning.former or [])[-FORMER_RINGS_MAX:]
+
     def _owners(self, rows: Rows, now: float) -> list[npt.NDArray[np.uint64]]:
         """Return the owners of new rows, on this ring and on those of shortly before."""
         keys = self._table.records["key"][rows]
-        former = (self._turning.former or [])[-FORMER_RINGS_MAX:]
-        if now >= self._former_until or not former:
+        former = self._former(now)
+        if not former:
             return [self._ring.owners(keys)]
         self._table.moving[rows] = True
         return [self._ring.owners(keys), *(ring.owners(keys) for ring in former)]
@@ -298,12 +323,12 @@ class Publisher:
         """
         turning, keys = self._turning, self._table.records["key"][rows]
         is_moving = turning.is_looking or bool(self._table.moving[rows].any())
-        if is_moving and turning.former is None:
+        if self._ring.is_everywhere or (is_moving and turning.former is None):
             every: npt.NDArray[np.intp] = np.arange(len(rows))
             asked = [(owner, every) for owner in self._streams]
         else:
             rings = [self._ring, *(turning.former or [])] if is_moving else [self._ring]
-            asked = list(self._by_owner(*[ring.owners(keys) for ring in rings]))
+            asked = list(by_owner(self.incarnation, *[ring.owners(keys) for ring in rings]))
         for owner, positions in asked:
             stream = self._streams.get(owner)
             if stream is None:
@@ -409,7 +434,9 @@ class Publisher:
     def _hand_over(self, rows: Rows, now: float) -> list[Effect]:
         """Put rows to those of their owners, as of now, that were never told."""
         effects: list[Effect] = []
-        for owner, owned in self._by_owner(self._ring.owners(self._table.records["key"][rows])):
+        for owner, owned in by_owner(
+            self.incarnation, self._ring.owners(self._table.records["key"][rows])
+        ):
             stream = self._streams[owner]
             missing = owned[stream.state(rows[owned]) == ABSENT]
             effects += self._put(stream, rows, missing, now)
@@ -426,7 +453,7 @@ class Publisher:
             return []
         owners = self._ring.owners(self._table.records["key"][rows])
         arrived = np.ones(len(rows), np.bool_)
-        for owner, owned in self._by_owner(owners):
+        for owner, owned in by_owner(self.incarnation, owners):
             arrived[owned] &= self._streams[owner].state(rows[owned]) == CONFIRMED
         rows, owners = rows[arrived], owners[arrived]
         effects: list[Effect] = []
@@ -436,22 +463,6 @@ class Publisher:
             effects += self._delete(stream, left, generations, now)
         self._table.moving[rows] = False
         return effects
-
-    def _by_owner(
-        self, *tables: npt.NDArray[np.uint64]
-    ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """Yield each owner other than this node, and the positions that it owns, ascending."""
-        owners = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
-        flat = owners.ravel()
-        order = np.argsort(flat, kind="stable")
-        grouped = flat[order]
-        cuts = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(flat)]
-        for start, end in pairwise(cuts):
-            if start < end and (owner := int(grouped[start])) != self.incarnation:
-                positions = order[start:end] // owners.shape[1]
-                if len(tables) > 1:  # It owned some of them on several rings.
-                    positions = positions[np.diff(positions, prepend=-1) != 0]
-                yield owner, positions
 
     # --- owners -----------------------------------------------------------------------------------
 
@@ -577,12 +588,3 @@ def _parts(positions: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
     """Cut a batch into what one message may carry; nothing makes no message."""
     size = RECORDS_A_MESSAGE_MAX
     return [positions[at : at + size] for at in range(0, len(positions), size)]
-
-
-def _newest(batch: Records) -> Records:
-    """Return the newest record or drop of each key: a page may change twice within a batch."""
-    keys = keys_of(batch)
-    if len(set(keys)) == len(keys):
-        return batch
-    order = np.argsort(batch["generation"], kind="stable").tolist()
-    return batch[list({keys[at]: at for at in order}.values())]

@@ -32,14 +32,32 @@ deadline is near is shorter, and says nothing about the owner."""
 
 @attrs.define(eq=False)
 class _Waiter:
-    """unknown: how many owners of each record have not acknowledged it; awaited: by owner, so many
-    records of those that the answer waits for.
+    """unknown: how many owners have not acknowledged all records; unknown_parts: how many more or
+    fewer that are of each record; awaited: by owner, so many records that the answer waits for.
     """
 
     committed: PagesCommitted
     since: float
-    unknown: npt.NDArray[np.int32]
+    unknown: int = 0
+    unknown_parts: npt.NDArray[np.int32] | None = None
     awaited: dict[int, int] = attrs.field(factory=dict)
+
+    def change(self, positions: npt.NDArray[np.intp], by: int) -> None:
+        """Note that so many more owners have not acknowledged these records."""
+        count = len(self.committed.records)
+        if len(positions) == count:
+            # Nearly every message has all records of its commit.
+            self.unknown += by
+            return
+        if self.unknown_parts is None:
+            self.unknown_parts = np.zeros(count, np.int32)
+        self.unknown_parts[positions] += by
+
+    def known(self) -> int:
+        """Return how many records all their owners have acknowledged."""
+        if self.unknown_parts is None:
+            return 0 if self.unknown else len(self.committed.records)
+        return int(np.count_nonzero(self.unknown_parts == -self.unknown))
 
 
 @attrs.define(eq=False)
@@ -58,8 +76,7 @@ class WaitingCommits:
     def admit(self, committed: PagesCommitted, now: float) -> int:
         """Let a commit wait; return its number."""
         self._last += 1
-        unknown = np.zeros(len(committed.records), np.int32)
-        self._waiters[self._last] = _Waiter(committed, now, unknown)
+        self._waiters[self._last] = _Waiter(committed, now)
         until = now + min(committed.patience_s, PATIENCE_MAX_S)
         heappush(self._patience, (until, self._last))
         if len(self._patience) > 2 * WAITERS_MAX:
@@ -72,7 +89,7 @@ class WaitingCommits:
     ) -> None:
         """Note that an owner is told of these of its records; the answer may wait for it."""
         waiting = self._waiters[waiter]
-        waiting.unknown[positions] += 1
+        waiting.change(positions, 1)
         if is_awaited and len(positions):
             waiting.awaited[owner] = waiting.awaited.get(owner, 0) + len(positions)
 
@@ -81,7 +98,7 @@ class WaitingCommits:
         waiting = self._waiters.get(waiter)
         if waiting is None:
             return
-        waiting.unknown[positions] -= 1
+        waiting.change(positions, -1)
         if owner in waiting.awaited:
             waiting.awaited[owner] -= len(positions)
             if not waiting.awaited[owner]:
@@ -132,7 +149,7 @@ class WaitingCommits:
             committed.sequence,
             committed.states,
             committed.records.tobytes() + committed.here.tobytes(),
-            int(np.count_nonzero(waiting.unknown == 0)) + len(committed.here),
+            waiting.known() + len(committed.here),
             committed.ahead,
             committed.offsets,
         )

@@ -9,6 +9,7 @@ keeps the books.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from peercache.model.records import (
     RECORDS_A_MESSAGE_MAX,
     Content,
     Records,
+    keys_of,
 )
 from peercache.wire.messages.directory import Delete, HandedOver, Put, Repair, StreamSummary
 
@@ -104,6 +106,22 @@ class RecordTable:
         """Return the row of each key, (n,); -1 where there is none."""
         return np.array([self.rows.get(key, -1) for key in keys], np.intp)
 
+    def are_new(self, keys: list[bytes]) -> bool:
+        """Return whether the table has none of these keys."""
+        return self.rows.keys().isdisjoint(keys)
+
+    def add(self, keys: Sequence[bytes], packed: bytes) -> Rows:
+        """Put records whose keys are new into rows of their own; return these."""
+        count, before = len(keys), len(self.rows)
+        while len(self.free) < count:
+            self._grow()
+        first = len(self.free) - count
+        placed = self.free[first:][::-1]
+        del self.free[first:]
+        self.rows.update(zip(keys, placed, strict=True))
+        assert len(self.rows) == before + count, "a key is there already, or comes twice"
+        return self._fill(np.array(placed, np.intp), packed)
+
     def store(self, keys: list[bytes], rows: Rows, records: Records) -> Rows:
         """Put records into their rows, or into new ones where the row is -1; return all rows."""
         placed = rows.tolist()
@@ -129,7 +147,8 @@ class RecordTable:
 
     def _grow(self) -> None:
         size = len(self.live)
-        self.free.extend(range(2 * size - 1, size - 1, -1))
+        # Behind those that are free already: rows are given out from the lowest on.
+        self.free = [*range(2 * size - 1, size - 1, -1), *self.free]
         self.records = _doubled(self.records)
         self.digests = _doubled(self.digests)
         self.live = _doubled(self.live)
@@ -445,6 +464,15 @@ class OutgoingStream:
 
     def _note_places(self) -> None:
         self._places = self.content.buckets.ctypes.data, self._state.ctypes.data
+
+
+def newest_of(batch: Records) -> Records:
+    """Return the newest record or drop of each key: a page may change twice within a batch."""
+    keys = keys_of(batch)
+    if len(set(keys)) == len(keys):
+        return batch
+    order = np.argsort(batch["generation"], kind="stable").tolist()
+    return batch[list({keys[at]: at for at in order}.values())]
 
 
 def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -11,6 +11,8 @@ streams whether it holds a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final, final
 
 import attrs
@@ -164,6 +166,26 @@ class Turning:
         bins = min(BINS_MAX, max(1, len(table) // BIN_ROWS), max(1, len(heat)))
         self._edges = heat[[len(heat) * at // bins for at in range(1, bins)]]
         self._bins = [[] for _ in range(bins)]
+
+
+def by_owner(
+    own: int, *tables: npt.NDArray[np.uint64]
+) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Yield each owner other than the own node, and the positions that it owns, ascending.
+
+    tables: the owners of some rows, (n, replicas) uint64, on one ring or on several.
+    """
+    owners = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
+    flat = owners.ravel()
+    order = np.argsort(flat, kind="stable")
+    grouped = flat[order]
+    cuts = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(flat)]
+    for start, end in pairwise(cuts):
+        if start < end and (owner := int(grouped[start])) != own:
+            positions = order[start:end] // owners.shape[1]
+            if len(tables) > 1:  # It owned some of them on several rings.
+                positions = positions[np.diff(positions, prepend=-1) != 0]
+            yield owner, positions
 
 
 def _heat(records: Records) -> npt.NDArray[np.uint64]:
