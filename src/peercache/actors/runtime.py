@@ -33,6 +33,14 @@ Hears = TypeVar("Hears")
 
 
 @final
+@attrs.define(eq=False)
+class Turn:
+    """is_on: a task will `serve` mailboxes before the loop turns, so no actor need be woken."""
+
+    is_on: bool = False
+
+
+@final
 class Mailbox(Generic[Hears]):
     """The queue of one actor. Facts from inside the node are never dropped: each is the effect of
     a message that was let in, so they are as bounded as those are.
@@ -46,8 +54,8 @@ class Mailbox(Generic[Hears]):
         self._waiting_bytes = 0
         self._wake = trio.Event()
         self._step: Callable[[], bool] | None = None
-        self.is_attended = False
-        """Whether a task will `serve` before the loop turns: then the actor need not be woken."""
+        self.turn = Turn()
+        """Shared by all mailboxes that a task serves together."""
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -110,7 +118,7 @@ class Mailbox(Generic[Hears]):
             return
         self.waiting.append((sender, message, size_bytes))
         self._waiting_bytes += size_bytes
-        if not self.is_attended:
+        if not self.turn.is_on:
             self._wake.set()
 
 

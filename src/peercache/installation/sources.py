@@ -18,6 +18,7 @@ SOURCES = (
     "actors/pool/_records.c",
     "actors/publisher/_streams.c",
     "model/_keys.c",
+    "model/_records.c",
     "memory/_scatter.c",
     "memory/_seals.c",
     "memory/_table_reading.c",

@@ -8,11 +8,16 @@ a new number, twice a per-node sequence, so it is always even.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+
+from peercache.installation.library import function
 
 RECORD = np.dtype(
     [
@@ -72,6 +77,21 @@ def keys_of(records: Records) -> list[bytes]:
     # Of both the key is the first field: numpy would copy the fields one by one.
     packed, step = records.tobytes(), records.dtype.itemsize
     return [packed[at : at + 16] for at in range(0, len(packed), step)]
+
+
+def are_of(packed: bytes, holder: int) -> bool:
+    """Return whether all of these packed records name this holder."""
+    return bool(_compiled_are_of()(packed, len(packed) // RECORD_BYTES, holder))
+
+
+@functools.cache
+def _compiled_are_of() -> Callable[[bytes, int, int], int]:
+    """Return the compiled function, which only nodes need."""
+    compiled: Callable[[bytes, int, int], int] = function(
+        "peercache_records_are_of", ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64,
+        keeps_gil=True,
+    )  # fmt: skip
+    return compiled
 
 
 @attrs.define(eq=False)

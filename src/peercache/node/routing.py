@@ -36,7 +36,7 @@ from peercache.actors.mailboxes import (
     RingHears,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.runtime import SELF, Mailbox
+from peercache.actors.runtime import SELF, Mailbox, Turn
 from peercache.errors import LocalProtocolError
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import (
@@ -113,6 +113,8 @@ class NodeMailboxes:
     before the directory: it answers a Commit, and what it tells other nodes takes time.
     """
 
+    turn: Turn = attrs.field(factory=Turn, init=False)
+    """The turn of all of them."""
     membership: Mailbox[MembershipHears] = attrs.field(factory=Mailbox, init=False)
     ring: Mailbox[RingHears] = attrs.field(factory=Mailbox, init=False)
     publisher: Mailbox[PublisherHears] = attrs.field(factory=Mailbox, init=False)
@@ -127,12 +129,15 @@ class NodeMailboxes:
 
     @in_order.default
     def _every_mailbox(self) -> tuple[Mailbox[Any], ...]:
-        return tuple(self.named().values())
+        every = tuple(self.named().values())
+        for mailbox in every:
+            mailbox.turn = self.turn
+        return every
 
     def named(self) -> dict[str, Mailbox[Any]]:
         """Return every mailbox by the name of its actor."""
-        names = (field.name for field in attrs.fields(NodeMailboxes) if field.name != "in_order")
-        return {name: getattr(self, name) for name in names}
+        names = [field.name for field in attrs.fields(NodeMailboxes)]
+        return {name: getattr(self, name) for name in names if name not in ("turn", "in_order")}
 
     def tell(self, told: Tell) -> None:
         """Put a fact from inside the node into its receiver's mailbox."""

@@ -7,8 +7,7 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -19,7 +18,7 @@ from peercache.actors.effects import (
     BuildRing,
     Effect,
     Pull,
-    SendTo,
+    Send,
     StoreWords,
     Tell,
     TellMembership,
@@ -144,6 +143,9 @@ class Switchboard:
         self._reach = reach if reach is not None else Reach((), clock=trio.current_time)
         self._revocations = revocations
         self._names_writers = names_writers
+        # By the type of a message: what counts one. To look for its series takes longer.
+        self._received: dict[type[Message], Callable[[], None]] = {}
+        self._uncounted: type[Message] | None = None
         # By address: the process that has answered there.
         self._answering: dict[str, Peer] = {}
         # By address: the wire version that the process there speaks with us.
@@ -181,31 +183,38 @@ class Switchboard:
 
     def _take_and_serve(self, pipe: int, raw: bytes) -> None:
         """Take one message in, and all that follows from it within this node."""
-        with self._serving():
+        self._mailboxes.turn.is_on = True
+        try:
             self._take(pipe, raw)
+            self._serve()
+        finally:
+            self._end_turn()
+        # Behind the answers: their receivers are at work by now.
+        self._count_received()
 
     def tell(self, told: Tell) -> None:
         """Hand an actor a fact that no message brought, and all that follows from it."""
-        with self._serving():
-            self._mailboxes.tell(told)
-
-    @contextmanager
-    def _serving(self) -> Iterator[None]:
-        """Have what is put into mailboxes meanwhile handled at the end, without waking a task."""
-        mailboxes = self._mailboxes.in_order
-        for mailbox in mailboxes:
-            mailbox.is_attended = True
+        self._mailboxes.turn.is_on = True
         try:
-            yield
-            for _ in range(TURN_MESSAGES):
-                # Most messages concern one actor, and most mailboxes are empty.
-                if not sum([mailbox.serve() for mailbox in mailboxes if mailbox.waiting]):
-                    break
+            self._mailboxes.tell(told)
+            self._serve()
         finally:
-            for mailbox in mailboxes:
-                mailbox.is_attended = False
-                if mailbox.waiting:
-                    mailbox.wake()
+            self._end_turn()
+
+    def _serve(self) -> None:
+        """Have what waits in mailboxes handled, without waking a task."""
+        mailboxes = self._mailboxes.in_order
+        for _ in range(TURN_MESSAGES):
+            # Most messages concern one actor, and most mailboxes are empty.
+            if not sum([mailbox.serve() for mailbox in mailboxes if mailbox.waiting]):
+                break
+
+    def _end_turn(self) -> None:
+        """Wake the actors that still have messages, and those that get one from now on."""
+        self._mailboxes.turn.is_on = False
+        for mailbox in self._mailboxes.in_order:
+            if mailbox.waiting:
+                mailbox.wake()
 
     def _take(self, pipe: int, raw: bytes) -> None:
         if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
@@ -245,7 +254,7 @@ class Switchboard:
         if reason:
             self._not_allowed(pipe, session, message, reason)
             return
-        self._metrics.messages_received.labels(type(message).__name__).inc()
+        self._uncounted = type(message)
         if (call := _call_of(message)) and self._log.isEnabledFor(logging.DEBUG):
             what, name = type(message).__name__, name_of(session.identity)
             self._log.debug("node.question_received", client=name, call=call, message=what)
@@ -256,6 +265,17 @@ class Switchboard:
                 self._reply(pipe, session.identity, answer)
         elif not self._mailboxes.offer(origin, message, size_bytes):
             self._drop("mailbox_full", type(message).__name__, session.identity, message)
+
+    def _count_received(self) -> None:
+        """Count the message that was let in, if any."""
+        kind, self._uncounted = self._uncounted, None
+        if kind is None:
+            return
+        count = self._received.get(kind)
+        if count is None:
+            count = self._metrics.messages_received.labels(kind.__name__).inc
+            self._received[kind] = count
+        count()
 
     def _believed(self, message: Message) -> tuple[Message, str]:
         """Return a message without the members that no certificate can stand for, and why not."""
@@ -337,7 +357,9 @@ class Switchboard:
 
     def perform(self, effect: Effect) -> None:
         """Do what an actor returned; never blocks."""
-        if isinstance(effect, Tell):
+        if isinstance(effect, Send):
+            self._send(effect.to, effect.message)
+        elif isinstance(effect, Tell):
             self._mailboxes.tell(effect)
         elif isinstance(effect, StoreWords):
             self._store_words(effect)
@@ -352,25 +374,27 @@ class Switchboard:
         elif isinstance(effect, Pull):
             assert self._perform_pull is not None, "a node that reads from no other takes no pages"
             self._perform_pull(effect)
-        elif isinstance(effect, SendTo):
+        else:
             self._expected[effect.address] = None
             if effect.address in self._links:
                 # Another process may be there by now, and only a Welcome says which one.
                 self._links[effect.address].greet_again()
             self._say(effect.address, 0, effect.message)
-        elif isinstance(effect.to, Origin) and effect.to.pipe:
-            self._reply(effect.to.pipe, effect.to.identity, effect.message)
+
+    def _send(self, to: int | Origin, message: Message) -> None:
+        if isinstance(to, Origin) and to.pipe:
+            self._reply(to.pipe, to.identity, message)
+            return
+        target = to.identity if isinstance(to, Origin) else to
+        if target == self._me.incarnation:
+            self._keep(message)
+            return
+        member = self._member_of(target)
+        if member is None:
+            self._drop("unknown_member", detail=type(message).__name__)
         else:
-            target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
-            if target == self._me.incarnation:
-                self._keep(effect.message)
-                return
-            member = self._member_of(target)
-            if member is None:
-                self._drop("unknown_member", detail=type(effect.message).__name__)
-            else:
-                self._expected[member.control] = member.name
-                self._say(member.control, target, effect.message)
+            self._expected[member.control] = member.name
+            self._say(member.control, target, message)
 
     def _started(self) -> trio.Nursery:
         assert self._nursery is not None, "effects are performed after run() has started"
@@ -403,7 +427,6 @@ class Switchboard:
                 # All are new, and none may have been answered yet.
                 self._drop("links_full", detail=type(message).__name__)
                 return
-        self._link_use.used(address, trio.current_time())
         if link is None:
             link = self._links[address] = self._open_link(
                 control_url(address, self._tls),
@@ -416,6 +439,8 @@ class Switchboard:
             self._started().start_soon(link.run)
         if raw := self._encode(target, message):
             link.send(raw)
+        # Behind the send: its receiver is at work by now.
+        self._link_use.used(address, trio.current_time())
 
     def _accepts(self, address: str, peer: Peer) -> bool:
         """Judge the process that has answered at an address; comes on a thread of nng."""

@@ -25,13 +25,12 @@ from __future__ import annotations
 from enum import Enum
 
 import attrs
-import numpy as np
 
 from peercache.errors import Rejected
 from peercache.model.ids import incarnation_of
 from peercache.model.keys import Namespace, space_of
 from peercache.model.member import Member
-from peercache.model.records import RECORD
+from peercache.model.records import are_of
 from peercache.trust.identity import CertificateRole, Identity
 from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import (
@@ -236,7 +235,7 @@ def refusal(session: Session, message: Message) -> str:
         return ROLE
     match message:
         case Put(records=records) | Repair(records=records) | PagesOffered(records=records):
-            return "" if _is_holder(session.identity, records) else NOT_ITS_OWN
+            return "" if are_of(records, session.identity) else NOT_ITS_OWN
         case Join(member=member) | Heartbeat(member=member):
             is_own = member.incarnation == session.identity and member.name == session.name
             return "" if is_own else NOT_ITS_OWN
@@ -319,8 +318,3 @@ def watcher_of(identity: Identity) -> Watcher:
     if reads_state(identity):
         return Watcher.OPERATOR
     raise Rejected("role", f"a {identity.role.value}'s certificate opens no page")
-
-
-def _is_holder(identity: int, records: bytes) -> bool:
-    holders = np.frombuffer(records, RECORD)["holder"]
-    return bool((holders == np.uint64(identity)).all())

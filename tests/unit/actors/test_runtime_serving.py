@@ -52,7 +52,7 @@ async def test_a_sleeping_actor_handles_a_message_in_the_bringers_turn(
         nursery.start_soon(run_actor, alarm, mailbox, performed.append)
         await trio.testing.wait_all_tasks_blocked()
 
-        mailbox.is_attended = True
+        mailbox.turn.is_on = True
         mailbox.tell(SELF, "one")
         assert (mailbox.serve(), mailbox.serve()) == (True, False)
 
@@ -68,7 +68,7 @@ async def test_a_message_served_moves_the_next_tick(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
         await trio.sleep(1)
-        mailbox.is_attended = True
+        mailbox.turn.is_on = True
         mailbox.tell(SELF, "set")
         assert mailbox.serve()
         await trio.sleep(10)
@@ -92,7 +92,7 @@ async def test_an_actor_at_work_is_not_entered_again(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, perform)
         await trio.testing.wait_all_tasks_blocked()
-        mailbox.is_attended = True
+        mailbox.turn.is_on = True
         mailbox.tell(SELF, "first")
         assert (mailbox.serve(), mailbox.serve(), mailbox.serve()) == (True, True, False)
         nursery.cancel_scope.cancel()
@@ -106,12 +106,12 @@ async def test_what_was_not_served_wakes_the_actor(autojump_clock: trio.testing.
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
         await trio.testing.wait_all_tasks_blocked()
-        mailbox.is_attended = True
+        mailbox.turn.is_on = True
         mailbox.tell(SELF, "left behind")
         await trio.testing.wait_all_tasks_blocked()
         assert alarm.seen == []
 
-        mailbox.is_attended = False
+        mailbox.turn.is_on = False
         mailbox.wake()
         await trio.testing.wait_all_tasks_blocked()
 

@@ -126,6 +126,17 @@ def test_drops_have_keys_too() -> None:
     assert records.keys_of(drops) == [bytes(drops["key"][0]), bytes(drops["key"][1])]
 
 
+@given(st.lists(st.integers(0, M64), max_size=5), st.integers(0, M64))
+def test_records_of_one_holder_are_told_from_others(holders: list[int], holder: int) -> None:
+    """One record of another holder is enough, at any place; of no records all are everyone's."""
+    made = np.zeros(len(holders), RECORD)
+    made["holder"] = holders
+
+    assert records.are_of(made.tobytes(), holder) == all(one == holder for one in holders)
+    made["holder"] = holder
+    assert records.are_of(made.tobytes(), holder)
+
+
 def test_rows_of_new_records_are_the_lowest_free_ones() -> None:
     """Also where the table has to grow for them: what is free is used up first."""
     table = RecordTable()

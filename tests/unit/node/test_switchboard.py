@@ -200,7 +200,10 @@ async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> No
 
         board.board.perform(Send(origin, Located(1, b"")))
         answer = await caller.hear()
+        kind = {"kind": "Lookup"}
+        counted = board.metrics.registry.get_sample_value("peercache_messages_received_total", kind)
 
+    assert counted == 1.0
     assert welcome == Welcome(9, WIRE_VERSION, member(ME, board.address), 4096)
     assert (actor, message) == ("directory", Lookup(1, bytes(16)))
     assert origin.identity == CLIENT
@@ -444,7 +447,9 @@ async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
 
         found = there.waiting()
         await here.board.flush(5.0)
+        used = len(here.board._link_use)
 
+    assert used == 1
     assert found == [("membership", Origin(ME, 0), beat)] * 2
 
 

@@ -67,6 +67,7 @@ async def test_what_is_told_outside_any_turn_wakes_its_actor(tmp_path: Path) -> 
     relay = Relay()
     async with running(tmp_path) as board, trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, relay, board.mailboxes.pool, board.board.perform)
+        await trio.testing.wait_all_tasks_blocked()
         board.board.tell(TellPublisher(Republish()))
         board.mailboxes.pool.tell(SELF, PoolGrew(1))
         await trio.testing.wait_all_tasks_blocked()

@@ -169,6 +169,9 @@ class DirectoryShard:
         assert own is not None, "a new table has no room for one holder"
         self._held[self.incarnation] = own
         self._own = OwnRecords(own)
+        if self.metrics is not None:
+            # Computed when it is read: messages cost nothing for it.
+            self.metrics.directory_records.set_function(lambda: self._count)
 
     @property
     def record_count(self) -> int:
@@ -406,6 +409,8 @@ class DirectoryShard:
         if isinstance(message, Delete):
             return True
         more = _items(message)
+        if self._count + more <= min(self._share_of(holder), self.records_max):
+            return True  # Even if all records were this holder's.
         if isinstance(message, Repair):
             more -= held.count_in(message.buckets)
         others = self._count - self._held[self.incarnation].count
@@ -421,10 +426,10 @@ class DirectoryShard:
 
     def _own_words(self, holder: int, packed: bytes) -> bytes:
         """Return the records whose holder is the sender: only a holder speaks for its pool."""
+        if records.are_of(packed, holder):
+            return packed
         theirs = records.from_bytes(packed)
         honest = theirs["holder"] == np.uint64(holder)
-        if honest.all():
-            return packed
         self._refuse("forged", len(theirs) - int(honest.sum()))
         taken: bytes = theirs[honest].tobytes()
         return taken
@@ -464,7 +469,6 @@ class DirectoryShard:
         self._serving.discard(holder)
         self._table.serve(held.entry, is_served=False)
         self._count -= held.count
-        self._tell_count()
         self._sweeping.append(held.entry)
         if self._sweep_at == math.inf:
             self._sweep_at = now + SWEEP_EVERY_S
@@ -480,16 +484,10 @@ class DirectoryShard:
 
     def _note(self, change: Change, now: float) -> Change:
         """Count what a batch has changed, and see to the table's growth."""
-        if change.fresh != change.gone:
-            self._count += change.fresh - change.gone
-            self._tell_count()
+        self._count += change.fresh - change.gone
         if self._table.is_growing and self._sweep_at == math.inf:
             self._sweep_at = now + SWEEP_EVERY_S
         return change
-
-    def _tell_count(self) -> None:
-        if self.metrics is not None:
-            self.metrics.directory_records.set(self._count)
 
 
 def _is_false_number(held: Holdings, number: int, now: float) -> bool:

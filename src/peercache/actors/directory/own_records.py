@@ -48,7 +48,8 @@ class OwnRecords:
         elif self._late:
             for key in changed.records["key"].tolist():
                 self._late.pop(key, None)
-        yield self.held.drop(changed.drops.tobytes())
+        if len(changed.drops):
+            yield self.held.drop(changed.drops.tobytes())
         if self._late:
             self._forget(changed)
 
