@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 HERE = Path(__file__).parent
 LEAKING = """
@@ -65,7 +65,7 @@ def pytest_of_its_own(folder: Path, *words: str) -> subprocess.CompletedProcess[
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=False,
     )
 

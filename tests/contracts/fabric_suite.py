@@ -25,7 +25,7 @@ from peercache.model.seal import ODD
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.paths.verify import verified
 from tests.contracts.fakes import Memory, words_at
-from tests.pace import PATIENCE_S, PROMPT_S
+from tests.pace import PROMPT_S, TIMEOUT_S
 
 GRANULE = 4096
 PAGE_MEMORY_BYTES = 24 * 2**20
@@ -124,7 +124,7 @@ def read(
     *,
     member: Member | None = None,
     generations: Sequence[int] | None = None,
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> Fetched:
     """Read slots of the bench's owner; generations: those of the records, the present words."""
     asked = np.array(offsets, np.uint64)
@@ -217,7 +217,7 @@ class FabricSuite:
         none = np.zeros(0, np.uint64)
 
         got = bench.fabric.read(
-            PeerRead(bench.member, none, none, nothing, none), time.monotonic() + PATIENCE_S
+            PeerRead(bench.member, none, none, nothing, none), time.monotonic() + TIMEOUT_S
         )
 
         assert got.failure == ""
@@ -248,7 +248,7 @@ class FabricSuite:
         outside = PeerRead(bench.member, asked, lengths, runs, np.array([4], np.uint64))
         inside = Destination.of([[6]])
 
-        got = bench.fabric.read(outside, time.monotonic() + PATIENCE_S)
+        got = bench.fabric.read(outside, time.monotonic() + TIMEOUT_S)
         after = read(bench, [0], inside)
 
         assert (got.failure, got.seals["word"].tolist()) == (REFUSED, [int(ODD)])
@@ -312,7 +312,7 @@ class FabricSuite:
         forged = PeerRead(bench.member, np.zeros(1, np.uint64), into.lengths, into.runs, future)
         bench.between = lambda: bench.owner.store(0, b"secret", 12)
 
-        got = bench.fabric.read(forged, time.monotonic() + PATIENCE_S)
+        got = bench.fabric.read(forged, time.monotonic() + TIMEOUT_S)
 
         assert got.failure == ""
         assert got.seals["word"].tolist() != [12]

@@ -56,8 +56,8 @@ from tests.contracts.frozen.record import (
     segment_words,
     values_of,
 )
-from tests.pace import no_peer_is_taken_for_hung
-from tests.system.nodes import LocalCluster, wait_until
+from tests.pace import no_peer_is_taken_for_hung, wait_until
+from tests.system.nodes import LocalCluster
 
 FROZEN_MESSAGES = recorded_messages()
 FROZEN_NAMES = json.loads((FOLDER / "public.json").read_text())

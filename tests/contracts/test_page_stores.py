@@ -13,14 +13,14 @@ from peercache.connector.folder import folder_store
 from peercache.connector.page_store import OpenStore, PageStore, cluster_store
 from peercache.model.keys import KEY, Namespace, PageKeys
 from peercache.model.runs import PageRuns
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 PAGE = 200_000
 """Bytes: more than one chunk of a folder's file in these tests, no multiple of anything."""
 
 KINDS: dict[str, Callable[[Path], OpenStore]] = {
     "peercache": lambda path: cluster_store(
-        pool_size="32MiB", listen="127.0.0.1:0", shm_dir=str(path), op_timeout_s=PATIENCE_S
+        pool_size="32MiB", listen="127.0.0.1:0", shm_dir=str(path), op_timeout_s=TIMEOUT_S
     ),
     "folder": lambda path: folder_store(path / "pages", "32MiB"),
     "folder, zstd": lambda path: folder_store(path / "pages", "32MiB", zstd_level=1),
@@ -165,7 +165,7 @@ def test_threads_share_a_store(store: PageStore) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
     read()
 

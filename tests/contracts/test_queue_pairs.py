@@ -34,10 +34,10 @@ from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fake_queue_pairs import FakeQueuePairs
+from tests.pace import ends_within
 from tests.rdma.fake_device import FakeRail, World, rng
 
 GRANULE, PAGE_BYTES = 4096, 2**20
-PATIENCE_S = 60.0
 CLIENT = Origin(9, 1)
 GID = bytes(10) + b"\xff\xff\x0a\0\0\2"
 
@@ -63,7 +63,7 @@ class Port:
 
     async def hear(self, count: int) -> list[RdmaFact]:
         """Wait for the next facts."""
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             while len(self.facts) < count:
                 self._heard = trio.Event()
                 await self._heard.wait()
@@ -79,7 +79,7 @@ class Port:
 
     async def until_live(self, count: int) -> None:
         """Wait until there are so many queue pairs."""
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             while self.live() != count:  # noqa: ASYNC110 - the port tells no fact of a drop
                 await trio.sleep(0.001)
 
@@ -254,7 +254,7 @@ async def test_memory_that_is_served_is_in_a_later_answer(open_port: OpenPort) -
         question = port.ask(1)
         before = page_regions(await port.open(question))
         port.pairs.perform(ServeMemory(PAGE_BYTES))
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             while not (after := page_regions(await port.open(question))):  # noqa: ASYNC110 - no fact
                 await trio.sleep(0.001)
 

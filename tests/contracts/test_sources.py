@@ -15,7 +15,7 @@ from peercache.discovery.finder import Finder
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from tests.contracts.source_fakes import Asked, FakeEtcd, FakeKubernetes, FakeResolver, hosts_of
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within, until
 
 FEW = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
@@ -74,7 +74,7 @@ class Told:
 async def following(asked: Asked) -> AsyncIterator[Told]:
     """Follow a source as a node does."""
     told = Told()
-    with trio.fail_after(PATIENCE_S):
+    with ends_within():
         async with trio.open_nursery() as nursery:
             await asked.start(nursery)
             source = asked.source()
@@ -86,12 +86,6 @@ async def following(asked: Asked) -> AsyncIterator[Told]:
             nursery.start_soon(both.run)
             yield told
             nursery.cancel_scope.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what is certain to come."""
-    while not condition():  # noqa: ASYNC110 - the finder has no event for a test
-        await trio.sleep(0.01)
 
 
 async def test_source_gives_its_addresses_and_tells_when_they_change(asked: Asked) -> None:

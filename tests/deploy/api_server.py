@@ -19,7 +19,8 @@ from typing import Any
 import attrs
 
 from tests.deploy.test_chart import CHART, HELM, TOOLS
-from tests.system.nodes import free_port, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import free_port
 
 BINARY = TOOLS / "kube-apiserver"
 ADMIN = "admin-of-the-tests"

@@ -18,7 +18,7 @@ from peercache.discovery.kubernetes import KubernetesSource
 from peercache.discovery.port import SourceFailed
 from tests.deploy.api_server import ApiServer, chart_for, skip_reason
 from tests.deploy.test_chart import HELM, NEWEST, VALIDATE, VALUES, flags_of, validated
-from tests.pace import PATIENCE_S
+from tests.pace import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,23 +150,18 @@ async def test_the_charts_account_reads_slices_and_nothing_else(
     token = api.token_of(SPACE, "nodes")
     told: list[set[str]] = []
 
-    def heard(*hosts: str) -> bool:
-        return bool(told) and told[-1] == {f"{host}:31998" for host in hosts}
-
-    async def until(*hosts: str) -> None:
-        with trio.fail_after(PATIENCE_S):
-            while not heard(*hosts):  # noqa: ASYNC110 - the source has no event for a test
-                await trio.sleep(0.02)
+    async def found(*hosts: str) -> None:
+        await until(lambda: told[-1:] == [{f"{host}:31998" for host in hosts}])
 
     async with trio.open_nursery() as nursery:
         source = source_of(api, tmp_path, token)
-        nursery.start_soon(source.follow, lambda found: told.append(set(found)))
-        await until("10.1.0.1", "10.1.0.2")
+        nursery.start_soon(source.follow, lambda hosts: told.append(set(hosts)))
+        await found("10.1.0.1", "10.1.0.2")
         second["endpoints"] = endpoint_slice("r-b", "10.1.0.3")["endpoints"]
         await trio.to_thread.run_sync(api.made, SLICES, second)
-        await until("10.1.0.1", "10.1.0.2", "10.1.0.3")
+        await found("10.1.0.1", "10.1.0.2", "10.1.0.3")
         await trio.to_thread.run_sync(api.ask, "DELETE", f"{SLICES}/r-a")
-        await until("10.1.0.3")
+        await found("10.1.0.3")
         nursery.cancel_scope.cancel()
 
     for method, path in (

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from peercache.cli.main import EXIT_WRONG_USAGE
 from peercache.config.settings import Config
 from peercache.node.supervisor import READY, STOPPING, notify
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT = SYSTEMD / "peercache.service"
@@ -93,7 +93,7 @@ def test_unit_starts_a_node_that_says_ready_and_stopping() -> None:
         assert str(file) in flags
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.bind(f"{folder}/notify")
-            manager.settimeout(PATIENCE_S)
+            manager.settimeout(TIMEOUT_S)
             process = subprocess.Popen(
                 [sys.executable, "-m", "peercache", *flags],
                 env={**os.environ, "NOTIFY_SOCKET": f"{folder}/notify"},
@@ -105,7 +105,7 @@ def test_unit_starts_a_node_that_says_ready_and_stopping() -> None:
                 assert Path(folder, "run", "home.ipc").is_socket()
                 process.send_signal(signal.SIGTERM)
                 assert manager.recv(100).decode() == STOPPING
-                assert process.wait(PATIENCE_S) == 0
+                assert process.wait(TIMEOUT_S) == 0
             finally:
                 process.kill()
                 process.communicate()
@@ -115,7 +115,7 @@ def test_notify_finds_abstract_addresses() -> None:
     """In the variable, systemd writes the zero byte as @."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0peercache-test-{os.getpid()}")
-        manager.settimeout(PATIENCE_S)
+        manager.settimeout(TIMEOUT_S)
         where = {"NOTIFY_SOCKET": f"@peercache-test-{os.getpid()}"}
         notify(READY, structlog.get_logger(), where)
 

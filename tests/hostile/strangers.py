@@ -15,16 +15,8 @@ import attrs
 
 from peercache import Client
 from peercache.net.sockets import PAIR1_GREETING, local_path
-from tests.pace import PATIENCE_S
-from tests.system.nodes import (
-    CALL_S,
-    LocalCluster,
-    NodeProcess,
-    keys_of,
-    pages_of,
-    read,
-    wait_until,
-)
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import CALL_S, LocalCluster, NodeProcess, keys_of, pages_of, read
 
 MIB = 2**20
 
@@ -59,7 +51,7 @@ def ports_of(node: NodeProcess) -> dict[str, Connect]:
 
     def tcp(address: str) -> Connect:
         host, _, port = address.rpartition(":")
-        return lambda: socket.create_connection((host, int(port)), PATIENCE_S)
+        return lambda: socket.create_connection((host, int(port)), TIMEOUT_S)
 
     def home() -> socket.socket:
         opened = socket.socket(socket.AF_UNIX)
@@ -69,7 +61,7 @@ def ports_of(node: NodeProcess) -> dict[str, Connect]:
         except BaseException:
             opened.close()
             raise
-        opened.settimeout(PATIENCE_S)
+        opened.settimeout(TIMEOUT_S)
         return opened
 
     served = {

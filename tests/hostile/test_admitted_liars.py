@@ -23,7 +23,8 @@ from tests.examples import examples
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
 from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 NAMED = (Reserve, Remove, Clear, Retain)
 WRITING = (*NAMED, Commit, Abort, LiveReservations)

@@ -18,7 +18,8 @@ from peercache.wire.messages.directory import Repair
 from peercache.wire.messages.session import Welcome
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import Caller, metric
-from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, NodeProcess
 
 COUNT = 300
 SIZE = 16 * 1024

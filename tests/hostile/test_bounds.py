@@ -18,8 +18,8 @@ from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import ViewShared
 from tests.hostile.strangers import MIB, Caller, Vitals, one_node, received
-from tests.pace import at_best
-from tests.system.nodes import LocalCluster, script, wait_until
+from tests.pace import at_best, wait_until
+from tests.system.nodes import LocalCluster, script
 from tests.unit.actors.membership_cluster import member
 from tests.unit.net.peers import CLUSTER, Asking
 

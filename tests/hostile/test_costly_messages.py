@@ -28,6 +28,7 @@ from peercache.wire.messages.membership import ViewShared
 from peercache.wire.messages.session import SayHello, Welcome
 from tests.hostile.garbage import any_member, any_message, enveloped, hello
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
+from tests.pace import FACTOR, assert_within
 
 
 def bomb(filler: bytes, size: int = MESSAGE_BYTES_MAX) -> bytes:
@@ -120,7 +121,7 @@ def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
     effects = shard.on_message(Origin(5, 7), Disputed(records.tobytes()), 0.0)
 
     assert effects == []
-    assert time.thread_time() - started < 1.0
+    assert_within(time.thread_time() - started, FACTOR)
 
 
 def test_what_no_hello_can_be_is_not_even_decoded() -> None:

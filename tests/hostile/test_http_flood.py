@@ -12,7 +12,7 @@ from peercache.config.quantities import parse_address
 from peercache.http import server
 from peercache.http.server import ADDRESS_MAX, CONNECTIONS_MAX
 from peercache.observability.metrics import Metrics
-from tests.pace import PATIENCE_S, PROMPT_S
+from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.unit.http.http_node import ask, served
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -36,8 +36,8 @@ async def test_flood_from_one_address_keeps_no_probe_out(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each new connection is served, though four times as many as there are places are held."""
-    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
-    monkeypatch.setattr(server, "DISCARD_S", PATIENCE_S)
+    monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
+    monkeypatch.setattr(server, "DISCARD_S", TIMEOUT_S)
     metrics = _large() if sent == ASKED else Metrics()
     held = []
     async with served(metrics=metrics) as address:
@@ -48,7 +48,7 @@ async def test_flood_from_one_address_keeps_no_probe_out(
             with suppress(trio.BrokenResourceError):
                 await stream.send_all(sent or b"")
             if number % 32 == 31:
-                with trio.fail_after(PROMPT_S):
+                with ends_within(PROMPT_S):
                     assert (await ask(address, "/healthz"))[0] == 200
         for stream in held:
             await trio.aclose_forcefully(stream)
@@ -56,7 +56,7 @@ async def test_flood_from_one_address_keeps_no_probe_out(
 
 async def test_one_address_leaves_places_to_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connections of one address replace each other, and none of another address."""
-    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
     async with served(host="") as address:
         _, port = parse_address(address)
         near = await trio.open_tcp_stream("127.0.0.1", port)
@@ -64,7 +64,7 @@ async def test_one_address_leaves_places_to_all_others(monkeypatch: pytest.Monke
         await trio.testing.wait_all_tasks_blocked(0.1)
 
         await near.send_all(ASKED.replace(b"/metrics", b"/healthz"))
-        with trio.fail_after(PROMPT_S):
+        with ends_within(PROMPT_S):
             assert (await near.receive_some()).startswith(b"HTTP/1.1 200")
         open_ones = [stream for stream in many if await _is_open(stream)]
         assert len(open_ones) == ADDRESS_MAX
@@ -120,7 +120,7 @@ async def _probed(
 ) -> list[int]:
     statuses = []
     for _ in range(count):
-        with trio.move_on_after(1.0):
+        with trio.move_on_after(PROMPT_S):
             try:
                 statuses.append((await probe())[0])
             except (OSError, trio.BrokenResourceError, IndexError):

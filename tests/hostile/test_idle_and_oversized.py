@@ -29,7 +29,6 @@ from peercache.wire.messages.membership import Join
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,
-    PATIENCE_S,
     Bystander,
     Caller,
     Vitals,
@@ -39,7 +38,8 @@ from tests.hostile.strangers import (
     received,
 )
 from tests.hostile.test_live_node import DESCRIPTORS_SPARE, assert_well
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
+from tests.pace import ends_within, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
 
 IDLE = 1000
 
@@ -227,7 +227,7 @@ async def test_a_link_without_a_descriptor_is_dialled_later(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(late.run)
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             heard = [(await listener.receive())[1] for _ in range(2)]
         late.stop()
     listener.close()

@@ -19,7 +19,8 @@ from peercache.wire.messages.membership import Join, ViewShared
 from peercache.wire.messages.session import Hello, Welcome
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import Caller, Vitals, one_node
-from tests.system.nodes import NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import NodeProcess
 
 INVENTED = 4000
 PART = 500

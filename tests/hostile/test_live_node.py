@@ -26,7 +26,8 @@ from tests.hostile.strangers import (
     ports_of,
     received,
 )
-from tests.system.nodes import NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import NodeProcess
 
 PORTS = ("control", "home", "data", "http")
 DESCRIPTORS_SPARE = 8

@@ -14,12 +14,10 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from peercache.paths import breaker
-
-PATIENCE_S = 60.0
-
+from tests.pace import TIMEOUT_S
 
 # A node that is slow because the machine is must not be taken for hung: these tests expect hits.
-breaker.STALL_S = PATIENCE_S
+breaker.STALL_S = TIMEOUT_S
 
 
 class CopyingWorker(OffloadingWorker):

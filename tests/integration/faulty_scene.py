@@ -20,8 +20,8 @@ import pytest
 from tests.integration.processes import StandaloneNode
 from tests.integration.recorded_store import Call, Strike, calls, order
 from tests.integration.served_engine import DEVICE_TOKENS, PAGE_TOKENS, Reply, ServedEngine
-from tests.integration.sglang_rig import wait_until
 from tests.integration.tiny_llama import VOCABULARY
+from tests.pace import assert_within, wait_until
 
 PROMPTS = 8
 PROMPT_TOKENS = 600
@@ -137,7 +137,7 @@ class Scene:
         reply, expected = self.engine.ask(self.prompts[index]), self.expected[index]
         assert reply.tokens == expected.tokens
         assert reply.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert reply.took_s < PREFETCH_S + self.compute_s + LATE_S
+        assert_within(reply.took_s, PREFETCH_S + self.compute_s + LATE_S)
         return reply
 
     def ask_anew(self, index: int) -> Reply:

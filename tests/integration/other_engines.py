@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from peercache import Client
-from tests.system.nodes import free_port, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -89,7 +90,7 @@ class EngineProcess:
             assert self.process.poll() is None, f"it has ended: {self.said()[-4000:]}"
             return self.ready in self.said()
 
-        wait_until(serves, START_S)
+        wait_until(serves, "the engine serves", START_S)
 
     def finish(self) -> str:
         """Wait for its end; return what it has written."""

@@ -19,7 +19,7 @@ import attrs
 import psutil
 
 from tests.integration.processes import STOP_S, environment, free_port
-from tests.integration.sglang_rig import wait_until
+from tests.pace import wait_until
 
 PAGE_TOKENS = 64
 NEW_TOKENS = 4

@@ -25,7 +25,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from peercache.sglang import PeerCacheStore
 from tests.integration.sglang_pools import DEVICE_PAGES, DTYPE, PAGE_TOKENS, device_pool
-from tests.integration.sglang_rig import Shape, buffers, content, ranks, wait_until
+from tests.integration.sglang_rig import Shape, buffers, content, ranks
+from tests.pace import wait_until
 
 
 class Decoder:

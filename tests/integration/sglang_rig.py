@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
@@ -219,11 +218,3 @@ def prompt(pages: int, seed: int) -> list[int]:
     """Return the token ids of a prompt of whole pages."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 30_000, (pages * PAGE_TOKENS,), generator=generator).tolist()
-
-
-def wait_until(true: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Poll until a condition of another process holds; fail with what it was."""
-    ends = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < ends, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)

@@ -17,7 +17,8 @@ from peercache.events import publishing
 from peercache.events.blocks import BlockEvent, BlockRemoved, BlockStored, decode
 from peercache.events.publishing import BlockPublisher
 from tests.integration.other_engines import EngineProcess, environment_of
-from tests.system.nodes import free_port, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import free_port
 
 MODEL = "tiny"
 BLOCK = 4
@@ -41,7 +42,7 @@ class Indexer(EngineProcess):
         super().__init__(
             [python, "-m", "dynamo.indexer", "--port", self.port, "--threads", "1"], ready=""
         )
-        wait_until(self._answers, 60)
+        wait_until(self._answers)
 
     def register(self, publisher: BlockPublisher) -> None:
         """Have it follow a publisher, and wait until it has what there is."""
@@ -68,7 +69,7 @@ class Indexer(EngineProcess):
 
     def comes_to(self, tokens: int) -> None:
         """Wait until it knows so many."""
-        wait_until(lambda: self.matched() == tokens, 20)
+        wait_until(lambda: self.matched() == tokens)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self.said()
@@ -116,7 +117,7 @@ def test_an_indexer_keeps_salts_apart(indexer: Indexer) -> None:
     with closing(BlockPublisher(ANY, ANY)) as publisher:
         indexer.register(publisher)
         publisher.publish([attrs.evolve(block(0), extra=("tenant=t",))])
-        wait_until(lambda: indexer.matched(cache_salt="tenant=t") == 4, 20)
+        wait_until(lambda: indexer.matched(cache_salt="tenant=t") == 4)
         assert indexer.matched() == indexer.matched(cache_salt="tenant=u") == 0
 
         # Other names: a hash is one block's, whatever its tokens depend on.
@@ -162,7 +163,7 @@ def test_an_indexer_gets_what_it_has_missed(
         send = zmq.Socket.send_multipart
         monkeypatch.setattr(zmq.Socket, "send_multipart", lose)
         publisher.publish([block(1)])
-        wait_until(lambda: bool(lost), 20)
+        wait_until(lambda: bool(lost))
         publisher.publish([block(2)])
         indexer.comes_to(12)
 

@@ -19,7 +19,7 @@ import pytest
 from peercache.events.objects import ObjectNames, ObjectPublisher
 from tests.integration.dynamo_router import PAGE
 from tests.integration.other_engines import ROOT, environment_of
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 
 PROMPT = tuple(range(100, 116))
 ANY = "tcp://127.0.0.1:*"
@@ -81,7 +81,7 @@ class Router:
 
     def comes_to(self, *ranges: list[int]) -> None:
         """Wait until it takes these for stored."""
-        wait_until(lambda: self.ranges() == list(ranges), 30)
+        wait_until(lambda: self.ranges() == list(ranges))
 
     def close(self) -> None:
         """End it."""

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("blake3", reason="SGLang's environment was made before blake3 was needed")
 
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def test_ranks_agree_over_gloo(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0]) for rank in ranks]
+        told = [json.loads(rank.communicate(timeout=TIMEOUT_S)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

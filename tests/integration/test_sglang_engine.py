@@ -13,9 +13,8 @@ import pytest
 from tests.integration.engine_process import PAGE_TOKENS
 from tests.integration.patched import patched_sglang
 from tests.integration.processes import HERE, Child, StandaloneNode
-from tests.integration.sglang_rig import wait_until
 from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
-from tests.pace import paced
+from tests.pace import paced, wait_until
 
 # Each engine is three processes that import SGLang: as long as all other SGLang tests together.
 pytestmark = pytest.mark.slow

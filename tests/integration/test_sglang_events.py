@@ -16,7 +16,7 @@ from peercache.config.engines import EngineEvents
 from peercache.events.blocks import decode
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import KNOWN, GpuBlocks, OnGpu
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 
 kv_events = pytest.importorskip("sglang.srt.disaggregation.kv_events")
 
@@ -59,14 +59,14 @@ def test_the_index_knows_what_sglang_has_on_its_gpu(publisher: Any, tmp_path: Pa
     publisher.publish(batch(stored([1, 2], None, medium=kv_events.StorageMedium.GPU)))
     follower, there = follow(tmp_path)
     with closing(follower):
-        wait_until(lambda: there().state == KNOWN and there().prefix_tokens == 4, 20)
+        wait_until(lambda: there().state == KNOWN and there().prefix_tokens == 4)
 
         publisher.publish(batch(stored([3], 2), stored([4], 3, medium=kv_events.StorageMedium.CPU)))
-        wait_until(lambda: there().prefix_tokens == 6, 20)
+        wait_until(lambda: there().prefix_tokens == 6)
         publisher.publish(batch(kv_events.BlockRemoved([2], kv_events.StorageMedium.GPU)))
-        wait_until(lambda: there().prefix_tokens == 2, 20)
+        wait_until(lambda: there().prefix_tokens == 2)
         publisher.publish(batch(kv_events.AllBlocksCleared()))
-        wait_until(lambda: there().prefix_tokens == 0, 20)
+        wait_until(lambda: there().prefix_tokens == 0)
         assert there().state == KNOWN
 
 
@@ -75,7 +75,7 @@ def test_a_salted_block_is_not_told_for_its_tokens(publisher: Any, tmp_path: Pat
     publisher.publish(batch(stored([1], None, cache_salt="tenant"), stored([2], None)))
     follower, there = follow(tmp_path)
     with closing(follower):
-        wait_until(lambda: there().state == KNOWN and there().blocks == 2, 20)
+        wait_until(lambda: there().state == KNOWN and there().blocks == 2)
         assert there().prefix_tokens == 0
 
 

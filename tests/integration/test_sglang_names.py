@@ -24,8 +24,9 @@ from peercache.observability import reasons
 from peercache.sglang import PeerCacheStore
 from tests.integration.sglang_fakes import FakeCluster
 from tests.integration.sglang_pools import PAGE_TOKENS
-from tests.integration.sglang_rig import prompt, wait_until
+from tests.integration.sglang_rig import prompt
 from tests.integration.test_sglang_store import KEYS, SLOTS, filled, open_store
+from tests.pace import wait_until
 
 Publish = Callable[..., None]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,7 +14,8 @@ from peercache.errors import ConfigError
 from peercache.sglang import PeerCacheStore
 from tests.integration.sglang_pools import PAGE_TOKENS
 from tests.integration.sglang_rig import Rig, Shape, get_storage_hash_str, prompt
-from tests.system.nodes import LocalCluster, keys_of, pages_of, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, keys_of, pages_of
 
 PAGES = 4
 ANY = "tcp://127.0.0.1:*"
@@ -106,7 +107,7 @@ def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for() -> None:
 
                 # A node that ends holds nothing.
                 node.kill()
-                wait_until(lambda: told() == set(), 60)
+                wait_until(lambda: told() == set())
         finally:
             again.close()
 

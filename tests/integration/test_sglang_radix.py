@@ -24,7 +24,7 @@ from tests.integration.sglang_cache import SIDE, WINDOW_TOKENS, Cache, Restored
 from tests.integration.sglang_fakes import FakeBackedStore, FakeCluster
 from tests.integration.sglang_pools import page_hash
 from tests.integration.sglang_rig import PAGE_TOKENS, prompt
-from tests.pace import PATIENCE_S, no_peer_is_taken_for_hung, paced
+from tests.pace import TIMEOUT_S, no_peer_is_taken_for_hung, paced
 
 PAGES = 9
 WINDOW_PAGES = WINDOW_TOKENS // PAGE_TOKENS
@@ -253,7 +253,7 @@ def open_pair(
 ) -> Callable[..., tuple[Cache, Cache]]:
     """Return a function that builds the caches of two engines, each at home with its node."""
     no_peer_is_taken_for_hung(monkeypatch)
-    patient = {"exists_timeout_s": PATIENCE_S, "op_timeout_s": PATIENCE_S}
+    patient = {"exists_timeout_s": TIMEOUT_S, "op_timeout_s": TIMEOUT_S}
 
     def build(kind: str, layout: str = "page_first", fabric: str = "tcp") -> tuple[Cache, Cache]:
         writer = open_cache(kind, layout, PeerCacheStore, home=nodes[0].home, **patient)

@@ -18,10 +18,9 @@ from peercache.sglang import PeerCacheStore
 from tests.integration.engine_process import PAGE_TOKENS
 from tests.integration.processes import HERE, Child, StandaloneNode
 from tests.integration.sglang_pools import host_pool
-from tests.integration.sglang_rig import wait_until
 from tests.integration.test_sglang_tensor import config_of
 from tests.integration.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY, write_tiny_llama
-from tests.pace import PATIENCE_S, paced
+from tests.pace import TIMEOUT_S, paced, wait_until
 
 # Five processes that import SGLang.
 pytestmark = pytest.mark.slow
@@ -81,7 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ):
         for engine in (at_one, at_two):
             assert engine.receive(START_S)["ready"]
-        patient = {"exists_timeout_s": PATIENCE_S, "op_timeout_s": PATIENCE_S, "home": node.home}
+        patient = {"exists_timeout_s": TIMEOUT_S, "op_timeout_s": TIMEOUT_S, "home": node.home}
         config = config_of(
             0, 1, "page_head", tp_lcm_size=LCM,
             extra_config={**EXTRA, **patient},

@@ -16,7 +16,8 @@ from tests.integration.other_engines import (
     tier,
     tiny_model,
 )
-from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, NodeProcess
 
 PROMPT_TOKENS = 600
 CHUNKS = PROMPT_TOKENS // 128

@@ -10,7 +10,7 @@ import pytest
 
 from peercache.memory.published import PublishedSegment
 from tests.contracts.fabric_suite import published_segment
-from tests.pace import PATIENCE_S, no_peer_is_taken_for_hung
+from tests.pace import TIMEOUT_S, no_peer_is_taken_for_hung
 from tests.rdma.fake_bench import FakeBench
 
 
@@ -18,8 +18,8 @@ from tests.rdma.fake_bench import FakeBench
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeouts between the two ends."""
     no_peer_is_taken_for_hung(monkeypatch)
-    monkeypatch.setattr("peercache.rdma.fabric.EXCHANGE_S", PATIENCE_S)
-    monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", PATIENCE_S)
+    monkeypatch.setattr("peercache.rdma.fabric.EXCHANGE_S", TIMEOUT_S)
+    monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", TIMEOUT_S)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
 from peercache.rdma.registrar import Registered
 from peercache.rdma.verbs import Verbs
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 SUCCESS, FLUSHED, ACCESS, RETRY = 0, 5, 10, 12
 SIGNALED, FENCE = 2, 1
@@ -274,7 +274,7 @@ class FakeRail:
         self.link_is_up = True
         self.finds_others = True
         self.is_closed = False
-        self.gives_up_s = PATIENCE_S
+        self.gives_up_s = TIMEOUT_S
 
     def is_ours(self) -> bool:
         return True

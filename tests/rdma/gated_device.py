@@ -7,7 +7,7 @@ import threading
 import attrs
 
 from peercache.rdma.registrar import Registered, RegistrationFailed
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 CHUNK = 64 * 2**10
 
@@ -35,7 +35,7 @@ class Device:
             self.at_once += 1
             self.at_once_max = max(self.at_once, self.at_once_max)
         self.began.release()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         with self.lock:
             self.at_once -= 1
             if length > self.room_bytes:

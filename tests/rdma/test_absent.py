@@ -14,7 +14,8 @@ import pytest
 
 from peercache import Client
 from peercache.errors import ConfigError
-from tests.system.nodes import LocalCluster, empty, keys_of, page_of, pages_of, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, empty, keys_of, page_of, pages_of
 
 NOWHERE = "no-such-device0"
 

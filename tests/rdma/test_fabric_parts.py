@@ -29,7 +29,7 @@ from tests.contracts.fabric_suite import (
     FabricSuite,
     content_of,
 )
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.rdma.fake_bench import CLIENT, FakeBench
 from tests.rdma.fake_device import ACCESS, FENCE, RETRY, SIGNALED, channels_over
 
@@ -97,7 +97,7 @@ def test_read_that_the_device_forgot_goes_over_another_channel(
     bench.ours[0].gives_up_s = 0.2
     bench.world.forgets = 1
 
-    got = bench.get(offsets, into, timeout_s=PATIENCE_S)
+    got = bench.get(offsets, into, timeout_s=TIMEOUT_S)
 
     assert (got.failure, got.seals["word"].tolist()) == ("", [2, 4, 6, 8])
     assert [into.page(page) for page in range(4)] == contents
@@ -112,7 +112,7 @@ def test_device_that_forgets_all_is_a_miss_before_the_deadline(bench: FakeBench)
     bench.ours[0].gives_up_s = 0.2
     bench.world.forgets = 100
 
-    got = bench.get(offsets, into, timeout_s=PATIENCE_S)
+    got = bench.get(offsets, into, timeout_s=TIMEOUT_S)
 
     assert got.failure == PEER_UNREACHABLE
     assert (got.seals["word"] == ODD).all()
@@ -209,7 +209,7 @@ def test_long_page_is_looked_at_before_the_first_of_its_portions(bench: FakeBenc
     into_honest = Destination.of([[size]])
     honest = bench.get([0], into_honest)
     bench.world.before = commit
-    got = bench.fabric.read(wanted, time.monotonic() + PATIENCE_S)
+    got = bench.fabric.read(wanted, time.monotonic() + TIMEOUT_S)
 
     assert (honest.seals["word"].tolist(), into_honest.page(0)) == ([2], content)
     assert bench.world.doorbells > 2

@@ -29,7 +29,7 @@ from tests.contracts.fabric_suite import (
     Destination,
     published_segment,
 )
-from tests.pace import PROMPT_S, at_best
+from tests.pace import PROMPT_S, assert_within, at_best
 from tests.rdma import links
 from tests.rdma.fabric_bench import RdmaBench, forged
 
@@ -154,7 +154,7 @@ def test_an_owner_that_is_gone_is_a_miss_within_its_retries(
 
     assert got.failure == PEER_UNREACHABLE
     assert np.all(got.seals["word"] == ODD)
-    assert took_s < PROMPT_S
+    assert_within(took_s, PROMPT_S)
     bench.server = bench.new_server()
 
 
@@ -183,7 +183,7 @@ def test_a_pulled_cable_is_a_miss_and_heals_when_it_is_back(
 
     assert got.failure == PEER_UNREACHABLE
     assert np.all(got.seals["word"] == ODD)
-    assert took_s < PROMPT_S
+    assert_within(took_s, PROMPT_S)
     assert_heals(bench, into)
 
 
@@ -200,7 +200,7 @@ def test_a_cable_cut_in_silence_is_a_miss_within_its_retries(
 
     assert got.failure
     assert np.all(got.seals["word"] == ODD)
-    assert took_s < PROMPT_S
+    assert_within(took_s, PROMPT_S)
     assert_heals(bench, into)
 
 
@@ -226,7 +226,7 @@ def test_after_a_deadline_in_mid_read_the_destination_does_not_change(
 
     assert got.failure == DEADLINE
     assert np.all(got.seals["word"] == ODD)
-    assert took_s < PROMPT_S
+    assert_within(took_s, PROMPT_S)
     assert np.all(into.memory == UNTOUCHED)
     assert_heals(bench, into)
 

@@ -16,6 +16,7 @@ import pytest
 
 from peercache import Client
 from peercache.errors import ConfigError
+from tests.pace import wait_until
 from tests.rdma import links
 from tests.system.nodes import (
     PAGE_BYTES,
@@ -25,7 +26,6 @@ from tests.system.nodes import (
     keys_of,
     pages_of,
     read,
-    wait_until,
 )
 
 pytestmark = pytest.mark.rdma

@@ -14,7 +14,7 @@ from peercache.model.reads import PeerRead
 from peercache.rdma.channels import STRIPE_BYTES_MIN, Channels, Reserved
 from peercache.rdma.plan import ReadProgress
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 
 def channels(rails: int) -> Channels:
@@ -31,7 +31,7 @@ def small() -> ReadProgress:
     zero = np.zeros(1, np.uint64)
     read = PeerRead(member_of(INCARNATION), zero, into.lengths, into.runs, zero)
     assert read.lengths.sum() < STRIPE_BYTES_MIN
-    return ReadProgress(read, time.monotonic() + PATIENCE_S)
+    return ReadProgress(read, time.monotonic() + TIMEOUT_S)
 
 
 def reserve(ours: Channels) -> Reserved:
@@ -80,6 +80,6 @@ def test_small_read_waits_where_every_rail_is_busy() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     ours.end(busy[1], None, works=False)
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
 
     assert [each.side for each in got] == [busy[1].side]

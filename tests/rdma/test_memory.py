@@ -18,7 +18,7 @@ from peercache.memory.kernel import populate_range
 from peercache.rdma import memory
 from peercache.rdma.memory import Regions
 from peercache.rdma.registrar import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_READ, explanation
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.rdma.gated_device import CHUNK, Device
 
 
@@ -59,7 +59,7 @@ def test_memory_is_registered_in_chunks_with_keys_of_their_own(device: Device) -
     length = 2 * CHUNK + CHUNK // 2
 
     region = regions.add("engine", ours.address, length, remote=False)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     assert region.registered_bytes == length
     assert [(offset, size) for offset, size, _ in region.remote()] == [
@@ -80,11 +80,11 @@ def test_chunks_are_registered_by_several_threads_at_once_and_not_by_more_than_a
 
     region = regions.add("engine", ours.address, ours.length, remote=False)
     for _ in range(3):
-        assert device.began.acquire(timeout=PATIENCE_S)
+        assert device.began.acquire(timeout=TIMEOUT_S)
     assert device.at_once == 3
     device.gate.set()
 
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     assert device.at_once_max == 3
     regions.close()
 
@@ -94,12 +94,12 @@ def test_urgent_memory_goes_ahead_of_what_waits() -> None:
     device, engine, block = Device(), Memory(4), Memory(1)
     regions = Regions(registrar=device, threads_max=1)
     first = regions.add("engine", engine.address, engine.length, remote=False)
-    assert device.began.acquire(timeout=PATIENCE_S)
+    assert device.began.acquire(timeout=TIMEOUT_S)
 
     second = regions.add("bounce", block.address, block.length, remote=False, is_urgent=True)
     device.gate.set()
-    assert regions.wait(first, PATIENCE_S)
-    assert regions.wait(second, PATIENCE_S)
+    assert regions.wait(first, TIMEOUT_S)
+    assert regions.wait(second, TIMEOUT_S)
 
     begun = [address for address, _, _ in device.live.values()]
     assert begun[:2] == [engine.address, block.address]
@@ -112,15 +112,15 @@ def test_what_is_ready_is_usable_while_the_rest_waits() -> None:
     regions = Regions(registrar=device, threads_max=1)
 
     region = regions.add("engine", ours.address, ours.length, remote=False)
-    assert device.began.acquire(timeout=PATIENCE_S)
+    assert device.began.acquire(timeout=TIMEOUT_S)
     assert regions.find(ours.address, 1) == []
     device.gate.set()
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while not (first := regions.find(ours.address, 1)) and time.monotonic() < until:
         time.sleep(0.001)
 
     assert first
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     assert regions.find(ours.address, ours.length)
     regions.close()
 
@@ -134,7 +134,7 @@ def test_growing_pool_registers_whole_chunks_and_its_end_with_the_last(device: D
 
     for ready in (CHUNK - 1, CHUNK, 2 * CHUNK + 5, ours.length):
         regions.grow(region, ready)
-        assert regions.wait(region, PATIENCE_S)
+        assert regions.wait(region, TIMEOUT_S)
         reached.append(region.registered_bytes)
 
     assert reached == [0, CHUNK, 2 * CHUNK, ours.length - 100]
@@ -150,7 +150,7 @@ def test_pool_that_was_cut_short_is_registered_as_far_as_it_goes(device: Device)
     region = regions.add("pool", ours.address, ours.length, remote=True, ready_bytes=0)
 
     regions.grow(region, CHUNK + 100, is_final=True)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     assert region.registered_bytes == CHUNK + 100
     regions.close()
@@ -162,7 +162,7 @@ def test_same_memory_is_registered_once_and_stays_until_its_last_user_left(devic
     regions = Regions(registrar=device)
     first = regions.add("engine", ours.address, ours.length, remote=False)
     second = regions.add("engine", ours.address, ours.length, remote=False)
-    assert regions.wait(first, PATIENCE_S)
+    assert regions.wait(first, TIMEOUT_S)
 
     regions.remove(first)
     assert second is first
@@ -180,7 +180,7 @@ def test_registered_memory_is_kept_alive_until_it_is_removed(device: Device) -> 
     regions = Regions(registrar=device)
     region = regions.add("engine", ours.address, ours.length, remote=False, owner=ours)
     watched = weakref.ref(ours)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     del ours
     gc.collect()
@@ -201,9 +201,9 @@ def test_refusal_is_told_once_and_what_is_registered_stays(
     regions = Regions(registrar=device, threads_max=1)
 
     region = regions.add("pool", ours.address, ours.length, remote=True, ready_bytes=4 * CHUNK)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     regions.grow(region, ours.length, is_final=True)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     assert region.failure == "no room"
     assert region.registered_bytes == 2 * CHUNK
@@ -223,7 +223,7 @@ def test_finished_registration_is_told_with_its_time(
     regions = Regions(registrar=device)
 
     region = regions.add("pool", ours.address, ours.length, remote=True)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     regions.close()
 
     name, facts = events[-1]
@@ -236,7 +236,7 @@ def test_close_ends_every_registration_exactly_once(device: Device) -> None:
     ours = Memory(4)
     regions = Regions(registrar=device)
     region = regions.add("engine", ours.address, ours.length, remote=False)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     regions.close()
     regions.close()
@@ -253,14 +253,14 @@ def test_close_waits_for_the_chunk_in_progress_and_drops_the_rest() -> None:
     device, ours = Device(), Memory(4)
     regions = Regions(registrar=device, threads_max=1)
     regions.add("engine", ours.address, ours.length, remote=False)
-    assert device.began.acquire(timeout=PATIENCE_S)
+    assert device.began.acquire(timeout=TIMEOUT_S)
     closing = threading.Thread(target=regions.close)
 
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()
     device.gate.set()
-    closing.join(PATIENCE_S)
+    closing.join(TIMEOUT_S)
 
     assert not closing.is_alive()
     assert device.calls == 1
@@ -272,11 +272,11 @@ def test_region_removed_while_it_is_registered_leaves_nothing_behind() -> None:
     device, ours = Device(), Memory(2)
     regions = Regions(registrar=device, threads_max=1)
     region = regions.add("engine", ours.address, ours.length, remote=False)
-    assert device.began.acquire(timeout=PATIENCE_S)
+    assert device.began.acquire(timeout=TIMEOUT_S)
 
     regions.remove(region)
     device.gate.set()
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     regions.close()
 
     assert device.live == {}
@@ -288,7 +288,7 @@ def test_forked_child_neither_ends_nor_makes_registrations(device: Device) -> No
     ours = Memory(1)
     regions = Regions(registrar=device)
     region = regions.add("engine", ours.address, ours.length, remote=False)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
 
     regions._fork.owner = os.getpid() + 1
     regions.remove(region)

@@ -15,7 +15,7 @@ import pytest
 from peercache.rdma import neighbours, verbs
 from peercache.rdma.device import Gid
 from peercache.rdma.queue_pair import RETRIES_MAX, QpEnd, QueuePair, Sizes
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.rdma.fake_device import FakeRail, World
 
 OTHER = QpEnd(7, 8, 0, bytes(16))
@@ -218,7 +218,7 @@ def test_asking_for_a_neighbour_sends_it_an_empty_datagram_from_the_rails_addres
 ) -> None:
     """It makes the kernel look for the address, on the network that the rail is of."""
     datagrams, gid = asked
-    datagrams.settimeout(PATIENCE_S)
+    datagrams.settimeout(TIMEOUT_S)
 
     neighbours.ask(Gid(0, gid, "RoCE v2"), gid)
     content, sender = datagrams.recvfrom(64)

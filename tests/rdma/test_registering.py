@@ -19,11 +19,10 @@ import pytest
 from peercache.rdma.memory import Region, Regions
 from peercache.rdma.registrar import DirectRegistrar, PyverbsRegistrar, registrar_for
 from peercache.rdma.verbs import load, open_context
-from tests.pace import at_best
+from tests.pace import TIMEOUT_S, at_best
 
 pytestmark = pytest.mark.rdma
 
-PATIENCE_S = 60.0
 MIB = 2**20
 
 
@@ -44,7 +43,7 @@ def registered(regions: Regions, memory: np.ndarray, **options: Any) -> Region:
     """Register an array and wait until that is over."""
     options = {"remote": True, **options}
     region = regions.add("test", int(memory.ctypes.data), memory.nbytes, **options)
-    assert regions.wait(region, PATIENCE_S)
+    assert regions.wait(region, TIMEOUT_S)
     return region
 
 
@@ -163,7 +162,7 @@ def test_limit_of_locked_memory_is_named_with_its_fix_and_costs_only_the_rest() 
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
 
     ready, _, failure = process.stdout.partition(" ")
@@ -203,7 +202,7 @@ def test_forked_child_that_closes_leaves_the_parents_registrations() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
 
     assert process.returncode == 0, process.stderr

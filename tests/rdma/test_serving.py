@@ -28,6 +28,7 @@ from peercache.rdma.rail import Settings
 from peercache.rdma.registrar import RegistrationFailed
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from tests.pace import ends_within
 from tests.rdma.fake_device import FakeRail, VerbsError, World, rng
 
 GRANULE, PAGE_BYTES = 4096, 2**20
@@ -71,7 +72,7 @@ class Rig:
 
     async def next(self) -> Any:
         """Wait for the next fact."""
-        with trio.fail_after(60):
+        with ends_within():
             await self.heard.wait()
         self.heard = trio.Event()
         return self.told[-1]
@@ -94,7 +95,7 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
         opened = await rig.next()
         pairs = world.open_pairs()
         rig.pairs.perform(DropPair(9, 1))
-        with trio.fail_after(60):
+        with ends_within():
             while world.open_pairs():
                 await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()

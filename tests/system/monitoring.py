@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.house import alerts
 from tests.house.reference_pages import ROOT
-from tests.pace import PATIENCE_S
-from tests.system.nodes import free_port, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import free_port
 
 PROMETHEUS, ALERTMANAGER = shutil.which("prometheus"), shutil.which("prometheus-alertmanager")
 
@@ -140,7 +140,7 @@ class Monitoring:
         """Return the samples of an expression, now; raise OSError where it is no expression."""
         where = urllib.parse.urlencode({"query": expr})
         address = f"http://127.0.0.1:{self.port}/api/v1/query?{where}"
-        with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             result: list[dict[str, Any]] = json.loads(answer.read())["data"]["result"]
         return result
 
@@ -158,6 +158,6 @@ class Monitoring:
         for process in self._started:
             process.terminate()
         for process in self._started:
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
         self.receiver.close()
         self._log.close()

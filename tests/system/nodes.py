@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache import Client
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S, wait_until
 
 PAGE_BYTES = 128 * 1024
 CALL_S = 20.0
-"""The deadline of a call: some of them fit into PATIENCE_S."""
+"""The deadline of a call: some of them fit into TIMEOUT_S."""
 Page = npt.NDArray[np.uint8]
 
 
@@ -72,7 +72,7 @@ class NodeProcess:
     def terminate(self) -> int:
         """SIGTERM it; return its exit status."""
         self.process.terminate()
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(TIMEOUT_S)
 
     def said(self) -> str:
         """Return its log."""
@@ -130,10 +130,12 @@ class LocalCluster:
             self.wait_for_members(node, count)
         return nodes
 
-    def wait_for_members(self, node: NodeProcess, count: int, within_s: float = PATIENCE_S) -> None:
+    def wait_for_members(self, node: NodeProcess, count: int, within_s: float = TIMEOUT_S) -> None:
         """Wait until a node counts so many live members."""
         with self.client(node) as client:
-            wait_until(lambda: client.stats().get("home_members_alive") == count, within_s)
+            wait_until(
+                lambda: client.stats().get("home_members_alive") == count, "members", within_s
+            )
         self.clients.remove(client)
 
     def client(self, node: NodeProcess, **settings: object) -> Client:
@@ -162,15 +164,6 @@ class LocalCluster:
         for node in self.nodes:
             node.end()
         self.folder.cleanup()
-
-
-def wait_until(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Wait for something that other processes do; return how long it took."""
-    started = time.monotonic()
-    while not holds():
-        assert time.monotonic() - started < within_s, f"not within {within_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - started
 
 
 def state_of(process: Path) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import attrs
 
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 FOLDERS = ("/etc/peercache", "/run/peercache", "/dev/shm")
 """Folders that each host has of its own: those that the how-to pages name, and its memory."""
@@ -77,7 +77,7 @@ class Host:
             self.wrapped(["sh", "-c", command]),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
             **more,  # type: ignore[call-overload]
         )
@@ -155,7 +155,7 @@ def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list
 
 def _end(process: subprocess.Popen[str]) -> None:
     try:
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()

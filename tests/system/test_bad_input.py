@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from peercache.cli import main as cli
-from tests.pace import PATIENCE_S
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def refused(*flags: str, before: str = "") -> str:
     command = ["unshare", "-rm", "sh", "-c", f'{before} exec "$@"', "sh"] if before else []
     done = subprocess.run(
         [*command, *NODE, *flags],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.stderr.startswith("unshare:"):
         pytest.skip("may not make a mount namespace")

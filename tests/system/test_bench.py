@@ -15,7 +15,7 @@ from peercache.cli.bench.command import DISK_SET_BYTES, WORKING_SET_BYTES
 from peercache.cli.bench.engine import Engine, EngineProcess, WorkingSet
 from peercache.cli.main import main
 from peercache.errors import PeerCacheError
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.system.nodes import free_port
 
 KEYS = {
@@ -90,7 +90,7 @@ def test_bench_drive_reads_what_bench_serve_holds() -> None:
             )
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(PATIENCE_S)
+            server.wait(TIMEOUT_S)
 
     assert figures["misses"] == figures["wrong_bytes"] == 0
     assert figures["get_gb_s"] > 0

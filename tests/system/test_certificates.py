@@ -15,7 +15,8 @@ import pytest
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache import Client
 from tests.certificates import Certificates
-from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, NodeProcess
 
 
 def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:

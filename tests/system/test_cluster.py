@@ -15,6 +15,7 @@ from peercache.client.report import reporting
 from peercache.errors import PeerCacheError, Rejected
 from peercache.model.keys import Namespace
 from peercache.observability import reasons
+from tests.pace import wait_until
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -24,7 +25,6 @@ from tests.system.nodes import (
     page_of,
     pages_of,
     read,
-    wait_until,
 )
 
 # One worker starts the nodes.

@@ -22,7 +22,7 @@ from peercache.cli.demo.report import Reading, Report
 from peercache.cli.demo.screen import Screen
 from peercache.cli.processes import NodeFailed, NodeProcess, NodeProcesses
 from peercache.errors import DeadlineExceeded
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 KEYS = [key_of(page, run="test") for page in range(5)]
 SIZE = 4099  # not whole words
@@ -75,7 +75,7 @@ def test_page_that_is_missed_at_first_is_asked_for_again() -> None:
         calls.append(len(answers))
         return [False, *answers[1:-1], False] if len(calls) == 1 else answers
 
-    reading = read_with(FakeCache(answers=miss_some_once), again_s=PATIENCE_S)
+    reading = read_with(FakeCache(answers=miss_some_once), again_s=TIMEOUT_S)
 
     assert calls == [32, 2, 8]
     assert (reading.hits, reading.misses, reading.again) == (40, 0, 2)
@@ -95,7 +95,7 @@ def test_page_that_is_wrong_when_it_comes_again_is_wrong() -> None:
     answers = iter([[False] * 5, [True] * 5])
     cache = FakeCache(spoil=flipped(7, 99), answers=lambda _: next(answers))
 
-    reading = read_with(cache, range(5), again_s=PATIENCE_S)
+    reading = read_with(cache, range(5), again_s=TIMEOUT_S)
 
     assert (reading.hits, reading.wrong_pages, reading.wrong_bytes) == (5, 1, 1)
 
@@ -391,7 +391,7 @@ def test_nodes_die_with_a_demo_that_is_killed() -> None:
     demo.kill()
     demo.communicate()
 
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while is_running(int(pid)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not is_running(int(pid))
@@ -439,7 +439,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     assert len(children) == 3
 
     demo.send_signal(signal.SIGINT)
-    demo.communicate(timeout=PATIENCE_S)
+    demo.communicate(timeout=TIMEOUT_S)
 
     assert demo.returncode == 130
     assert not any(is_running(int(child)) for child in children)

@@ -12,15 +12,8 @@ import pytest
 
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.session import OPERATOR, Welcome
-from tests.pace import PATIENCE_S
-from tests.system.nodes import (
-    LocalCluster,
-    NodeProcess,
-    keys_of,
-    pages_of,
-    read,
-    wait_until,
-)
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
 from tests.system.test_control_tls import Speaker, hello
 
 pytestmark = pytest.mark.slow
@@ -47,7 +40,7 @@ def told(operator: Speaker, message: DrainNode | CancelDrain | DrainAsked) -> di
 
 def ended(node: NodeProcess) -> int:
     """Return the exit status of a node that leaves by itself."""
-    return node.process.wait(PATIENCE_S)
+    return node.process.wait(TIMEOUT_S)
 
 
 def test_the_pages_of_a_drained_node_are_read_from_others() -> None:
@@ -75,7 +68,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `peercache drain`."""
     return subprocess.run(
         [sys.executable, "-m", "peercache", "drain", *arguments],
-        capture_output=True, text=True, check=False, timeout=PATIENCE_S,
+        capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
     )  # fmt: skip
 
 
@@ -92,7 +85,7 @@ def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
         # It does not wait for an answer of a node that has ended.
         said = command(
             leaving.ready["control"], "--cluster", cluster.name, "--json",
-            "--timeout", str(3 * PATIENCE_S),
+            "--timeout", str(3 * TIMEOUT_S),
         )  # fmt: skip
 
         assert (said.returncode, said.stderr) == (0, "")

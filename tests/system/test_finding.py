@@ -21,16 +21,9 @@ import attrs
 import pytest
 import trustme
 
+from tests.pace import wait_until
 from tests.system import separate_hosts
-from tests.system.nodes import (
-    LocalCluster,
-    NodeProcess,
-    keys_of,
-    pages_of,
-    read,
-    state_of,
-    wait_until,
-)
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, state_of
 
 pytestmark = pytest.mark.slow
 

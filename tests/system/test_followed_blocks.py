@@ -12,7 +12,8 @@ from peercache.connector.page_store import cluster_store
 from peercache.events.blocks import BlockRemoved, BlockStored
 from peercache.events.publishing import BlockPublisher
 from peercache.model.keys import Namespace
-from tests.system.nodes import LocalCluster, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster
 from tests.system.test_following import target_of
 from tests.unit.connector.rig import PAGE_TOKENS, Engine, mapping_of
 from tests.unit.events.test_publishing import ANY, replayed

@@ -18,7 +18,8 @@ from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
 from peercache.model.changes import IN_FILES, IN_MEMORY
 from peercache.model.keys import Namespace, page_keys
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 pytestmark = pytest.mark.slow
 

@@ -14,16 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.house import alerts, board
+from tests.pace import wait_until
 from tests.system.monitoring import ALERTMANAGER, PROMETHEUS, Monitoring
-from tests.system.nodes import (
-    LocalCluster,
-    empty,
-    free_port,
-    keys_of,
-    pages_of,
-    read,
-    wait_until,
-)
+from tests.system.nodes import LocalCluster, empty, free_port, keys_of, pages_of, read
 
 pytestmark = [
     pytest.mark.slow,

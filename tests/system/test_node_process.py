@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import PATIENCE_S
-from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read
 
 
 def run_node(
@@ -26,7 +26,7 @@ def run_node(
         [sys.executable, "-m", "peercache.node", "--metrics-port", "0", *flags],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=False,
         env={**os.environ, **(environment or {})},
     )
@@ -101,7 +101,7 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
         assert ready["home"].startswith("ipc://")
         for name in ("control", "data"):
             host, _, port = ready[name].rpartition(":")
-            socket.create_connection((host, int(port)), PATIENCE_S).close()
+            socket.create_connection((host, int(port)), TIMEOUT_S).close()
         with urllib.request.urlopen(f"http://{ready['http']}/healthz") as health:
             assert json.load(health)["status"] == "ok"
         with urllib.request.urlopen(f"http://{ready['http']}/metrics") as metrics:
@@ -122,7 +122,7 @@ def test_health_says_nothing_good_while_the_node_is_paused() -> None:
         with pytest.raises(TimeoutError):
             urllib.request.urlopen(url, timeout=0.5)
         node.resume()
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as health:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as health:
             assert health.status == 200
 
 
@@ -156,7 +156,7 @@ def test_every_signal_that_ends_a_node_ends_it_cleanly() -> None:
 
         node.process.send_signal(signal.SIGHUP)
 
-        assert node.process.wait(PATIENCE_S) == 0
+        assert node.process.wait(TIMEOUT_S) == 0
         assert "node.stopped" in node.said()
         assert list(Path(folder).iterdir()) == []
 
@@ -165,7 +165,7 @@ def test_every_signal_that_ends_a_node_ends_it_cleanly() -> None:
 def test_too_few_open_files_are_an_error_at_start() -> None:
     """A node with 64 would refuse connections at random, without a word."""
     limited = ["prlimit", "--nofile=64:64", sys.executable, "-m", "peercache.node"]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
     assert done.returncode == 2
     assert "64 open files are too few for a node" in done.stderr

@@ -19,8 +19,8 @@ from peercache.trust.files import LiveTls
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.certificates import Certificates
-from tests.pace import PATIENCE_S
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
 from tests.system.test_control_tls import Secured, Speaker, hello
 
 pytestmark = pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Pat
         command = [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0"]
         done = subprocess.run(
             [*command, "--pool-size", "1MiB", "--metrics-port", "0", *flags],
-            capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False,
+            capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache import Client
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S, wait_until
 from tests.system.installed import install_wheel
 from tests.system.load import Load
 from tests.system.monitoring import ALERTMANAGER, PROMETHEUS, Monitoring
@@ -35,7 +35,6 @@ from tests.system.nodes import (
     keys_of,
     page_of,
     pages_of,
-    wait_until,
 )
 from tests.system.test_dashboard import CHROMIUM, Ignored, browsing, expect
 
@@ -54,7 +53,7 @@ POOL = "16MiB"
 """Of a node: room for five times its own pages."""
 
 HIT_RATE = 0.9
-PATIENCE_MS = PATIENCE_S * 1000
+PATIENCE_MS = TIMEOUT_S * 1000
 
 
 @attrs.define(eq=False)
@@ -71,7 +70,7 @@ class Site:
         """Run `peercache`; return what it prints."""
         done = subprocess.run(
             [str(self.bin / "peercache"), *arguments],
-            capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S, cwd=self.folder,
+            capture_output=True, text=True, check=False, timeout=2 * TIMEOUT_S, cwd=self.folder,
         )  # fmt: skip
         assert done.returncode == expected, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -81,7 +80,7 @@ class Site:
         return subprocess.run(
             [str(self.bin / "peercache"), *arguments, *self.flags("operator-ann"),
              "--at", self.nodes[at].ready["control"]],
-            capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S,
+            capture_output=True, text=True, check=False, timeout=2 * TIMEOUT_S,
         )  # fmt: skip
 
     def files(self, name: str) -> dict[str, str]:
@@ -215,7 +214,7 @@ def top(site: Site) -> tuple[bytes, int]:
     with subprocess.Popen(command, stdin=theirs, stdout=theirs) as process:
         drawn = b""
         while b"q ends it" not in drawn:
-            assert select.select([ours], [], [], PATIENCE_S)[0], "it draws nothing"
+            assert select.select([ours], [], [], TIMEOUT_S)[0], "it draws nothing"
             drawn += os.read(ours, 65_536)
         os.write(ours, b"q")
         # A terminal that is not read fills up.
@@ -251,7 +250,7 @@ def upgrade_all(site: Site, clients: Sequence[Client]) -> None:
         lines = [json.loads(line) for line in drained.stdout.splitlines()]
         assert lines[-1]["state"] == "left"
         handed_over += lines[-1]["given"]
-        assert leaving.process.wait(PATIENCE_S) == 0
+        assert leaving.process.wait(TIMEOUT_S) == 0
         site.start(place)
         site.wait_for_all(clients[place])
     assert handed_over >= PAGES

@@ -28,15 +28,8 @@ from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
 from peercache.manager.remote import RemoteKVManager
 from peercache.model.records import ON_DISK, RESIDENT
-from tests.system.nodes import (
-    CALL_S,
-    LocalCluster,
-    free_port,
-    keys_of,
-    page_of,
-    pages_of,
-    wait_until,
-)
+from tests.pace import wait_until
+from tests.system.nodes import CALL_S, LocalCluster, free_port, keys_of, page_of, pages_of
 
 PAGES = 24
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ask-where-a-prefix-lies.md"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.nodes import LocalCluster, NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, NodeProcess
 from tests.system.previous import BuildClient, build_client, make_previous_build
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("previous")]

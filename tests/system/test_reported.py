@@ -15,6 +15,7 @@ from peercache import Client
 from peercache.model.keys import Namespace, PageKeys, page_keys_of
 from peercache.model.prefix import ALL_PAGES, Prefix, SidePages, prefix_of
 from peercache.model.runs import PageRuns, runs_of_buffers
+from tests.pace import wait_until
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -25,7 +26,6 @@ from tests.system.nodes import (
     keys_of,
     page_of,
     pages_of,
-    wait_until,
 )
 
 POOLS = [Namespace("model", pool).digest() for pool in ("kv", "window")]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,8 @@ import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.model.keys import Namespace, page_keys
-from tests.pace import PATIENCE_S
-from tests.system.nodes import keys_of, pages_of, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import keys_of, pages_of
 from tests.system.separate_hosts import Host, separate_hosts, skip_reason
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def captured(switch: str, file: Path) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
+        process.wait(TIMEOUT_S)
         process.stdout.close()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from peercache.model.reads import TICK_AGE_MAX_S
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 PAGES = 16
 SHM = Path("/dev/shm")

@@ -9,15 +9,8 @@ import pytest
 
 from peercache.cli import main as cli
 from peercache.model.keys import Namespace
-from tests.system.nodes import (
-    PAGE_BYTES,
-    LocalCluster,
-    empty,
-    free_port,
-    keys_of,
-    pages_of,
-    wait_until,
-)
+from tests.pace import wait_until
+from tests.system.nodes import PAGE_BYTES, LocalCluster, empty, free_port, keys_of, pages_of
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.nodes import NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import NodeProcess
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-cluster.md"
 BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)

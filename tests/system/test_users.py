@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.system.nodes import NodeProcess
 
 NODE_UID = 65_532
@@ -89,7 +89,7 @@ def engine_of(
 ) -> subprocess.CompletedProcess[str]:
     """Run an engine as a user: it stores a page and reads it."""
     command: Sequence[str] = [sys.executable, "-c", ENGINE, user(uid, group), home, *settings]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.slow

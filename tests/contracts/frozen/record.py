@@ -32,7 +32,8 @@ from peercache.storage.layout import FORMAT_VERSION
 from peercache.wire.codec import encode
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from tests.contracts.frozen import public
-from tests.system.nodes import LocalCluster, Page, keys_of, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import LocalCluster, Page, keys_of
 
 FOLDER = Path(__file__).parent
 CLUSTER = "frozen"

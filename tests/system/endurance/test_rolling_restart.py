@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from peercache import Client
-from tests.pace import PATIENCE_S, PROMPT_S
+from tests.pace import PROMPT_S, TIMEOUT_S, wait_until
 from tests.system.endurance.load import Corpus, Load, Reader
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, wait_until
+from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of
 
 NODES = 5
 PAGE_BYTES = 32 * 1024
@@ -21,7 +21,7 @@ ATTACHED_WITHIN_S = PROMPT_S
 """From the new node's ready line to its client's first stored page, on a machine that is slow."""
 PROMISED_S = 5.0
 """The same at its best."""
-MEMBERS_WITHIN_S = PATIENCE_S
+MEMBERS_WITHIN_S = TIMEOUT_S
 BETWEEN_S = 2.0
 HIT_RATE_MIN = 0.5
 """Four fifths of the pages are always there; the rest is as long away as it takes to write them."""

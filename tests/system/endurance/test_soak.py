@@ -17,15 +17,9 @@ import pytest
 
 from tests.hostile.garbage import conversation
 from tests.hostile.strangers import MIB, Vitals, ports_of
+from tests.pace import wait_until
 from tests.system.endurance.load import Corpus, EdgeWriter, Load, Reader, follow
-from tests.system.nodes import (
-    LocalCluster,
-    keys_of,
-    pages_of,
-    read,
-    script,
-    wait_until,
-)
+from tests.system.nodes import LocalCluster, keys_of, pages_of, read, script
 
 SOAK_S = float(os.environ.get("PEERCACHE_SOAK_S", "600"))
 WARM_S = min(20.0, SOAK_S / 3)

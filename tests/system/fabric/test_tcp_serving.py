@@ -35,8 +35,8 @@ from peercache.observability.reasons import REFUSED
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
 from tests.contracts.fakes import PlainMemory
 from tests.examples import examples
-from tests.pace import PATIENCE_S, PROMPT_S
-from tests.unit.fabric.serving import PageServer, fabric_for, wait_until
+from tests.pace import PROMPT_S, TIMEOUT_S, wait_until
+from tests.unit.fabric.serving import PageServer, fabric_for
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import ExceptionGroup
@@ -84,7 +84,7 @@ def read(fabric: TcpFabric, port: int, offsets: list[int], into: Destination) ->
     """Read slots at these offsets."""
     member = member_of(INCARNATION, data=f"127.0.0.1:{port}")
     places: U64 = np.array(offsets, np.uint64)
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     generations = np.uint64(2) * places // np.uint64(GRANULE) + np.uint64(2)
     return fabric.read(PeerRead(member, places, into.lengths, into.runs, generations), until)
 
@@ -155,7 +155,7 @@ def test_readers_that_do_not_receive_hold_up_no_other() -> None:
         fabric = stack.enter_context(contextlib.closing(fabric_for(GRANULE)))
         for _ in range(20):
             stuck = stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)
+                socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
             )
             stuck.sendall(wire.encode_greeting(known) + request)
         wait_until(lambda: server.connections() == 20)
@@ -197,7 +197,7 @@ def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
     def hold_the_first() -> None:
         if next(calls) == 0:
             held.set()
-            going_on.wait(PATIENCE_S)
+            going_on.wait(TIMEOUT_S)
 
     server.between = hold_the_first
     first: list[Fetched] = []
@@ -208,7 +208,7 @@ def test_connection_goes_to_the_thread_that_serves_fewest() -> None:
 
     reading = threading.Thread(target=go)
     reading.start()
-    assert held.wait(PATIENCE_S)
+    assert held.wait(TIMEOUT_S)
     later = []
     for open_then in (1, 1):
         wait_until(lambda count=open_then: server.connections() == count)  # type: ignore[misc]
@@ -264,7 +264,7 @@ def test_pages_are_served_while_a_thread_holds_the_interpreters_lock(fabric: Tcp
         holding = say(process, "hold\n")
 
         got = read(fabric, port, [GRANULE], into)
-        process.communicate("\n", timeout=PATIENCE_S)
+        process.communicate("\n", timeout=TIMEOUT_S)
 
     assert holding == "holding"
     assert got.failure == ""
@@ -279,7 +279,7 @@ def test_owner_that_forks_serves_on_and_ends_without_a_word(fabric: TcpFabric) -
         childs_status = say(process, "fork\n")
 
         after = read(fabric, port, [GRANULE], into)
-        process.communicate("\n", timeout=PATIENCE_S)
+        process.communicate("\n", timeout=TIMEOUT_S)
 
     assert [before.failure, after.failure] == ["", ""]
     assert childs_status == "0"

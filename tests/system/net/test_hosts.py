@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from peercache import Client
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S, wait_until
 from tests.system.net.hosts import Host, hosts
-from tests.system.nodes import CALL_S, NodeProcess, keys_of, pages_of, wait_until
+from tests.system.nodes import CALL_S, NodeProcess, keys_of, pages_of
 
 PORT = 31998
 TRIAL = "trial"
@@ -91,7 +91,7 @@ def read_on(host: Host, home: str, keys: Sequence[str]) -> list[tuple[bool, str]
     """Read pages over tcp from a process on a host."""
     done = subprocess.run(
         [*host.command(), sys.executable, "-c", READER, home, *keys],
-        check=True, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     return [(hit, start) for hit, start in json.loads(done.stdout)]
 
@@ -181,7 +181,7 @@ def asked_on(host: Host, node: NodeProcess, path: str = "/healthz") -> tuple[int
     """Return status and text of a page of a node, asked for on its host."""
     done = subprocess.run(
         [*host.command(), sys.executable, "-c", ASK, f"http://{node.ready['http']}{path}"],
-        check=True, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     status, _, text = done.stdout.partition(" ")
     return int(status), text

@@ -10,7 +10,8 @@ import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from tests.certificates import Certificates
-from tests.system.nodes import NodeProcess, wait_until
+from tests.pace import wait_until
+from tests.system.nodes import NodeProcess
 
 
 def start(folder: Path, name: str, certificates: Certificates, *flags: str) -> NodeProcess:

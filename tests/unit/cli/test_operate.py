@@ -30,7 +30,7 @@ from peercache.model.status import (
     Worker,
     unanswered,
 )
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 NODE = Status(
     name="10.0.0.7:31998",
@@ -234,7 +234,7 @@ def test_an_address_that_is_none_is_said_once() -> None:
 def test_a_port_of_another_protocol_is_perhaps_no_control_address() -> None:
     """Such as the one of /metrics, which stands beside it in the ready line."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
+        server.settimeout(TIMEOUT_S)
         closing = threading.Thread(
             target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True
         )
@@ -243,7 +243,7 @@ def test_a_port_of_another_protocol_is_perhaps_no_control_address() -> None:
 
         with pytest.raises(PeerCacheError, match="or this is no control address, such as"):
             Operator(target).__enter__()
-        closing.join(PATIENCE_S)
+        closing.join(TIMEOUT_S)
 
 
 def test_top_without_a_terminal_names_the_other_command(

@@ -14,7 +14,7 @@ from peercache.connector import ConnectorMetadata, RemoteKVConnector
 from peercache.connector.page_store import PageStore
 from peercache.model.keys import PageKeys
 from peercache.model.runs import PageRuns
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 PAGE_TOKENS = 4
 LAYERS = 3
@@ -37,7 +37,7 @@ class MemoryPages:
     def _enter(self, keys: PageKeys) -> None:
         self.calls.append(len(keys))
         self.entered.release()
-        assert self.go.wait(PATIENCE_S)
+        assert self.go.wait(TIMEOUT_S)
         if self.fails:
             raise RuntimeError("the store has a bug")
 

@@ -16,7 +16,7 @@ from peercache.connector import ConnectorMetadata, RemoteKVConnector
 from peercache.connector.metadata import StoredPages
 from peercache.content.chain import Chain
 from peercache.errors import InvalidRequest
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.unit.connector.rig import Engine, MemoryPages, mapping_of
 
 TOKENS = list(range(100, 130))
@@ -38,13 +38,13 @@ def engine(store: MemoryPages) -> Iterator[Engine]:
 
 def stored(engine: Engine, tokens: Any = TOKENS, **kw: Any) -> int:
     future, _ = engine.connector.store_kv_async("writer", mapping_of(PAGES), tokens, **kw)
-    return future.result(PATIENCE_S)
+    return future.result(TIMEOUT_S)
 
 
 def test_another_engine_reads_what_one_has_stored(store: MemoryPages, engine: Engine) -> None:
     """Pages of all layers come back where the reader wants them, and nothing else is touched."""
     future, end = engine.connector.store_kv_async("a", mapping_of(PAGES), TOKENS)
-    assert (future.result(PATIENCE_S), end) == (28, 28)
+    assert (future.result(TIMEOUT_S), end) == (28, 28)
 
     with Engine(store, seed=1) as reader:
         before = [reader.page(index) for index in range(64)]
@@ -52,7 +52,7 @@ def test_another_engine_reads_what_one_has_stored(store: MemoryPages, engine: En
         into = [20, 21, 22, 23, 24, 25, 26]
         read = reader.connector.retrieve_kv_async("b", mapping_of(into), np.array(TOKENS))
 
-        assert read.result(PATIENCE_S) == 28
+        assert read.result(TIMEOUT_S) == 28
         assert [reader.page(i) for i in into] == [engine.page(i) for i in PAGES]
         rest = [i for i in range(64) if i not in into]
         assert [reader.page(i) for i in rest] == [before[i] for i in rest]
@@ -65,7 +65,7 @@ def test_a_missing_page_ends_the_run(store: MemoryPages, engine: Engine) -> None
 
     assert engine.connector.num_external_matched_tokens("b", TOKENS, 0) == 12
     read = engine.connector.retrieve_kv_async("b", mapping_of(PAGES), TOKENS)
-    assert read.result(PATIENCE_S) == 12
+    assert read.result(TIMEOUT_S) == 12
 
 
 @pytest.mark.parametrize(("local", "found"), [(0, 28), (4, 24), (6, 22), (28, 0), (30, 0)])
@@ -83,7 +83,7 @@ def test_a_span_may_begin_within_the_prompt(engine: Engine) -> None:
     mapping = mapping_of([40, 41], first=3)
     read = engine.connector.retrieve_kv_async("b", mapping, TOKENS)
 
-    assert read.result(PATIENCE_S) == 8
+    assert read.result(TIMEOUT_S) == 8
     assert [engine.page(i) for i in (40, 41)] == [engine.page(i) for i in PAGES[3:5]]
 
 
@@ -92,10 +92,10 @@ def test_a_last_slice_short_of_a_page_is_left_out(engine: Engine) -> None:
     mapping = [*mapping_of(PAGES), (8, slice(28, 30))]
     future, end = engine.connector.store_kv_async("a", mapping, TOKENS)
 
-    assert (future.result(PATIENCE_S), end) == (28, 28)
+    assert (future.result(TIMEOUT_S), end) == (28, 28)
     future, end = engine.connector.store_kv_async("a", [(8, slice(28, 30))], TOKENS)
-    assert (future.result(PATIENCE_S), end) == (0, 28)
-    assert engine.connector.retrieve_kv_async("a", [], TOKENS).result(PATIENCE_S) == 0
+    assert (future.result(TIMEOUT_S), end) == (0, 28)
+    assert engine.connector.retrieve_kv_async("a", [], TOKENS).result(TIMEOUT_S) == 0
 
 
 def test_salts_models_and_ranks_share_no_page(store: MemoryPages, engine: Engine) -> None:
@@ -161,7 +161,7 @@ def test_what_is_no_request_ends_no_request(engine: Engine, req_id: Any) -> None
         engine.connector.finish_req(req_id)
 
     engine.connector.core.store.go.set()  # type: ignore[attr-defined]
-    assert [future.result(PATIENCE_S) for future in futures] == [0, 0]
+    assert [future.result(TIMEOUT_S) for future in futures] == [0, 0]
     assert engine.connector.core.counts["get_cancelled"] == 0
 
 
@@ -176,7 +176,7 @@ def test_finish_req_cancels_what_waits_and_cuts_what_moves(
             pass
         store.go.clear()
         first = reader.connector.retrieve_kv_async("r", mapping_of(range(7)), TOKENS)
-        assert store.entered.acquire(timeout=PATIENCE_S)
+        assert store.entered.acquire(timeout=TIMEOUT_S)
         second = reader.connector.retrieve_kv_async("r", mapping_of(range(10, 17)), TOKENS)
         other = reader.connector.retrieve_kv_async("s", mapping_of(range(20, 27)), TOKENS)
         before = reader.page(10)
@@ -184,13 +184,13 @@ def test_finish_req_cancels_what_waits_and_cuts_what_moves(
         reader.connector.finish_req("r")
         assert not first.done()
         with pytest.raises(CancelledError):
-            second.result(PATIENCE_S)
+            second.result(TIMEOUT_S)
         reader.connector.finish_req("r")
         reader.connector.finish_req("never seen")
         store.go.set()
 
-        assert first.result(PATIENCE_S) == 8
-        assert other.result(PATIENCE_S) == 28
+        assert first.result(TIMEOUT_S) == 8
+        assert other.result(TIMEOUT_S) == 28
         assert reader.page(10) == before
         assert reader.connector.core.counts["get_cancelled"] == 1
 
@@ -199,14 +199,14 @@ def test_a_future_that_its_caller_cancels_moves_nothing(store: MemoryPages, engi
     """`Future.cancel` works while a transfer waits, as for every executor."""
     store.go.clear()
     moving, _ = engine.connector.store_kv_async("a", mapping_of(PAGES), TOKENS)
-    assert store.entered.acquire(timeout=PATIENCE_S)
+    assert store.entered.acquire(timeout=TIMEOUT_S)
     waiting, _ = engine.connector.store_kv_async("b", mapping_of(PAGES), TOKENS)
 
     assert waiting.cancel()
     assert not moving.cancel()
     store.go.set()
 
-    assert moving.result(PATIENCE_S) == 28
+    assert moving.result(TIMEOUT_S) == 28
     engine.connector.close()
     assert store.calls == [7]
 
@@ -216,11 +216,11 @@ def test_a_future_that_its_caller_closes_ends_no_thread(store: MemoryPages, clos
     """One that moves, one that is ended, one that comes too late, and one whose turn it is."""
     with Engine(store, get_threads=1) as engine:
         assert stored(engine) == 28
-        assert store.entered.acquire(timeout=PATIENCE_S)
+        assert store.entered.acquire(timeout=TIMEOUT_S)
         store.go.clear()
         retrieve = engine.connector.retrieve_kv_async
         moving = retrieve("moving", mapping_of(PAGES), TOKENS)
-        assert store.entered.acquire(timeout=PATIENCE_S)
+        assert store.entered.acquire(timeout=TIMEOUT_S)
         ended = retrieve("ended", mapping_of(PAGES), TOKENS)
         late = retrieve("late", mapping_of(PAGES), TOKENS, timeout_s=0.05)
         queued = retrieve("queued", mapping_of(PAGES), TOKENS)
@@ -230,11 +230,11 @@ def test_a_future_that_its_caller_closes_ends_no_thread(store: MemoryPages, clos
         engine.connector.finish_req("ended")
         # The thread of deadlines lives on.
         later = retrieve("later", mapping_of(PAGES), TOKENS, timeout_s=0.1)
-        assert later.result(PATIENCE_S) == 0
+        assert later.result(TIMEOUT_S) == 0
         store.go.set()
 
         again = retrieve("again", mapping_of(PAGES), TOKENS)
-        assert again.result(PATIENCE_S) == 28
+        assert again.result(TIMEOUT_S) == 28
 
 
 def test_a_full_queue_takes_nothing(store: MemoryPages) -> None:
@@ -248,11 +248,11 @@ def test_a_full_queue_takes_nothing(store: MemoryPages) -> None:
         read = engine.connector.retrieve_kv_async("b", mapping_of(PAGES), TOKENS)
         store.go.set()
 
-        assert first.result(PATIENCE_S) == 28
-        assert read.result(PATIENCE_S) in {0, 28}
+        assert first.result(TIMEOUT_S) == 28
+        assert read.result(TIMEOUT_S) in {0, 28}
         assert engine.connector.core.counts["set_refused"] == 1
         again, end = engine.connector.store_kv_async("b", mapping_of(PAGES), TOKENS)
-        assert (again.result(PATIENCE_S), end) == (28, 28)
+        assert (again.result(TIMEOUT_S), end) == (28, 28)
 
 
 @pytest.mark.parametrize("patience_s", [1e6, float("inf"), 10**400])
@@ -263,18 +263,18 @@ def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(
     with Engine(store, get_threads=1) as engine:
         store.go.clear()
         hung = engine.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS)
-        assert store.entered.acquire(timeout=PATIENCE_S)
+        assert store.entered.acquire(timeout=TIMEOUT_S)
         retrieve = engine.connector.retrieve_kv_async
         patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=patience_s)
         time.sleep(0.05)  # The thread that watches deadlines waits for this one alone.
         late = retrieve("c", mapping_of(PAGES), TOKENS, timeout_s=0.05)
 
-        assert late.result(PATIENCE_S) == 0
+        assert late.result(TIMEOUT_S) == 0
         assert not hung.done()
         assert not patient.done()
         assert engine.connector.core.counts["get_late"] == 1
         store.go.set()
-        assert hung.result(PATIENCE_S) == patient.result(PATIENCE_S) == 0
+        assert hung.result(TIMEOUT_S) == patient.result(TIMEOUT_S) == 0
 
 
 def test_no_chunk_begins_after_the_deadline(store: MemoryPages) -> None:
@@ -296,7 +296,7 @@ def test_no_chunk_begins_after_the_deadline(store: MemoryPages) -> None:
         store.get_into = slow  # type: ignore[method-assign]
         read = reader.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS, timeout_s=2.5)
 
-        assert read.result(PATIENCE_S) == 12
+        assert read.result(TIMEOUT_S) == 12
 
 
 def test_a_failing_store_is_a_miss(store: MemoryPages, engine: Engine) -> None:
@@ -307,7 +307,7 @@ def test_a_failing_store_is_a_miss(store: MemoryPages, engine: Engine) -> None:
     read = engine.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS)
     kept, _ = engine.connector.store_kv_async("a", mapping_of(PAGES), TOKENS)
 
-    assert read.result(PATIENCE_S) == kept.result(PATIENCE_S) == 0
+    assert read.result(TIMEOUT_S) == kept.result(TIMEOUT_S) == 0
     assert engine.connector.num_external_matched_tokens("b", TOKENS, 0) == 0
     store.fails = False
     assert stored(engine) == 28
@@ -321,7 +321,7 @@ def test_close_ends_everything_and_may_be_repeated(store: MemoryPages) -> None:
     futures = [
         engine.connector.store_kv_async(name, mapping_of(PAGES), TOKENS)[0] for name in "abcd"
     ]
-    assert store.entered.acquire(timeout=PATIENCE_S)
+    assert store.entered.acquire(timeout=TIMEOUT_S)
     threading.Timer(0.05, store.go.set).start()
     engine.connector.close()
     engine.connector.close()
@@ -344,14 +344,14 @@ def test_memory_stays_registered_while_a_hung_call_may_write(
     engine = Engine(store)
     store.go.clear()
     hung, _ = engine.connector.store_kv_async("a", mapping_of(PAGES), TOKENS)
-    assert store.entered.acquire(timeout=PATIENCE_S)
+    assert store.entered.acquire(timeout=TIMEOUT_S)
     engine.connector.close()
 
     assert not hung.done()
     assert len(store.registered) == len(engine.buffers)
     assert store.closed == 0
     store.go.set()
-    assert hung.result(PATIENCE_S) == 28
+    assert hung.result(TIMEOUT_S) == 28
 
 
 def test_what_is_stored_is_told_with_its_tokens(store: MemoryPages) -> None:

@@ -21,7 +21,7 @@ from peercache.connector.folder_room import WRITING
 from peercache.errors import ConfigError
 from peercache.model.keys import KEY, Namespace, PageKeys
 from peercache.model.runs import PageRuns
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 PAGE = 20_000
 KEYS: PageKeys = np.array([f"{i:016}".encode() for i in range(64)], "S16").view(KEY)
@@ -209,7 +209,7 @@ def test_the_least_recently_used_pages_go(tmp_path: Path) -> None:
     assert again._room.used() == len(left) * file_bytes <= 20 * file_bytes
     assert {key.hex() for key in KEYS[:2].tolist()} <= left
     assert {key.hex() for key in KEYS[14:30].tolist()} <= left
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     for i in range(30, 64):
         runs = runs_of(pages_of(1, seed=i))
         # A set that finds no room says so, and a sweep makes some.
@@ -332,12 +332,12 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
             assert writer.stdin is not None
             writer.stdin.write("go\n")
             writer.stdin.flush()
-        until, hits = time.monotonic() + PATIENCE_S, [False]
+        until, hits = time.monotonic() + TIMEOUT_S, [False]
         while not all(hits):
             assert time.monotonic() < until
             hits, into = got(store, 64)
             assert (into[hits] == pages[hits]).all()
-        assert [writer.wait(PATIENCE_S) for writer in writers] == [0, 0]
+        assert [writer.wait(TIMEOUT_S) for writer in writers] == [0, 0]
         store.close()
     finally:
         for writer in writers:

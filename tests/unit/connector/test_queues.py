@@ -21,7 +21,7 @@ from peercache.connector import (
 )
 from peercache.connector.queues import Prefetched, Stored
 from peercache.errors import InvalidRequest
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.unit.connector.rig import Engine, MemoryPages, mapping_of
 
 TOKENS = list(range(100, 130))
@@ -53,7 +53,7 @@ def store() -> MemoryPages:
 def engine(store: MemoryPages) -> Iterator[Engine]:
     with Engine(store, get_threads=1) as engine:
         future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES), TOKENS)
-        assert future.result(PATIENCE_S) == 28
+        assert future.result(TIMEOUT_S) == 28
         yield engine
         store.go.set()
 
@@ -69,7 +69,7 @@ def queue_of(engine: Engine, pages: Pages, **kw: Any) -> AsyncKVPrefetchQueue:
 
 def polled(queue: Any) -> list[Any]:
     """Poll until the queue is empty."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     ended = []
     while queue:
         assert time.monotonic() < until, "the queue never ended"
@@ -237,7 +237,7 @@ def test_a_request_that_is_wanted_now_takes_what_has_come(store: MemoryPages) ->
     page = 3 * (32 + 48)
     with Engine(store, chunk_bytes=2 * page) as engine:
         future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES), TOKENS)
-        assert future.result(PATIENCE_S) == 28
+        assert future.result(TIMEOUT_S) == 28
         pages = Pages()
         queue = queue_of(engine, pages)
         queue.add("r", TOKENS)
@@ -283,7 +283,7 @@ def hang_at_retrieve(store: MemoryPages, queue: AsyncKVPrefetchQueue) -> None:
         return get_into(keys, runs)
 
     store.get_into = hung  # type: ignore[method-assign]
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while not inside.wait(0.001):
         assert time.monotonic() < until
         assert queue.poll() == []
@@ -335,14 +335,14 @@ def test_ranks_end_a_prefetch_together(store: MemoryPages) -> None:
     ):
         for engine, count in ((one, 7), (two, 5)):
             future, _ = engine.connector.store_kv_async("w", mapping_of(PAGES[:count]), TOKENS)
-            assert future.result(PATIENCE_S) == count * 4
+            assert future.result(TIMEOUT_S) == count * 4
         free = (Pages(), Pages())
         queues = [queue_of(engine, pages) for engine, pages in zip((one, two), free, strict=True)]
         ended: list[list[Prefetched]] = [[], []]
         ranks.go_on = lambda: ended[1].extend(queues[1].poll())
         for queue in queues:
             queue.add("r", TOKENS)
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while queues[0]:
             assert time.monotonic() < until
             ended[0] += queues[0].poll()
@@ -374,11 +374,11 @@ def test_no_poll_waits_for_a_store_that_hangs(store: MemoryPages, engine: Engine
     thread = threading.Thread(target=scheduler, daemon=True)
     thread.start()
     # Had a poll taken a lock that a call of the store holds, it would never end.
-    assert done.wait(PATIENCE_S)
+    assert done.wait(TIMEOUT_S)
     store.go.set()
     # Of the loop's own work: a busy machine takes single polls away, not half of them.
     assert statistics.median(took) < 0.001
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     ended += polled(stores) + polled(prefetches)
     assert len(ended) == 400
 
@@ -392,7 +392,7 @@ def test_the_example_reuses_what_it_has_stored(store: MemoryPages) -> None:
     )
     scheduler = Scheduler(connector, Pool(512))
     prompts = [[seed * 1000 + i for i in range(200)] for seed in range(5)]
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     for turn in range(2):
         scheduler.reused = scheduler.computed = 0
         for number, prompt in enumerate(prompts):
@@ -421,7 +421,7 @@ def test_no_retrieve_begins_after_a_stop(
         pass
     store.go.clear()
     queue.add("r", TOKENS)
-    assert store.entered.acquire(timeout=PATIENCE_S)
+    assert store.entered.acquire(timeout=TIMEOUT_S)
     (queue.cancel if is_cancelled else queue.stop)("r")
     store.go.set()
 

@@ -19,7 +19,7 @@ from peercache.discovery.port import SourceFailed
 from peercache.errors import ConfigError
 from peercache.trust.etcd import EtcdFiles
 from tests.contracts.source_fakes import PORT, FakeEtcd
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within, until
 
 KEY = b"pc/nodes/me"
 
@@ -31,13 +31,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
     monkeypatch.setattr(etcd, "GAP_MIN_S", 0.01)
     monkeypatch.setattr(etcd, "GAP_MAX_S", 0.01)
     return FakeEtcd()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what is certain to come."""
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the source has no event for a test
-            await trio.sleep(0.01)
 
 
 async def test_node_is_found_under_its_name_while_it_runs(server: FakeEtcd) -> None:
@@ -74,7 +67,7 @@ async def test_stop_waits_for_no_etcd_that_hangs(server: FakeEtcd) -> None:
     async with trio.open_nursery() as nursery:
         await server.start(nursery)
         source = server.source()
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             async with trio.open_nursery() as inner:
                 inner.start_soon(source.follow, lambda addresses: None)
                 await until(lambda: KEY in server.keys)

@@ -11,7 +11,7 @@ from peercache.discovery.kubernetes import ApiServer
 from peercache.discovery.port import SourceFailed
 from peercache.errors import ConfigError
 from tests.contracts.source_fakes import FakeKubernetes, forbidden, status_of
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def first_of(api: FakeKubernetes, text: str = "k8s://peercache") -> list[s
         found.extend(addresses)  # type: ignore[call-overload]
         raise _Enough
 
-    with trio.fail_after(PATIENCE_S):
+    with ends_within():
         async with trio.open_nursery() as nursery:
             await api.start(nursery)
             failed: Exception | None = None
@@ -116,7 +116,7 @@ async def test_refusals_say_what_to_do(api: FakeKubernetes) -> None:
 async def test_watch_that_is_refused_is_told_too(api: FakeKubernetes) -> None:
     """A role that may list and not watch would otherwise be asked without end."""
     api.refuses_to_watch = True
-    with trio.fail_after(PATIENCE_S):
+    with ends_within():
         async with trio.open_nursery() as nursery:
             await api.start(nursery)
             with pytest.raises(SourceFailed, match=r"refuses to watch .403.*get, list and watch"):

@@ -10,7 +10,7 @@ import pytest
 
 from peercache.engines.lanes import CallLane
 from peercache.observability.log import get_logger
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 
 
 class Told:

@@ -9,7 +9,7 @@ from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_confi
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import Namespace
 from peercache.observability.log import get_logger
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
 
 SPACE = Namespace("test")

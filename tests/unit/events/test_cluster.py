@@ -16,8 +16,7 @@ from peercache.events.cluster import ClusterFollower
 from peercache.events.following import Index
 from peercache.model.changes import CHANGE, IN_MEMORY
 from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
-from tests.pace import PATIENCE_S
-from tests.system.nodes import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 
 A, B = "a:1", "b:1"
 
@@ -137,7 +136,7 @@ def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
     def hold(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread() in old:
             held.set()
-            goes_on.wait(PATIENCE_S)
+            goes_on.wait(TIMEOUT_S)
         return ask(*arguments, **named)
 
     def look() -> set[str]:

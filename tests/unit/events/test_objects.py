@@ -15,7 +15,7 @@ import zmq
 from peercache.errors import LocalProtocolError
 from peercache.events import objects
 from peercache.events.objects import ObjectNames, ObjectPublisher
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 
 ANY = "tcp://127.0.0.1:*"
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -138,7 +138,7 @@ def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.Monkey
             publisher.publish(stored=page)
             return publisher.resyncs > 0
 
-        wait_until(told_in_vain, 60)
+        wait_until(told_in_vain)
         idle.close(linger=0)
 
 

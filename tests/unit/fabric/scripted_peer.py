@@ -16,7 +16,7 @@ from peercache.fabric.tcp.client import TcpFabric
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.unit.fabric.serving import PageServer
 
 PORTION = wire.PORTION_BYTES_MAX
@@ -33,7 +33,7 @@ def read(
     into: Destination,
     *,
     step: int = GRANULE,
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
     changed: int = 0,
 ) -> Fetched:
     """Read slots that begin `step` bytes apart; changed: by how much their words have changed."""

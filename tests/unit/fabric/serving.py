@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from peercache.fabric.tcp.sockets import open_listeners
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 CLUSTER = "tests"
 
@@ -53,7 +52,7 @@ class PageServer:
         # A test that fails before `close` must not keep the process of all others from ending.
         self._thread = threading.Thread(target=trio.run, args=(self._run,), daemon=True)
         self._thread.start()
-        assert self._ready.wait(PATIENCE_S)
+        assert self._ready.wait(TIMEOUT_S)
 
     def close(self) -> None:
         """Stop serving: every connection is closed when this returns."""
@@ -99,18 +98,6 @@ class PageServer:
         )
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for something that another thread does.
-
-    The pause releases Python's lock: without it the server's loop gets a few steps in each switch
-    interval, and needs ten seconds for the work of a tenth.
-    """
-    until = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.001)
-
-
 def fabric_for(granule: int, **options: Any) -> TcpFabric:
     """Return a client side that the server above admits, unless `options` say otherwise.
 
@@ -120,8 +107,8 @@ def fabric_for(granule: int, **options: Any) -> TcpFabric:
         "cluster": CLUSTER,
         "granule": granule,
         "max_channels_per_peer": 4,
-        "stall_s": PATIENCE_S,
-        "connect_timeout_s": PATIENCE_S,
+        "stall_s": TIMEOUT_S,
+        "connect_timeout_s": TIMEOUT_S,
         **options,
     }
     return TcpFabric(**known)

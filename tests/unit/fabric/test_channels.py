@@ -11,7 +11,7 @@ import pytest
 from peercache.actors.channels.actor import IDLE_S, ChannelLeased
 from peercache.fabric.channels import ChannelDriver
 from peercache.observability.reasons import CLOSED, DEADLINE
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 PEER = 7
 
@@ -33,7 +33,7 @@ def driver_of(channels: int) -> ChannelDriver[Wire]:
     return ChannelDriver(max_channels_per_peer=channels, clock=time.monotonic)
 
 
-def leased(driver: ChannelDriver[Wire], timeout_s: float = PATIENCE_S) -> ChannelLeased:
+def leased(driver: ChannelDriver[Wire], timeout_s: float = TIMEOUT_S) -> ChannelLeased:
     lease = driver.lease(PEER, time.monotonic() + timeout_s)
     assert isinstance(lease, ChannelLeased)
     return lease
@@ -48,7 +48,7 @@ def test_read_waits_for_a_channel_until_another_returns_it() -> None:
     waiting.start()
 
     driver.end(first, wire, works=True)
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
 
     assert [lease.is_new for lease in (first, *got)] == [True, False]
     assert driver.channel_of(got[0]) is wire
@@ -68,15 +68,15 @@ def test_close_ends_the_wait_for_a_channel() -> None:
     held = leased(driver)
     got: list[ChannelLeased | str] = []
     waiting = threading.Thread(
-        target=lambda: got.append(driver.lease(PEER, time.monotonic() + PATIENCE_S))
+        target=lambda: got.append(driver.lease(PEER, time.monotonic() + TIMEOUT_S))
     )
     waiting.start()
     closing = threading.Thread(target=driver.close)
     closing.start()
 
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
     driver.end(held, None, works=False)
-    closing.join(PATIENCE_S)
+    closing.join(TIMEOUT_S)
 
     assert got == [CLOSED]
     assert not closing.is_alive()

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from peercache.fabric.tcp.names import Address, Names
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 FOUND: list[Address] = [(socket.AF_INET, ("192.0.2.1", 80))]
 
@@ -23,7 +23,7 @@ def test_address_in_figures_needs_no_name_server(host: str) -> None:
 
 def test_name_is_looked_up() -> None:
     """What is no figures is asked of the system."""
-    found = Names().resolve("localhost", 80, PATIENCE_S)
+    found = Names().resolve("localhost", 80, TIMEOUT_S)
 
     assert found
 
@@ -37,7 +37,7 @@ def test_slow_name_server_holds_up_no_caller() -> None:
         if flags & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "not in figures")
         asked.append(host)
-        answers.wait(PATIENCE_S)
+        answers.wait(TIMEOUT_S)
         return FOUND
 
     names = Names(ask)
@@ -45,7 +45,7 @@ def test_slow_name_server_holds_up_no_caller() -> None:
     second = names.resolve("slow.example", 80, 0.01)
     asked_by_two = list(asked)
     answers.set()
-    third = names.resolve("slow.example", 80, PATIENCE_S)
+    third = names.resolve("slow.example", 80, TIMEOUT_S)
 
     assert first == second == []
     assert third == FOUND
@@ -60,12 +60,12 @@ def test_unknown_name_has_no_address() -> None:
 
     names = Names(ask)
 
-    assert names.resolve("unknown.example", 80, PATIENCE_S) == []
-    assert names.resolve("unknown.example", 80, PATIENCE_S) == []
+    assert names.resolve("unknown.example", 80, TIMEOUT_S) == []
+    assert names.resolve("unknown.example", 80, TIMEOUT_S) == []
 
 
 def test_name_that_cannot_be_encoded_has_no_address() -> None:
     """A name that the resolver cannot even be asked for is no exception of the caller's."""
-    found = Names().resolve("a" * 300 + ".example", 80, PATIENCE_S)
+    found = Names().resolve("a" * 300 + ".example", 80, TIMEOUT_S)
 
     assert found == []

@@ -27,9 +27,9 @@ from tests.contracts.fabric_suite import (
     member_of,
 )
 from tests.contracts.fakes import PlainMemory
-from tests.pace import PATIENCE_S, PROMPT_S, paced
+from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, paced, wait_until
 from tests.unit.fabric.scripted_peer import PORTION, accept, at, peer_that, read
-from tests.unit.fabric.serving import PageServer, fabric_for, wait_until
+from tests.unit.fabric.serving import PageServer, fabric_for
 
 # --- deadlines and silence ------------------------------------------------------------------------
 
@@ -46,8 +46,8 @@ def test_read_that_stops_midway_keeps_its_leading_run(server: PageServer, failur
     def story(pace_s: float) -> tuple[Fetched, float, bytes]:
         going_on = threading.Event()
         portions = iter(range(10))
-        server.between = lambda: going_on.wait(PATIENCE_S) if next(portions) == 1 else None
-        timeout_s, stall_s = (pace_s, PATIENCE_S) if failure == DEADLINE else (PATIENCE_S, pace_s)
+        server.between = lambda: going_on.wait(TIMEOUT_S) if next(portions) == 1 else None
+        timeout_s, stall_s = (pace_s, TIMEOUT_S) if failure == DEADLINE else (TIMEOUT_S, pace_s)
         with contextlib.closing(fabric_for(GRANULE, stall_s=stall_s)) as fabric:
             begun = time.monotonic()
             got = read(fabric, at(server), into, step=PORTION, timeout_s=timeout_s)
@@ -63,7 +63,7 @@ def test_read_that_stops_midway_keeps_its_leading_run(server: PageServer, failur
     assert got.failure == failure
     assert got.seals["word"].tolist() == [2, *[int(ODD)] * 3]
     assert first_page == b"".join(bytes([index % 251]) * GRANULE for index in range(1024))
-    assert seconds < PROMPT_S
+    assert_within(seconds, PROMPT_S)
     assert (into.memory == UNTOUCHED).all()
 
 
@@ -99,7 +99,7 @@ def test_peer_that_trickles_cannot_outlast_the_deadline(fabric: TcpFabric) -> No
 
     assert got.failure == DEADLINE
     assert got.seals["word"].tolist() == [int(ODD)]
-    assert seconds < PROMPT_S
+    assert_within(seconds, PROMPT_S)
 
 
 def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
@@ -112,7 +112,7 @@ def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
     def serve_half(connection: socket.socket) -> None:
         accept(connection)
         connection.sendall(wire.encode_status("") + bytes(50))
-        ended.wait(PATIENCE_S)
+        ended.wait(TIMEOUT_S)
 
     with peer_that(serve_half) as peer:
         begun = time.monotonic()
@@ -122,17 +122,17 @@ def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
 
     assert got.failure == DEADLINE
     assert got.seals["word"].tolist() == [int(ODD)]
-    assert seconds < PROMPT_S
+    assert_within(seconds, PROMPT_S)
 
 
 def test_free_channel_is_waited_for_until_the_deadline(server: PageServer) -> None:
     """With the only channel in use, the second read ends at its own deadline."""
-    fabric = fabric_for(GRANULE, max_channels_per_peer=1, stall_s=PATIENCE_S)
+    fabric = fabric_for(GRANULE, max_channels_per_peer=1, stall_s=TIMEOUT_S)
     going_on, hanging = threading.Event(), threading.Event()
 
     def hang() -> None:
         hanging.set()
-        going_on.wait(PATIENCE_S)
+        going_on.wait(TIMEOUT_S)
 
     server.between = hang
     first: list[Fetched] = []
@@ -140,7 +140,7 @@ def test_free_channel_is_waited_for_until_the_deadline(server: PageServer) -> No
         target=lambda: first.append(read(fabric, at(server), Destination.of([[1]])))
     )
     thread.start()
-    assert hanging.wait(PATIENCE_S)
+    assert hanging.wait(TIMEOUT_S)
 
     second = read(fabric, at(server), Destination.of([[1]]), timeout_s=0.05)
     going_on.set()
@@ -206,7 +206,7 @@ def test_channels_that_the_server_closed_while_idle_are_all_given_up(
     """One was found dead: the next attempt must not meet another of them."""
     first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
     read(fabric, at(first), Destination.of([[1]]))
-    leased = fabric._channels.lease(INCARNATION, time.monotonic() + PATIENCE_S)
+    leased = fabric._channels.lease(INCARNATION, time.monotonic() + TIMEOUT_S)
     assert isinstance(leased, ChannelLeased)
     read(fabric, at(first), Destination.of([[1]]))
     fabric._channels.end(leased, fabric._channels.channel_of(leased), works=True)
@@ -241,7 +241,7 @@ def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
 
 def test_request_on_an_open_channel_names_its_incarnation_too(server: PageServer) -> None:
     """A request for another incarnation is refused even after a matching greeting."""
-    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as client:
         known = wire.greet(cluster="tests", granule=GRANULE, incarnation=INCARNATION)
         client.sendall(wire.encode_greeting(known))
         client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
@@ -274,7 +274,7 @@ def test_idle_channel_is_closed_by_a_later_read(server: PageServer, memory: Plai
         now[0] = when
         offsets = np.zeros(1, np.uint64)
         fabric.read(
-            PeerRead(member, offsets, into.lengths, into.runs, offsets + 2), when + PATIENCE_S
+            PeerRead(member, offsets, into.lengths, into.runs, offsets + 2), when + TIMEOUT_S
         )
     wait_until(lambda: server.connections() == 0)
     kept = other.connections()
@@ -286,13 +286,13 @@ def test_idle_channel_is_closed_by_a_later_read(server: PageServer, memory: Plai
 
 def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
     """The caller's destination is not abandoned: close returns after the read has."""
-    fabric = fabric_for(GRANULE, stall_s=PATIENCE_S)
+    fabric = fabric_for(GRANULE, stall_s=TIMEOUT_S)
     hanging, going_on = threading.Event(), threading.Event()
     order: list[str] = []
 
     def hang() -> None:
         hanging.set()
-        going_on.wait(PATIENCE_S)
+        going_on.wait(TIMEOUT_S)
 
     server.between = hang
 
@@ -305,7 +305,7 @@ def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
 
     reading, closing = threading.Thread(target=go), threading.Thread(target=close)
     reading.start()
-    assert hanging.wait(PATIENCE_S)
+    assert hanging.wait(TIMEOUT_S)
     closing.start()
     wait_until(lambda: fabric._channels.is_closed)
     going_on.set()
@@ -326,7 +326,7 @@ def test_destination_that_is_no_memory_is_a_bug_of_ours(
     zero = np.zeros(1, np.uint64)
     nowhere = PeerRead(at(server), zero, runs.lengths, runs, zero)
 
-    got = fabric.read(nowhere, time.monotonic() + PATIENCE_S)
+    got = fabric.read(nowhere, time.monotonic() + TIMEOUT_S)
     after = read(fabric, at(server), Destination.of([[100]]))
 
     assert (got.failure, got.seals["word"].tolist()) == (INTERNAL, [int(ODD)])
@@ -341,7 +341,7 @@ def test_lengths_that_differ_from_the_destinations_are_a_bug_of_ours(
     zero = np.zeros(1, np.uint64)
     wrong = PeerRead(at(server), zero, np.array([99], np.uint64), into.runs, zero)
 
-    got = fabric.read(wrong, time.monotonic() + PATIENCE_S)
+    got = fabric.read(wrong, time.monotonic() + TIMEOUT_S)
 
     assert got.failure == INTERNAL
     assert (into.memory == UNTOUCHED).all()
@@ -398,7 +398,7 @@ def test_interrupted_caller_leaves_no_channel_that_still_receives(
         while not caught:
             signal.pthread_kill(main_thread, signal.SIGINT)
             going_on.wait(0.01)
-        going_on.wait(PATIENCE_S)
+        going_on.wait(TIMEOUT_S)
 
     server.between = interrupt
     into = Destination.of([[PORTION]] * 4)

@@ -8,18 +8,18 @@ import time
 import pytest
 
 from peercache.fabric.tcp.client import Watchdog
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 
 def test_what_outlasts_its_deadline_is_interrupted() -> None:
     """The interrupt comes from another thread, and release says that it came."""
     watchdog = Watchdog(time.monotonic)
     interrupted = threading.Event()
-    later = watchdog.watch(lambda: None, time.monotonic() + PATIENCE_S)
+    later = watchdog.watch(lambda: None, time.monotonic() + TIMEOUT_S)
 
     token = watchdog.watch(interrupted.set, time.monotonic() + 0.01)
 
-    assert interrupted.wait(PATIENCE_S)
+    assert interrupted.wait(TIMEOUT_S)
     assert not watchdog.release(token)
     assert watchdog.release(later)
     watchdog.close()
@@ -37,7 +37,7 @@ def test_what_is_released_in_time_is_not_interrupted() -> None:
     watchdog.watch(second_came.set, deadline)
 
     assert in_time
-    assert second_came.wait(PATIENCE_S)
+    assert second_came.wait(TIMEOUT_S)
     assert interrupted == []
     watchdog.close()
 
@@ -51,7 +51,7 @@ def test_nearer_deadline_is_not_kept_waiting_by_a_farther_one() -> None:
 
     watchdog.watch(interrupted.set, begun + 0.01)
 
-    assert interrupted.wait(PATIENCE_S)
+    assert interrupted.wait(TIMEOUT_S)
     watchdog.release(far)
     watchdog.close()
 
@@ -84,5 +84,5 @@ def test_a_thread_that_could_not_be_started_is_started_for_the_next_read(
             watchdog.watch(lambda: None, time.monotonic())
     watchdog.watch(interrupted.set, time.monotonic())
 
-    assert interrupted.wait(PATIENCE_S)
+    assert interrupted.wait(TIMEOUT_S)
     watchdog.close()

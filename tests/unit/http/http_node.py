@@ -23,7 +23,7 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within
 
 OK = Health(serving=True, facts={"members": 3})
 
@@ -67,7 +67,7 @@ async def served(
     )
     async with trio.open_nursery() as nursery:
         address: str = await nursery.start(serve)
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             yield address
         nursery.cancel_scope.cancel()
 

@@ -20,7 +20,7 @@ from peercache.http.gateway import REQUEST_BYTES_MAX
 from peercache.http.pages import Health
 from peercache.http.server import ADDRESS_MAX
 from peercache.observability.metrics import Metrics
-from tests.pace import PATIENCE_S, PROMPT_S
+from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.system.nodes import capture_logs
 from tests.unit.http.http_node import OK, ask, served
 
@@ -171,7 +171,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A scraper that asks for much and reads nothing cannot keep a node from leaving."""
-    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
     metrics = Metrics()
     for number in range(20_000):
         metrics.messages_received.labels(kind=f"kind-{number:04}-{'x' * 200}").inc()
@@ -228,7 +228,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Idle connections cost a bounded number of descriptors, and keep no probe out."""
-    monkeypatch.setattr(server, "CONNECTION_S", PATIENCE_S)
+    monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
     async with served() as address:
         host, port = parse_address(address)
         idle = [await trio.open_tcp_stream(host, port) for _ in range(ADDRESS_MAX)]
@@ -236,7 +236,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
 
         status = (await ask(address, "/healthz"))[0]
 
-        with trio.fail_after(PROMPT_S):
+        with ends_within(PROMPT_S):
             assert await idle[0].receive_some() == b""
         with trio.move_on_after(0.1) as still_open:
             await idle[1].receive_some()

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from peercache.errors import ConfigError
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
 from tests.unit.lmcache import fake_lmcache
 from tests.unit.lmcache.fake_lmcache import MemoryObject, ObjectKey, layout, readable

@@ -18,7 +18,7 @@ from peercache.events.blocks import BlockStored
 from peercache.events.publishing import BlockPublisher
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import AWAY, KNOWN, UNKNOWN, GpuBlocks, OnGpu
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 
 zmq = pytest.importorskip("zmq")
 
@@ -141,9 +141,9 @@ def test_a_publisher_of_ours_is_known_however_late_it_is_followed(tmp_path: Path
     with closing(BlockPublisher(at, replay=replay)) as publisher:
         publisher.publish([BlockStored((1,), None, (0, 0), 2)])
         with closing(Follower([EngineEvents("e", at, replay)], blocks)):
-            wait_until(lambda: (state(blocks).state, state(blocks).prefix_tokens) == (KNOWN, 2), 30)
+            wait_until(lambda: (state(blocks).state, state(blocks).prefix_tokens) == (KNOWN, 2))
             publisher.publish([BlockStored((2,), 1, (1, 1), 2)])
-            wait_until(lambda: state(blocks).prefix_tokens == 4, 30)
+            wait_until(lambda: state(blocks).prefix_tokens == 4)
 
 
 def attrs_without_replay(events: EngineEvents) -> EngineEvents:

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from peercache.memory.client_lock import (
     remove_folder,
 )
 from peercache.trust.sharing import Sharing
-from tests.pace import PATIENCE_S
+from tests.pace import wait_until
 
 CLIENT = 0xABCDEF
 OURS = Sharing.of()
@@ -55,13 +54,6 @@ for line in sys.stdin:
         lock.release()
     print("done", flush=True)
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        threading.Event().wait(0.005)
 
 
 @pytest.fixture

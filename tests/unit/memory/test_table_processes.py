@@ -18,7 +18,7 @@ from peercache.memory.table_reading import TORN, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.records import from_bytes
 from peercache.trust.sharing import Sharing
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 from tests.unit.memory.table_writer import ALWAYS, NEVER, SOMETIMES, STEADY, keys_of, told_of
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def start_writer(shm_dir: Path) -> Iterator[Start]:
 
 def epochs_of(writer: subprocess.Popen[str]) -> int:
     """End a writer; return how many epochs its table had."""
-    return int(writer.communicate(timeout=PATIENCE_S)[0])
+    return int(writer.communicate(timeout=TIMEOUT_S)[0])
 
 
 def look_again_and_again(reader: AttachedTable, rounds: int) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def fuzzed(folder: Path, first: int, rounds: int) -> dict[str, int]:
         done = subprocess.run(
             [sys.executable, "-m", "tests.unit.memory.table_fuzzer", str(folder), str(first),
              str(rounds), way],
-            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{way}: {done.returncode} {done.stderr}"
         met.append(json.loads(done.stdout))

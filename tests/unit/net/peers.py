@@ -26,23 +26,11 @@ from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope, Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Hello, SayHello, Welcome
-
-PATIENCE_S = 60.0
-"""Longer than any pause of a machine that still works."""
-PROMPT_S = 30.0
-"""What ends by itself, and not when PATIENCE_S is over, has ended within this."""
+from tests.pace import TIMEOUT_S
 
 CLUSTER = "test"
 CLIENT = 77
 _numbers = itertools.count(1)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    """Return as soon as a fact is there; fail if it does not come."""
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        threading.Event().wait(0.002)
 
 
 def files_open() -> int:
@@ -197,7 +185,7 @@ class Asking:
         """Close the asker."""
         self.asker.close()
 
-    def ask(self, *peers: int, timeout_s: float = PATIENCE_S) -> list[Message | None]:
+    def ask(self, *peers: int, timeout_s: float = TIMEOUT_S) -> list[Message | None]:
         """Ask each of these peers one Lookup."""
         questions = [(peer, Lookup(0, bytes(16))) for peer in peers]
         return self.asker.ask(questions, time.monotonic() + timeout_s)

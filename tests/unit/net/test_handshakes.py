@@ -19,8 +19,7 @@ from peercache.net.sockets import Dialer, Listener
 from peercache.net.tls import ControlTls
 from peercache.observability import reasons
 from tests.certificates import Certificates
-from tests.pace import PATIENCE_S
-from tests.unit.fabric.serving import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
 """The head of a record that is never whole."""
@@ -65,7 +64,7 @@ def context_of(certificates: Certificates, name: str = "") -> ssl.SSLContext:
 
 def connect(listener: Listener) -> socket.socket:
     """Connect as a stranger."""
-    return socket.create_connection(("127.0.0.1", *listener.tcp_ports()), PATIENCE_S)
+    return socket.create_connection(("127.0.0.1", *listener.tcp_ports()), TIMEOUT_S)
 
 
 def shake_hands(listener: Listener, context: ssl.SSLContext) -> bytes:
@@ -231,7 +230,7 @@ def connected(
         on_connected=is_in.set,
         tls=control_tls(certificates, "client-fine"),
     )
-    assert is_in.wait(PATIENCE_S)
+    assert is_in.wait(TIMEOUT_S)
     wait_until(lambda: listener.pipe_count() == 1)
     yield dialer
     dialer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from peercache.net.link import BURST_MESSAGES, Link
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 from peercache.net.sockets import Listener
 from peercache.wire.codec import MESSAGE_BYTES_MAX
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within, until
 
 HELLO = b"hello"
 
@@ -62,15 +62,8 @@ def url(tmp_path: Path) -> str:
 
 async def take(listener: Listener, count: int) -> list[tuple[int, bytes]]:
     """Return the next messages with their pipes."""
-    with trio.fail_after(PATIENCE_S):
+    with ends_within():
         return [await listener.receive() for _ in range(count)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return as soon as a fact is there that nng tells no event for."""
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - as above
-            await trio.sleep(0.001)
 
 
 async def test_a_connection_begins_with_a_hello(url: str) -> None:
@@ -213,7 +206,7 @@ async def test_stop_ends_a_link_whatever_it_does(url: str) -> None:
     """Connected or not, with or without something to say; or before it began."""
     listener = listening(url)
     for address in (url, f"{url}.none"):
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             async with linked(address) as ends:
                 ends.link.send(b"a")
     early = Link(
@@ -224,7 +217,7 @@ async def test_stop_ends_a_link_whatever_it_does(url: str) -> None:
         accepts=lambda _: True,
     )
     early.stop()
-    with trio.fail_after(PATIENCE_S):
+    with ends_within():
         await early.run()
     listener.close()
 
@@ -273,7 +266,7 @@ async def test_a_talkative_peer_leaves_others_their_turn(
             # some.
             time.sleep(0.002)  # noqa: ASYNC251 - that is the point
         nursery.start_soon(other)
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             while len(turn_of) < 60:
                 await trio.lowlevel.checkpoint()
         nursery.cancel_scope.cancel()

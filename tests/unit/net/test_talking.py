@@ -15,7 +15,8 @@ from peercache.wire.envelope import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Granted
 from peercache.wire.messages.session import Hello, Refused, SayHello
-from tests.unit.net.peers import PATIENCE_S, Asking, Peer
+from tests.pace import TIMEOUT_S
+from tests.unit.net.peers import Asking, Peer
 from tests.unit.net.test_exchange import Line, Side, pass_time
 
 FIRST, SECOND = Lookup(0, bytes(16)), Lookup(0, bytes(32))
@@ -281,7 +282,7 @@ def test_connections_of_a_call_serve_the_next_one(tmp_path: Path) -> None:
         for _ in range(3):
             talking = Talking(client.asker.connections)
             number = talking.send(7, FIRST)
-            answer = talking.collect(7, number, time.monotonic() + PATIENCE_S)
+            answer = talking.collect(7, number, time.monotonic() + TIMEOUT_S)
             talking.end()
             assert isinstance(answer, Located)
 

@@ -15,7 +15,7 @@ from peercache.node import housekeeping as housekeeping_module
 from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 
 def _alone(monkeypatch: pytest.MonkeyPatch, alone_s: float) -> tuple[Housekeeping, list[str]]:
@@ -44,7 +44,7 @@ def test_node_says_once_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_node_that_joins_does_not_say_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node knows itself only in its first moments; nor is one alone that others left."""
-    housekeeping, said = _alone(monkeypatch, PATIENCE_S)
+    housekeeping, said = _alone(monkeypatch, TIMEOUT_S)
     me: Any = object()
     housekeeping._tell_alone([me])
     assert said == []

@@ -53,7 +53,7 @@ from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
 from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
 from tests.examples import examples
-from tests.pace import PATIENCE_S
+from tests.pace import ends_within, until
 
 CLUSTER = "test"
 NUMBERS = itertools.count()
@@ -153,7 +153,7 @@ class Caller:
 
     async def hear(self) -> Message:
         """Return the next message."""
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             while (raw := self.dialer.receive()) is None:
                 await trio.lowlevel.wait_readable(self.dialer.receive_fd)
         return decode(raw, cluster=CLUSTER).message
@@ -181,12 +181,6 @@ def calling() -> Any:
 
 
 Calling = Callable[..., Caller]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - sockets tell no event for it
-            await trio.sleep(0.001)
 
 
 async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> None:
@@ -521,7 +515,7 @@ async def test_flush_is_bounded(tmp_path: Path) -> None:
         board.members[0x22] = member(0x22, "127.0.0.1:1")
         board.board.perform(Send(0x22, Put(1, b"")))
 
-        with trio.fail_after(PATIENCE_S):
+        with ends_within():
             await board.board.flush(0.05)
 
 

@@ -13,7 +13,8 @@ from peercache.errors import Rejected
 from peercache.net.peers import Peer
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.session import Refused, RevocationsTold, StatsAsked, Welcome
-from tests.unit.node.test_switchboard import ME, Calling, calling, member, running, until
+from tests.pace import until
+from tests.unit.node.test_switchboard import ME, Calling, calling, member, running
 
 __all__ = ["calling"]
 

@@ -12,6 +12,7 @@ from peercache.wire.codec import encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from peercache.wire.messages.directory import Lookup, SummaryWanted
 from peercache.wire.messages.session import Welcome
+from tests.pace import until
 from tests.unit.node.test_switchboard import (
     CLUSTER,
     ME,
@@ -19,7 +20,6 @@ from tests.unit.node.test_switchboard import (
     calling,  # noqa: F401 - a fixture
     member,
     running,
-    until,
 )
 
 OTHER = 0x22

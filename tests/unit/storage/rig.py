@@ -27,9 +27,7 @@ from peercache.actors.storage_port import (
 )
 from peercache.model.records import RECORD, RESIDENT
 from peercache.storage.store import DiskStore, PoolMemory
-
-PATIENCE_S = 60.0
-"""A loaded machine is slow; nothing here waits so long when all is well."""
+from tests.pace import TIMEOUT_S
 
 GRANULE = 4096
 MIB = 2**20
@@ -131,7 +129,7 @@ class Rig:
         self.store.close()
 
     def await_fact(
-        self, kind: type, job: int | None = None, *, patience_s: float = PATIENCE_S
+        self, kind: type, job: int | None = None, *, patience_s: float = TIMEOUT_S
     ) -> Any:
         """Return the next fact of a kind (and job); others are kept in `told`."""
         until = time.monotonic() + patience_s
@@ -151,7 +149,7 @@ class Rig:
 
     def send_spill(
         self, numbers: list[int], length: int = 100_000, *, namespace: int = 5,
-        until_s: float = PATIENCE_S, finish: bool = True,
+        until_s: float = TIMEOUT_S, finish: bool = True,
     ) -> int:  # fmt: skip
         keys = [key_of(number) for number in numbers]
         self.records = self.pool.commit(keys, [length] * len(keys))
@@ -187,7 +185,7 @@ class Rig:
         return found
 
     def send_load(
-        self, numbers: list[int], *, namespace: int = 5, until_s: float = PATIENCE_S
+        self, numbers: list[int], *, namespace: int = 5, until_s: float = TIMEOUT_S
     ) -> tuple[int, list[int]]:
         keys = b"".join(key_of(number) for number in numbers)
         entries = self.index.find(keys)

@@ -13,7 +13,8 @@ import pytest
 from peercache.actors.storage_port import DISK_FULL, DiskOpened
 from peercache.storage import store
 from peercache.storage.slab_files import SlabFiles
-from tests.unit.storage.rig import MIB, PATIENCE_S, Rig
+from tests.pace import TIMEOUT_S
+from tests.unit.storage.rig import MIB, Rig
 
 NUMBERS = list(range(20))
 
@@ -94,7 +95,7 @@ def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:
     rig = Rig(small, size_bytes=32 * MIB, opened=False)
 
     rig.store.close()
-    rig.store._opening.join(PATIENCE_S)
+    rig.store._opening.join(TIMEOUT_S)
 
     assert not rig.store._opening.is_alive()
 
@@ -119,8 +120,8 @@ def test_opening_that_fails_again_and_again_keeps_no_descriptor(
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count
     failing = Rig(tmp_path, opened=False)
     for _ in range(5):
-        assert tries.acquire(timeout=PATIENCE_S)
+        assert tries.acquire(timeout=TIMEOUT_S)
     failing.store.close()
-    failing.store._opening.join(PATIENCE_S)
+    failing.store._opening.join(TIMEOUT_S)
 
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - a count

@@ -12,7 +12,8 @@ import pytest
 
 from peercache.actors.storage_port import DISK_ENTRY, DISK_UNTRIED
 from peercache.storage.index_file import IndexWriter, load_entries, open_index, store_entries
-from tests.unit.storage.rig import PATIENCE_S, Log, Rig
+from tests.pace import TIMEOUT_S
+from tests.unit.storage.rig import Log, Rig
 
 BYTES_MAX = 16 * 2**20
 
@@ -34,7 +35,7 @@ def wait_for(index: IndexWriter) -> None:
     """Return once everything before is written."""
     done = threading.Event()
     index.drop(places(), done.set)
-    assert done.wait(PATIENCE_S)
+    assert done.wait(TIMEOUT_S)
 
 
 def rows_in(folder: Path) -> np.ndarray:
@@ -52,7 +53,7 @@ def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
     index.put(entries_of([3], sequence=9))
     index.use(places(1), 77)
     wait_for(index)
-    assert index.close(PATIENCE_S)
+    assert index.close(TIMEOUT_S)
 
     found = rows_in(tmp_path)
     assert found["place"].tolist() == [1, 3]
@@ -76,7 +77,7 @@ def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
         index.use(places(1), 5)
     wait_for(index)
     after = index.has_room()
-    assert index.close(PATIENCE_S)
+    assert index.close(TIMEOUT_S)
 
     assert (before, *behind, after) == (True, False, False, True)
     found = rows_in(tmp_path)
@@ -97,7 +98,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         # Rows that it takes once it goes on would make room again, at any moment.
         wait_for(index)
         write = index._write
-        index._write = lambda *taken: go_on.wait(PATIENCE_S) and write(*taken)
+        index._write = lambda *taken: go_on.wait(TIMEOUT_S) and write(*taken)
 
         outcomes = [rig.spill(list(range(at, at + 3))) for at in range(10, 100, 3)]
         waiting = index._backlog
@@ -127,7 +128,7 @@ def test_failure_is_heard_and_no_caller_waits_for_ever(tmp_path: Path) -> None:
     assert len(heard) == 1
     assert "full" in heard[0]
     wait_for(index)
-    assert index.close(PATIENCE_S)
+    assert index.close(TIMEOUT_S)
 
 
 def test_index_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from peercache.storage import mover
 from peercache.storage.jobs import Job, Unit, Workers
 from peercache.storage.layout import SlotHeader, checksum_of, pack_slot
 from peercache.storage.mover import PageMover, units_of
-from tests.pace import PATIENCE_S
+from tests.pace import TIMEOUT_S
 
 BLOCK = 4096
 KEYS = [b"A" * 16, b"B" * 16]
@@ -70,7 +70,7 @@ class Files:
     def _wait_at(self, place: int) -> None:
         if place == self.stuck_place:
             self.stuck.set()
-            assert self.go.wait(PATIENCE_S)
+            assert self.go.wait(TIMEOUT_S)
 
 
 class Rig:
@@ -91,7 +91,7 @@ class Rig:
         self.workers = Workers(
             self.mover.perform,
             threads=1,
-            stuck_s=PATIENCE_S,
+            stuck_s=TIMEOUT_S,
             clock=time.monotonic,
             judged=lambda _unit, _said: None,
             tell=self.facts.append,
@@ -103,13 +103,13 @@ class Rig:
         """Have it done, as far as the call that gets stuck; then end the time it has."""
         job = Job.of(effect, 2)
         self.workers.submit(job, units_of(job, [BLOCK, BLOCK], effect.until))
-        assert self.files.stuck.wait(PATIENCE_S)
+        assert self.files.stuck.wait(TIMEOUT_S)
         self.workers.end("its time is over")
 
     def finish(self) -> None:
         """Let the call return, and wait for what is said then."""
         self.files.go.set()
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while not any(isinstance(fact, LateEnded) for fact in self.facts):
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -120,7 +120,7 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.files.go.set()
-    made.workers.close(PATIENCE_S)
+    made.workers.close(TIMEOUT_S)
 
 
 def test_page_that_was_read_and_not_judged_is_late(rig: Rig) -> None:
@@ -141,7 +141,7 @@ def test_page_that_was_read_and_not_judged_is_late(rig: Rig) -> None:
         np.full(2, BLOCK, np.uint64),
         np.array([BLOCK, 3 * BLOCK], np.uint64),
         np.array([0, BLOCK], np.uint64),
-        time.monotonic() + PATIENCE_S,
+        time.monotonic() + TIMEOUT_S,
     )
 
     rig.begin(load)
@@ -164,7 +164,7 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
         np.ones(2, np.uint64),
         np.array([BLOCK, 9 * BLOCK], np.uint64),
         np.array([1, 2], np.uint64),
-        time.monotonic() + PATIENCE_S,
+        time.monotonic() + TIMEOUT_S,
     )
 
     rig.begin(spill)
@@ -210,7 +210,7 @@ def spilled(files: Files, pages: int, *, apart: int = 3) -> tuple[bytes, list[st
     records["offset"] = np.arange(pages) * BLOCK
     places = np.array([BLOCK * (1 + page * apart) for page in range(pages)], np.uint64)
     numbers = np.arange(pages, dtype=np.uint64)
-    effect = Spill(1, records, numbers, places, numbers, time.monotonic() + PATIENCE_S)
+    effect = Spill(1, records, numbers, places, numbers, time.monotonic() + TIMEOUT_S)
     unit = Unit(Job.of(effect, pages), range(pages), effect.until)
     mover_of(files, pages, reasons).perform(unit)
     return bytes(unit.outcomes), reasons
@@ -272,7 +272,7 @@ def test_pages_behind_a_block_at_which_a_read_ends_are_read_singly() -> None:
     places = np.array([BLOCK, 3 * BLOCK, 5 * BLOCK], np.uint64)
     offsets = np.arange(3, dtype=np.uint64) * np.uint64(BLOCK)
     lengths = np.full(3, BLOCK, np.uint64)
-    load = Load(1, bytes(48), zeros, lengths, places, offsets, time.monotonic() + PATIENCE_S)
+    load = Load(1, bytes(48), zeros, lengths, places, offsets, time.monotonic() + TIMEOUT_S)
     unit = Unit(Job.of(load, 3), range(3), load.until)
     mover_of(files, 3, []).perform(unit)
 

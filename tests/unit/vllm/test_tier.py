@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from peercache.errors import ConfigError
-from tests.system.nodes import wait_until
+from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
 from tests.unit.vllm import fake_vllm
 from tests.unit.vllm.fake_vllm import LookupResult, job
