@@ -30,6 +30,10 @@ CALL_S = 20.0
 Page = npt.NDArray[np.uint8]
 
 
+class NodeDied(AssertionError):
+    """A node ended by itself, and not in good order."""
+
+
 class NodeProcess:
     """One `python -m peercache.node`."""
 
@@ -42,6 +46,7 @@ class NodeProcess:
         python: the interpreter, with another build installed than this one.
         """
         self.flags = list(flags)
+        self._is_killed = False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         self.process = subprocess.Popen(
             [*before, python, "-m", "peercache.node", *flags],
@@ -56,8 +61,15 @@ class NodeProcess:
 
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
+        self._is_killed = self._is_killed or self.process.poll() is None
         self.process.kill()
         self.process.wait()
+
+    def assert_not_died(self) -> None:
+        """Fail where the node has ended other than by `kill` or in good order."""
+        status = self.process.poll()
+        if status and not self._is_killed:
+            raise NodeDied(f"the node at {self.ready['control']} ended with {status}")
 
     def pause(self) -> None:
         """SIGSTOP it, and wait until every thread of it has stopped."""
@@ -155,15 +167,22 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End clients and processes; show the logs of a failed test."""
+        """End clients and processes, and show the logs of a failed test.
+
+        A node that has died fails its test, whatever else the test saw.
+        """
         for client in self.clients:
             client.close()
         if error is not None:
             for node in self.nodes:
                 sys.stderr.write(f"--- {node.flags}\n{node.said()}\n")
-        for node in self.nodes:
-            node.end()
-        self.folder.cleanup()
+        try:
+            for node in self.nodes:
+                node.assert_not_died()
+        finally:
+            for node in self.nodes:
+                node.end()
+            self.folder.cleanup()
 
 
 def state_of(process: Path) -> str:
