@@ -14,8 +14,8 @@ from peercache.http.history import STEP_S
 from peercache.http.watching import Watching
 from peercache.model.status import MemberStatus
 from peercache.wire.messages.draining import CancelDrain, DrainNode
-from tests.pace import PATIENCE_S
-from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read, wait_until
+from tests.pace import TIMEOUT_S, wait_until
+from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read
 from tests.system.test_draining import operating, told
 from tests.unit.http.http_node import served
 from tests.unit.http.statuses import cluster, dead, disk_full, draining, member
@@ -26,7 +26,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
 )  # fmt: skip
 PHONE, DESK = 390, 1280
-PATIENCE_MS = PATIENCE_S * 1000
+PATIENCE_MS = TIMEOUT_S * 1000
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,10 +164,17 @@ def _focused(page: Any) -> str:
 
 
 def _refresh(page: Any) -> None:
-    """Let the page renew its figures now."""
+    """Let the page renew its figures now.
+
+    A call while the page is renewing them by itself does nothing, so it is repeated.
+    """
     shown = page.locator("main > *").first.element_handle()
-    page.evaluate("refresh()")
-    assert not shown.evaluate("each => each.isConnected"), "nothing was renewed"
+
+    def is_gone() -> bool:
+        page.evaluate("refresh()")
+        return not shown.evaluate("each => each.isConnected")
+
+    wait_until(is_gone, "fresh figures")
 
 
 def _renew_until(page: Any, what: Any, count: int) -> None:
