@@ -2,7 +2,8 @@
 #   make demo      three nodes on this machine, every byte checked
 #   make fast      lint, types and the pure tests: within a minute after set-up
 #   make test      all tests that a change needs; SGLang's too where its environment exists
-#   make full      everything: long tests, engines, RDMA, simulations, demo, release and site
+#   make gate      what CI runs, with a table: all that is deterministic, one run of each real part
+#   make full      everything, before a release: long tests, all engines, RDMA, simulations
 #   make lmcache   LMCache's server over two nodes; make vllm: vLLM's engine; make dynamo: its indexer
 #   make sims      whole clusters, simulated from seeds that follow from the code, and planted bugs
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
@@ -33,8 +34,8 @@ COVERAGE = $(if $(PYTEST_FLAGS),,--cov --cov-report=term --cov-fail-under=$(COVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fast test full test-rdma sanitize lint format types types-oldest unit properties slow \
-	sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
+.PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
+	spec sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -59,9 +60,12 @@ test: lint
 	$(MAKE) --no-print-directory unit sglang || tests=$$?; \
 	wait $$types && exit $$tests
 
-# What .ci/run runs in parts, with a table of their times, and what takes too long for it: vLLM.
+# Both print a table of their parts, which .ci/gate.py names.
+gate:
+	@bash .ci/run
+
 full:
-	PEERCACHE_FULL=1 bash .ci/run
+	@bash .ci/run --full
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet
@@ -92,6 +96,10 @@ properties: $(STAMP)
 # read protocol. One after the other: floods take all descriptors, benchmarks all cores.
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
+
+# The model of the read protocol, and each bug planted into it.
+spec: $(STAMP)
+	$(PYTEST) -q tests/contracts/test_spec.py $(PYTEST_FLAGS)
 
 # Whole clusters, simulated: planted bugs that must be found, and seeds that follow from the code, so
 # that CI can be run again; `python -m sims sweep --minutes 60` tries fresh ones.
@@ -149,9 +157,12 @@ sanitize: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m tests.house.reference_pages
 
-docs-site: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+docs-site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
 
 release-check: $(STAMP)
 	PYTHON=$(PYTHON) bash tests/release/check.sh

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from peercache.observability import log
+from tests import pace, second_chance
 from tests.examples import register_profiles
 
 register_profiles()
@@ -102,8 +103,14 @@ class _Workers:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hear the workers, where there are some."""
+    """Receive the reports of workers, where there are some; give second chances in the gate."""
     config.pluginmanager.register(_Workers())
+    second_chance.register(config)
+
+
+def pytest_report_header() -> str:
+    """Say how slow this machine is: real-time tests wait that much longer."""
+    return f"pace: {pace.FACTOR:g} ({pace.FACTOR_VARIABLE})"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -17,8 +17,15 @@ elif [ ! -x "$venv/bin/python" ] || [ ! -e "$venv/.peercache-stamp" ]; then
     exit 0
 fi
 cd "$root"
-# The tests import this checkout's sources: the compiled library lies among them.
-"$venv/bin/python" setup.py -q build_ext --inplace
+# The tests import this checkout's sources: the compiled library lies among them. Where it fits them
+# it is left alone, because other tests of this checkout may be using it.
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+"$venv/bin/python" -c "from peercache.installation.library import load, load_tls; load(); load_tls()" \
+    2>/dev/null || "$venv/bin/python" setup.py -q build_ext --inplace
 # Two engines starting on two busy cores take longer than any other fixture may.
-exec "$venv/bin/python" -m pytest -m sglang -o faulthandler_timeout=400 tests/integration "$@"
+all=(tests/integration)
+for argument in "$@"; do
+    # Tests that are named: only these.
+    case $argument in tests/*) all=() ;; esac
+done
+exec "$venv/bin/python" -m pytest -m sglang -o faulthandler_timeout=400 "${all[@]}" "$@"
