@@ -8,7 +8,7 @@ import sys
 from tests.pace import FACTOR, TIMEOUT_S, assert_within
 
 NAME_S = 15.0 * FACTOR
-"""How long the server of a name keeps whoever asks."""
+"""Seconds until the server of a name fails."""
 
 EMBEDDED = """
 import socket, sys, time
