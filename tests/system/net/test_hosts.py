@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from peercache import Client
-from tests.pace import TIMEOUT_S, wait_until
+from tests.pace import TIMEOUT_S, assert_within, wait_until
 from tests.system.net.hosts import Host, hosts
 from tests.system.nodes import CALL_S, NodeProcess, keys_of, pages_of
 
@@ -136,7 +136,7 @@ def test_a_name_that_resolves_late_is_followed_and_delays_no_start() -> None:
             began = time.monotonic()
             cluster.start(host, "--discovery-addr", f"head-1:{PORT},head-2:{PORT}")
             # Four lookups of ten seconds each, one after the other, were forty.
-            assert time.monotonic() - began < 15
+            assert_within(time.monotonic() - began, 30.0)
             assert cluster.alive(cluster.nodes[-1]) == 1
 
         for host in places:
