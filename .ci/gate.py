@@ -320,7 +320,7 @@ class Gate:
         if part.is_copy:
             folder = self._scratch / f"copy-{number}"
             copy_checkout(self._root, folder)
-        variables = {**os.environ, **self._variables}
+        variables = self._environment()
         if part.again:
             variables[SECOND_CHANCE] = os.fspath(self._scratch / f"{part.name}.jsonl")
         self._print(f"=== {self._at()} {part.name} begins: {shlex.join(part.command)}")
@@ -335,6 +335,12 @@ class Gate:
             start_new_session=True,
         )
         return Running(part, process, output, folder)
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of a command; a gate within a gate's part postpones nothing."""
+        variables = {**os.environ, **self._variables}
+        variables.pop(SECOND_CHANCE, None)
+        return variables
 
     def _end_what_has(self) -> None:
         for running in list(self._running):
@@ -389,7 +395,7 @@ class Gate:
                 cwd=self._root,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                env={**os.environ, **self._variables},
+                env=self._environment(),
                 check=False,
             )
             self._print(f"=== {self._at()} {test}, once more and alone:")

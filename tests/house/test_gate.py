@@ -223,8 +223,14 @@ def test_a_listed_test_whose_time_ran_out_runs_once_more(
 
 @pytest.mark.usefixtures("own_run")
 @pytest.mark.parametrize("name", ["always_late", "unlisted"])
-def test_nothing_else_gets_a_second_chance(tmp_path: Path, name: str) -> None:
-    """A test that is late for good fails; the others do not run again at all."""
+def test_nothing_else_gets_a_second_chance(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that is late for good fails; the others do not run again at all.
+
+    So it is where the gate itself is tested by a part of a gate.
+    """
+    monkeypatch.setenv(gate.SECOND_CHANCE, os.fspath(tmp_path / "outer.jsonl"))
     runner, last = gate_of(tmp_path, name)
 
     assert verdicts(runner) == {"suite": "failed"}
