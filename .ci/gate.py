@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -362,7 +363,8 @@ class Gate:
                 self._variables.update(part.provides)
             self.rows.append(row)
             if part.is_copy:
-                shutil.rmtree(running.folder, ignore_errors=True)
+                # An environment has ten thousands of files: no part shall wait for that.
+                threading.Thread(target=shutil.rmtree, args=(running.folder, True)).start()
 
     def _postponed(self, part: Part) -> dict[str, str]:
         path = self._scratch / f"{part.name}.jsonl"
