@@ -24,8 +24,9 @@ from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
 from peercache.node.admission import STRANGER_S, Admission
 from peercache.trust.sharing import Sharing
-from peercache.wire.codec import MESSAGE_BYTES_MAX
+from peercache.wire.codec import MESSAGE_BYTES_MAX, decode
 from peercache.wire.messages.membership import Join
+from peercache.wire.messages.operations import StatusAsked, StatusTold
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,
@@ -346,6 +347,28 @@ def test_a_node_out_of_descriptors_lives_and_serves_again_when_they_come_back(
         wait_until(is_let_in)
         wait_until(lambda: all(read(readers[0], keys)))
         assert_well(node)
+
+
+def test_a_node_without_a_descriptor_answers_how_it_is() -> None:
+    """An answer that opens a file cannot be given then; and no answer ends a node."""
+    with LocalCluster() as cluster:
+        node = cluster.start()
+        with Caller.at(node, "control") as member:
+            greeting = enveloped(hello(cluster.name, is_node=True), cluster=cluster.name, sender=77)
+            member.connection.sendall(member.framed(greeting))
+            member.hear()
+            spare = Vitals.of(node).descriptors + 20
+            resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (spare, spare))
+            with contextlib.ExitStack() as stack:
+                for _ in range(40):
+                    stack.enter_context(flood(node, "control", PAIR1_GREETING))
+                wait_until(lambda: Vitals.of(node).descriptors >= spare - 1)
+                asked = enveloped(StatusAsked(5, detail=False), cluster=cluster.name, sender=77)
+                member.connection.sendall(member.framed(asked))
+                answer = decode(member.hear(), cluster=cluster.name).message
+
+            assert isinstance(answer, StatusTold), answer
+            assert node.process.poll() is None, node.said()
 
 
 def flood(node: NodeProcess, port: str, said: bytes) -> socket.socket:

@@ -151,7 +151,7 @@ class Access:
     def _renew(self, tls: LiveTls) -> None:
         try:
             self.ssl_context = context_of(tls.files)
-        except (OSError, ssl.SSLError) as error:
+        except ssl.SSLError as error:
             self._log.error("http.certificate_rejected", problem=str(error))
 
 

@@ -32,9 +32,7 @@ TLS_HANDSHAKE = 0x16  # The first byte of a TLS connection; no HTTP method begin
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
 DISCARDED_BYTES_MAX = 64 * 1024  # A longer body is cut off by a reset instead.
 DISCARD_S = 1.0  # A client that has its answer closes at once.
-ACCEPT_PAUSE_S = 0.1  # While the process has no descriptors left.
-
-_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+ACCEPT_PAUSE_S = 0.1  # After an accept that failed.
 
 
 async def serve_http(
@@ -65,10 +63,9 @@ async def serve_http(
         while True:
             try:
                 nursery.start_soon(connections.admit, await listener.accept())
-            except OSError as error:  # noqa: PERF203 - each turn waits for a client
-                if error.errno not in _NO_DESCRIPTORS:
-                    raise
-                # trio.serve_listeners would write a traceback each time.
+            except OSError:  # noqa: PERF203 - each turn waits for a client
+                # No descriptor is left, or the client hung up before the accept: the next one may
+                # come in. trio.serve_listeners would write a traceback each time.
                 await trio.sleep(ACCEPT_PAUSE_S)
 
 
@@ -112,6 +109,9 @@ class _Connections:
                     await self._converse(stream, client, held)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return  # The other side went away.
+            except Exception:
+                # One connection's fault ends that connection, and not the node.
+                get_logger().error("http.connection_failed", peer=client.remote[0], exc_info=True)
             finally:
                 if held in self.held:
                     self.held.remove(held)

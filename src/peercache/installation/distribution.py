@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from pathlib import Path
 
@@ -16,8 +17,12 @@ OTHER_NAME = "peercache"
 """A distribution of this name installs a package that is called `peercache`, too."""
 
 
+@functools.cache
 def version() -> str:
-    """Return the distribution's version; "unknown" where a source tree is only on the path."""
+    """Return the distribution's version; "unknown" where a source tree is only on the path.
+
+    It is read once: a node that answers with it may have no descriptor left.
+    """
     try:
         return importlib.metadata.version(NAME)
     except importlib.metadata.PackageNotFoundError:

@@ -100,9 +100,12 @@ class Gathering:
 
     async def run(self) -> None:
         """Answer the questions of operators until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            await trio.sleep_forever()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
 
     def ask(self, sender: Origin, asked: ClusterAsked) -> Message | None:
         """Take an operator's question, which is answered once the members have; or refuse it."""

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import attrs
@@ -51,6 +52,7 @@ from peercache.node.draining import Drainer
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
+from peercache.node.keeping import keep
 from peercache.node.link_use import links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.overlaps import Overlaps
@@ -257,9 +259,10 @@ class Node:
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)
-        nursery.start_soon(housekeeping.run)
+        nursery.start_soon(keep, "housekeeping", housekeeping.run, self.log)
         self._spread_revocations(nursery)
-        nursery.start_soon(self._advertising(reach, bound_host, known).run)
+        advertising = self._advertising(reach, bound_host, known)
+        nursery.start_soon(keep, "advertising", advertising.run, self.log)
         nursery.start_soon(self._finder(reach).run)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
@@ -293,8 +296,8 @@ class Node:
             member_of=crew.membership.member,
             perform=self._switchboard.perform,
         )
-        nursery.start_soon(self.gathering.run)
-        nursery.start_soon(self.overlaps.run)
+        nursery.start_soon(keep, "gathering", self.gathering.run, self.log)
+        nursery.start_soon(keep, "overlaps", self.overlaps.run, self.log)
 
     def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
         crew = Crew(
@@ -481,9 +484,10 @@ class Node:
             rng=self._rng,
             metrics=self.metrics,
         )
-        nursery.start_soon(self._revocations.run)
+        nursery.start_soon(keep, "revocations", self._revocations.run, self.log)
         self.tls.on_change(self._renew_certificates)
-        nursery.start_soon(self._follow_certificates, self.tls)
+        follow = partial(self._follow_certificates, self.tls)
+        nursery.start_soon(keep, "certificates", follow, self.log)
 
     async def _serve_rdma(self, nursery: trio.Nursery) -> None:
         """Start to look for RDMA devices; with `fabric = rdma`, wait for the outcome."""

@@ -83,9 +83,12 @@ class Overlaps:
 
     async def run(self) -> None:
         """Answer the questions of others until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            await trio.sleep_forever()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
 
     def ask(self, sender: Origin, asked: OverlapAsked) -> Message | None:
         """Take a question, which is answered when it is known; or refuse it."""

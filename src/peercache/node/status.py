@@ -71,6 +71,7 @@ class NodeStatus:
     draining: Callable[[], Draining] = attrs.field(default=Draining, kw_only=True)
     workers: AttachedWorkers = attrs.field(factory=AttachedWorkers, init=False)
     _started_at: float = attrs.field(factory=time.monotonic, init=False)
+    _version: str = attrs.field(factory=version, init=False)
     _shares: dict[bytes, float] = attrs.field(factory=dict, init=False)
     """The share of keys that this node owns on the newest ring, by its version."""
 
@@ -83,7 +84,7 @@ class NodeStatus:
         counters, latency = _counted(self.metrics)
         return Status(
             name=me.control, incarnation=name_of(self.incarnation), host=me.host_name,
-            cluster=self.config.cluster, version=version(),
+            cluster=self.config.cluster, version=self._version,
             wire=(WIRE_VERSION_OLDEST, WIRE_VERSION),
             state=self._state(health),
             reasons=tuple(filter(None, (health.reason, health.degraded))),

@@ -7,6 +7,7 @@ and allowed; else it is dropped and counted, and an unknown sender is told to sa
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeAlias, final
 
@@ -185,12 +186,24 @@ class Switchboard:
         """Take one message in, and all that follows from it within this node."""
         self._mailboxes.turn.is_on = True
         try:
-            self._take(pipe, raw)
+            self._try(self._take, pipe, raw)
+            # An exception of an actor ends the node: its state is not to be trusted any more.
             self._serve()
         finally:
             self._end_turn()
         # Behind the answers: their receivers are at work by now.
         self._count_received()
+
+    def _try(self, take: Callable[..., None], *message: object) -> None:
+        """Take a message in; what goes wrong in an answer costs that answer, and not the node."""
+        try:
+            take(*message)
+        except Exception as error:
+            self._drop("failed", detail=repr(error))
+            # Where it was raised: a peer that repeats the message must not fill the log.
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            at = f"{frame.f_code.co_filename}:{line}"
+            self._warn_once("node.message_failed", at, problem=repr(error), at=at)
 
     def tell(self, told: Tell) -> None:
         """Hand an actor a fact that no message brought, and all that follows from it."""
@@ -325,7 +338,7 @@ class Switchboard:
             self._reach.connected(peer.local[0])
         elif session.role is Role.WRITER and self._names_writers:
             # Before its first Reserve: both go to the pool by way of here.
-            self.tell(TellPool(NamespaceNamed(session.namespace)))
+            self._mailboxes.tell(TellPool(NamespaceNamed(session.namespace)))
         me = self._member_of(self._me.incarnation) or self._me
         wire = min(WIRE_VERSION, hello.wire_newest)
         self._reply(pipe, sender, Welcome(hello.request, wire, me, self._segment_bytes))
@@ -431,7 +444,7 @@ class Switchboard:
             link = self._links[address] = self._open_link(
                 control_url(address, self._tls),
                 hello=self._hello,
-                on_answer=lambda raw: self._answered(address, raw),
+                on_answer=lambda raw: self._try(self._answered, address, raw),
                 on_dropped=self._metrics.messages_dropped.labels("outbox_full").inc,
                 accepts=lambda peer: self._accepts(address, peer),
                 tls=self._tls,
@@ -542,7 +555,7 @@ class Switchboard:
             self._links[address].greet_again()
         elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
             self._reach.answered_itself(address)
-            self.tell(TellMembership(PeerAnswered(address, self._me)))
+            self._mailboxes.tell(TellMembership(PeerAnswered(address, self._me)))
         elif isinstance(message, Welcome):
             self._reach.welcomed(address)
             self._spoken[address] = message.wire
@@ -565,7 +578,7 @@ class Switchboard:
         if member.incarnation != named or (expected and member.name != expected):
             self._drop("identity", detail=f"Welcome of {address}")
             return
-        self.tell(TellMembership(PeerAnswered(address, member)))
+        self._mailboxes.tell(TellMembership(PeerAnswered(address, member)))
 
     def _encode(self, target: int, message: Message) -> bytes:
         """Return the bytes of a message; none of one that is too large for any peer."""

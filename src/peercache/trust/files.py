@@ -128,6 +128,8 @@ class LiveTls:
         self._expiry_told_at = 0.0
         self._seen = self._marks()
         self._seen_list = mark_of(self.list_path)
+        self._is_told = True
+        """Whether each callback has followed the last change."""
         self._read_list(is_start=True)
         if self.revocations.revokes(files.serial):
             raise ConfigError(
@@ -184,7 +186,7 @@ class LiveTls:
         self._warn_of_expiry()
         is_changed = self._look_at_files()
         is_changed = self._look_at_list() or is_changed
-        if is_changed:
+        if is_changed or not self._is_told:
             self._tell()
         return is_changed
 
@@ -210,8 +212,11 @@ class LiveTls:
         )
 
     def _tell(self) -> None:
+        # A callback may fail, as without descriptors: the next look calls all of them once more.
+        self._is_told = False
         for callback in self._callbacks:
             callback(self)
+        self._is_told = True
 
     def _marks(self) -> tuple[object, ...]:
         config = self._config
@@ -258,7 +263,8 @@ class LiveTls:
 
     def _look_at_list(self) -> bool:
         mark = mark_of(self.list_path)
-        if mark == self._seen_list:
+        # A list that could not be read may be read now: a process without descriptors reads none.
+        if mark == self._seen_list and not self._list_problem:
             return False
         self._seen_list = mark
         return self._read_list(is_start=False)

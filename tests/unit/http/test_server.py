@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -222,6 +223,42 @@ async def test_client_that_hangs_up_at_once_does_no_harm() -> None:
                 await stream.send_all(raw)
             await stream.aclose()
         assert (await ask(address, "/healthz"))[0] == 200
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ECONNABORTED, errno.EPROTO])
+async def test_an_accept_that_fails_ends_no_server(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a connection that ended before it was accepted in the same way."""
+    accept = trio.SocketListener.accept
+
+    async def fail_once(listener: trio.SocketListener) -> trio.SocketStream:
+        monkeypatch.setattr(trio.SocketListener, "accept", accept)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(trio.SocketListener, "accept", fail_once)
+    async with served() as address:
+        assert (await ask(address, "/healthz"))[0] == 200
+
+
+async def test_a_connection_that_fails_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of one connection is logged, and the next one is served."""
+    run = server.HttpExchange.run
+
+    async def fail_once(*_: object) -> bool:
+        monkeypatch.setattr(server.HttpExchange, "run", run)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(server.HttpExchange, "run", fail_once)
+    with capture_logs() as lines:
+        async with served() as address:
+            host, port = parse_address(address)
+            async with await trio.open_tcp_stream(host, port) as stream:
+                await stream.send_all(b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert await stream.receive_some(1) == b""
+            assert (await ask(address, "/healthz"))[0] == 200
+
+    assert "http.connection_failed" in "".join(lines)
 
 
 async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(

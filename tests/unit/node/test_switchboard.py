@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -404,6 +405,26 @@ async def test_the_nodes_own_questions_are_answered(tmp_path: Path, calling: Cal
         await caller.greet()
 
         assert await caller.ask(StatsAsked(4)) == Stats(4, {"pages": 3})
+
+
+async def test_an_answer_that_fails_costs_that_answer_only(
+    tmp_path: Path, calling: Calling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of a descriptor, or by a bug: the node serves what comes next."""
+    async with running(tmp_path) as board:
+        answer = board.board._answer
+
+        def fail_once(*asked: Any) -> Message | None:
+            monkeypatch.setattr(board.board, "_answer", answer)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(board.board, "_answer", fail_once)
+        caller = calling(board)
+        await caller.greet()
+        caller.say(StatsAsked(4))
+
+        assert await caller.ask(StatsAsked(5)) == Stats(5, {"pages": 3})
+        assert board.dropped("failed") == 1
 
 
 async def test_a_session_ends_with_its_connection(tmp_path: Path, calling: Calling) -> None:
