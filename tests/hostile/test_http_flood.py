@@ -10,7 +10,8 @@ import trio
 
 from peercache.config.quantities import parse_address
 from peercache.http import server
-from peercache.http.server import ADDRESS_MAX, CONNECTIONS_MAX
+from peercache.http.server import ADDRESS_PART
+from peercache.model.descriptors import HTTP_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.unit.http.http_node import ask, served
@@ -42,7 +43,7 @@ async def test_flood_from_one_address_keeps_no_probe_out(
     held = []
     async with served(metrics=metrics) as address:
         host, port = parse_address(address)
-        for number in range(4 * CONNECTIONS_MAX):
+        for number in range(4 * HTTP_MAX):
             stream = await trio.open_tcp_stream(host, port)
             held.append(stream)
             with suppress(trio.BrokenResourceError):
@@ -60,15 +61,15 @@ async def test_one_address_leaves_places_to_all_others(monkeypatch: pytest.Monke
     async with served(host="") as address:
         _, port = parse_address(address)
         near = await trio.open_tcp_stream("127.0.0.1", port)
-        many = [await _from("127.0.0.2", port) for _ in range(2 * CONNECTIONS_MAX)]
+        many = [await _from("127.0.0.2", port) for _ in range(2 * HTTP_MAX)]
         await trio.testing.wait_all_tasks_blocked(0.1)
 
         await near.send_all(ASKED.replace(b"/metrics", b"/healthz"))
         with ends_within(PROMPT_S):
             assert (await near.receive_some()).startswith(b"HTTP/1.1 200")
         open_ones = [stream for stream in many if await _is_open(stream)]
-        assert len(open_ones) == ADDRESS_MAX
-        assert open_ones == many[-ADDRESS_MAX:]
+        assert len(open_ones) == HTTP_MAX // ADDRESS_PART
+        assert open_ones == many[-HTTP_MAX // ADDRESS_PART :]
         for stream in (near, *many):
             await trio.aclose_forcefully(stream)
 

@@ -394,7 +394,7 @@ ALERTS = (
         "{{ $labels.instance }} has used 80 % of its file descriptors",
         "Each connection takes one. A node that has none left refuses connections.",
         "`peercache_connections` by port, `peercache_messages_dropped_total` for `links_full`.",
-        "Raise `LimitNOFILE=` (`ulimit -n`) to at least twice the expected connections.",
+        "Raise `LimitNOFILE=` (`ulimit -n`) to at least four times the expected connections.",
         (
             Series(f"process_open_fds{{{INSTANCE}}}", 10, 90),
             Series(f"process_max_fds{{{INSTANCE}}}", 100, 100),

@@ -11,7 +11,7 @@ from peercache.cli.main import run
 from peercache.cli.options import settings_options
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
-from peercache.node.node import describe
+from peercache.node.keeping import describe
 from peercache.node.standalone import run_standalone
 from peercache.observability.log import configure_logging
 

@@ -4,9 +4,9 @@ Hears   one request a connection, in clear text or, with certificates, over TLS:
         tells which.
 Says    the answer of an ASGI application where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.
-Limits  CONNECTIONS_MAX connections, ADDRESS_MAX of one address, CONNECTION_S seconds each, and
-        those of one request (`gateway`). A new connection is always taken: it replaces the one that
-        needs its place least, so that clients which ask and read nothing keep no probe out.
+Limits  `DescriptorShares.http` connections, half of them of one address, CONNECTION_S seconds each,
+        and those of one request (`gateway`). A new connection is always taken: it replaces the one
+        that needs its place least, so that clients which ask and read nothing keep no probe out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken
 from peercache.http.access import Access, HttpClient
 from peercache.http.gateway import RECEIVE_BYTES, Application, HttpExchange, Phase
+from peercache.model.descriptors import HTTP_MAX
 from peercache.observability.log import get_logger
 
-CONNECTIONS_MAX = 64  # Scrapers and probes are a handful; other descriptors are for pages.
-ADDRESS_MAX = 32  # One host that opens many leaves half of the places to all others.
+ADDRESS_PART = 2  # One host that opens many leaves half of the places to all others.
 HANDSHAKE_S = 5.0  # Two round trips, on a loop that may be busy.
 TLS_HANDSHAKE = 0x16  # The first byte of a TLS connection; no HTTP method begins with it.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
@@ -41,6 +41,7 @@ async def serve_http(
     *,
     application: Application,
     access: Access,
+    connections_max: int = HTTP_MAX,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve an application until cancelled; hand HOST:PORT to `task_status.started`.
@@ -56,7 +57,7 @@ async def serve_http(
         get_logger().warning(
             "http.default_port_taken", wanted=DEFAULT_METRICS_PORT, serving_at=address
         )
-    connections = _Connections(application, access)
+    connections = _Connections(application, access, connections_max)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
     async with listener, trio.open_nursery() as nursery:
         task_status.started(address)
@@ -89,6 +90,7 @@ class _Connections:
 
     application: Application
     access: Access
+    connections_max: int
     held: list[_Held] = attrs.field(factory=list)
     """Oldest first."""
 
@@ -119,7 +121,8 @@ class _Connections:
     def _make_room(self, address: str) -> None:
         """End connections until one more fits: of one address first, then of all."""
         own = [held for held in self.held if held.address == address]
-        for held, most in ((own, ADDRESS_MAX), (self.held, CONNECTIONS_MAX)):
+        most_own = max(1, self.connections_max // ADDRESS_PART)
+        for held, most in ((own, most_own), (self.held, self.connections_max)):
             if len(held) >= most:
                 # min takes the first, which is the oldest, of equals.
                 least = min(held, key=lambda each: each.phase)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -123,13 +124,34 @@ class _Half:
 
 @final
 class HalfHandshakes:
-    """Ends the connections to our ports whose handshake does not go on."""
+    """Ends the connections to our ports whose handshake does not go on.
+
+    It works without a free descriptor: those that it ends may have taken the last one.
+    """
 
     def __init__(self, ports: Callable[[], Iterable[int]]) -> None:
-        """Look after the connections to these tcp ports of ours."""
+        """Look after the connections to these tcp ports of ours, until `close`."""
         self._ports = ports
+        self.files = 0
+        """How many files this process had open at the last look."""
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        # Holds a connection fast while it is looked at: its number may be another's by then.
+        self._held = os.dup(self._nothing)
         # By inode: sockets that are none of those, or are established by now.
         self._others: set[int] = set()
+
+    def close(self) -> None:
+        """Let go of what looks take."""
+        os.close(self._nothing)
+        os.close(self._held)
+
+    def __enter__(self) -> HalfHandshakes:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
 
     def end_silent(self, settled: Iterable[Address], *, most: int) -> list[str]:
         """End those that have been silent for SILENCE_S, and the most silent above `most`.
@@ -143,18 +165,20 @@ class HalfHandshakes:
         ended = []
         for place, half in enumerate(halves):
             if place < excess or half.silent_s >= SILENCE_S:
-                _shut_down(half)
+                self._shut_down(half)
                 ended.append(half.remote[0])
         return ended
 
     def _halves(self, settled: set[Address]) -> list[_Half]:
         ports, others, found = frozenset(self._ports()), set[int](), []
-        for file in _open_files():
+        files = _open_files()
+        self.files = len(files)
+        for file in files:
             with suppress(OSError):
                 status = os.fstat(file)
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
-                half = None if status.st_ino in self._others else _half(file, ports)
+                half = None if status.st_ino in self._others else self._half(file, ports)
                 if half is None or half.remote in settled:
                     others.add(status.st_ino)
                 else:
@@ -162,34 +186,47 @@ class HalfHandshakes:
         self._others = others
         return found
 
+    @contextmanager
+    def _connection(self, file: int) -> Iterator[socket.socket]:
+        """Hold fast what a descriptor is now."""
+        os.dup2(file, self._held, inheritable=False)
+        try:
+            ours = socket.socket(fileno=self._held)
+            try:
+                yield ours
+            finally:
+                ours.detach()
+        finally:
+            # Else a connection that its owner closes would stay open.
+            os.dup2(self._nothing, self._held, inheritable=False)
 
-def _open_files() -> list[int]:
+    def _half(self, file: int, ports: frozenset[int]) -> _Half | None:
+        """Return what a descriptor is, None where it is no connection to one of the ports."""
+        with self._connection(file) as ours:
+            is_tcp = ours.family in {socket.AF_INET, socket.AF_INET6}
+            if not is_tcp or ours.type != socket.SOCK_STREAM or ours.getsockname()[1] not in ports:
+                return None
+            try:
+                remote = ours.getpeername()
+            except OSError:
+                return None  # It listens.
+            told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            silent_s = _LAST_RECEIVED.unpack_from(told)[0] / 1000
+            return _Half(file, _plain(remote), silent_s)
+
+    def _shut_down(self, half: _Half) -> None:
+        """End a connection, if the descriptor is still its own: nng closes it then."""
+        with suppress(OSError), self._connection(half.file) as ours:
+            if _plain(ours.getpeername()) == half.remote:
+                ours.shutdown(socket.SHUT_RDWR)
+
+
+def _open_files() -> Sequence[int]:
     try:
         return [int(each) for each in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - numbers only
     except OSError:
-        return []  # Not a descriptor is left for this: the next round may have one.
-
-
-def _half(file: int, ports: frozenset[int]) -> _Half | None:
-    """Return what a descriptor is, None where it is no connection to one of the ports."""
-    with socket.socket(fileno=os.dup(file)) as ours:
-        is_tcp = ours.family in {socket.AF_INET, socket.AF_INET6}
-        if not is_tcp or ours.type != socket.SOCK_STREAM or ours.getsockname()[1] not in ports:
-            return None
-        try:
-            remote = ours.getpeername()
-        except OSError:
-            return None  # It listens.
-        told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        silent_s = _LAST_RECEIVED.unpack_from(told)[0] / 1000
-        return _Half(file, _plain(remote), silent_s)
-
-
-def _shut_down(half: _Half) -> None:
-    """End a connection, if the descriptor is still its own: nng closes it then."""
-    with suppress(OSError), socket.socket(fileno=os.dup(half.file)) as ours:
-        if _plain(ours.getpeername()) == half.remote:
-            ours.shutdown(socket.SHUT_RDWR)
+        # Not a descriptor is left for this: all of them are open.
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _plain(address: Any) -> Address:

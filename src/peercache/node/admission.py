@@ -8,12 +8,15 @@ dropped. What an admitted session may send, `trust.rights` says.
 from __future__ import annotations
 
 import hmac
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import final
 
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, lock_name
+from peercache.model.descriptors import OF_ONE_CERTIFICATE
 from peercache.model.ids import incarnation_of, name_of
 from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
@@ -25,6 +28,12 @@ from peercache.wire.messages.session import OPERATOR, Hello
 CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
 
+
+ADMITTED_PART = 0.75
+"""Part of all connections that may be admitted ones over tcp."""
+
+BUSY = "busy"
+"""The reason of a refusal for want of room: a later attempt may succeed."""
 
 STRANGER_S = 10.0
 """From connect to Hello, which honest peers say first of all. Until then a connection may hold the
@@ -44,11 +53,13 @@ class Admission:
         local_secret: bytes,
         gate: Gate,
         probe: Callable[[str, str], LockProbe],
+        connections_max: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Admit peers that fit; clients of this very process show `local_secret`, and no lock.
 
         gate:  judges the other end of each connection by its user or certificate.
         probe: opens a client's lock file, given home address and name; raises Rejected.
+        connections_max: how many connections there may be now, those without a Hello included.
         """
         self._cluster = cluster
         self._granule = granule
@@ -56,6 +67,10 @@ class Admission:
         self._local_secret = local_secret
         self._gate = gate
         self._probe = probe
+        self._connections_max = connections_max
+        # By connection over tcp: the name in its certificate, "" without one.
+        self._owners: dict[int, str] = {}
+        self._of_owner: Counter[str] = Counter()
         self.sessions: dict[int, Session] = {}
         self._peers: dict[int, Peer] = {}
         self._locks: dict[int, LockProbe] = {}
@@ -72,6 +87,9 @@ class Admission:
                 f"this node {versions_spoken()}: upgrade the older side",
             )
         identity = self._gate.identity(peer)
+        owner = "" if identity is None else identity.uri()
+        if peer.transport is Transport.TCP:
+            self._check_room(pipe, owner)
         # Who operates a cluster names no slots, and need not know its granule.
         if hello.granule != self._granule and (hello.is_node or hello.geometry != OPERATOR):
             raise Rejected(
@@ -83,18 +101,39 @@ class Admission:
             session = self._client(peer, identity, sender, hello)
         self.sessions[pipe] = session
         self._peers[pipe] = peer
+        if peer.transport is Transport.TCP and pipe not in self._owners:
+            self._owners[pipe] = owner
+            self._of_owner[owner] += 1
         return session
+
+    def _check_room(self, pipe: int, owner: str) -> None:
+        """Raise Rejected for one connection too many, of one certificate or in all.
+
+        A quarter of all that there may be stays for those that have not said Hello.
+        """
+        if pipe in self._owners:
+            return
+        most = self._connections_max()
+        if owner and self._of_owner[owner] >= most / OF_ONE_CERTIFICATE:
+            raise Rejected(BUSY, f"{owner} has as many connections as one certificate may have")
+        if len(self._owners) >= most * ADMITTED_PART:
+            raise Rejected(BUSY, "this node has as many connections as its open files allow")
 
     def end(self, pipe: int) -> None:
         """Forget a connection; what its client has reserved stays: it may come back."""
         self.sessions.pop(pipe, None)
         self._peers.pop(pipe, None)
+        owner = self._owners.pop(pipe, None)
+        if owner is not None:
+            self._of_owner[owner] -= 1
+            if not self._of_owner[owner]:
+                del self._of_owner[owner]
 
     def revoked(self) -> list[int]:
         """Return the connections whose certificates do not admit any more."""
         return [pipe for pipe, peer in self._peers.items() if not self._gate.admits(peer)]
 
-    def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: int) -> list[int]:
+    def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: float) -> list[int]:
         """Return which of these open connections (oldest first) to close.
 
         Of those that have not said Hello: each that is STRANGER_S old, and the oldest of

@@ -10,7 +10,8 @@ import trio
 from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
 from peercache.model.fork_guard import ForkGuard
-from peercache.node.node import Node, Ready, describe
+from peercache.node.keeping import describe
+from peercache.node.node import Node, Ready
 from peercache.observability.metrics import Metrics
 
 START_S = 30.0

@@ -2,13 +2,12 @@
 
 It ends the reservations of clients that exited and the queue pairs of clients that left, closes
 connections that never said Hello, ends links to lost addresses, and logs and counts the states of
-the members.
+the members. Where descriptors become few, it looks at connections more often.
 """
 
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import trio
 from peercache.actors.effects import TellPool, TellRdma
 from peercache.actors.mailboxes import ClientGone, ClientsConnected
 from peercache.config.settings import Config
+from peercache.model.descriptors import DescriptorShares, descriptors_max
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.view import STATE_NAMES
@@ -36,13 +36,11 @@ HOUSEKEEPING_S = 1.0
 ALONE_S = 2.0
 """How long a start may take to meet the first other node: names resolve for a second."""
 
-CONTROL_SHARE = 0.25
-"""Part of this process's descriptors for connections of the control plane: half are for the data
-port, and links and files need some. Beyond it, connections without a Hello are closed."""
+OPENED_A_SECOND = 10_000
+"""Connections that strangers open in a second at most: more than nng accepts on one core."""
 
-HALVES_MAX = 1024
-"""Connections of the control plane that are in their handshake: 36 KB each. More than a thousand
-nodes that start at once never are, as they dial with jitter."""
+SOONEST_S = 0.01
+"""The least pause between two looks at connections."""
 
 
 @final
@@ -60,12 +58,14 @@ class Housekeeping:
         members: Callable[[], Sequence[Member]],
         dialled: Callable[[], frozenset[str]],
         looks: Sequence[Callable[[], None]],
+        shares: Callable[[], DescriptorShares] = lambda: DescriptorShares.of(descriptors_max()),
         metrics: Metrics,
         log: Any,
     ) -> None:
         """Take the parts of the node that it looks after.
 
-        looks: called each time, to log and count what has changed.
+        looks:  called each time, to log and count what has changed.
+        shares: how many connections of each kind there may be now.
         """
         self._config = config
         self._own_address = own_address
@@ -75,10 +75,10 @@ class Housekeeping:
         self._members = members
         self._dialled = dialled
         self._looks = looks
+        self._shares = shares
         self._metrics = metrics
         self._log = log
         self._failed = FailedHandshakes() if config.has_tls else None
-        self._halves = HalfHandshakes(listener.tcp_ports) if config.has_tls else None
         self._warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
         self._known: dict[int, int] = {}
         """The state of each member at the last look."""
@@ -92,12 +92,26 @@ class Housekeeping:
         while True:
             self._end_exited_clients()
             self._follow_members(self._members())
-            self._close_unauthenticated()
             for look in self._looks:
                 look()
-            await self._follow_handshakes()
             self.last_at = time.monotonic()
             await trio.sleep(HOUSEKEEPING_S)
+
+    async def bound_connections(self) -> None:
+        """End connections of the control plane that are too many, or too slow, until cancelled."""
+        if self._failed is None:
+            while True:
+                self._close_unauthenticated()
+                await trio.sleep(HOUSEKEEPING_S)
+        with HalfHandshakes(self._listener.tcp_ports) as halves:
+            while True:
+                self._close_unauthenticated()
+                await self._follow_handshakes(self._failed, halves)
+                # nng accepts whatever comes. The fewer descriptors are free, the sooner the next
+                # look: strangers cannot take half of those in between.
+                free = descriptors_max() - halves.files
+                soon_s = max(SOONEST_S, free / 2 / OPENED_A_SECOND)
+                await trio.sleep(min(HOUSEKEEPING_S, soon_s))
 
     def _end_exited_clients(self) -> None:
         for client in self._admission.exited():
@@ -138,7 +152,7 @@ class Housekeeping:
         """Close connections that never said Hello, after a while or when there are too many."""
         pipes = self._listener.pipes()
         closing = self._admission.overstaying(
-            pipes, time.monotonic(), connections_max=_room(len(pipes))
+            pipes, time.monotonic(), connections_max=self._shares().control
         )
         for pipe in closing:
             self._listener.disconnect(pipe)
@@ -146,17 +160,13 @@ class Housekeeping:
         if closing:
             self._metrics.messages_dropped.labels("no_hello").inc(len(closing))
 
-    async def _follow_handshakes(self) -> None:
+    async def _follow_handshakes(self, failed: FailedHandshakes, halves: HalfHandshakes) -> None:
         """Count the handshakes that failed since the last look, and end those that never will."""
-        if self._failed is None or self._halves is None:
-            return
-        for reason, count in self._failed.news().items():
+        for reason, count in failed.news().items():
             self._refused(reason, "", count)
-        settled, most = self._listener.remotes(), _room(HALVES_MAX)
+        settled, most = self._listener.remotes(), self._shares().halves
         # Not on the loop: each costs some system calls.
-        silent = await trio.to_thread.run_sync(
-            lambda halves: halves.end_silent(settled, most=min(most, HALVES_MAX)), self._halves
-        )
+        silent = await trio.to_thread.run_sync(lambda: halves.end_silent(settled, most=most))
         for host, count in Counter(silent).items():
             self._refused(SILENT, host, count)
 
@@ -165,9 +175,3 @@ class Housekeeping:
         self._warn_once(
             "node.handshakes_refused", (reason, host), reason=reason, at=host, count=count
         )
-
-
-def _room(unlimited: int) -> int:
-    """Return how many connections may wait to be admitted; `unlimited` where files may be."""
-    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return unlimited if files_max == resource.RLIM_INFINITY else int(files_max * CONTROL_SHARE)

@@ -8,9 +8,7 @@ messages.
 from __future__ import annotations
 
 import random
-import resource
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +35,7 @@ from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_lo
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.memory.table_file import TableFile
+from peercache.model.descriptors import DescriptorShares, descriptors_max
 from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
 from peercache.model.status import encoded
@@ -76,9 +75,6 @@ from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode,
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
-
-if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
-    from exceptiongroup import BaseExceptionGroup
 
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
@@ -190,6 +186,13 @@ class Node:
             self.log.info("node.stopped")
             self.stopped.set()
 
+    def _descriptors(self) -> float:
+        """Return how many files this node may open: half of its process's beside an engine."""
+        return descriptors_max() / (2 if self._in_process else 1)
+
+    def _shares(self) -> DescriptorShares:
+        return DescriptorShares.of(self._descriptors())
+
     def _looks(self, crew: Crew) -> tuple[Callable[[], None], ...]:
         """Return what watches this node's directory owners with its own shard, and its disk."""
         owners = OwnersWatch(
@@ -237,7 +240,7 @@ class Node:
             perform_rdma=self._open_queue_pairs(segment),
             told=self._told,
             perform_pull=self._open_puller(segment),
-            links_max=links_that_fit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+            links_max=links_that_fit(self._descriptors()),
             names_writers=bool(config.quotas),
         )
         housekeeping = Housekeeping(
@@ -249,6 +252,7 @@ class Node:
             members=self._members,
             dialled=crew.membership.dialled,
             looks=self._looks(crew),
+            shares=self._shares,
             metrics=self.metrics,
             log=self.log,
         )
@@ -260,6 +264,7 @@ class Node:
         http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)
         nursery.start_soon(keep, "housekeeping", housekeeping.run, self.log)
+        nursery.start_soon(keep, "connections", housekeeping.bound_connections, self.log)
         self._spread_revocations(nursery)
         advertising = self._advertising(reach, bound_host, known)
         nursery.start_soon(keep, "advertising", advertising.run, self.log)
@@ -355,6 +360,7 @@ class Node:
             local_secret=local_secret,
             gate=gate,
             probe=lambda home, name: LockProbe(home, name, self.sharing),
+            connections_max=lambda: self._shares().control,
         )
 
     async def _follow_certificates(self, tls: LiveTls) -> None:
@@ -450,7 +456,7 @@ class Node:
         self, nursery: trio.Nursery, segment: PublishedSegment, host: str
     ) -> int:
         """Start the tcp fabric's server; return its port."""
-        config = self.config
+        config, shares = self.config, self._shares()
         listeners = await open_listeners(host, config.data_port)
         admission = DataAdmission(
             cluster=config.cluster,
@@ -465,6 +471,8 @@ class Node:
                 Source(segment),
                 admission=admission,
                 metrics=self.metrics,
+                connections_max=shares.data,
+                newcomers_max=shares.newcomers,
                 threads=config.tcp_serving_threads,
                 task_status=task_status,
             )
@@ -517,7 +525,7 @@ class Node:
             overlap=self.overlaps.overlap,
             named=self._named,
         )
-        return await web.serve(nursery, address)
+        return await web.serve(nursery, address, self._shares().http)
 
     def _members(self) -> tuple[Member, ...]:
         return self._crew.membership.view.members()
@@ -590,10 +598,3 @@ class Node:
             ignored = absorb(self.metrics, message)
             self.metrics.messages_dropped.labels("malformed").inc(ignored)
         return None
-
-
-def describe(error: BaseException) -> list[BaseException]:
-    """Return the errors that people should read out of nested exception groups."""
-    if isinstance(error, BaseExceptionGroup):
-        return [inner for group in error.exceptions for inner in describe(group)]
-    return [error]

@@ -56,13 +56,21 @@ class Web:
         index = IndexParts(overlap, named, self._gpu)
         self._pages = Pages(metrics.registry, health, own, self._watching, index)
 
-    async def serve(self, nursery: trio.Nursery, address: tuple[str, int]) -> str:
+    async def serve(
+        self, nursery: trio.Nursery, address: tuple[str, int], connections_max: int
+    ) -> str:
         """Serve in the nursery; return HOST:PORT."""
         nursery.start_soon(self._watching.run)
         if self._engines:
             nursery.start_soon(self._follow, Follower(self._engines, self._gpu))
         application = self._pages.application()
-        serve = partial(serve_http, *address, application=application, access=self._access)
+        serve = partial(
+            serve_http,
+            *address,
+            application=application,
+            access=self._access,
+            connections_max=connections_max,
+        )
         return str(await nursery.start(serve))
 
     @staticmethod

@@ -19,7 +19,8 @@ from peercache.errors import AddressTaken
 from peercache.http import server
 from peercache.http.gateway import REQUEST_BYTES_MAX
 from peercache.http.pages import Health
-from peercache.http.server import ADDRESS_MAX
+from peercache.http.server import ADDRESS_PART
+from peercache.model.descriptors import HTTP_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.system.nodes import capture_logs
@@ -268,7 +269,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
     monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
     async with served() as address:
         host, port = parse_address(address)
-        idle = [await trio.open_tcp_stream(host, port) for _ in range(ADDRESS_MAX)]
+        idle = [await trio.open_tcp_stream(host, port) for _ in range(HTTP_MAX // ADDRESS_PART)]
         await trio.testing.wait_all_tasks_blocked(0.05)
 
         status = (await ask(address, "/healthz"))[0]

@@ -19,6 +19,7 @@ from peercache.net.sockets import Dialer, Listener
 from peercache.net.tls import ControlTls
 from peercache.observability import reasons
 from tests.certificates import Certificates
+from tests.descriptors import no_descriptors
 from tests.pace import TIMEOUT_S, wait_until
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
@@ -180,6 +181,24 @@ def test_of_too_many_half_handshakes_the_longest_silent_end(
         assert listener.pipe_count() == 1
     for each in (*early, *late):
         each.close()
+
+
+def test_half_handshakes_are_ended_without_a_free_descriptor(
+    listener: Listener, certificates: Certificates
+) -> None:
+    """They may have taken the last one, and go on to hold it."""
+    with HalfHandshakes(listener.tcp_ports) as halves:
+        silent = [connect(listener) for _ in range(6)]
+        wait_until(lambda: len(halves._halves(set())) == len(silent))
+        with no_descriptors():
+            ended = halves.end_silent([], most=0)
+            assert all(closed(each) for each in silent)
+    for each in silent:
+        each.close()
+
+    assert ended == ["127.0.0.1"] * 6
+    with connected(listener, certificates):
+        assert listener.pipe_count() == 1
 
 
 @pytest.mark.parametrize(

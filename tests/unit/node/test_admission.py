@@ -386,3 +386,52 @@ def test_with_certificates_only_an_operators_makes_an_operator(role: Certificate
     session = door.admit(1, Peer(Transport.TCP), 5, OPERATES)
 
     assert (session.role is Role.OPERATOR) is (role is CertificateRole.OPERATOR)
+
+
+ROOM = 64
+
+
+@pytest.fixture
+def crowded() -> Admission:
+    """A node with room for ROOM connections; who connects is named by its common name."""
+
+    def identity(peer: Peer) -> Identity | None:
+        return Identity("c", CertificateRole.CLIENT, peer.common_name) if peer.common_name else None
+
+    return Admission(
+        cluster="c", granule=16384, home="ipc:///none", local_secret=SECRET,
+        gate=cast("Gate", SimpleNamespace(identity=identity)),
+        probe=lambda *_: pytest.fail("no lock is looked at"), connections_max=lambda: ROOM,
+    )  # fmt: skip
+
+
+READS = attrs.evolve(FITTING, cluster="c", lock="", secret=b"")
+
+
+def _tcp(name: str) -> Peer:
+    return attrs.evolve(REMOTE, common_name=name)
+
+
+def test_one_certificate_has_a_quarter_of_the_connections(crowded: Admission) -> None:
+    """A connection more is refused until one has ended; a Hello that is repeated is none more."""
+    for pipe in range(ROOM // 4):
+        crowded.admit(pipe, _tcp("greedy"), 5, READS)
+    crowded.admit(0, _tcp("greedy"), 5, READS)
+
+    with pytest.raises(Rejected, match="one certificate") as refused:
+        crowded.admit(ROOM, _tcp("greedy"), 5, READS)
+    assert refused.value.reason == "busy"
+    assert crowded.admit(ROOM + 1, _tcp("modest"), 6, READS)
+    crowded.end(0)
+    assert crowded.admit(ROOM, _tcp("greedy"), 5, READS)
+
+
+def test_admitted_connections_leave_room_for_those_without_a_hello(crowded: Admission) -> None:
+    """However many certificates there are; this host's own clients are always let in."""
+    for pipe in range(ROOM * 3 // 4):
+        crowded.admit(pipe, _tcp(f"client-{pipe % 8}"), 5, READS)
+
+    with pytest.raises(Rejected, match="open files"):
+        crowded.admit(ROOM, _tcp("another"), 6, READS)
+    own = attrs.evolve(READS, secret=SECRET)
+    assert crowded.admit(ROOM + 1, OWN, 7, own).role is Role.WRITER

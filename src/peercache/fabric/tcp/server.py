@@ -6,9 +6,9 @@ Says    whether it serves a client, and if not, why. The compiled loop on thread
         (serving.py) answers the requests.
 Keeps   nothing is served before `DataAdmission` said so. Silent connections keep no other out: the
         one that has been silent for longest makes room.
-Limits  CONNECTIONS_MAX admitted connections, half of them of one host; NEWCOMERS_MAX that are not
-        admitted yet, HOST_NEWCOMERS_MAX of one host. One step of one handshake in each turn of
-        the loop.
+Limits  `DescriptorShares.data` admitted connections, half of them of one host and a quarter of one
+        certificate; `DescriptorShares.newcomers` that are not admitted yet, HOST_NEWCOMERS_MAX of
+        one host. One step of one handshake in each turn of the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,20 +31,14 @@ from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.serving import PageSource, Patience, ServingThread
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
+from peercache.model.descriptors import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import SILENT
 from peercache.trust.files import LiveTls
 
-CONNECTIONS_MAX = 4096
-"""Connections at once. 16 channels of 256 engine ranks; each costs a descriptor and a task (about
-10 KiB), so a flood of idle ones costs tens of megabytes, not the node. Where the process may open
-fewer than twice as many files, half of those: the control plane needs descriptors too."""
-NEWCOMERS_MAX = 256
-"""Connections that are not admitted yet: each is there for some round trips. Where the process may
-open fewer than eight times as many files, an eighth of those."""
 HOST_NEWCOMERS_MAX = 64
-"""The same of one host: a flood from there makes room among its own."""
+"""The newcomers of one host: a flood from there makes room among its own."""
 SILENCE_S = 5.0
 """Without a byte of a client that is not admitted yet: it has nothing to think about."""
 ADMISSION_S = 20.0
@@ -81,7 +74,8 @@ async def serve_pages(
     *,
     admission: DataAdmission,
     metrics: Metrics,
-    connections_max: int = CONNECTIONS_MAX,
+    connections_max: int = DATA_MAX,
+    newcomers_max: int = NEWCOMERS_MAX,
     threads: int = 0,
     between_bytes_and_words: Callable[[], None] | None = None,
     before_send: Callable[[], None] | None = None,
@@ -92,11 +86,6 @@ async def serve_pages(
     threads: how many send; 0 goes by this machine's cores.
     between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
     """
-    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    newcomers_max = NEWCOMERS_MAX
-    if files_max != resource.RLIM_INFINITY:
-        connections_max = min(connections_max, files_max // 2)
-        newcomers_max = max(1, min(newcomers_max, files_max // 8))
     pages = [
         ServingThread(
             source,
@@ -135,6 +124,8 @@ class _Newcomer:
     line: Line
     host: str
     owner: TlsPeer | None = None
+    name: str = ""
+    """Of the owner's certificate, whichever of several with that name it is."""
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
 
@@ -149,9 +140,11 @@ class _Service:
     contexts: Contexts | None = attrs.Factory(
         lambda self: self.admission.contexts(), takes_self=True
     )
-    # Those that are not admitted yet, oldest first, and the admitted connections of each host.
+    # Those that are not admitted yet, oldest first, and the admitted connections of each host and
+    # of each certificate.
     newcomers: dict[_Newcomer, None] = attrs.field(factory=dict)
     hosts: Counter[str] = attrs.field(factory=Counter)
+    owners: Counter[str] = attrs.field(factory=Counter)
     told_at: dict[tuple[str, str], float] = attrs.field(factory=dict)
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     left: trio.Event = attrs.field(factory=trio.Event)
@@ -259,7 +252,7 @@ class _Service:
         except trio.TooSlowError:
             self._refuse(SILENT, newcomer.host)
             return None
-        if refused == "" and not await self._has_place(newcomer.host):
+        if refused == "" and not await self._has_place(newcomer):
             refused = wire.BUSY
         if refused == "":
             return spaces
@@ -278,7 +271,9 @@ class _Service:
         session = self.contexts.open(line.connection)
         await line.shake_hands(session, silence_s=SILENCE_S, turn=self.turn)
         newcomer.owner = session.peer()
-        return self.admission.spaces(self.contexts.admit(newcomer.owner))
+        identity = self.contexts.admit(newcomer.owner)
+        newcomer.name = identity.uri()
+        return self.admission.spaces(identity)
 
     async def _refusal_of_greeting(self, line: Line) -> str | None:
         """Return why this client is refused, "" to serve it, None if it hung up."""
@@ -294,9 +289,12 @@ class _Service:
             return None
         return self.admission.admit(wire.decode_greeting(rest)) or ""
 
-    async def _has_place(self, host: str) -> bool:
+    async def _has_place(self, newcomer: _Newcomer) -> bool:
         """Return whether one more client may stay, after an idle connection has gone for it."""
-        if self.hosts[host] >= max(self.connections_max // 2, 1) and len(self.hosts) > 1:
+        of_host, of_owner = self.hosts[newcomer.host], self.owners[newcomer.name]
+        if of_host >= max(self.connections_max // 2, 1) and len(self.hosts) > 1:
+            return False
+        if newcomer.name and of_owner >= max(self.connections_max // OF_ONE_CERTIFICATE, 1):
             return False
         if sum(self.served) < self.connections_max:
             return True
@@ -311,6 +309,7 @@ class _Service:
         chosen, host = self.served.index(min(self.served)), newcomer.host
         self.served[chosen] += 1
         self.hosts[host] += 1
+        self.owners[newcomer.name] += 1
         patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
         try:
             await newcomer.line.send(wire.encode_answer(""), stall_s=SEND_STALL_S)
@@ -319,9 +318,10 @@ class _Service:
             )
         finally:
             self.served[chosen] -= 1
-            self.hosts[host] -= 1
-            if not self.hosts[host]:
-                del self.hosts[host]
+            for counted, name in ((self.hosts, host), (self.owners, newcomer.name)):
+                counted[name] -= 1
+                if not counted[name]:
+                    del counted[name]
             self.left.set()
             self.left = trio.Event()
         if left is not None:
