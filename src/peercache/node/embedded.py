@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import suppress
 from typing import final
 
 import trio
@@ -11,7 +13,9 @@ from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
 from peercache.model.fork_guard import ForkGuard
 from peercache.node.keeping import describe
-from peercache.node.node import Node, Ready
+from peercache.node.node import Node
+from peercache.node.ready import Ready
+from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 
 START_S = 30.0
@@ -20,10 +24,15 @@ START_S = 30.0
 CLOSE_S = 3.0
 """How long `close` waits for the thread. It is a daemon: an engine that exits takes it along."""
 
+AGAIN_MIN_S = 1.0
+AGAIN_MAX_S = 60.0
+"""Back-off between the end of a node by an error and the start of the next one: a start fills
+memory, and what has ended one node may end the next."""
+
 
 @final
 class EmbeddedNode:
-    """Starts a node in this process, and stops it within a bound."""
+    """Runs a node in this process, and another one after an error; stops it within a bound."""
 
     def __init__(self, config: Config, *, metrics: Metrics) -> None:
         """Start and wait until it serves; raise what kept it from doing so."""
@@ -35,6 +44,7 @@ class EmbeddedNode:
         self._ready: Ready | None = None
         self._failure: BaseException | None = None
         self._settled = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="peercache-node", daemon=True)
         self._thread.start()
         if not self._settled.wait(START_S):
@@ -45,7 +55,7 @@ class EmbeddedNode:
 
     @property
     def ready(self) -> Ready:
-        """Where the node serves."""
+        """Where the node serves; another one in its place has the same `home` and secret."""
         assert self._ready is not None, "the constructor has returned"
         return self._ready
 
@@ -55,28 +65,53 @@ class EmbeddedNode:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Leave the cluster; returns within `timeout_s`, whatever the loop does."""
-        if self._fork.is_child or self._token is None or self._node is None:
+        if self._fork.is_child:
             return
-        try:
-            self._token.run_sync_soon(self._node.stop)
-        except trio.RunFinishedError:
-            return
+        self._closing.set()
+        if self._token is not None:
+            # Between two nodes, or behind the last, `_closing` alone ends the thread.
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._stop)
         self._thread.join(timeout_s)
 
+    def _stop(self) -> None:
+        if self._node is not None:
+            self._node.stop()
+
     def _main(self) -> None:
-        try:
-            trio.run(self._run)
-        except BaseException as error:
-            # Handed to the thread that waits for it.
-            causes = describe(error)
-            known = [cause for cause in causes if isinstance(cause, PeerCacheError)]
-            self._failure = (known or causes)[0]
-        finally:
-            self._settled.set()
+        """Run nodes until one ends in good order: it was closed, or drained."""
+        pause_s = AGAIN_MIN_S
+        while True:
+            began = time.monotonic()
+            try:
+                trio.run(self._run)
+                return
+            except BaseException as error:
+                if self._ready is None:
+                    # Handed to the thread that waits for it.
+                    causes = describe(error)
+                    known = [cause for cause in causes if isinstance(cause, PeerCacheError)]
+                    self._failure = (known or causes)[0]
+                    return
+                self._log_end(error, pause_s)
+            finally:
+                self._settled.set()
+            if time.monotonic() - began > AGAIN_MAX_S:
+                pause_s = AGAIN_MIN_S  # It has served for a while.
+            if self._closing.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+
+    def _log_end(self, error: BaseException, pause_s: float) -> None:
+        problem = "; ".join(map(repr, describe(error)))
+        log = get_logger()
+        log.error("node.embedded_failed", problem=problem, again_s=pause_s, exc_info=error)
 
     async def _run(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        self._node = Node(self._config, metrics=self._metrics, in_process=True)
+        self._node = Node(self._config, metrics=self._metrics, in_process=True, before=self._ready)
+        if self._closing.is_set():
+            return
         async with trio.open_nursery() as nursery:
             self._ready = await nursery.start(self._node.run)
             self._settled.set()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-import attrs
 import trio
 
 from peercache.actors.effects import Pull, TellDisk, TellHandover
@@ -58,6 +57,7 @@ from peercache.node.overlaps import Overlaps
 from peercache.node.owners import OwnersWatch
 from peercache.node.pulling import Puller
 from peercache.node.reach import RESOLVE_S, Reach, resolved
+from peercache.node.ready import Ready
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Switchboard, Told
@@ -80,40 +80,27 @@ GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
 
 
-@attrs.frozen
-class Ready:
-    """Where a node serves. home: ipc:// or inproc://; http: HOST:PORT, or "" where it is off."""
-
-    incarnation: int
-    control: str
-    data: str
-    home: str
-    http: str
-    local_secret: bytes = attrs.field(repr=False)
-
-    def line(self) -> dict[str, str | None]:
-        """Return the ready line, as the node prints it."""
-        return {
-            "event": "node.ready",
-            "node": name_of(self.incarnation),
-            "control": self.control,
-            "data": self.data,
-            "home": self.home,
-            "http": self.http or None,
-        }
-
-
 @final
 class Node:
     """One node of a cluster. `run` it on a trio loop; it serves until cancelled or stopped."""
 
-    def __init__(self, config: Config, *, metrics: Metrics | None = None, in_process: bool) -> None:
-        """Serve `config`; `in_process` clients are those of this very process only."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        metrics: Metrics | None = None,
+        in_process: bool,
+        before: Ready | None = None,
+    ) -> None:
+        """Serve `config`; `in_process` clients are those of this very process only.
+
+        before: of the node whose place this one takes, for the clients of this process.
+        """
         self.tls = LiveTls.open(config, is_node=True, log=get_logger())
         files = None if self.tls is None else self.tls.files
         self.config = config = with_cluster(config, files)
         self.metrics = metrics or Metrics()
-        self._in_process = in_process
+        self._in_process, self._before = in_process, before
         self._rng = random.SystemRandom()
         self._nonce = new_nonce(self._rng)
         self._name = "" if files is None else files.identity.name
@@ -209,7 +196,10 @@ class Node:
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
         home = self._listen_home(listener, control_port)
-        local_secret, gate = secrets.token_bytes(SECRET_BYTES), Gate(self.sharing, self.tls)
+        local_secret = (
+            self._before.local_secret if self._before else secrets.token_bytes(SECRET_BYTES)
+        )
+        gate = Gate(self.sharing, self.tls)
         self._admission = admission = self._admit_at(home, local_secret, gate)
         known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
         host = addresses.advertised_host(config, bound_host, known)
@@ -444,7 +434,8 @@ class Node:
     def _listen_home(self, listener: Listener, control_port: int) -> str:
         """Listen for the local clients; return the address."""
         if self._in_process:
-            home = f"inproc://peercache-{name_of(self.incarnation)}"
+            inproc = f"inproc://peercache-{name_of(self.incarnation)}"
+            home = self._before.home if self._before else inproc
             listener.listen_local(home)
             return home
         home = addresses.listen_home(listener, self.config, control_port, self.sharing)

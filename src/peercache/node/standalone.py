@@ -15,7 +15,8 @@ import trio
 
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
-from peercache.node.node import Node, Ready
+from peercache.node.node import Node
+from peercache.node.ready import Ready
 from peercache.node.supervisor import READY, STOPPING, notify
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
