@@ -91,12 +91,17 @@ def covers(wanted: int, tag: int) -> bool:
     """Return whether a removal from `wanted` concerns the pages of a namespace's tag.
 
     wanted: a tag, or a space tag: then every geometry, rank and weights of that name.
+    tag:    likewise of a page; one that is known by its space only may be of every geometry.
     """
-    return wanted in (tag, space_of(tag))
+    space = space_of(tag)
+    return wanted in (tag, space) or (tag == space == space_of(wanted))
 
 
 def space_of(tag: int) -> int:
-    """Return the space tag in a namespace's tag: what rights are about."""
+    """Return the space tag in a namespace's tag: what rights are about, and seals carry.
+
+    A page of a given key is a hit for every client of its space: its key tells the rest.
+    """
     return tag & SPACE_BITS
 
 

@@ -200,9 +200,9 @@ class DiskWorld:
         """Ask for pages on disk."""
         self.tell("promote", Promote(asker, keys(*numbers), patience_s), Origin(asker, 3))
 
-    def remove(self, *numbers: int) -> None:
+    def remove(self, *numbers: int, namespace: int = 1) -> None:
         """Remove pages everywhere at this node."""
-        self.tell("pool", Remove(7, 1, keys(*numbers)), CLIENT)
+        self.tell("pool", Remove(7, namespace, keys(*numbers)), CLIENT)
 
     def clear(self, namespace: int) -> None:
         """Clear a namespace."""

@@ -80,6 +80,27 @@ def test_clear_of_a_name_empties_all_its_geometries_on_disk() -> None:
     assert world.tier.figures()["disk_pages"] == 1
 
 
+def test_a_page_of_unknown_geometry_is_removed_and_cleared_with_any_of_its_name() -> None:
+    """It was handed over: its key is all that says of which geometry it is."""
+    for is_open in (True, False):
+        before = DiskWorld()
+        before.set(1, 2, 3, namespace=5)
+        before.set(4, namespace=8 << 32 | 5)
+        before.finish()
+        world = before if is_open else DiskWorld(image=before.image, is_open=False)
+
+        world.remove(1, namespace=7 << 32 | 5)
+        if is_open:
+            world.finish()
+            assert world.places(1, 2) == ["", "memory"]
+        world.clear(7 << 32 | 5)
+        if not is_open:
+            world.open()
+        world.finish()
+
+        assert list(world.image.rows.values()) == [key(4)]
+
+
 def test_page_removed_while_it_is_written_does_not_come_back() -> None:
     """The write may end well, and is not published."""
     world = DiskWorld()

@@ -34,6 +34,7 @@ from peercache.wire.messages.pool import (
     Reserve,
     ReserveMirror,
 )
+from peercache.wire.messages.retain import RETAINED, Retain
 from tests.unit.actors.test_pool_mirrors import CLIENT, GRANULE, NODE, Rig, key
 
 INSIDE = Origin(0)
@@ -204,3 +205,30 @@ def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
 
     assert [portion.left for portion in told] == [2, 1, 0, 0]
     assert [portion.left_bytes // GRANULE for portion in told] == [2, 1, 0, 0]
+
+
+def test_a_page_is_removed_retained_and_cleared_whatever_tag_it_was_handed_over_under() -> None:
+    """A get finds it by key and space; a tag that the offerer made up hides it from no client."""
+    made_up, true = 0xBADBAD << 32 | 5, 7 << 32 | 5
+    for removal in (Remove(9, true, key(1), 0.5), Clear(9, true, 0.5)):
+        rig = Taker()
+        rig.offer(1, 2, namespace=made_up)
+        rig.arrive(2)
+
+        (retained,) = rig.say(Retain(8, true, key(1), 60.0, 0.5), NODE)
+        assert retained.message.states == bytes((RETAINED,))
+        (*_, answer) = rig.say(removal, NODE)
+
+        is_clear = isinstance(removal, Clear)
+        assert answer.message.count == 1 + is_clear
+        assert rig.holds(1, 2) == [False, not is_clear]
+
+
+def test_a_removal_voids_what_is_handed_over_under_any_tag_of_its_name() -> None:
+    """Also while it is read: the pool cannot know of which geometry the page is."""
+    for removal in (Remove(9, 7 << 32 | 5, key(1), 0.5), Clear(9, 7 << 32 | 5, 0.5)):
+        rig = Taker()
+        rig.offer(1, namespace=0xBADBAD << 32 | 5)
+        rig.say(removal, NODE)
+
+        assert taken(rig.arrive(1)) == bytes((ABORTED,))

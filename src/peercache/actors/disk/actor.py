@@ -401,5 +401,4 @@ def _removed_from(index: DiskIndex, message: Remove | Clear) -> Gone:
         return index.remove(index.of_namespaces([message.namespace]))
     named = np.unique(index.live(message.keys))
     named = named[named >= 0]
-    is_theirs = index.rows(named)["namespace"] == np.uint64(message.namespace)
-    return index.remove(named[is_theirs])
+    return index.remove(named[index.are_of_space(named, message.namespace)])

@@ -28,7 +28,7 @@ from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, SlabAllocator, slot_blocks
 from peercache.actors.storage_port import DISK_ENTRY
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.keys import SPACE_BITS
+from peercache.model.keys import SPACE_BITS, space_of
 from peercache.model.runs import I64, U64
 
 PINS_MAX: Final = 255
@@ -174,13 +174,20 @@ class DiskIndex:
     def of_namespaces(self, namespaces: Sequence[int]) -> I64:
         """Return the entries of some namespaces, those being written included.
 
-        A space tag among them stands for every namespace of its name (`model.keys.covers`).
+        As `model.keys.covers` says.
         """
         rows = self._entries.rows[: self._entries.end]
         live = (rows["state"] == HELD) | (rows["state"] == WRITING)
         wanted, tags = np.array(namespaces, np.uint64), rows["namespace"]
-        is_theirs = np.isin(tags, wanted) | np.isin(tags & np.uint64(SPACE_BITS), wanted)
+        spaces = tags & np.uint64(SPACE_BITS)
+        is_theirs = np.isin(tags, wanted) | np.isin(spaces, wanted)
+        is_theirs |= (tags == spaces) & np.isin(spaces, wanted & np.uint64(SPACE_BITS))
         return np.flatnonzero(live & is_theirs)
+
+    def are_of_space(self, entries: I64, namespace: int) -> npt.NDArray[np.bool_]:
+        """Return which entries are of the space of a namespace's tag: a get of it finds them."""
+        spaces = self._entries.rows["namespace"][entries] & np.uint64(SPACE_BITS)
+        return np.equal(spaces, np.uint64(space_of(namespace)))
 
     def written_before(self, unix_s: int) -> I64:
         """Return the HELD entries that were written before a moment: for a time to live."""

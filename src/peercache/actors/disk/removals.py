@@ -102,7 +102,7 @@ class EarlyRemovals:
         for namespace, keys in self._keys.items():
             written = index.find(bytes(keys))
             written = written[written >= 0]
-            gone.append(written[index.rows(written)["namespace"] == np.uint64(namespace)])
+            gone.append(written[index.are_of_space(written, namespace)])
         self.stop()
         return index.remove(np.unique(np.concatenate(gone)))
 

@@ -107,7 +107,7 @@ from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.ids import Incarnation
-from peercache.model.keys import covers, split_keys
+from peercache.model.keys import covers, space_of, split_keys
 from peercache.model.quotas import QuotaRule
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.observability.metrics import Metrics
@@ -214,9 +214,7 @@ class Pool:
                 return self._touch(drops)
             case Remove(_, namespace, keys):
                 self._mirrors.removed(namespace, message.patience_s, now)
-                named = self._pages.of_keys(dict.fromkeys(split_keys(keys)))
-                pages = [page for page in named if page.namespace == namespace]
-                return self._remove(sender, message, pages)
+                return self._remove(sender, message, self._pages.found(keys, namespace))
             case Clear(namespace=namespace):
                 self._mirrors.removed(namespace, message.patience_s, now)
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
@@ -327,7 +325,12 @@ class Pool:
         return self._grant(origin, reserve, mirrored_at)
 
     def _take_over(self, reserve: Reserve, now: float) -> list[Effect]:
-        """Reserve free room for pages that another node hands over."""
+        """Reserve free room for pages that another node hands over.
+
+        They are kept under their space only: of the rest of a tag nothing but the offer says that
+        it is that of their keys, and a clear of their true namespace must find them.
+        """
+        reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
         if self._mirrors.is_void(reserve.namespace, now):
             # A removal is under way, or may be: nothing of it could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
@@ -536,7 +539,8 @@ class Pool:
 
     def _retain(self, origin: Origin, asked: Retain, now: float) -> list[Effect]:
         found = [self._pages.find(key) for key in split_keys(asked.keys)]
-        theirs = [page if page and page.namespace == asked.namespace else None for page in found]
+        space = space_of(asked.namespace)
+        theirs = [page if page and space_of(page.namespace) == space else None for page in found]
         states = self._retention.retain(theirs, asked.seconds, now)
         return [Send(origin, Retained(asked.request, states))]
 
@@ -544,11 +548,12 @@ class Pool:
         """Note removed pages that the promote actor is loading: its Commit may still come."""
         for sequence, reservation in self._reservations.open_of(PROMOTER.identity):
             removed = split_keys(reservation.keys)
-            if not covers(message.namespace, reservation.namespace):
-                removed = []
-            elif isinstance(message, Remove):
-                named = dict.fromkeys(split_keys(message.keys))
+            if isinstance(message, Remove):
+                is_theirs = space_of(message.namespace) == space_of(reservation.namespace)
+                named = dict.fromkeys(split_keys(message.keys) if is_theirs else ())
                 removed = [key for key in removed if key in named]
+            elif not covers(message.namespace, reservation.namespace):
+                removed = []
             if removed:
                 noted = self._removed_in_promotes.setdefault(sequence, {})
                 noted.update(dict.fromkeys(removed))

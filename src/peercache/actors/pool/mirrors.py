@@ -72,11 +72,12 @@ class Mirrors:
     def is_void(self, namespace: int, asked_at: float) -> bool:
         """Return whether a page whose slot was asked for then may have been removed since."""
         # A name may have been cleared whole, by its space tag.
-        until = max(
-            self._void_until.get(tag, -math.inf) for tag in (namespace, space_of(namespace))
-        )
-        until = max(until, self._all_void_until)
-        return until >= asked_at
+        tags = [namespace, space_of(namespace)]
+        if namespace == space_of(namespace):
+            # Of a page that is handed over no more is known: it may be of every geometry.
+            tags += [tag for tag in self._void_until if space_of(tag) == namespace]
+        until = max(self._void_until.get(tag, -math.inf) for tag in tags)
+        return max(until, self._all_void_until) >= asked_at
 
     def begin(self, now: float, clock: int) -> int:
         """Return the touch after which a page counts as touched lately; clock: touches so far."""

@@ -25,7 +25,7 @@ from peercache.actors.effects import StoreWords
 from peercache.actors.pool.size_classes import Slot
 from peercache.installation.library import function
 from peercache.model.ids import Incarnation
-from peercache.model.keys import KEY, covers, split_keys
+from peercache.model.keys import KEY, covers, space_of, split_keys
 from peercache.model.records import (
     DROP,
     HAS_CHECKSUM,
@@ -111,6 +111,14 @@ class PageTable:
         """Return those of these pages that are here, in the order of the keys."""
         found = [self._by_key.get(key) for key in keys]
         return [page for page in found if page is not None]
+
+    def found(self, keys: bytes, namespace: int) -> list[Page]:
+        """Return the pages of these packed keys that a get of this namespace finds, each once.
+
+        The key tells its geometry, and the seal its space.
+        """
+        named, space = self.of_keys(dict.fromkeys(split_keys(keys))), space_of(namespace)
+        return [page for page in named if space_of(page.namespace) == space]
 
     def of_namespace(self, namespace: int) -> list[Page]:
         """Return the pages that a removal `covers`: a pass over all, for a call that is rare."""

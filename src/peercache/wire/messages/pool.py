@@ -114,7 +114,7 @@ class Touched:
 class Remove:
     """Ask a client's home node to drop these pages everywhere, or a holder to drop its own.
 
-    namespace:  the tag of their namespace; pages of another one stay.
+    namespace:  the tag of their namespace; pages of another name stay.
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
@@ -129,6 +129,7 @@ class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
     namespace:  its tag; a space tag, of 32 bits, is every geometry, rank and weights of a name.
+                Pages that were handed over are known by their name only, and go with each of them.
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
