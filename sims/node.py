@@ -14,7 +14,6 @@ import trio
 from peercache.actors.directory.authority import HEARD_MAX_S
 from peercache.actors.effects import Effect, Pull, StoreWords, TellDirectory, TellPublisher
 from peercache.actors.handover.giving import HANDED_OVER
-from peercache.actors.handover.taking import PULL_S
 from peercache.actors.mailboxes import (
     TAKER,
     ClientGone,
@@ -47,6 +46,7 @@ from peercache.observability.metrics import Metrics
 from peercache.paths.taking_over import arrived, reading_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
+from peercache.wire.messages.draining import DrainAsked, DrainTold
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks
@@ -241,7 +241,7 @@ class SimNode:
         buffers, lengths = self._reads.buffers, pull.records["length"].tolist()
         regions = [buffers.take(length, self.place.name) for length in lengths]
         addresses = np.array([region.address for region in regions], np.uint64)
-        until = trio.current_time() + PULL_S
+        until = trio.current_time() + pull.within_s
         fetched = await self._reads.read(reading_of(pull.member, pull.records, addresses), until)
         for region, offset in zip(regions, pull.offsets.tolist(), strict=True):
             self.memory.write(offset, offset, region.data, TAKER.identity)
@@ -262,7 +262,7 @@ class SimNode:
             mailboxes=self.crew.mailboxes,
             store_words=self._store_words,
             member_of=self.crew.membership.member,
-            answer=_answer,
+            answer=self._answer,
             metrics=self.metrics,
             log=SimLog(self._trace, self.place.name),
             gate=self.gate,
@@ -281,6 +281,13 @@ class SimNode:
         nursery.start_soon(self._populate)
         if self.config.disk_enabled:
             nursery.start_soon(self.disk.run)
+
+    def _answer(self, sender: Origin, message: Message) -> Message | None:
+        """Answer nodes that ask whether this one drains; no client of a run asks for figures."""
+        del sender
+        if isinstance(message, DrainAsked):
+            return DrainTold(message.request, {"state": self.crew.handover.giving.state})
+        return None
 
     def perform(self, effect: Effect) -> None:
         """Do what an actor returned; records that come into force are checked first."""
@@ -416,8 +423,3 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         mirror_share=options.mirror_share,
         quotas=parse_quotas(options.quotas),
     )
-
-
-def _answer(sender: Origin, message: Message) -> None:
-    """Answer nothing: no client of a run asks for figures."""
-    del sender, message

@@ -88,6 +88,7 @@ class Pull:
     job:       a number that no other Pull of this node had.
     records:   (n,) RECORD of the member's pages, all of one namespace.
     offsets:   (n,) uint64 of the reserved slots in page memory.
+    within_s:  how long it may take.
     """
 
     job: int
@@ -95,6 +96,7 @@ class Pull:
     namespace: int
     records: Records
     offsets: U64
+    within_s: float
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------

@@ -34,7 +34,7 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
-from peercache.wire.messages.draining import PagesOffered, PagesTaken
+from peercache.wire.messages.draining import DrainTold, PagesOffered, PagesTaken
 from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import (
     Heartbeat,
@@ -526,7 +526,7 @@ class PullDone:
 
 
 HandoverHears: TypeAlias = (
-    PagesOffered | PagesTaken | ViewChanged | DrainBegan | DrainCancelled | PagesToGive
+    PagesOffered | PagesTaken | DrainTold | ViewChanged | DrainBegan | DrainCancelled | PagesToGive
     | Granted | Committed | PullDone
 )  # fmt: skip
 

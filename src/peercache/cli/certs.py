@@ -78,7 +78,7 @@ def init_command(folder: Path, cluster: str, days: int, *, as_json: bool) -> Non
     "namespaces",
     metavar="NAME",
     multiple=True,
-    help="Namespace that the client may use (a node: clear); may be repeated. Default: all.",
+    help="Namespace that the owner may use; may be repeated. Default: all.",
 )
 @click.option("--renew", is_flag=True, help="Keep the key, and replace the certificate.")
 @_days_option(CERTIFICATE_DAYS)

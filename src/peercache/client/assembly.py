@@ -38,7 +38,7 @@ from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.trust.files import LiveTls, with_cluster
-from peercache.trust.rights import readable_spaces
+from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
 from peercache.wire.messages.session import Hello, Refused, RevocationsTold
@@ -53,7 +53,7 @@ class Wiring:
         self.tls = LiveTls.open(config, is_node=not config.home, log=get_logger())
         files = None if self.tls is None else self.tls.files
         self._control_tls = None if files is None else ControlTls(files)
-        self._is_restricted = files is not None and readable_spaces(files.identity) is not None
+        self._is_restricted = files is not None and spaces_of(files.identity) is not None
         self._config = config = with_cluster(config, files)
         self._namespace = namespace
         self.metrics = Metrics()

@@ -21,7 +21,7 @@ from peercache.model.ids import incarnation_of, name_of
 from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.trust.rights import Role, Session, readable_spaces, spaces_of
+from peercache.trust.rights import Role, Session, spaces_of
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
 from peercache.wire.messages.session import OPERATOR, Hello
 
@@ -206,7 +206,7 @@ class Admission:
         elif self._is_writer(peer, sender, hello):
             role = Role.WRITER
         space = Namespace(hello.namespace).space_tag()
-        reads = readable_spaces(identity)
+        reads = spaces_of(identity)
         if reads is not None and space not in reads:
             assert identity is not None, "no certificate restricts"
             problem = f"{identity.uri()} does not allow namespace {hello.namespace!r}"

@@ -51,10 +51,12 @@ class Crew:
         rng: random.Random,
         metrics: Metrics,
         table_file: int = -1,
+        spaces: Callable[[], frozenset[int] | None] = lambda: None,
     ) -> None:
         """Make them; the pool has no memory yet: it hears of it as it is populated.
 
         table_file: descriptor of the file for the directory's table; -1 for private memory.
+        spaces: those that the node's certificate allows now; None for all.
         """
         self.membership = Membership(
             me=me,
@@ -91,7 +93,7 @@ class Crew:
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
-        self.handover = Handover(me.incarnation)
+        self.handover = Handover(me.incarnation, spaces)
         if metrics is not None:
             self.handover.show(metrics)
         self.mailboxes = boxes = NodeMailboxes()

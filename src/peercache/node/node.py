@@ -69,6 +69,7 @@ from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.trust.etcd import EtcdFiles
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
+from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import Message
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
@@ -302,6 +303,7 @@ class Node:
             rng=self._rng,
             metrics=self.metrics,
             table_file=-1 if self._table_file is None else self._table_file.file,
+            spaces=lambda: spaces_of(None if self.tls is None else self.tls.files.identity),
         )
         if not crew.directory.table.is_shared:
             self.log.warning("node.table_private", shm_dir=self.config.shm_dir)

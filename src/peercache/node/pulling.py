@@ -1,7 +1,8 @@
-"""Pulling: reads pages of a node that is drained into this node's memory, on its own thread."""
+"""Pulling: reads pages of nodes that are drained into this node's memory, on threads of its own."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import numpy as np
 import trio
 
 from peercache.actors.effects import Pull
-from peercache.actors.handover.taking import PULL_S
+from peercache.actors.handover.taking import TAKINGS_MAX
 from peercache.actors.mailboxes import PullDone
 from peercache.config.settings import Config
 from peercache.fabric.shm import ShmFabric
@@ -31,7 +32,7 @@ CHANNELS_MAX: Final = 2
 
 @final
 class Puller:
-    """Performs what the handover actor asks for. Its thread begins with the first offer."""
+    """Performs what the handover actor asks for. Its threads begin with the first offers."""
 
     def __init__(
         self,
@@ -52,18 +53,20 @@ class Puller:
         self._log = log
         self._token = trio.lowlevel.current_trio_token()
         self._fabrics: tuple[ShmFabric | TcpFabric, ...] = ()
-        self._thread: ThreadPoolExecutor | None = None
+        self._opening = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
 
     def perform(self, pull: Pull) -> None:
         """Begin to read; never blocks."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "peercache-pull")
-        self._thread.submit(self._pull, pull)
+        if self._threads is None:
+            # One for each offer that is taken at once: a slow one holds up no other.
+            self._threads = ThreadPoolExecutor(TAKINGS_MAX, "peercache-pull")
+        self._threads.submit(self._pull, pull)
 
     def close(self) -> None:
-        """End, after the read that is under way: it is bounded, and writes to the segment."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        """End, after the reads that are under way: they are bounded, and write to the segment."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
         for fabric in self._fabrics:
             fabric.close()
 
@@ -81,12 +84,13 @@ class Puller:
             return  # The node has stopped, and its pool with it.
 
     def _read(self, pull: Pull) -> bytes:
-        self._fabrics = self._fabrics or self._open_fabrics()
+        with self._opening:
+            self._fabrics = self._fabrics or self._open_fabrics()
         begin = np.uint64(self._segment.pages.__array_interface__["data"][0])
         reading = reading_of(pull.member, pull.records, pull.offsets + begin)
         fabric = next(fabric for fabric in self._fabrics if fabric.reaches(pull.member))
         try:
-            fetched = fabric.read(reading, time.monotonic() + PULL_S)
+            fetched = fabric.read(reading, time.monotonic() + pull.within_s)
         finally:
             # The node leaves soon, and its memory lives as long as it is mapped anywhere.
             self._forget(pull.member.incarnation)

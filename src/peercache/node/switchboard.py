@@ -55,7 +55,7 @@ from peercache.wire.envelope import (
     Envelope,
     Message,
 )
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode
+from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
@@ -562,6 +562,8 @@ class Switchboard:
             if address in self._answering:
                 self._reach.connected(self._answering[address].local[0])
             self._welcomed(address, message.member)
+        elif isinstance(message, DrainTold):
+            self._mailboxes.handover.tell(Origin(envelope.sender), message)
         elif isinstance(message, (StatusTold, OverlapTold)):
             self._told(envelope.sender, message)
         elif isinstance(message, Refused):

@@ -49,7 +49,8 @@ class CertificateRole(Enum):
 class Identity:
     """The owner of a certificate.
 
-    namespaces: those that the owner may use (a node: clear); () is every one of the cluster.
+    namespaces: those that the owner may read (a node: also hand over, remove and clear); () is
+                every one of the cluster.
     """
 
     cluster: str

@@ -1,7 +1,7 @@
 """Rights: which sender may send what, decided from its role and identity, in one place.
 
 Three doors ask here. Control: `Session` and `refusal`, for every message of the wire. Data:
-`reads_pages` and `readable_spaces`, before a byte is served. HTTP: `reads_state` and `may_read`.
+`reads_pages` and `spaces_of`, before a byte is served. HTTP: `reads_state` and `may_read`.
 
 What a right rests on:
 
@@ -211,10 +211,12 @@ SENDERS: dict[type[Message], frozenset[Role]] = {
     # As a removal: it keeps other pages of its namespace from room that they would have had.
     Retain: _CLEARING,
     Retained: _NODES,
-    # Draining: operators say so, nodes hand pages over to each other.
+    # Draining: operators say so, nodes hand pages over to each other, in the namespaces that the
+    # offerer's certificate names.
     DrainNode: _OPERATORS,
     CancelDrain: _OPERATORS,
-    DrainAsked: _OPERATORS,
+    # A node asks whether one that offers it pages drains.
+    DrainAsked: _OBSERVING,
     DrainTold: _NONE,
     PagesOffered: _NODES,
     PagesTaken: _NODES,
@@ -234,8 +236,12 @@ def refusal(session: Session, message: Message) -> str:
     if session.role not in SENDERS.get(type(message), _NONE):
         return ROLE
     match message:
-        case Put(records=records) | Repair(records=records) | PagesOffered(records=records):
+        case Put(records=records) | Repair(records=records):
             return "" if are_of(records, session.identity) else NOT_ITS_OWN
+        case PagesOffered(namespace=tag, records=records):
+            if not are_of(records, session.identity):
+                return NOT_ITS_OWN
+            return "" if is_among(tag, session.changes) else NAMESPACE
         case Join(member=member) | Heartbeat(member=member):
             is_own = member.incarnation == session.identity and member.name == session.name
             return "" if is_own else NOT_ITS_OWN
@@ -243,8 +249,7 @@ def refusal(session: Session, message: Message) -> str:
             Reserve(namespace=tag) | ReserveMirror(namespace=tag)
             | Remove(namespace=tag) | Clear(namespace=tag) | Retain(namespace=tag)
         ):  # fmt: skip
-            may_change = session.changes is None or space_of(tag) in session.changes
-            return "" if may_change else NAMESPACE
+            return "" if is_among(tag, session.changes) else NAMESPACE
         case OpenChannel() | ChangesAsked():
             return "" if session.reads is None else NAMESPACE
     return ""
@@ -259,10 +264,18 @@ def is_invented(cluster: str, member: Member) -> bool:
 
 
 def spaces_of(identity: Identity | None) -> frozenset[int] | None:
-    """Return the space tags that a certificate names; None where it names none: every space."""
+    """Return the space tags that a certificate names; None where it names none: every space.
+
+    They bound what its owner reads, and, of a node, what it hands over, removes and clears.
+    """
     if identity is None or not identity.namespaces:
         return None
     return frozenset(Namespace(name).space_tag() for name in identity.namespaces)
+
+
+def is_among(tag: int, spaces: frozenset[int] | None) -> bool:
+    """Return whether a namespace's tag is of one of these spaces; None: of every one."""
+    return spaces is None or space_of(tag) in spaces
 
 
 def reads_pages(identity: Identity) -> bool:
@@ -271,16 +284,6 @@ def reads_pages(identity: Identity) -> bool:
     A node's certificate is read with as well: engines with an embedded node have no other.
     """
     return identity.role in (CertificateRole.NODE, CertificateRole.CLIENT)
-
-
-def readable_spaces(identity: Identity | None) -> frozenset[int] | None:
-    """Return the spaces of which the data port serves pages; None for all.
-
-    A node's namespaces say what it may clear, not what it may read.
-    """
-    if identity is not None and identity.role is CertificateRole.NODE:
-        return None
-    return spaces_of(identity)
 
 
 def reads_state(identity: Identity) -> bool:

@@ -17,6 +17,7 @@ from peercache.actors.handover.giving import (
     FULL_S,
     HANDED_OVER,
     HANDING_OVER,
+    OFFER_BYTES,
     OFFER_PAGES,
     OFFER_S,
     SERVING,
@@ -24,7 +25,12 @@ from peercache.actors.handover.giving import (
     Batch,
     cut,
 )
-from peercache.actors.handover.taking import OFFERED_MAX, TAKINGS_MAX
+from peercache.actors.handover.taking import (
+    OFFERED_MAX,
+    PULL_BASE_S,
+    PULL_MAX_S,
+    TAKINGS_MAX,
+)
 from peercache.actors.mailboxes import (
     DrainBegan,
     DrainCancelled,
@@ -43,7 +49,13 @@ from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Rec
 from peercache.model.status import Draining
 from peercache.node.draining import Drainer
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.draining import DrainNode, PagesOffered, PagesTaken
+from peercache.wire.messages.draining import (
+    DrainAsked,
+    DrainNode,
+    DrainTold,
+    PagesOffered,
+    PagesTaken,
+)
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -62,11 +74,13 @@ def member(incarnation: int, state: int = ALIVE) -> Member:
     return Member(incarnation, 1, state, 255, "h", f"a:{incarnation}", f"b:{incarnation}", "", "")
 
 
-def records_of(*numbers: int, length: int = 4096, flags: int = RESIDENT) -> Records:
+def records_of(
+    *numbers: int, length: int = 4096, flags: int = RESIDENT, holder: int = ONE
+) -> Records:
     records = np.zeros(len(numbers), RECORD)
     for row, number in zip(records, numbers, strict=True):
         row["key"] = np.void(number.to_bytes(16, "big"))
-        row["holder"], row["generation"] = ONE, 2 * number
+        row["holder"], row["generation"] = holder, 2 * number
         row["length"], row["flags"], row["checksum"] = length, flags, 100 + number
     return records
 
@@ -222,6 +236,7 @@ def test_what_is_taken_over_is_counted() -> None:
     story.actor.show(metrics)
     story.see(ONE)
     story.hear(PagesOffered(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
+    story.hear(drains(1), Origin(ONE))
     story.hear(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
     story.hear(PullDone(1, b"\1\0"))
     story.hear(Committed(0, 1, bytes((COMMITTED, ABORTED)), b"", 0))
@@ -384,10 +399,31 @@ def test_an_offer_is_bounded_in_pages_and_bytes() -> None:
 # --- taking ---------------------------------------------------------------------------------------
 
 
-def offer(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5) -> list[Any]:
-    """Let a node offer pages."""
-    records = records_of(*numbers, flags=flags).tobytes()
-    return story.hear(PagesOffered(number, 7, records), Origin(ONE))
+def drains(question: int, state: str = HANDING_OVER) -> DrainTold:
+    """Return what a node answers that is asked whether it drains."""
+    return DrainTold(question, {"state": state, "problem": ""})
+
+
+def ask(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5, by: int = ONE) -> int:
+    """Let a node offer pages; return the number of the question that it gets."""
+    records = records_of(*numbers, flags=flags, holder=by).tobytes()
+    (asked,) = story.hear(PagesOffered(number, 7, records), Origin(by))
+    assert asked.to == Origin(by)
+    assert isinstance(asked.message, DrainAsked)
+    return asked.message.request
+
+
+def offer(story: Story, *numbers: int, number: int = 5, by: int = ONE, **kwargs: Any) -> list[Any]:
+    """Let a node that drains offer pages."""
+    question = ask(story, *numbers, number=number, by=by, **kwargs)
+    return story.hear(drains(question), Origin(by))
+
+
+def finish(story: Story, told: Any) -> list[Any]:
+    """Let the pool have no room for what it is asked for; return what follows."""
+    reserve = told.fact.reserve
+    states = bytes((REFUSED_FULL,)) * (len(reserve.keys) // 16)
+    return story.hear(Granted(0, reserve.sequence, states, bytes(8 * len(states))))
 
 
 def test_an_offer_is_reserved_read_and_committed() -> None:
@@ -428,28 +464,126 @@ def test_an_offer_without_free_room_is_answered_without_a_read() -> None:
     assert answer == Send(Origin(ONE), PagesTaken(5, states))
 
 
-@pytest.mark.parametrize("why", ["a stranger", "drained itself", "busy"])
+@pytest.mark.parametrize("why", ["a stranger", "drained itself", "not of its namespaces"])
 def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     """Then the offerer goes to another node at once."""
-    story = Story()
+    spaces = frozenset({6}) if why == "not of its namespaces" else None
+    story = Story(Handover(ME, lambda: spaces))
     story.see(*([] if why == "a stranger" else [ONE]))
     if why == "drained itself":
         story.hear(DrainBegan(story.now + 60.0))
-    if why == "busy":
-        for number in range(TAKINGS_MAX):
-            assert isinstance(offer(story, 1, number=number)[0], TellPool)
 
-    full = PagesTaken(5, bytes((REFUSED_FULL,)) * 2)
-    assert offer(story, 1, 2) == [Send(Origin(ONE), full)]
+    effects = story.hear(PagesOffered(5, 7, records_of(1, 2).tobytes()), Origin(ONE))
+
+    assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
+
+
+def test_pages_are_taken_only_from_a_node_that_says_that_it_drains() -> None:
+    """One that serves has no reason to hand pages over, and silence is no answer."""
+    story = Story()
+    story.see(ONE, TWO)
+    question = ask(story, 1, 2)
+
+    # Another node cannot answer for it, and no other question is meant.
+    assert story.hear(drains(question), Origin(TWO)) == []
+    assert story.hear(drains(question + 1), Origin(ONE)) == []
+    refused = story.hear(drains(question, SERVING), Origin(ONE))
+
+    assert refused == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
+    assert story.hear(drains(question), Origin(ONE)) == []
+
+
+def test_a_node_that_offers_without_end_has_one_place() -> None:
+    """Of what it offers meanwhile the newest waits; others are read at once."""
+    story = Story()
+    story.see(ONE, TWO)
+    (first,) = offer(story, 1, number=1)
+    for number in range(2, 10):
+        assert offer(story, number, number=number) == []
+
+    (other,) = offer(story, 1, number=1, by=TWO)
+
+    assert isinstance(other.fact, TakeOver)
+    answer, then = finish(story, first)
+    assert answer == Send(Origin(ONE), PagesTaken(1, bytes((REFUSED_FULL,))))
+    assert then.fact.reserve.keys == records_of(9)["key"].tobytes()
+    (answer,) = finish(story, then)
+    assert answer.message.number == 9
+
+
+def test_offers_beyond_the_places_wait_for_their_turn() -> None:
+    """In their order: who has had a place waits behind those that have had none."""
+    story = Story()
+    many = [30 + node for node in range(TAKINGS_MAX + 2)]
+    story.see(*many)
+    begun = [told for node in many for told in offer(story, 1, by=node)]
+    assert len(begun) == TAKINGS_MAX
+    assert offer(story, 2, by=many[0]) == []
+
+    order = []
+    for told in begun[:3]:
+        answer, then = finish(story, told)
+        assert isinstance(answer.message, PagesTaken)
+        order.append(then.fact.reserve.sequence)
+
+    assert order == [TAKINGS_MAX + 1, TAKINGS_MAX + 2, TAKINGS_MAX + 3]
+
+
+def test_what_waits_is_turned_away_when_this_node_drains_and_forgotten_with_its_node() -> None:
+    """Its offerer goes to another node."""
+    story = Story()
+    story.see(ONE, TWO)
+    ask(story, 1)
+    question = ask(story, 1, 2, by=TWO)
+    story.see(TWO)
+
+    *_, answer = story.hear(DrainBegan(story.now + 60.0))
+
+    assert answer == Send(Origin(TWO), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))
+    assert story.hear(drains(question), Origin(TWO)) == []
+
+
+def test_an_offer_must_be_read_at_a_rate() -> None:
+    """Else a node that sends a byte now and then keeps a place; the largest offer has its time."""
+    story = Story()
+    story.see(ONE)
+    spans = []
+    for length in (4096, OFFER_BYTES, 2**31):
+        records = records_of(1, length=length).tobytes()
+        (asked,) = story.hear(PagesOffered(5, 7, records), Origin(ONE))
+        (told,) = story.hear(drains(asked.message.request), Origin(ONE))
+        sequence = told.fact.reserve.sequence
+        (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
+        spans.append(pull.within_s)
+        story.hear(PullDone(pull.job, bytes(1)))
+        story.hear(Committed(0, sequence, bytes((ABORTED,)), b"", 0))
+
+    assert spans[0] == pytest.approx(PULL_BASE_S, rel=0.01)
+    assert spans[1:] == [PULL_MAX_S, PULL_MAX_S]
+    assert PULL_MAX_S < OFFER_S
+
+
+def test_a_node_offers_no_page_of_a_namespace_that_its_certificate_does_not_allow() -> None:
+    """Every target would refuse it; the drain goes on with the others, and counts it as lost."""
+    story = Story(Handover(ME, lambda: frozenset({1})))
+    story.see(ONE)
+    story.hear(DrainBegan(story.now + 60.0))
+
+    groups = PagesStored(records_of(1, 2), 9 << 32 | 2), PagesStored(records_of(3), 9 << 32 | 1)
+    made = offers(story.hear(PagesToGive(groups, 0, 0)))
+
+    assert [pages for _, _, pages in made] == [[3]]
+    assert (story.giving.progress.lost, story.giving.progress.lost_bytes) == (2, 2 * 4096)
 
 
 def test_an_offer_that_makes_no_sense_takes_nothing() -> None:
     """Pages on disk, none at all, or too many."""
     story = Story()
     story.see(ONE)
-    for effects, count in (
-        (offer(story, 1, flags=ON_DISK), 1),
-        (offer(story), 0),
-        (offer(story, *range(1, OFFERED_MAX + 2)), OFFERED_MAX + 1),
+    for records in (
+        records_of(1, flags=ON_DISK),
+        records_of(),
+        records_of(*range(1, OFFERED_MAX + 2)),
     ):
-        assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((ABORTED,)) * count))]
+        effects = story.hear(PagesOffered(5, 7, records.tobytes()), Origin(ONE))
+        assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((ABORTED,)) * len(records)))]

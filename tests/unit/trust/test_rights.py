@@ -21,7 +21,6 @@ from peercache.trust.rights import (
     Role,
     Session,
     is_invented,
-    readable_spaces,
     reads_pages,
     reads_state,
     refusal,
@@ -29,6 +28,7 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES, Message
 from peercache.wire.messages.directory import Put, Repair
+from peercache.wire.messages.draining import PagesOffered
 from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import Heartbeat, Join
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror
@@ -95,7 +95,7 @@ TABLE = {
     "ClusterTold":      (False, False, False, False),
     "DrainNode":        (False, False, False, True),
     "CancelDrain":      (False, False, False, True),
-    "DrainAsked":       (False, False, False, True),
+    "DrainAsked":       (True,  False, False, True),
     "DrainTold":        (False, False, False, False),
     "PagesOffered":     (True,  False, False, False),
     "PagesTaken":       (True,  False, False, False),
@@ -203,20 +203,31 @@ def test_a_nodes_certificate_says_what_it_may_clear() -> None:
 def test_a_restricted_client_gets_no_queue_pair_and_follows_no_node(kind: type[Message]) -> None:
     """One key of a memory region opens all of it, and page keys do not tell their namespace."""
     opened = sample(kind, 0)
-    restricted = readable_spaces(Identity("c", CertificateRole.CLIENT, "a", ("ours",)))
+    restricted = spaces_of(Identity("c", CertificateRole.CLIENT, "a", ("ours",)))
 
     assert refusal(session(Role.READER), opened) == ""
     assert refusal(session(Role.READER, reads=restricted), opened) == NAMESPACE
 
 
-def test_a_certificates_namespaces_restrict_what_a_client_reads_and_not_a_node() -> None:
-    """A node's say what it may clear."""
-    client = Identity("c", CertificateRole.CLIENT, "a", ("ours", "theirs"))
+@pytest.mark.parametrize("role", [CertificateRole.CLIENT, CertificateRole.NODE])
+def test_a_certificates_namespaces_restrict_what_its_owner_reads(role: CertificateRole) -> None:
+    """A node's too: engines with an embedded node read with its certificate."""
+    owner = Identity("c", role, "a", ("ours", "theirs"))
 
-    assert readable_spaces(client) == {OURS.space_tag(), THEIRS.space_tag()}
-    assert readable_spaces(attrs.evolve(client, namespaces=())) is None
-    assert readable_spaces(attrs.evolve(client, role=CertificateRole.NODE)) is None
-    assert readable_spaces(None) is None
+    assert spaces_of(owner) == {OURS.space_tag(), THEIRS.space_tag()}
+    assert spaces_of(attrs.evolve(owner, namespaces=())) is None
+    assert spaces_of(None) is None
+
+
+def test_a_node_offers_its_own_pages_in_its_namespaces_only() -> None:
+    """As it clears them: what a target takes over is that target's page from then on."""
+    everything = session(Role.NODE)
+    ours_only = session(Role.NODE, changes=frozenset({OURS.space_tag()}))
+
+    for offerer, reason in ((everything, ""), (ours_only, NAMESPACE)):
+        assert refusal(offerer, PagesOffered(1, OURS.tag(), records(ME))) == ""
+        assert refusal(offerer, PagesOffered(1, THEIRS.tag(), records(ME))) == reason
+        assert refusal(offerer, PagesOffered(1, OURS.tag(), records(ME, OTHER))) == NOT_ITS_OWN
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,24 @@
 
 Owns    the drain of this node: which pages are offered to whom, and how far it is; and the offers
         of other nodes that are being read.
-Hears   PagesOffered and PagesTaken, from members; ViewChanged, from membership; DrainBegan,
-        DrainCancelled and PullDone, from the node; PagesToGive, Granted and Committed, from the
-        pool.
-Says    PagesOffered and PagesTaken to members; DrainChanged, GiveAsked, TakeOver and TakenOver to
-        the pool; Pull to the node, which reads.
+Hears   PagesOffered, PagesTaken and DrainTold, from members; ViewChanged, from membership;
+        DrainBegan, DrainCancelled and PullDone, from the node; PagesToGive, Granted and Committed,
+        from the pool.
+Says    PagesOffered, PagesTaken and DrainAsked to members; DrainChanged, GiveAsked, TakeOver and
+        TakenOver to the pool; Pull to the node, which reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
         verified by the holder's seal, and what was removed meanwhile is not committed. The holder
-        keeps it. Nothing is evicted for it. A node that is drained takes nothing.
+        keeps it. Nothing is evicted for it. A node that is drained takes nothing. Pages are taken
+        from nodes only that say that they drain, and both ends' certificates bound of which
+        namespaces.
 Limits  one offer a target, of `giving.OFFER_PAGES` and OFFER_BYTES; `taking.TAKINGS_MAX` offers at
-        once are read here. What is lost is offered to another target, within the drain's time.
+        once are read here, one of each node, at a minimum rate; one more of each waits. What is
+        lost is offered to another target, within the drain's time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Final, final
@@ -35,9 +39,10 @@ from peercache.actors.mailboxes import (
     ViewChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.draining import PagesOffered, PagesTaken
+from peercache.wire.messages.draining import DrainTold, PagesOffered, PagesTaken
 from peercache.wire.messages.pool import Committed, Granted
 
 _PAGE_STATES: Final = ("given", "there", "lost", "left")
@@ -46,13 +51,21 @@ _PAGE_STATES: Final = ("given", "there", "lost", "left")
 @final
 @attrs.define(eq=False)
 class Handover:
-    """The handover actor of one node. incarnation: of this node."""
+    """The handover actor of one node.
+
+    incarnation: of this node. spaces: those that its certificate allows now; None for all.
+    """
 
     incarnation: int
-    giving: Giving = attrs.field(factory=Giving)
+    spaces: Callable[[], frozenset[int] | None] = lambda: None
+    giving: Giving = attrs.field(init=False)
     takings: Takings = attrs.field(factory=Takings)
     _members: dict[int, Member] = attrs.field(factory=dict)
     _deadline: float = inf
+
+    @giving.default
+    def _new_giving(self) -> Giving:
+        return Giving(self._may_use)
 
     def show(self, metrics: Metrics) -> None:
         """Compute the figures of the drain when they are read, and count what is taken over."""
@@ -89,15 +102,19 @@ class Handover:
     def _apply(self, sender: Origin, message: HandoverHears, now: float) -> list[Effect]:
         match message:
             case PagesOffered():
-                member, is_serving = self._members.get(sender.identity), self._is_serving
-                return self.takings.offered(sender, message, member, has_room=is_serving)
+                member = self._members.get(sender.identity)
+                takes = self.giving.state == SERVING and self._may_use(message.namespace)
+                return self.takings.offered(sender, message, member, has_room=takes)
+            case DrainTold():
+                return self.takings.told(sender.identity, message)
             case PagesTaken():
                 return self.giving.taken(sender.identity, message, now)
             case ViewChanged(members):
                 self._members = {member.incarnation: member for member in members}
+                self.takings.follow(self._members)
                 return self.giving.follow(members, self.incarnation, now)
             case DrainBegan(until):
-                return self.giving.begin(until, now)
+                return [*self.giving.begin(until, now), *self.takings.turn_away()]
             case DrainCancelled():
                 return self.giving.cancel()
             case PagesToGive():
@@ -110,6 +127,6 @@ class Handover:
                 return self.takings.committed(message)
         assert_never(message)
 
-    @property
-    def _is_serving(self) -> bool:
-        return self.giving.state == SERVING
+    def _may_use(self, namespace: int) -> bool:
+        spaces = self.spaces()
+        return spaces is None or space_of(namespace) in spaces

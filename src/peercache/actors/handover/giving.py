@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, final
 
@@ -24,8 +24,8 @@ OFFER_BYTES: Final = 32 * 2**20
 """Their bytes, unless one page has more: a quarter of a second of a slow network."""
 
 OFFER_S: Final = 8.0
-"""Silence after which a target is given up: longer than it may read (`taking.PULL_S`). It has died,
-or it is of the build before, which knows no offers."""
+"""Silence after which a target is given up: longer than it may read (`taking.PULL_MAX_S`). It has
+died, or it is of the build before, which knows no offers."""
 
 FULL_S: Final = 1.0
 """How soon a target without free room is asked again: it may have started just now, and not all of
@@ -92,6 +92,8 @@ class Progress:
 class Giving:
     """The drain of one node: the pages to offer, the targets, and the offers that are under way."""
 
+    may_give: Callable[[int], bool] = lambda _: True
+    """Whether this node may hand over pages of a namespace, given its tag."""
     state: str = SERVING
     progress: Progress = attrs.field(factory=Progress)
     _until: float = inf
@@ -153,7 +155,12 @@ class Giving:
         self._is_dry = not portion.groups
         self._behind, self._behind_bytes = portion.left, portion.left_bytes
         for group in portion.groups:
-            self._queue += cut(Batch(group.namespace, group.records))
+            if self.may_give(group.namespace):
+                self._queue += cut(Batch(group.namespace, group.records))
+            else:
+                # Every target would refuse the offer, and be given up for its silence.
+                self.progress.lost += len(group.records)
+                self.progress.lost_bytes += bytes_of(group.records)
         return self.go_on(now)
 
     def taken(self, target: int, message: PagesTaken, now: float) -> list[Effect]:

@@ -53,7 +53,7 @@ class DataAdmission:
         if not rights.reads_pages(identity):
             problem = f"{identity.uri()} reads no pages: use a client's or a node's certificate"
             raise Rejected(wire.ROLE, problem)
-        return tuple(sorted(rights.readable_spaces(identity) or ()))
+        return tuple(sorted(rights.spaces_of(identity) or ()))
 
     def stays(self, peer: TlsPeer) -> bool:
         """Return whether a client that was admitted with this certificate still is."""
