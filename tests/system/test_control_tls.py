@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import random
 import socket
 import ssl
@@ -38,10 +39,13 @@ from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, Sta
 from tests.certificates import Certificates
 from tests.contracts.frozen.record import sample
 from tests.hostile.strangers import metric
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
 
 OURS = Namespace("ours")
+
+SETTLED_S = 6.0
+"""A certificate's life that is long enough to connect with it."""
 
 
 class Secured(LocalCluster):
@@ -282,6 +286,26 @@ def test_a_revoked_certificate_loses_its_connection(cluster: Secured) -> None:
         wait_until(lambda: metric(node, "peercache_messages_dropped").get("revoked", 0) >= 1)
         # The connection is made anew, and its Hello is refused.
         wait_until(lambda: isinstance(speaker.ask(hello(cluster.name), within_s=1.0), Refused))
+
+
+def test_an_expired_certificate_loses_its_connection(cluster: Secured) -> None:
+    """Others stay: a connection lasts as long as what was shown when it was made."""
+    node = cluster.start_secured("one")
+    lifetime = dt.timedelta(seconds=SETTLED_S * FACTOR)
+    stays = cluster.certificates.client("stays")
+    with (
+        Speaker(node, cluster.name, stays, identity=6) as other,
+        Speaker(node, cluster.name, cluster.certificates.client("short", lifetime=lifetime)) as one,
+    ):
+        assert isinstance(other.ask(hello(cluster.name)), Welcome)
+        assert isinstance(one.ask(hello(cluster.name)), Welcome)
+        assert isinstance(one.ask(StatsAsked(3)), Stats)
+
+        wait_until(lambda: metric(node, "peercache_messages_dropped").get("expired", 0) >= 1)
+
+        # Made anew in the last second of the certificate, it is not let in.
+        assert not isinstance(one.ask(StatsAsked(4), within_s=1.0), Stats)
+        assert isinstance(other.ask(StatsAsked(3)), Stats)
 
 
 def test_a_node_refuses_a_clients_certificate_of_its_own(cluster: Secured) -> None:

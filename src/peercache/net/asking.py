@@ -24,9 +24,10 @@ from typing import Generic, Protocol, TypeVar, final
 import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
+from peercache.net.dialled import Dialled
 from peercache.net.idle import IDLE_S, KEPT_MAX, OF_ONE_MAX, most_kept
 from peercache.net.peers import Gate, Peer
-from peercache.net.sockets import Dialer, UnusableAddress, reached
+from peercache.net.sockets import UnusableAddress, reached
 from peercache.net.tls import ControlTls
 from peercache.observability.calls import request_of
 from peercache.paths.breaker import Breakers
@@ -435,51 +436,6 @@ class HelloExchange(Generic[Kind]):
                 self.answer, self._is_over = message, True
                 return
         self._is_over = self._was_broken
-
-
-class Dialled:
-    """One nng socket to one incarnation. Implements `Connection`."""
-
-    def __init__(
-        self, url: str, *, tls: ControlTls | None, accepts: Callable[[Peer], bool]
-    ) -> None:
-        self.url = url
-        self._accepts = accepts
-        self.is_connected = False
-        self.is_broken = False
-        self.is_fresh = True
-        self.is_probed = False
-        self._dialer = Dialer(
-            url,
-            on_connected=self._connected,
-            on_removed=self._removed,
-            tls=tls,
-            accepts=self._judged,
-            waits_to_send=False,
-        )
-        self.fd = self._dialer.receive_fd
-        self.send = self._dialer.send
-        self.receive = self._dialer.receive
-        self.close = self._dialer.close
-
-    def _judged(self, peer: Peer) -> bool:
-        is_accepted = self._accepts(peer)
-        # Another process listens there: a question fails now, not at its deadline.
-        self.is_broken = self.is_broken or not is_accepted
-        return is_accepted
-
-    def _connected(self) -> None:
-        self.is_connected = True
-
-    def _removed(self) -> None:
-        self.is_broken = True
-
-    def is_refused(self, timeout_s: float) -> bool:
-        """Probe whether the address refuses: once a lease, and only until it is connected."""
-        if self.is_connected or self.is_probed:
-            return False
-        self.is_probed = True
-        return reached(self.url, timeout_s) is False
 
 
 @final

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import Iterable
 from enum import Enum
+from math import inf
 from typing import Any, Protocol, TypeAlias, final
 
 import attrs
 from pynng._nng import ffi, lib
 
 from peercache.errors import Rejected
-from peercache.trust.identity import CertificateRole, Identity
+from peercache.observability.reasons import EXPIRED
+from peercache.trust.identity import CertificateRole, Identity, until_among
 from peercache.trust.sharing import Sharing
 
 Address: TypeAlias = tuple[str, int]
 
 _UNKNOWN: Address = ("", 0)
+
+UNDATED_S = 3600.0
+"""How long a connection lasts whose certificate does not repeat when it expires, as one that
+another tool made: nng does not tell, and the next handshake finds out."""
 
 
 class Transport(Enum):
@@ -35,6 +42,8 @@ class Peer:
     uid:           of the process at the other end of an ipc connection; None for others.
     local, remote: the numeric addresses of a tcp connection.
     common_name, alternative_names: of its certificate, which TLS has verified; none without TLS.
+    valid_until:   when the connection ends, in seconds since 1970: as its certificate expires, or
+                   UNDATED_S after it was made where the certificate's names do not say when.
     """
 
     transport: Transport
@@ -43,6 +52,11 @@ class Peer:
     remote: Address = _UNKNOWN
     common_name: str = ""
     alternative_names: tuple[str, ...] = ()
+    valid_until: float = inf
+
+    def has_expired(self) -> bool:
+        """Return whether its certificate does not hold any more."""
+        return self.valid_until < inf and self.valid_until <= time.time()
 
 
 class JudgesCertificates(Protocol):
@@ -73,6 +87,8 @@ class Gate:
             self._sharing.check_uid("the process at the other end", peer.uid)
         elif peer.transport is Transport.TCP:
             if self._certificates is not None:
+                if peer.has_expired():
+                    raise Rejected(EXPIRED, "the certificate has expired")
                 return self._certificates.admit(peer.common_name, peer.alternative_names)
             problem = self._sharing.tcp_peer_problem(peer.local, peer.remote)
             if problem:
@@ -108,15 +124,18 @@ def peer_of(pipe: Any) -> Peer:
         uid = _number(pipe, b"ipc:peer-uid")
         return Peer(Transport.INPROC if uid is None else Transport.IPC, uid)
     local = _address(pipe, b"local-address") or _UNKNOWN
-    return Peer(
-        Transport.TCP,
-        None,
-        local,
-        remote,
-        # nng tells the subject from its common name to its end.
-        _text(pipe, b"tls-peer-cn").partition(",")[0],
-        _texts(pipe, b"tls-peer-alt-names"),
-    )
+    # nng tells the subject from its common name to its end.
+    common_name = _text(pipe, b"tls-peer-cn").partition(",")[0]
+    names = _texts(pipe, b"tls-peer-alt-names")
+    return Peer(Transport.TCP, None, local, remote, common_name, names, _end_of(names))
+
+
+def _end_of(names: tuple[str, ...]) -> float:
+    """Return when a connection ends whose other end has shown a certificate with these names."""
+    if not names:
+        return inf  # Without TLS.
+    until = until_among(names)
+    return time.time() + UNDATED_S if until is None else until
 
 
 def _address(pipe: Any, option: bytes) -> Address | None:

@@ -129,9 +129,9 @@ class Admission:
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
 
-    def revoked(self) -> list[int]:
-        """Return the connections whose certificates do not admit any more."""
-        return [pipe for pipe, peer in self._peers.items() if not self._gate.admits(peer)]
+    def of_peers(self, wanted: Callable[[Peer], bool]) -> list[int]:
+        """Return the admitted connections whose other ends are so."""
+        return [pipe for pipe, peer in self._peers.items() if wanted(peer)]
 
     def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: float) -> list[int]:
         """Return which of these open connections (oldest first) to close.

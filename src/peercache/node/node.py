@@ -356,10 +356,11 @@ class Node:
         )
 
     async def _follow_certificates(self, tls: LiveTls) -> None:
-        """Use new certificate files, and refuse revoked ones, without a restart."""
+        """Use new certificate files, and end what revoked and expired ones have open."""
         while True:
             await trio.sleep(LOOK_S)
             tls.look()
+            self._switchboard.end_expired()
 
     def _renew_certificates(self, tls: LiveTls) -> None:
         assert self._control_tls is not None, "there are certificates"

@@ -46,6 +46,7 @@ from peercache.node.routing import NodeMailboxes
 from peercache.observability.calls import call_of
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import EXPIRED
 from peercache.trust.rights import INVENTED, Role, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import (
@@ -479,12 +480,19 @@ class Switchboard:
 
     def judge_again(self) -> None:
         """End the sessions and links whose other ends are not admitted any more."""
-        for pipe in self._admission.revoked():
-            self._drop("revoked", detail=name_of(self._admission.sessions[pipe].identity))
+        self._end_those(lambda peer: not self._gate.admits(peer), "revoked")
+
+    def end_expired(self) -> None:
+        """End the sessions and links whose other ends' certificates have expired."""
+        self._end_those(Peer.has_expired, EXPIRED)
+
+    def _end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
+        for pipe in self._admission.of_peers(is_over):
+            self._drop(reason, detail=name_of(self._admission.sessions[pipe].identity))
             self._listener.disconnect(pipe)
         for address, peer in list(self._answering.items()):
-            if address in self._links and not self._gate.admits(peer):
-                self._drop("revoked", detail=address)
+            if address in self._links and is_over(peer):
+                self._drop(reason, detail=address)
                 self._links[address].disconnect()
 
     def connect_anew(self) -> None:

@@ -24,7 +24,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     "records_refused": ("forged",),
     "messages_dropped": (
         "cluster", "certificate", "revoked", "granule", "geometry", "wire_version", "malformed",
-        "mailbox_full", "outbox_full", "links_full",
+        "mailbox_full", "outbox_full", "links_full", "expired",
     ),
     "tcp_refused": ("bounds", "busy", "descriptors"),
     "spills_dropped": (

@@ -29,7 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from peercache.errors import ConfigError
 from peercache.trust.certificates import certificates_in, facts_of
 from peercache.trust.files import REVOKED_NAME, common_name_of
-from peercache.trust.identity import SCHEME, SHARED_NAME, CertificateRole, Identity
+from peercache.trust.identity import SCHEME, SHARED_NAME, CertificateRole, Identity, until_uri
 from peercache.trust.revocation import LISTS_BYTES_MAX
 
 CA_CERTIFICATE = "ca.crt"
@@ -79,7 +79,7 @@ class Authority:
             encipher_only=False, decipher_only=False,
         )  # fmt: skip
         certificate = (
-            _builder(key.public_key(), name, lifetime)
+            _builder(key.public_key(), name, dt.datetime.now(dt.timezone.utc) + lifetime)
             .issuer_name(name)
             .serial_number(x509.random_serial_number())
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
@@ -183,14 +183,18 @@ class Authority:
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if identity.role is CertificateRole.NODE:
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        end = min(
+            dt.datetime.now(dt.timezone.utc) + lifetime, self._certificate.not_valid_after_utc
+        )
         names = [
             x509.UniformResourceIdentifier(identity.uri()),
+            x509.UniformResourceIdentifier(until_uri(end.timestamp())),
             x509.DNSName(SHARED_NAME),
             *hosts,
         ]
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         return (
-            _builder(key, subject, lifetime, until=self._certificate.not_valid_after_utc)
+            _builder(key, subject, end)
             .issuer_name(self._certificate.subject)
             .serial_number(serial)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -301,20 +305,15 @@ def _cluster_of(certificate: x509.Certificate) -> str:
 
 
 def _builder(
-    key: ec.EllipticCurvePublicKey,
-    subject: x509.Name,
-    lifetime: dt.timedelta,
-    *,
-    until: dt.datetime | None = None,
+    key: ec.EllipticCurvePublicKey, subject: x509.Name, end: dt.datetime
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.timezone.utc)
-    end = now + lifetime
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .public_key(key)
         .not_valid_before(now - CLOCK_DIFFERENCE)
-        .not_valid_after(end if until is None else min(end, until))
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 

@@ -22,6 +22,10 @@ from peercache.errors import Rejected
 
 SCHEME = "peercache://"
 
+UNTIL = "peercache-until:"
+"""Begins a URI that repeats when a certificate expires, in seconds since 1970: nng tells a peer's
+names, and not its dates."""
+
 SHARED_NAME = "peercache"
 """A DNS name in every certificate: nng and OpenSSL must be told one name that a server has."""
 
@@ -101,6 +105,18 @@ def identity_among(alternative_names: Iterable[str]) -> Identity:
     if len(found) != 1:
         raise _refusal(f"it names {len(found)} identities of PeerCache instead of one")
     return parse_identity(found[0])
+
+
+def until_uri(not_after: float) -> str:
+    """Return the URI with which a certificate repeats when it expires."""
+    return f"{UNTIL}{int(not_after)}"
+
+
+def until_among(alternative_names: Iterable[str]) -> float | None:
+    """Return when a certificate expires, by its names; None where they do not say so."""
+    found = [name.removeprefix(UNTIL) for name in alternative_names if name.startswith(UNTIL)]
+    # Of several the earliest: whatever made them, none lets a connection live for longer.
+    return min((float(each) for each in found if each.isdecimal()), default=None)
 
 
 def _quoted(text: str) -> str:

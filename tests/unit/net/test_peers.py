@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
+import attrs
 import pytest
 
 from peercache.errors import Rejected
 from peercache.net.peers import Gate, Peer, Transport
+from peercache.observability.reasons import EXPIRED
 from peercache.trust.identity import CertificateRole, Identity, identity_among
 from peercache.trust.sharing import Sharing
 
@@ -65,6 +68,18 @@ def test_no_other_process_is_taken_for_a_member(
 def test_a_certificate_that_is_revoked_later_admits_no_longer(gate: Gate) -> None:
     assert gate.admits(shows(CertificateRole.NODE, "a"))
     assert not gate.admits(shows(CertificateRole.NODE, "a", "revoked"))
+
+
+def test_a_certificate_that_expires_admits_no_longer(gate: Gate) -> None:
+    good = shows(CertificateRole.NODE, "a")
+    assert gate.admits(attrs.evolve(good, valid_until=time.time() + 60.0))
+
+    late = attrs.evolve(good, valid_until=time.time() - 1.0)
+
+    assert not gate.admits(late)
+    with pytest.raises(Rejected) as refused:
+        gate.check_node(late, "a")
+    assert refused.value.reason == EXPIRED
 
 
 def test_without_certificates_the_user_decides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import trio
 from peercache.actors.effects import SendTo
 from peercache.errors import Rejected
 from peercache.net.peers import Peer
+from peercache.observability.reasons import EXPIRED
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.session import Refused, RevocationsTold, StatsAsked, Welcome
 from tests.pace import until
@@ -61,6 +63,24 @@ async def test_a_link_to_a_revoked_peer_ends_and_is_not_made_again(tmp_path: Pat
         assert not two.admission.sessions
         gate.is_open = True
         await until(lambda: len(two.admission.sessions) == 1)
+
+
+async def test_a_link_to_a_peer_whose_certificate_expires_ends(tmp_path: Path) -> None:
+    """The end that has dialled hangs up, too."""
+    async with running(tmp_path) as one, running(tmp_path, OTHER) as two:
+        one.board.perform(SendTo(two.address, Heartbeat(member(ME, one.address), b"digest")))
+        await until(lambda: len(two.admission.sessions) == 1)
+        (taken,) = two.admission.sessions
+        ((at, peer),) = one.board._answering.items()
+
+        one.board._answering[at] = attrs.evolve(peer, valid_until=time.time() + 60.0)
+        one.board.end_expired()
+        assert one.dropped(EXPIRED) == 0
+        one.board._answering[at] = attrs.evolve(peer, valid_until=time.time() - 1.0)
+        one.board.end_expired()
+
+        assert one.dropped(EXPIRED) == 1
+        await until(lambda: taken not in two.admission.sessions)
 
 
 async def test_every_connection_is_made_anew_where_an_authority_is_dropped(

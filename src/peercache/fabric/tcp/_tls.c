@@ -24,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #define RECORD_BYTES 16384
@@ -431,8 +432,9 @@ int peercache_tls_handshake(struct session *session)
     return result == 1 ? 0 : error == SSL_ERROR_WANT_READ ? 1 : 2;
 }
 
-/* Write the peer's certificate: its serial number in hexadecimal, and each of its URIs, a line each.
- * Return the bytes, or -1 where they are not text or do not fit. */
+/* Write the peer's certificate: its serial number in hexadecimal, when it expires in seconds since
+ * 1970, and each of its URIs, a line each. Return the bytes, or -1 where they are not text or do not
+ * fit. */
 int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t size)
 {
     X509 *certificate = SSL_get1_peer_certificate(session->ssl);
@@ -440,7 +442,10 @@ int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t s
     char *serial = number ? BN_bn2hex(number) : NULL;
     GENERAL_NAMES *names =
         certificate ? X509_get_ext_d2i(certificate, NID_subject_alt_name, NULL, NULL) : NULL;
-    int64_t used = serial ? snprintf(into, size, "%s\n", serial) : -1;
+    struct tm until = {0};
+    int is_known = serial && ASN1_TIME_to_tm(X509_get0_notAfter(certificate), &until);
+    int64_t used =
+        is_known ? snprintf(into, size, "%s\n%lld\n", serial, (long long)timegm(&until)) : -1;
 
     for (int index = 0; used >= 0 && index < sk_GENERAL_NAME_num(names); index++) {
         const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, index);

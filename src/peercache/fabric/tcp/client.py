@@ -188,6 +188,9 @@ class TcpFabric:
                     return 0, failure
             else:
                 channel = self._channels.channels[lease.channel]
+                if channel.has_expired():
+                    # As one that the server has closed: a new one shows what it has by now.
+                    return 0, GONE
             watched = self._watchdog.watch(channel.interrupt, deadline)
             try:
                 done, failure = channel.fetch(read, seals, deadline)
@@ -264,6 +267,11 @@ class TcpChannel:
         self._stall_s = stall_s
         self._clock = clock
         self._patience: dict[int, float] = {}
+        self._not_after = inf
+
+    def has_expired(self) -> bool:
+        """Return whether the server's certificate has expired since the handshake."""
+        return self._not_after <= time.time()
 
     def secure(self, contexts: Contexts, member: Member, until: float) -> str:
         """Encrypt the connection, once, and check the member; return "" or the failure.
@@ -276,7 +284,9 @@ class TcpChannel:
             failure = self._shake_hands(self._session, until)
             if failure:
                 return failure
-            identity = contexts.admit(self._session.peer())
+            peer = self._session.peer()
+            self._not_after = peer.not_after
+            identity = contexts.admit(peer)
         except Rejected as error:
             return self._why(error.reason)
         if identity.role is not CertificateRole.NODE:

@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
@@ -32,7 +33,8 @@ STOP_S = 5.0
 """How long a stop waits for the thread. The thread leaves within one step of each connection, and
 then needs Python's lock once, which a busy engine releases every 5 ms."""
 COUNT_EVERY_S = 1.0
-"""How often the metric takes over the bytes that the thread has counted."""
+"""How often the metric takes over the bytes that the thread has counted, and expired certificates
+are looked for."""
 
 _ENDS = ("", wire.MALFORMED, wire.INCARNATION, wire.BOUNDS)
 """How a conversation ends, by the numbers of `enum end`."""
@@ -183,6 +185,7 @@ class ServingThread:
                 while True:
                     await trio.sleep(COUNT_EVERY_S)
                     self._count()
+                    self.close_unless(lambda owner: time.time() < owner.not_after)
         finally:
             # A connection accepted in this very turn of the loop may still come: refuse it.
             self._serves = False

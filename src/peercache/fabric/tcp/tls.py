@@ -87,10 +87,14 @@ def _call() -> dict[str, Any]:
 
 
 class TlsPeer(NamedTuple):
-    """What a certificate says. serial: its number in hexadecimal; names: its URIs."""
+    """What a certificate says.
+
+    serial: its number in hexadecimal; names: its URIs; not_after: in seconds since 1970.
+    """
 
     serial: str
     names: tuple[str, ...]
+    not_after: float
 
 
 @attrs.define(eq=False)
@@ -159,10 +163,10 @@ class TlsSession:
         if size < 0:
             raise TlsFailed(BAD_CERTIFICATE, "the certificate's names cannot be read")
         try:
-            serial, *names = into.raw[:size].decode().splitlines()
+            serial, not_after, *names = into.raw[:size].decode().splitlines()
         except UnicodeDecodeError as error:
             raise TlsFailed(BAD_CERTIFICATE, "the certificate's names are no text") from error
-        return TlsPeer(serial, tuple(names))
+        return TlsPeer(serial, tuple(names), float(not_after))
 
     def say(self, raw: bytes) -> bool:
         """Encrypt bytes, and send what the socket takes at once; return whether nothing is left.
