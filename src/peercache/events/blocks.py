@@ -39,7 +39,8 @@ class BlockStored:
     parent:       of the block before the first one; None where they begin a prompt.
     tokens:       token ids, as many as the blocks have together. Of a group of layers that keeps
                   some blocks only, those of all blocks: then it is not told which are kept.
-    block_tokens: tokens of a block.
+    block_tokens: tokens of a block; 0 of blocks that are not on a GPU and come without tokens, as
+                  vLLM's offloading connectors send them.
     medium:       where the blocks are, as the engine calls it; "" where it does not say.
     lora:         the adapter, "" for none.
     extra:        by block, what else it depends on (images, a salt), or None; empty for nothing.
@@ -208,10 +209,11 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         (parent,) = _hashes([parent])
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise _NoEvent("token ids that are no integers")
-    if type(block_tokens) is not int or block_tokens < 1:
+    if type(block_tokens) is not int or block_tokens < 0:
         raise _NoEvent("a block size that is no number of tokens")
-    group = _group(fields)
-    if not _fits(len(tokens), block_tokens, len(hashes), group):
+    medium, group = _medium(fields), _group(fields)
+    is_bare = not tokens and not block_tokens and medium != GPU
+    if not is_bare and not _fits(len(tokens), block_tokens, len(hashes), group):
         raise _NoEvent(f"{len(tokens)} tokens in {len(hashes)} blocks of {block_tokens}")
     lora_id, lora_name = fields.get("lora_id"), fields.get("lora_name")
     lora = lora_name if lora_name is not None else "" if lora_id is None else lora_id
@@ -220,7 +222,7 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
         parent,
         tuple(tokens),
         block_tokens,
-        _medium(fields),
+        medium,
         str(lora),
         _extra(fields, len(hashes), lora_name),
         group,
@@ -234,6 +236,8 @@ def _fits(tokens: int, block_tokens: int, hashes: int, group: int | None) -> boo
 
     A group of layers leaves out the blocks that it does not keep, and not their tokens.
     """
+    if not block_tokens:
+        return False
     blocks, rest = divmod(tokens, block_tokens)
     return not rest and (hashes == blocks or (hashes < blocks and group is not None))
 

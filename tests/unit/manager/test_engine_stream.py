@@ -172,6 +172,19 @@ def test_only_gpu_memory_counts() -> None:
     assert engine.found == ("", 1)
 
 
+def test_blocks_of_an_offloading_connector_do_not_make_an_engine_unknown() -> None:
+    """VLLM sends them without tokens and with a block size of 0: they are in host memory."""
+    engine = Engine(has_replay=False)
+    engine.publish(2)
+    offloaded = {
+        "type": "BlockStored", "block_hashes": [b"chunk"], "parent_block_hash": None,
+        "token_ids": [], "block_size": 0, "lora_id": None, "medium": "CPU", "lora_name": None,
+    }  # fmt: skip
+    gone = {"type": "BlockRemoved", "block_hashes": [b"chunk"], "medium": "CPU"}
+    engine.stream.take(2, msgspec.msgpack.encode([0.5, [offloaded, gone]]))
+    assert engine.found == ("", 2)
+
+
 FULL, WINDOW = "full_attention", "sliding_window"
 
 
