@@ -23,7 +23,7 @@ import trio
 
 from peercache.client import home
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.paths import breaker, locating
+from peercache.paths import breaker
 
 T = TypeVar("T")
 
@@ -136,7 +136,6 @@ def no_peer_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     a test that expects hits it would be a bet on the machine.
     """
     monkeypatch.setattr(breaker, "STALL_S", TIMEOUT_S)
-    monkeypatch.setattr(locating, "STALL_S", TIMEOUT_S)
     monkeypatch.setattr(home, "ATTACH_S", PROMPT_S)
     defaults = TcpFabric.__init__.__kwdefaults__
     assert defaults is not None

@@ -83,6 +83,25 @@ def test_a_paused_holder_costs_one_stall_then_nothing_and_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("stalls")
+def test_nodes_that_stand_still_for_less_than_the_deadline_allows_are_waited_for() -> None:
+    """A host with more work than cores is not hung: a long `op_timeout_s` allows for it."""
+    with LocalCluster() as cluster:
+        home, other = cluster.start_many(2)
+        keys = keys_of("standing-still", 32)
+        patient = cluster.client(home, fabric="tcp", op_timeout_s=80.0)
+        cluster.client(other).batch_set(keys[16:], pages_of(keys[16:]))
+        wait_until(lambda: read(patient, keys) == [False] * 16 + [True] * 16)
+
+        for node, call, expected in (
+            (home, lambda: patient.batch_set(keys[:16], pages_of(keys[:16])), [True] * 16),
+            (other, lambda: read(patient, keys[16:]), [True] * 16),
+        ):
+            node.pause()
+            threading.Timer(4 * STALL_S, node.resume).start()
+            assert call() == expected
+
+
+@pytest.mark.usefixtures("stalls")
 def test_a_paused_holder_is_read_over_shared_memory_as_ever() -> None:
     """Nothing there needs the holder: the word is in its memory, and so are the bytes."""
     with LocalCluster() as cluster:

@@ -77,7 +77,7 @@ class Wiring:
             self._node = EmbeddedNode(config, metrics=self.metrics)
             url = self._node.ready.home
             self._lock_name, self._secret = "", self._node.ready.local_secret
-        self.breakers = Breakers()
+        self.breakers = Breakers(op_timeout_s=config.op_timeout_s)
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         self._segment_folders = _segment_folders(config)
         self._tables = self._make_tables()
@@ -98,6 +98,7 @@ class Wiring:
             granule=config.granule,
             tls=self.tls,
             max_channels_per_peer=config.max_channels_per_peer,
+            stall_s=self.breakers.stall_s,
         )
         self._rdma = self._rdma_over(rails) if rails else None
         self.bridge = Bridge(

@@ -378,7 +378,13 @@ class Config:
         "sampled",
         "Checksum beside the generation check: never, on 1 in 64 keys, or on all.",
     )
-    op_timeout_s: float = setting(SECONDS, 2.0, "Deadline of a batch_get or batch_set.", above=0)
+    op_timeout_s: float = setting(
+        SECONDS,
+        2.0,
+        "Deadline of a batch_get or batch_set. A node that is silent for an eighth of it, and for "
+        "at least 0.25 s, is given up for a while.",
+        above=0,
+    )
     exists_timeout_s: float = setting(SECONDS, 0.1, "Deadline of a batch_exists.", above=0)
     location_cache_entries: int = setting(
         WHOLE,

@@ -1,7 +1,7 @@
 """The circuit breakers of a client: which peers it neither asks nor reads for now.
 
 The client's own evidence opens a breaker at once, before any heartbeat notices: a refused or broken
-connection, or `STALL_S` of waiting without a single answer. A big batch that meets its caller's
+connection, or `stall_s` of waiting without a single answer. A big batch that meets its caller's
 deadline is no evidence. An open breaker lets one probe through when its back-off is over.
 A peer has two, one for questions and one for its data port: behind a firewall it may answer
 questions and yet serve no pages.
@@ -18,8 +18,13 @@ import attrs
 from peercache.observability.reasons import PEER_UNREACHABLE
 
 STALL_S = 0.25
-"""Waiting without progress after which a peer counts as hung: far above a garbage collection or a
-scheduler hiccup, far below the time in which an engine would rather compute the page again."""
+"""The least waiting without progress after which a peer counts as hung: far above a garbage
+collection or a scheduler hiccup."""
+
+STALL_PART = 1 / 8
+"""The same as a part of a call's deadline, which says how long the engine would rather wait than
+compute the page again: with a deadline of 2 s it is `STALL_S`. A host with more work than cores
+answers late, and is not hung: there the deadline is longer."""
 
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 4.0
@@ -44,11 +49,17 @@ class _Peer:
 class Breakers:
     """One breaker a peer; thread-safe."""
 
-    def __init__(self) -> None:
-        """Start with every breaker closed."""
+    def __init__(self, *, op_timeout_s: float = 0.0) -> None:
+        """Start with every breaker closed. op_timeout_s: the deadline of the client's calls."""
+        self._op_timeout_s = op_timeout_s
         self._peers: dict[int, _Peer] = {}
         self._lock = Lock()
         self.opened_count = 0
+
+    @property
+    def stall_s(self) -> float:
+        """Return the waiting without progress after which a peer counts as hung."""
+        return max(STALL_S, self._op_timeout_s * STALL_PART)
 
     def available(self, peer: int, now: float) -> bool:
         """Return whether to ask this peer; True for one caller when a probe is due."""
@@ -103,8 +114,8 @@ class Breakers:
             # Several threads may wait for the peer during the same time, which counts once.
             state.waited_s += max(0.0, min(waited_s, now - state.waited_until))
             state.waited_until = max(state.waited_until, now)
-            # A wait slightly under the limit counts: callers wait STALL_S by the same clock.
-            if state.waited_s >= STALL_S * 0.98:
+            # A wait slightly under the limit counts: callers wait stall_s by the same clock.
+            if state.waited_s >= self.stall_s * 0.98:
                 self._open(state, now)
 
     def failed(self, peer: int, now: float) -> None:

@@ -36,7 +36,7 @@ LOST_BEAT_S = 0.25
 """The same while the home node is lost: hits come back well within 5 s of its restart."""
 
 VIEW_PATIENCE_S = 0.2
-"""How long a view is waited for: less than `STALL_S`. On a starved host a beat may go unanswered
+"""How long a view is waited for: less than a stall. On a starved host a beat may go unanswered
 while no call has waited for anything; one such silence must not close the home node, or any other,
 to the next call. The Hello after it waits longer, and any answer counts; the question after that
 opens the breaker of a node that is hung."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
 from peercache.model.records import ON_DISK, RECORD, RESIDENT, ROW, Records
-from peercache.paths.breaker import STALL_S, Breakers
+from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.searching import Mask, Search, Whereabouts, picked
@@ -176,6 +176,11 @@ class Locator:
         """Return whether to ask this holder something, now."""
         return self._breakers.available(holder, self._clock())
 
+    @property
+    def stall_s(self) -> float:
+        """Return the silence after which a holder counts as hung."""
+        return self._breakers.stall_s
+
     def _all_known(
         self, records: Records, known: Mask, cluster: Cluster, avoid: frozenset[int]
     ) -> Whereabouts | None:
@@ -234,7 +239,7 @@ class Locator:
             (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
         )
         # Half of what is left, so that a hung owner leaves time for its replica.
-        patience = min(until, now + min(STALL_S, (until - now) / 2))
+        patience = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
         answers: Sequence[Message | None] = yield Ask(questions, patience, search.take)
         search.settle()
         if search.known.all():

@@ -22,7 +22,6 @@ from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
-from peercache.paths.breaker import STALL_S
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import EXISTS_TRUSTS_S, Locator
 from peercache.paths.location_cache import LocationCache
@@ -48,9 +47,6 @@ ATTEMPTS_MAX = 3
 PROMOTE_PATIENCE_S = 0.1
 """How long a holder may take to answer with the pages that it has loaded: it is asked again until
 the deadline."""
-
-PROMOTE_S = PROMOTE_PATIENCE_S + STALL_S / 2
-"""Silence after which the holder is asked again; only a second silence opens its breaker."""
 
 _WHY = (reasons.ABSENT, "")
 """Why a page is not known, by whether it is."""
@@ -328,7 +324,9 @@ class Reader:
             asked = awaited.questions(min(PROMOTE_PATIENCE_S, until - now))
             if not asked:
                 break
-            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + PROMOTE_S))
+            # A second silence opens the breaker of the holder.
+            silence_s = PROMOTE_PATIENCE_S + self._locator.stall_s / 2
+            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
             arrived, lost = awaited.take(answers)
             if len(lost.places):
                 batch.fail(lost.places, reasons.EVICTED)

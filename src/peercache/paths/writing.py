@@ -60,9 +60,9 @@ PORTIONS_MAX = 4
 """Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs four messages to and from
 the home node, and two for each owner."""
 
-RESEND_S = STALL_S / 2
-"""Silence after which the home node is asked again: a lost message costs a retry, and only a second
-silence opens its breaker."""
+RESEND_PART = 1 / 2
+"""Of a stall: the silence after which the home node is asked again. A lost message costs a retry,
+and only a second silence opens its breaker."""
 
 PUBLISH_PATIENCE_S = 0.1
 """How long a Commit waits for a directory owner; its answer must arrive by the deadline even so."""
@@ -74,7 +74,9 @@ CHECKSUM_PART = 1 / 3
 """Of the copy's time, where every page needs a checksum: kept back for the checksums. They take no
 longer than the copy."""
 
-assert PUBLISH_PATIENCE_S + RESEND_S < STALL_S, "one slow Commit would open the breaker"
+assert PUBLISH_PATIENCE_S + RESEND_PART * STALL_S < STALL_S, (
+    "one slow Commit would open the breaker"
+)
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
@@ -407,7 +409,7 @@ class _Round:
         """Return the home node's answer to a question, sent before or not; None without one."""
         if question.number:
             now = self._clock()
-            wait_s = RESEND_S + question.patience_s
+            wait_s = RESEND_PART * self._breakers.stall_s + question.patience_s
             if self._breakers.is_open(self._home):
                 # What has come already still counts.
                 wait_s = 0.0
@@ -426,8 +428,9 @@ class _Round:
         """
         home, until = self._home, self._until
         while (now := self._clock()) < until and self._breakers.available(home, now):
+            wait_s = RESEND_PART * self._breakers.stall_s + patience_s
             answers: Sequence[Message | None] = yield Ask(
-                ((home, message),), min(until, now + RESEND_S + patience_s)
+                ((home, message),), min(until, now + wait_s)
             )
             if answers[0] is not None:
                 return answers[0]

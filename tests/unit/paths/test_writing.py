@@ -10,9 +10,10 @@ import pytest
 
 from peercache.client.bridge import checksums_of
 from peercache.observability import reasons
+from peercache.paths.breaker import STALL_PART, STALL_S
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
-from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_S
+from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_PART
 from peercache.wire.envelope import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -242,8 +243,30 @@ def test_a_home_node_that_stays_silent_is_given_up_after_two_silences() -> None:
 
     assert outcome.stored.tolist() == [False]
     assert outcome.reasons == [reasons.NO_HOME]
-    assert after_first - began == pytest.approx(2 * RESEND_S)
+    assert after_first - began == pytest.approx(STALL_S)
     assert world.now == after_first
+
+
+def test_a_home_node_may_be_silent_for_a_part_of_a_long_deadline() -> None:
+    """On a host with more work than cores each answer takes longer than the least stall."""
+    world = World(op_timeout_s=20.0)
+    home, late_s = world.nodes[1], 2 * STALL_S
+    began = world.now
+
+    def late(message: Message) -> Message:
+        world.now += late_s
+        return home.grant(message) if isinstance(message, Reserve) else home.commit(message)
+
+    home.script.extend([late] * 10)
+
+    assert world.set(["a"], timeout_s=20.0).stored.tolist() == [True]
+    assert world.now - began == pytest.approx(2 * late_s)
+    assert world.breakers.opened_count == 0
+
+    home.script.clear()
+    home.mood, began = "silent", world.now
+    assert world.set(["b"], timeout_s=20.0).reasons == [reasons.NO_HOME]
+    assert world.now - began == pytest.approx(20.0 * STALL_PART)
 
 
 def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
@@ -263,7 +286,7 @@ def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
 
     assert outcome.stored.tolist() == [True]
     commit_ask = [step for step in world.steps if isinstance(step, Ask)][1]
-    assert commit_ask.until - 100.0 > PUBLISH_PATIENCE_S + RESEND_S / 2
+    assert commit_ask.until - 100.0 > PUBLISH_PATIENCE_S + RESEND_PART * STALL_S / 2
     assert world.breakers.opened_count == 0
 
 

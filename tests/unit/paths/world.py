@@ -279,6 +279,7 @@ class World:
         remote: frozenset[int] = frozenset(),
         mirror_pulls: str = "",
         portion_bytes: int = PORTION_BYTES,
+        op_timeout_s: float = 2.0,
     ) -> None:
         """Start them; those in `remote` are on another host."""
         self.now = 100.0
@@ -293,7 +294,7 @@ class World:
             number: Node(_member(number, "there" if number in remote else "here"))
             for number in range(1, nodes + 1)
         }
-        self.breakers = Breakers()
+        self.breakers = Breakers(op_timeout_s=op_timeout_s)
         self.cache = LocationCache(entries_max=cache_entries)
         self.locator = Locator(
             cache=self.cache,
