@@ -7,7 +7,7 @@
     │   ├── AddressTaken       a configured address is in use
     │   ├── BrokenInstallation a part is missing or stale, or another project mixes in
     │   ├── InvalidRequest     tokens, a shape or buffers that no call can take
-    │   └── Rejected           the peer refuses: version, cluster, granule, geometry
+    │   └── Rejected           the peer refuses: version, cluster, granule, lock
     ├── IndefiniteError        may have happened
     │   ├── PeerUnreachable    no connection, or no answer
     │   └── DeadlineExceeded   the time was up first

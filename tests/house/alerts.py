@@ -231,7 +231,7 @@ ALERTS = (
     Alert(
         "PeerCacheRefusesItsOwn",
         "increase(peercache_messages_dropped_total"
-        '{reason=~"cluster|certificate|revoked|granule|geometry|wire_version"}[10m]) > 0',
+        '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 0',
         0,
         "warning",
         "{{ $labels.instance }} refuses a peer for its {{ $labels.reason }}",

@@ -198,7 +198,7 @@ def test_ranks_of_a_replicated_model_and_data_parallel_replicas_share(cluster: F
 
 
 def test_layouts_and_types_are_different_geometries_of_one_name(cluster: FakeCluster) -> None:
-    """Nodes refuse a name with two geometries, so what bytes mean must be in the geometry."""
+    """What bytes mean is part of the geometry, and so of every key."""
     pools = [filled("mha", layout) for layout in ("page_first", "page_head")]
     for pool in pools:
         open_store(cluster, pool)
@@ -283,10 +283,10 @@ def test_sglangs_factory_shows_the_error_of_the_configuration() -> None:
 
 def test_a_refused_client_fails_the_registration_loudly(cluster: FakeCluster) -> None:
     """Registration may raise; afterwards every call is a miss."""
-    cluster.refuse_to_open = Rejected("geometry", "page_size differs")
+    cluster.refuse_to_open = Rejected("granule", "the granule differs")
     store = PeerCacheStore(storage_config(), {}, client_factory=cluster.open)
 
-    with pytest.raises(Rejected, match="page_size differs"):
+    with pytest.raises(Rejected, match="the granule differs"):
         store.register_mem_pool_host(filled("mha", "page_first"))
 
     assert store.batch_get_v1(KEYS, SLOTS) == [False] * 3

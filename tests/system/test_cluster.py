@@ -175,16 +175,22 @@ def test_remove_and_clear_reach_every_holder_and_no_other_namespace(three: Local
     assert read(other, keys) == [True] * 8
 
 
-def test_namespaces_with_one_name_and_two_geometries_are_refused(three: LocalCluster) -> None:
-    """A second geometry under a name in use is an error that shows both."""
-    three.client(three.nodes[2], namespace=Namespace("model-c", "page_size=64", "tp=0"))
+def test_one_name_with_two_geometries_is_like_two_names(three: LocalCluster) -> None:
+    """Engines that are replaced one by one: both work, they share nothing, one line says so."""
+    spaces = [Namespace("model-c", f"page_size={size}", "tp=0") for size in (64, 32)]
+    keys = keys_of("of-two-geometries", 4)
+    old, new, again = (
+        three.client(three.nodes[2], namespace=space) for space in (*spaces, spaces[1])
+    )
 
-    with pytest.raises(Rejected) as refusal:
-        three.client(three.nodes[2], namespace=Namespace("model-c", "page_size=32", "tp=0"))
-
-    assert refusal.value.reason == "geometry"
-    assert "page_size=64" in refusal.value.detail
-    assert "page_size=32" in refusal.value.detail
+    assert old.batch_set(keys, pages_of(keys)) == [True] * 4
+    assert new.batch_exists(keys) == 0
+    assert read(new, keys) == [False] * 4
+    assert new.batch_set(keys, pages_of(keys)) == [True] * 4
+    assert read(old, keys) == read(again, keys) == [True] * 4
+    said = [line for line in three.nodes[2].said().splitlines() if "node.geometry_differs" in line]
+    assert len(said) == 1
+    assert all(part in said[0] for part in ("model-c", "page_size=64", "page_size=32"))
 
 
 def test_a_client_that_does_not_fit_is_refused_with_the_reason(three: LocalCluster) -> None:

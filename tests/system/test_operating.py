@@ -13,7 +13,6 @@ import pytest
 
 from peercache.cli import main as cli
 from peercache.config.settings import Config
-from peercache.model.keys import Namespace
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
 from peercache.trust.files import LiveTls
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
@@ -205,21 +204,6 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
             capsysbinary.readouterr().out
         )
         nodes[0].resume()
-
-
-def test_wrong_geometry_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """While an engine writes with one, another one is refused: the sentence names both."""
-    with LocalCluster() as cluster:
-        node = cluster.start("one")
-        page = tmp_path / "page"
-        page.write_bytes(b"page")
-        with cluster.client(node, namespace=Namespace("model", "layers=2")):
-            at = ["--home", node.ready["home"], "--namespace", "model"]
-            assert cli.main(["set", *at, "key", str(page)]) == 2
-            said = capsys.readouterr().err
-            assert cli.main(["set", *at, "--geometry", "layers=2", "key", str(page)]) == 0
-    assert "'layers=2'" in said
-    assert "name that one with --geometry" in said
 
 
 def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class Namespace:
     """What separates pages that must never be mistaken for each other.
 
     name:        for people, and what rights are given to: a model, a tenant.
-    geometry:    what the bytes of a page mean: dtype, layout, page size, layers, heads … One name
-                 with two geometries is refused by every node that sees both.
+    geometry:    what the bytes of a page mean: dtype, layout, page size, layers, heads … Two
+                 may share one name; they share no page.
     coordinates: which part of a page this process holds: tensor, pipeline, context-parallel rank.
     weights:     what computed the bytes: the identity of the weights. Two may share one name, while
                  a new version replaces the old one; they share no page.

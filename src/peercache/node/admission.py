@@ -1,8 +1,8 @@
 """Admission: which connections a node accepts, and as what.
 
 A connection begins with a Hello. It is refused, loudly and with a reason, when wire version,
-granule, certificate, user, proof or a writer's geometry do not fit; what comes before a Hello is
-dropped. What an admitted session may send, `trust.rights` says.
+granule, certificate, user or proof do not fit; what comes before a Hello is dropped. What an
+admitted session may send, `trust.rights` says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from peercache.model.descriptors import OF_ONE_CERTIFICATE
 from peercache.model.ids import incarnation_of, name_of
 from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
+from peercache.observability.log import WarnOnce, get_logger
 from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.rights import Role, Session, spaces_of
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
@@ -75,6 +76,7 @@ class Admission:
         self._peers: dict[int, Peer] = {}
         self._locks: dict[int, LockProbe] = {}
         self._strangers: dict[int, float] = {}
+        self._warn_once = WarnOnce(get_logger())
 
     def admit(self, pipe: int, peer: Peer, sender: int, hello: Hello) -> Session:
         """Open a session on a pipe, or raise Rejected with what does not fit."""
@@ -212,14 +214,15 @@ class Admission:
             problem = f"{identity.uri()} does not allow namespace {hello.namespace!r}"
             raise Rejected("namespace", problem)
         if role is Role.WRITER:
-            self._check_geometry(hello)
+            self._compare_geometry(hello)
         changes = {Role.WRITER: frozenset({space}), Role.OPERATOR: None}.get(role, frozenset())
         return Session(sender, role, hello.namespace, hello.geometry, reads, changes)
 
-    def _check_geometry(self, hello: Hello) -> None:
-        """Raise Rejected if another writer means other bytes by this namespace.
+    def _compare_geometry(self, hello: Hello) -> None:
+        """Warn if another writer means other bytes by this namespace: they share no page.
 
-        Writers are proven processes of this host: no other sender can lock a namespace out.
+        The geometry is part of every page key, so both work. Where they should share pages, this
+        line is what says why they do not.
         """
         for session in self.sessions.values():
             if (
@@ -227,10 +230,12 @@ class Admission:
                 and session.namespace == hello.namespace
                 and session.geometry != hello.geometry
             ):
-                raise Rejected(
-                    "geometry",
-                    f"namespace {hello.namespace!r} is in use with another geometry: "
-                    f"{session.geometry!r}, yours is {hello.geometry!r}",
+                self._warn_once(
+                    "node.geometry_differs",
+                    (hello.namespace, frozenset((session.geometry, hello.geometry))),
+                    namespace=hello.namespace,
+                    geometry=hello.geometry,
+                    other=session.geometry,
                 )
 
     def _is_writer(self, peer: Peer, client: int, hello: Hello) -> bool:

@@ -23,7 +23,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     "tables_unusable": TABLE_FAILURES,
     "records_refused": ("forged",),
     "messages_dropped": (
-        "cluster", "certificate", "revoked", "granule", "geometry", "wire_version", "malformed",
+        "cluster", "certificate", "revoked", "granule", "wire_version", "malformed",
         "mailbox_full", "outbox_full", "links_full", "expired",
     ),
     "tcp_refused": ("bounds", "busy", "descriptors"),

@@ -442,7 +442,7 @@ async def test_a_session_ends_with_its_connection(tmp_path: Path, calling: Calli
 async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """Its end has been told already: the session would stay for ever, and hold its geometry."""
+    """Its end has been told already: the session would stay for ever."""
     async with running(tmp_path) as board:
         raw = encode(Envelope(CLIENT, 0, hello(namespace="n", geometry="g")), cluster=CLUSTER)
         board.board._take(12345, raw)

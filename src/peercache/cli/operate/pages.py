@@ -17,7 +17,7 @@ import click
 from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.options import json_option
 from peercache.client.client import Client
-from peercache.errors import ConfigError, Rejected
+from peercache.errors import ConfigError
 from peercache.model.keys import DEFAULT_NAME, Namespace
 from peercache.observability.metrics import totals_of
 
@@ -178,14 +178,7 @@ def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
             "this host: name it with --home ipc://PATH (its ready line has it), or start one",
         )
     config = target.attached()
-    try:
-        client = Client.open(config, namespace=Namespace(namespace, geometry))
-    except Rejected as rejected:
-        if rejected.reason != "geometry":
-            raise
-        remedy = "name that one with --geometry, or take another --namespace"
-        raise Rejected(rejected.reason, f"{rejected.detail}; {remedy}") from rejected
-    with client:
+    with Client.open(config, namespace=Namespace(namespace, geometry)) as client:
         yield client
 
 
