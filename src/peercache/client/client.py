@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, final
 import numpy as np
 
 from peercache.client.assembly import Wiring
+from peercache.client.home import HomeState
 from peercache.client.report import current as current_call
 from peercache.client.report import tell_missed, tell_moved
 from peercache.config.settings import Config
@@ -278,6 +279,11 @@ class Client:
     def home_address(self) -> str:
         """Where the home node listens for the clients of its host."""
         return self._home.url
+
+    @property
+    def home_state(self) -> HomeState:
+        """How the home node is, as of the last second; asks nothing."""
+        return self._home.state
 
     def member_addresses(self) -> dict[int, str]:
         """Return HOST:PORT of each live member, by incarnation."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
+import attrs
+
 from peercache.client.bridge import Bridge
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
@@ -36,10 +38,33 @@ ATTACH_S = 5.0
 UNMAP_S = 5.0
 """How long the old segment waits for its last copy; the last user unmaps it otherwise."""
 
+LOST_BEATS = 2
+"""Beats without an answer after which the home node is lost: on a starved host one may go
+unanswered while the node serves."""
+
 POPULATING = "peercache-populate"
 """The thread that fills our page tables for a new home node's memory."""
 
 Attached: TypeAlias = tie.Attached[AttachedSegment]
+
+
+NO_ANSWER = "no_answer"
+REFUSED = "refused"
+
+
+@attrs.frozen
+class HomeState:
+    """How a client's home node is.
+
+    is_lost:    it does not answer, or refuses this client: nothing is stored, and reads miss.
+    answered_s: when it answered last, by the clock of `time.monotonic`.
+    reason:     NO_ANSWER or REFUSED, and why: the same as a sentence; "" while it is not lost.
+    """
+
+    is_lost: bool
+    answered_s: float
+    reason: str = ""
+    why: str = ""
 
 
 @final
@@ -85,6 +110,12 @@ class Home:
         self._told_problem = ""
         self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
         self._thread: threading.Thread | None = None
+        self._unanswered = 0
+        self._refusal = ""
+        self.state = HomeState(
+            is_lost=True, answered_s=-math.inf, reason=NO_ANSWER, why="it was not reached yet"
+        )
+        """Replaced, never changed: any thread may read it."""
         self.tie: Tie[AttachedSegment] = Tie(
             url=url,
             config=config,
@@ -120,6 +151,7 @@ class Home:
             time.sleep(LOST_BEAT_S / 5)
         while not self.tie.has_view and time.monotonic() < until:
             self._bridge.run(self.tie.ask_view())
+        self.state = HomeState(is_lost=False, answered_s=time.monotonic())
         self._thread = threading.Thread(target=self._main, name="peercache-home", daemon=True)
         self._thread.start()
 
@@ -144,17 +176,37 @@ class Home:
 
     def _main(self) -> None:
         while not self._closing.is_set():
-            is_well = False
+            is_well, self._refusal = False, ""
             try:
                 is_well = self._bridge.run(self.tie.beat())
                 self._on_beat()
             except Exception:
                 # The thread must outlive any bug of ours: without it nothing heals.
                 self._log.error("home.beat_failed", exc_info=True)
+            self._note(is_well=is_well)
             self._wake.wait(BEAT_S if is_well else LOST_BEAT_S)
             self._wake.clear()
 
+    def _note(self, *, is_well: bool) -> None:
+        """Keep the outcome of a beat; log when the home node is lost, and when it is back."""
+        before = self.state
+        if is_well:
+            self._unanswered = 0
+            self.state = HomeState(is_lost=False, answered_s=time.monotonic())
+            if before.is_lost:
+                lost_s = round(self.state.answered_s - before.answered_s, 1)
+                self._log.info("home.found", home=self._url, lost_s=lost_s)
+            return
+        self._unanswered += 1
+        if self._unanswered < LOST_BEATS:
+            return
+        reason, why = (REFUSED, self._refusal) if self._refusal else (NO_ANSWER, "no answer")
+        if not before.is_lost:
+            self._log.warning("home.lost", home=self._url, why=why)
+        self.state = HomeState(is_lost=True, answered_s=before.answered_s, reason=reason, why=why)
+
     def _rejected(self, error: PeerCacheError) -> None:
+        self._refusal = str(error)
         if isinstance(error, Rejected) and error.reason == "lock":
             # The file has been cleaned away under us; for a new node a new one will do.
             self._renew_lock()

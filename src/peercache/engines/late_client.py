@@ -6,10 +6,12 @@ An engine starts whether its cache serves or not: until the client is open every
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from peercache.client.client import Client
+from peercache.client.home import NO_ANSWER, REFUSED
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace
 from peercache.observability.log import WarnOnce
@@ -20,6 +22,11 @@ which a quarter of this may pass in a queue."""
 
 PATIENCE_PART = 0.25
 """Part of a call's deadline that work may wait for its thread."""
+
+NOT_OPEN = "not_open"
+"""Why there is no home node: its client could not be opened yet, or is closed."""
+
+REASONS = (NOT_OPEN, NO_ANSWER, REFUSED)
 
 REOPEN_RETRY_S = 5.0
 """Until the next try to open a client."""
@@ -63,6 +70,7 @@ class LateClient:
         self._change = threading.Lock()
         self._closing = threading.Event()
         self._client: Any = None
+        self._why = ""
         self._thread: threading.Thread | None = None
         if not self._try():
             self._thread = threading.Thread(target=self._main, name="peercache-attach", daemon=True)
@@ -73,11 +81,37 @@ class LateClient:
         """The client that serves calls; None while there is none."""
         return self._client
 
+    def status(self) -> dict[str, Any]:
+        """Return how the home node is, for the status that the engine shows.
+
+        home, namespace: which. last_success_s: seconds since it answered; None: it never did.
+        reason: it is not healthy, one of REASONS, and why: as a sentence; "" while it is healthy.
+        """
+        named = {"home": self._config.home, "namespace": self._namespace.name}
+        client = self._client
+        if client is None:
+            return named | {
+                "is_healthy": False,
+                "last_success_s": None,
+                "reason": NOT_OPEN,
+                "why": self._why,
+            }
+        state = client.home_state
+        return {
+            "home": client.home_address,
+            "namespace": self._namespace.name,
+            "is_healthy": not state.is_lost,
+            "last_success_s": round(time.monotonic() - state.answered_s, 1),
+            "reason": state.reason,
+            "why": state.why,
+        }
+
     def close(self) -> None:
         """Close the client; bounded, may be repeated."""
         self._closing.set()
         with self._change:
             client, self._client = self._client, None
+            self._why = "it is closed"
         if client is not None:
             client.close()
 
@@ -90,6 +124,7 @@ class LateClient:
         try:
             client = self._client_factory(self._config, namespace=self._namespace)
         except Exception as error:
+            self._why = str(error)
             self._warn_once(
                 "engines.open_failed", str(error), namespace=self._namespace.name, why=str(error)
             )

@@ -241,11 +241,10 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: {"is_healthy": False, "type": "PeerCacheL2Adapter"})
     def report_status(self) -> dict[str, Any]:
-        """Return what a person asks first: attached or not, locks, and what waits."""
+        """Return what a person asks first: how the home node is, locks, and what waits."""
         with self._lock:
             locked = len(self._locked)
-        return {
-            "is_healthy": self._late.client is not None,
+        return self._late.status() | {
             "type": type(self).__name__,
             "locked": locked,
             "stores_waiting": len(self._store_lane),

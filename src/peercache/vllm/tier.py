@@ -31,6 +31,7 @@ from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
 from peercache.vllm.computing import configuration_of_caller, weights_of
+from peercache.vllm.figures import definitions, stats_of
 from peercache.vllm.lookups import Lookups
 from peercache.vllm.namespace import namespace_of
 
@@ -130,6 +131,18 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._touch(names)
 
         self._ask_lane.submit(touch, lambda: None)
+
+    # --- figures -------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM names it
+        """Return the metrics of `get_stats`."""
+        return definitions()
+
+    @harmless(lambda: None)
+    def get_stats(self) -> Any | None:
+        """Return how the home node is, for vLLM's /metrics."""
+        return stats_of(self._late.status())
 
     # --- jobs ----------------------------------------------------------------------------------
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from peercache.client.home import HomeState
 from peercache.client.report import tell_moved
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace, PageKeys
@@ -27,6 +29,8 @@ class FakeClient:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.problem: Exception | None = None
+        self.home_address = "ipc:///home"
+        self.home_state = HomeState(is_lost=False, answered_s=time.monotonic())
 
     def open(self, config: Config, *, namespace: Namespace) -> FakeClient:
         """Stand for `Client.open`; raise the problem if there is one."""

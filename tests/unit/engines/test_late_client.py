@@ -40,8 +40,12 @@ def test_a_home_node_that_comes_later_is_found() -> None:
     fake.problem = PeerUnreachable("the home node")
     attached = late_client(fake)
     assert attached.client is None
+    status = attached.status()
+    assert not status["is_healthy"]
+    assert (status["reason"], status["why"]) == ("not_open", str(fake.problem))
     fake.problem = None
     wait_until(lambda: attached.client is fake)
+    assert attached.status()["is_healthy"]
     attached.close()
 
 

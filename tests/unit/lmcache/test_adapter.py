@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import pytest
 
+from peercache.client.home import HomeState
 from peercache.errors import ConfigError
 from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
@@ -121,8 +123,14 @@ def test_locks_are_counted(adapter: Any) -> None:
     adapter.submit_unlock([KEY])
     assert adapter.report_status()["locked"] == 1
     adapter.submit_unlock([KEY, KEY, ObjectKey(b"never")])
-    assert adapter.report_status() == {
+    status = adapter.report_status()
+    assert status.pop("last_success_s") >= 0
+    assert status == {
         "is_healthy": True,
+        "home": "ipc:///home",
+        "namespace": "lmcache",
+        "reason": "",
+        "why": "",
         "type": "PeerCacheL2Adapter",
         "locked": 0,
         "stores_waiting": 0,
@@ -220,3 +228,17 @@ def test_without_lmcache_the_import_says_what_to_install(monkeypatch: pytest.Mon
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ImportError, match=r"install lmcache 0\.5\.6 or later"):
         importlib.import_module("peercache.lmcache")
+
+
+def test_the_status_says_that_the_home_node_is_lost(adapter: Any, fake: FakeClient) -> None:
+    """Which one, of which namespace, since when, and why."""
+    lost = HomeState(
+        is_lost=True, answered_s=time.monotonic() - 60, reason="no_answer", why="no answer"
+    )
+    fake.home_state = lost
+    status = adapter.report_status()
+    assert not status["is_healthy"]
+    assert (status["reason"], status["why"]) == ("no_answer", "no answer")
+    assert status["last_success_s"] >= 60
+    fake.home_state = attrs.evolve(lost, is_lost=False, reason="", why="")
+    assert adapter.report_status()["is_healthy"]

@@ -52,6 +52,21 @@ class JobResult:
     transfer_bytes: int | None = None
 
 
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
+
+
+class Stats:
+    """What a tier reports: values by labels."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.gauges: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def set_gauge(self, name: str, value: float, labelvalues: tuple[str, ...] = ()) -> None:
+        """Note a value."""
+        self.gauges.setdefault(name, {})[labelvalues] = value
+
+
 class SecondaryTierManager:
     """The base class."""
 
@@ -116,8 +131,10 @@ def engine(*draft: str | None, **other: Any) -> SimpleNamespace:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins where the tier imports them from."""
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
+        **{METRICS[:end]: {} for end, sign in enumerate(METRICS) if sign == "."},
         "vllm": {"__version__": VERSION},
+        METRICS: {"OffloadingConnectorStats": Stats},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
         "vllm.v1.kv_offload.base": {
@@ -125,6 +142,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "LookupResult": LookupResult,
             "Medium": Medium,
             "RequestOffloadingContext": RequestOffloadingContext,
+            "OffloadingGaugeMetadata": SimpleNamespace,
         },
         "vllm.v1.kv_offload.tiering": {},
         "vllm.v1.kv_offload.tiering.base": {
@@ -141,5 +159,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Have the next test import the tier anew."""
-    for name in ("peercache.vllm", "peercache.vllm.tier", "peercache.vllm.computing"):
+    for name in (
+        "peercache.vllm",
+        "peercache.vllm.tier",
+        "peercache.vllm.figures",
+        "peercache.vllm.computing",
+    ):
         sys.modules.pop(name, None)

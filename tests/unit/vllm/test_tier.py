@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -21,6 +23,8 @@ from tests.unit.vllm.fake_vllm import LookupResult, job
 ROW_BYTES = 64
 KEYS = [bytes([i]) * 32 + (0).to_bytes(4, "big") for i in range(4)]
 ASKS = SimpleNamespace(req_id="asks")
+LOST = "vllm:kv_offload_peercache_home_lost"
+ANSWERED = "vllm:kv_offload_peercache_home_answered_seconds"
 ENGINE = fake_vllm.engine()
 
 
@@ -281,3 +285,24 @@ def test_without_vllm_the_import_says_what_to_install(monkeypatch: pytest.Monkey
     fake_vllm.forget()
     with pytest.raises(ImportError, match=r"install vllm 0\.32\.0 or later"):
         importlib.import_module("peercache.vllm")
+
+
+def test_vllm_shows_whether_the_home_node_answers(tier: Any, fake: FakeClient) -> None:
+    """And why not: a dead home node looks like a cache that nothing is found in."""
+
+    def shown() -> tuple[dict[str, float], bool]:
+        gauges = tier.get_stats().gauges
+        assert {name: set(map(len, values)) for name, values in gauges.items()} == {
+            name: {len(metadata.labelnames)}
+            for name, metadata in tier.build_metric_definitions({}).items()
+            if name in gauges
+        }
+        lost = {labels[2]: value for labels, value in gauges[LOST].items()}
+        assert {labels[:2] for labels in gauges[LOST]} == {(fake.home_address, fake.namespace.name)}
+        return lost, ANSWERED in gauges
+
+    fake.home_state = attrs.evolve(fake.home_state, answered_s=time.monotonic() - 7)
+    assert shown() == ({"not_open": 0, "no_answer": 0, "refused": 0}, True)
+    assert min(tier.get_stats().gauges[ANSWERED].values()) >= 7
+    fake.home_state = attrs.evolve(fake.home_state, is_lost=True, reason="no_answer")
+    assert shown() == ({"not_open": 0, "no_answer": 1, "refused": 0}, True)
