@@ -440,7 +440,9 @@ class Config:
         "Log lines as JSON or for a console; auto looks whether stderr is a terminal.",
     )
     log_level: str = setting(
-        choice("debug", "info", "warning", "error"), "info", "Least level that is logged."
+        choice("debug", "info", "warning", "error"),
+        "info",
+        "Least level that is logged; in an engine the default is the engine's own.",
     )
 
     @classmethod

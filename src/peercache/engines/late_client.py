@@ -13,8 +13,9 @@ from typing import Any, final
 from peercache.client.client import Client
 from peercache.client.home import NO_ANSWER, REFUSED
 from peercache.config.settings import Config
+from peercache.config.table import environment_name
 from peercache.model.keys import Namespace
-from peercache.observability.log import WarnOnce
+from peercache.observability.log import WarnOnce, log_into
 
 OP_TIMEOUT_S = 0.8
 """Deadline of a get where no setting says another: an engine waits for a load a second at most, of
@@ -28,18 +29,32 @@ NOT_OPEN = "not_open"
 
 REASONS = (NOT_OPEN, NO_ANSWER, REFUSED)
 
+LOG_LEVEL = environment_name("log_level")
+
 REOPEN_RETRY_S = 5.0
 """Until the next try to open a client."""
 
 
-def engine_config(settings: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+def engine_config(
+    settings: Mapping[str, Any], environment: Mapping[str, str], *, engine: str = ""
+) -> Config:
     """Return the settings of an engine's JSON line, above those of the environment.
 
+    engine: the package whose logging the log goes to from now on; "" leaves it as it is.
     Raises ConfigError that names what is wrong: a person reads it as the engine starts.
     """
-    return Config.load(
+    config = Config.load(
         settings, environment={"PEERCACHE_OP_TIMEOUT_S": str(OP_TIMEOUT_S)} | dict(environment)
     )
+    if engine:
+        log_into(engine, level=level_named(config, settings, environment))
+    return config
+
+
+def level_named(config: Config, settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Return the log level that a setting names; "" for none: the default is a command's."""
+    is_named = settings.get("log_level") is not None or LOG_LEVEL in environment
+    return config.log_level if is_named else ""
 
 
 @final

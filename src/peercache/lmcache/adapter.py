@@ -118,7 +118,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         """
         # PeerCache evicts by itself: LMCache's eviction has no capacity to look at.
         super().__init__(max_capacity_bytes=0)
-        config = engine_config(params, os.environ)
+        config = engine_config(params, os.environ, engine="lmcache")
         name = config.namespace or DEFAULT_NAME
         self._log = get_logger(component="lmcache")
         self._addresses = Addresses(name)

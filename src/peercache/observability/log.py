@@ -42,6 +42,45 @@ def configure_logging(*, log_format: str, level: str) -> None:
     logger.setLevel(level.upper())
 
 
+def log_into(engine: str, *, level: str = "") -> None:
+    """Write the log where an engine writes its own, in its form: with its time and its levels.
+
+    engine: the name of its package, whose loggers are looked at. Engines give handlers to their own
+            loggers and none to the root; without any, Python shows warnings alone, without a time.
+    level:  the least level; "" is the engine's own.
+    """
+    logger, own = logging.getLogger(LOGGER), _logger_of(engine)
+    if level:
+        logger.setLevel(level.upper())
+    elif logger.level == logging.NOTSET and (own is not None or not logger.hasHandlers()):
+        logger.setLevel(logging.INFO if own is None else own.getEffectiveLevel())
+    if logger.hasHandlers():
+        return
+    for theirs in [] if own is None else own.handlers:
+        if type(theirs) is logging.StreamHandler:
+            # Not theirs itself: it may drop a level that was asked for here.
+            handler = logging.StreamHandler(theirs.stream)
+            handler.setFormatter(theirs.formatter)
+            logger.addHandler(handler)
+        else:
+            logger.addHandler(theirs)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+    # A handler that the root gets later would write each line a second time.
+    logger.propagate = False
+
+
+def _logger_of(engine: str) -> logging.Logger | None:
+    """Return a logger of this package that has handlers."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        is_of_engine = name == engine or name.startswith(engine + ".")
+        if is_of_engine and isinstance(logger, logging.Logger) and logger.handlers:
+            return logger
+    return None
+
+
 def get_logger(**bound: Any) -> Any:
     """Return a logger with facts bound to it."""
     return structlog.wrap_logger(

@@ -24,6 +24,7 @@ from peercache.client.client import Client
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.client.report import CallReport, current, reporting, tell_missed
 from peercache.config.settings import Config
+from peercache.engines.late_client import level_named
 from peercache.errors import ConfigError
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Prefix
@@ -67,6 +68,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         extra = getattr(storage_config, "extra_config", None) or {}
         self._config = Config.from_sglang(extra, os.environ)
+        log.log_into("sglang", level=level_named(self._config, extra, os.environ))
         self._log = log.get_logger(component="sglang")
         wants_metrics = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._tally = BatchTally(storage_metrics_class() if wants_metrics else None)

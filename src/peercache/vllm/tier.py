@@ -68,7 +68,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.REMOTE
-        config = engine_config(settings, os.environ)
+        config = engine_config(settings, os.environ, engine="vllm")
         self._log = get_logger(component="vllm")
         self._rows: Any = np.asarray(primary_kv_view)
         self._spec_config = offloading_spec.config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from peercache.engines.harmless import harmless
-from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_config
+from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_config, level_named
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import Namespace
-from peercache.observability.log import get_logger
+from peercache.observability.log import LOGGER, get_logger
 from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
 
@@ -97,3 +99,20 @@ def test_what_would_raise_answers() -> None:
         return number // 2
 
     assert [half(4), half(3)] == [2, -1]
+
+
+def test_the_log_level_of_an_engines_settings_counts() -> None:
+    """That of the JSON line, then that of the environment; the default is the engine's own."""
+    for settings, environment, level in (
+        ({"log_level": "debug"}, {"PEERCACHE_LOG_LEVEL": "error"}, "debug"),
+        ({}, {"PEERCACHE_LOG_LEVEL": "error"}, "error"),
+        ({}, {}, ""),
+    ):
+        assert level_named(engine_config(settings, environment), settings, environment) == level
+    logger = logging.getLogger(LOGGER)
+    before = logger.level
+    try:
+        engine_config({"log_level": "debug"}, {}, engine="an engine")
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(before)

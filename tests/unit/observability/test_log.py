@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from peercache.observability import log
 from peercache.observability.log import WARNED_FORGET_S, WarnOnce
+
+
+@contextmanager
+def no_loggers() -> Iterator[logging.Logger]:
+    """Yield our logger as it is in an engine that has none yet, nor a handler of the root."""
+    ours, root = logging.getLogger(log.LOGGER), logging.root
+    before = ours.handlers, ours.level, ours.propagate
+    with pytest.MonkeyPatch.context() as patch:
+        # Within the test: pytest gives the root its handlers as each phase begins.
+        patch.setattr(root, "handlers", [])
+        patch.setattr(root.manager, "loggerDict", {log.LOGGER: ours})
+        ours.handlers, ours.level, ours.propagate = [], logging.NOTSET, True
+        try:
+            yield ours
+        finally:
+            ours.handlers, ours.propagate = before[0], before[2]
+            ours.setLevel(before[1])
+
+
+def engine_logger(level: int) -> io.StringIO:
+    """Give an engine a logger that writes with time and level; return what it writes."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter("ENGINE %(levelname)s %(message)s"))
+    theirs = logging.getLogger("engine.worker")
+    theirs.addHandler(handler)
+    theirs.setLevel(level)
+    theirs.propagate = False
+    return written
+
+
+@pytest.mark.parametrize(
+    ("theirs", "asked", "shown"),
+    [
+        (logging.INFO, "", ["INFO event=info", "WARNING event=warning"]),
+        (logging.WARNING, "", ["WARNING event=warning"]),
+        (logging.INFO, "error", []),
+        (logging.WARNING, "debug", ["DEBUG event=debug", "INFO event=info", "WARNING event=warn"]),
+    ],
+)
+def test_an_engine_shows_our_log_as_its_own(theirs: int, asked: str, shown: list[str]) -> None:
+    """With its own form and level, or that of `log_level`, and each line once."""
+    with no_loggers():
+        written = engine_logger(theirs)
+        log.log_into("engine", level=asked)
+        log.log_into("engine", level=asked)
+        ours = log.get_logger()
+        for level in ("debug", "info", "warning"):
+            getattr(ours, level)(level)
+    lines = written.getvalue().splitlines()
+    assert len(lines) == len(shown)
+    for line, start in zip(lines, shown, strict=True):
+        assert line.startswith("ENGINE " + start)
+
+
+def test_without_loggers_of_the_engine_lines_have_time_and_level(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And info is shown: Python's last resort is warnings alone."""
+    with no_loggers() as ours:
+        log.log_into("engine")
+        log.get_logger().info("engines.opened")
+        assert len(ours.handlers) == 1
+    said = capsys.readouterr().err
+    assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ INFO peercache: event=engines.opened", said)
 
 
 class Written:
