@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from peercache.http.dashboard import PageFacts, absent_page, cluster_page, node_page, templates
-from peercache.http.gateway import LONG_BODIES, Application
+from peercache.http.gateway import Application
 from peercache.http.watching import Watching
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
@@ -201,9 +201,12 @@ async def _absent(_: Request, __: Exception) -> Response:
     )
 
 
-async def _refused(request: Request, __: Exception) -> Response:
-    methods = "POST" if request.url.path in LONG_BODIES else "GET and HEAD"
-    return _told(405, {"error": f"only {methods}"})
+async def _refused(_: Request, error: Exception) -> Response:
+    # Starlette's exception has the methods of the route.
+    allowed = ", ".join(sorted(getattr(error, "headers", {})["Allow"].split(", ")))
+    refusal = _told(405, {"error": f"only {allowed.replace(', ', ' and ')}"})
+    refusal.headers["allow"] = allowed
+    return refusal
 
 
 async def _not_installed(_: Request) -> Response:

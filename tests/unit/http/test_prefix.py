@@ -79,8 +79,12 @@ class Nodes:
 async def ask(
     application: Any, path: str, body: bytes | dict[str, Any] = b"", *, method: str = "POST",
     media_type: str = "application/json", is_whole: bool = True,
+    headers: dict[bytes, bytes] | None = None,
 ) -> tuple[int, Any]:  # fmt: skip
-    """Ask an ASGI application; return the status and the answer. is_whole: nothing more comes."""
+    """Ask an ASGI application; return the status and the answer.
+
+    is_whole: nothing more comes. headers: takes those of the answer.
+    """
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     told: list[Any] = []
 
@@ -100,6 +104,8 @@ async def ask(
         "headers": [(b"content-type", media_type.encode())], "server": ("h", 1), "client": ("c", 1),
     }  # fmt: skip
     await application(scope, receive, send)
+    if headers is not None:
+        headers |= dict(told[0]["headers"])
     return told[0]["status"], json.loads(b"".join(each.get("body", b"") for each in told))
 
 
@@ -283,6 +289,20 @@ async def test_a_node_without_the_extra_says_which(monkeypatch: pytest.MonkeyPat
         status, answer = await ask(application, TOKENS, QUESTION, method=method)
         assert (status, "peercache-kv[rest]" in answer["error"]) == (501, True)
     assert (await ask(application, "/healthz", method="GET"))[0] == 200
+
+
+async def test_a_method_that_a_path_has_not_is_refused_with_those_that_it_has() -> None:
+    """As HTTP has it: generators of clients read `Allow`."""
+    application = _pages().application()
+    for path, method, allowed in (
+        (TOKENS, "PUT", "POST"),
+        ("/api/v1/prefix/engines", "POST", "GET, HEAD"),
+        ("/healthz", "DELETE", "GET, HEAD"),
+    ):
+        headers: dict[bytes, bytes] = {}
+        status, answer = await ask(application, path, method=method, headers=headers)
+        assert (status, headers[b"allow"].decode()) == (405, allowed)
+        assert answer == {"error": f"only {allowed.replace(', ', ' and ')}"}
 
 
 async def test_pages_route_the_index() -> None:
