@@ -1,7 +1,9 @@
 """A scheduler loop that prefetches waiting requests and stores what it has computed.
 
-    python -m peercache.node --home ipc:///tmp/trial.ipc &
-    python examples/connector_scheduler.py ipc:///tmp/trial.ipc
+    python -m peercache.node --insecure trial --home ipc:///tmp/trial.ipc &
+    python examples/connector_scheduler.py ipc:///tmp/trial.ipc insecure=trial
+
+Further arguments are settings of PeerCache. Those of a trial stand for a node without certificates.
 
 The model is a function that fills a page from its tokens, so that every byte can be checked. What
 a scheduler has to do for the connector are the lines that name `prefetches` and `stores`.
@@ -131,10 +133,11 @@ class Scheduler:
             self.pool.release(new)
 
 
-def main(home: str) -> None:
+def main(home: str, **settings: str) -> None:
     """Run the same prompts twice."""
+    store = cluster_store(home=home, **settings)
     metadata = ConnectorMetadata(
-        model="example", dtype="bfloat16", page_tokens=PAGE_TOKENS, store=cluster_store(home=home)
+        model="example", dtype="bfloat16", page_tokens=PAGE_TOKENS, store=store
     )
     connector = RemoteKVConnector(metadata)
     scheduler = Scheduler(connector, Pool(4096))
@@ -154,6 +157,6 @@ def main(home: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python examples/connector_scheduler.py HOME")
-    main(sys.argv[1])
+    if len(sys.argv) < 2 or not all("=" in argument for argument in sys.argv[2:]):
+        sys.exit("usage: python examples/connector_scheduler.py HOME [SETTING=VALUE …]")
+    main(sys.argv[1], **dict(argument.split("=", 1) for argument in sys.argv[2:]))

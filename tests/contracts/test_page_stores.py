@@ -43,7 +43,7 @@ def store(
     memory = Memory(1)
     assert opened.get_into(keys_of("closed", 1), memory.runs()) == [False]
     assert opened.set_from(keys_of("closed", 1), memory.runs()) == [False]
-    assert opened.exists(keys_of("closed", 1)) == 0
+    assert opened.exists(keys_of("closed", 1), PAGE) == 0
 
 
 def keys_of(name: str, count: int) -> PageKeys:
@@ -85,9 +85,9 @@ def test_what_was_set_is_got(store: PageStore) -> None:
     """Bytes come back into runs of another place, and nothing beside them is touched."""
     keys, source, target = keys_of("got", 5), Memory(5, seed=1), Memory(5)
 
-    assert store.exists(keys) == 0
+    assert store.exists(keys, PAGE) == 0
     assert store.set_from(keys, source.runs()) == [True] * 5
-    assert store.exists(keys) == 5
+    assert store.exists(keys, PAGE) == 5
     assert store.get_into(keys, target.runs()) == [True] * 5
     assert [target.page(i) for i in range(5)] == [source.page(i) for i in range(5)]
     assert target.has_its_rim()
@@ -99,8 +99,8 @@ def test_each_page_is_answered_for_itself(store: PageStore) -> None:
     held = np.array([0, 1, 3])
     assert store.set_from(keys[held], source.runs().take(held)) == [True] * 3
 
-    assert store.exists(keys) == 2
-    assert store.exists(keys[2:]) == 0
+    assert store.exists(keys, PAGE) == 2
+    assert store.exists(keys[2:], PAGE) == 0
     assert store.get_into(keys, target.runs()) == [True, True, False, True]
     assert target.page(3) == source.page(3)
 
@@ -110,8 +110,10 @@ def test_a_page_of_another_length_is_a_miss(store: PageStore) -> None:
     keys, source = keys_of("length", 1), Memory(1, seed=3)
     assert store.set_from(keys, source.runs()) == [True]
 
+    assert (store.exists(keys, 0), store.exists(keys, PAGE)) == (1, 1)
     for page in (PAGE - 1, PAGE + 1, 3):
         target = Memory(1, page)
+        assert store.exists(keys, page) == 0
         assert store.get_into(keys, target.runs()) == [False]
         assert target.has_its_rim()
 
@@ -130,7 +132,7 @@ def test_nothing_asked_is_nothing_answered(store: PageStore) -> None:
     """Empty batches are answered without a thought."""
     keys, none = keys_of("none", 0), Memory(0).runs()
 
-    assert (store.exists(keys), store.get_into(keys, none), store.set_from(keys, none)) == (
+    assert (store.exists(keys, PAGE), store.get_into(keys, none), store.set_from(keys, none)) == (
         0,
         [],
         [],

@@ -81,7 +81,8 @@ class RemoteKVConnector:
         """Return how many tokens behind the local ones every rank can retrieve: a hint.
 
         Asks the store, for as long as its own deadline allows; `AsyncKVPrefetchQueue` asks in
-        another thread. With `all_reduce_min`, each rank calls this in the same order.
+        another thread. With `all_reduce_min`, each rank calls this in the same order; 0 where that
+        fails.
         """
         core = self.core
         core.check_open()
@@ -89,7 +90,7 @@ class RemoteKVConnector:
         ids = checked(req_id, tokens, num_local_computed_tokens)
         local_pages = num_local_computed_tokens // core.page_tokens
         pages = core.matched_pages(req_id, ids, chain, local_pages)
-        (pages,) = core.agree([pages])
+        (pages,) = core.agree([pages]) or [0]
         reached = (local_pages + pages) * core.page_tokens
         return max(0, reached - num_local_computed_tokens)
 

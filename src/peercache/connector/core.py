@@ -179,10 +179,20 @@ class Core:
         """Return the keys of pages in this rank's namespace."""
         return in_namespace(page_keys_of(digests), self._space_digest)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        """Return the smallest of each number over all ranks."""
+    def agree(self, numbers: Sequence[int]) -> list[int] | None:
+        """Return the smallest of each number over all ranks; None where they did not agree."""
         reduce = self.metadata.all_reduce_min
-        return [int(number) for number in (numbers if reduce is None else reduce(numbers))]
+        if reduce is None:
+            return list(numbers)
+        try:
+            reduced = list(map(int, reduce(numbers)))
+            if len(reduced) != len(numbers):
+                raise ValueError(f"{len(reduced)} numbers for {len(numbers)}")
+        except Exception as error:  # The engine's collective has failed: on some rank, or on all.
+            self.warn_once("connector.agreement_failed", type(error).__name__, problem=repr(error))
+            return None
+        # Never more than this rank has: what it has not done yet is not done.
+        return list(map(min, reduced, numbers))
 
     # --- lookups ----------------------------------------------------------------------------------
 
@@ -192,7 +202,8 @@ class Core:
         if not len(digests):
             return 0
         try:
-            return self.store.exists(self.keys(digests))
+            page_bytes = 0 if self._buffers is None else self._buffers.page_bytes
+            return self.store.exists(self.keys(digests), page_bytes)
         except Exception as error:  # As in a transfer: a bug of a store is a miss.
             self.warn_once("connector.lookup_failed", type(error).__name__, problem=repr(error))
             return 0

@@ -29,6 +29,7 @@ from peercache.connector.page_file import (
     NoPage,
     Room,
     Zstd,
+    page_length,
     read_page,
     write_page,
 )
@@ -91,12 +92,13 @@ class FolderPages:
         self._no_retry_until = 0.0
         self._is_closed = False
 
-    def exists(self, keys: PageKeys) -> int:
+    def exists(self, keys: PageKeys, page_bytes: int) -> int:
         """Return the length of the leading run of keys that have a file: a hint."""
         if self._is_closed:
             return 0
         paths = [self._path(key) for key in keys.tolist()]
-        return next((i for i, path in enumerate(paths) if not os.path.exists(path)), len(paths))  # noqa: PTH110
+        lacks = (i for i, path in enumerate(paths) if not _may_be_page(path, page_bytes))
+        return next(lacks, len(paths))
 
     def get_into(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
         """Read one page a key into its runs; return for each whether they hold it now."""
@@ -290,6 +292,17 @@ def _opened(path: str, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _may_be_page(path: str, page_bytes: int) -> bool:
+    """Return whether a file is there, and says that its page has this size; 0 is any."""
+    if not page_bytes:
+        return os.path.exists(path)  # noqa: PTH110
+    try:
+        with _opened(path, os.O_RDONLY) as fd:
+            return page_length(fd) == page_bytes
+    except OSError:
+        return False
 
 
 def _unlink(path: str) -> None:

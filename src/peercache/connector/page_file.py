@@ -140,6 +140,15 @@ def write_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec 
     return end
 
 
+def page_length(fd: int) -> int:
+    """Return the bytes of the page that a file says it has, unverified; 0 of what is no page."""
+    raw = os.pread(fd, _FIXED.size, 0)
+    if len(raw) < _FIXED.size or not raw.startswith(MAGIC):
+        return 0
+    length: int = _FIXED.unpack(raw)[5]
+    return length
+
+
 def read_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec | None) -> None:
     """Read a page into its place, chunk by chunk, each verified before it is copied.
 

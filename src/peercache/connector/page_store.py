@@ -17,8 +17,11 @@ class PageStore(Protocol):
     after which the page's runs may hold anything. Nothing touches the runs after the return.
     """
 
-    def exists(self, keys: PageKeys) -> int:
-        """Return the length of the leading run of keys, (n,) V16, that are kept: a hint."""
+    def exists(self, keys: PageKeys, page_bytes: int) -> int:
+        """Return the length of the leading run of keys, (n,) V16, that are kept: a hint.
+
+        page_bytes: only pages of this size count: a get of another one is a miss. 0: of any.
+        """
 
     def get_into(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
         """Read one page a key into its runs; return for each whether they hold it now."""
@@ -44,10 +47,18 @@ class ClientPages:
     def __init__(self, client: Client) -> None:
         """Take over the client: `close` closes it."""
         self._client = client
-        self.exists = client.batch_exists
         self.get_into = client.batch_get_into
         self.set_from = client.batch_set_from
         self.close = client.close
+
+    def exists(self, keys: PageKeys, page_bytes: int) -> int:
+        """Return the length of the leading run of keys that have a holder: a hint."""
+        run = self._client.batch_exists(keys)
+        if not run or not page_bytes:
+            return run
+        # Known from the question before: it costs none of its own.
+        fits = [length == page_bytes for length in self._client.lengths(keys[:run])]
+        return fits.index(False) if False in fits else run
 
     def register(self, address: int, length: int) -> Callable[[], None]:
         """Make memory ready for reads into it, in the background; return what ends that."""

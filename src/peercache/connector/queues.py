@@ -89,7 +89,9 @@ class _Queue:
             return own
         # As many numbers on every rank, whatever it has; a rank without entries agrees to all.
         filled = own + [2**31 - 1] * (AGREED_MAX - len(own))
-        return self._core.agree(filled)[: len(own)]
+        agreed = self._core.agree(filled)
+        # What another rank has is not known: the next poll asks again.
+        return [PENDING] * len(own) if agreed is None else agreed[: len(own)]
 
 
 @final

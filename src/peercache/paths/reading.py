@@ -225,7 +225,8 @@ class Reader:
         self, keys: PageKeys, cluster: Cluster, until: float
     ) -> Generator[Step, Any, list[int]]:
         """Find how many bytes each page has, 0 for one without a holder. A hint, as `exists`."""
-        where = yield from self._locator.locate(keys, cluster, until, cached_since=np.inf)
+        since = self._clock() - EXISTS_TRUSTS_S
+        where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
         found: list[int] = np.where(where.known, where.records["length"], 0).tolist()
         return found
 

@@ -41,9 +41,10 @@ class MemoryPages:
         if self.fails:
             raise RuntimeError("the store has a bug")
 
-    def exists(self, keys: PageKeys) -> int:
+    def exists(self, keys: PageKeys, page_bytes: int) -> int:
         self._enter(keys)
-        found = [key in self.pages for key in keys.tolist()]
+        sizes = [len(self.pages.get(key, b"")) for key in keys.tolist()]
+        found = [bool(size) and page_bytes in {0, size} for size in sizes]
         return found.index(False) if False in found else len(found)
 
     def get_into(self, keys: PageKeys, runs: PageRuns) -> list[bool]:

@@ -376,6 +376,10 @@ def test_what_is_stored_is_told_with_its_tokens(store: MemoryPages) -> None:
         assert stored(engine) == 28
 
 
+def _no_collective(_: Any) -> Any:
+    raise RuntimeError("connection reset by peer")
+
+
 def test_ranks_agree_on_the_smallest(store: MemoryPages, engine: Engine) -> None:
     """What one rank lacks, none retrieves."""
     assert stored(engine) == 28
@@ -390,6 +394,25 @@ def test_ranks_agree_on_the_smallest(store: MemoryPages, engine: Engine) -> None
         assert rank.connector.num_external_matched_tokens("a", TOKENS[:3], 0) == 0
     # Every rank reduces as often, also one that has nothing to ask its store for.
     assert asked == [[6], [0]]
+
+
+def test_pages_of_another_size_are_not_counted(store: MemoryPages, engine: Engine) -> None:
+    """Another engine has stored them under these keys: none of them can be retrieved."""
+    assert stored(engine) == 28
+    for key in list(store.pages)[2:]:
+        store.pages[key] += b"more"
+
+    assert engine.connector.num_external_matched_tokens("a", TOKENS, 0) == 8
+
+
+@pytest.mark.parametrize("reduce", [_no_collective, lambda numbers: [*numbers, 7], lambda _: ["x"]])
+def test_a_collective_that_fails_is_nothing_found(
+    store: MemoryPages, engine: Engine, reduce: Any
+) -> None:
+    """A rank that is gone must not end the engine of another one."""
+    assert stored(engine) == 28
+    with Engine(store, all_reduce_min=reduce) as rank:
+        assert rank.connector.num_external_matched_tokens("a", TOKENS, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -506,6 +529,7 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
         ({"timeout_s": float("nan")}, "timeout_s is more than 0"),
         ({"dtype": "bfloat17"}, "no dtype of a KV cache"),
         ({"page_tokens": 0}, "1 to 1048576 tokens"),
+        ({"page_tokens": 1.0}, "1 to 1048576 tokens, not 1.0"),
     ],
 )
 def test_wrong_metadata_is_said(store: MemoryPages, fields: dict[str, Any], says: str) -> None:

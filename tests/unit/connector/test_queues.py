@@ -162,7 +162,7 @@ def test_a_release_that_raises_keeps_no_report_back(store: MemoryPages, engine: 
         engine.connector, Pages().allocate, _fails, retrieve_remote_cache_threshold=8
     )
     exists = store.exists
-    store.exists = lambda keys: exists(keys) + 1  # type: ignore[method-assign]
+    store.exists = lambda keys, size: exists(keys, size) + 1  # type: ignore[method-assign]
     queue.add("r", TOKENS)
 
     assert polled(queue) == [Prefetched("r", 24, [20, 21, 22, 23, 24, 25])]
@@ -193,6 +193,27 @@ def test_a_prefetch_wants_buffers(store: MemoryPages) -> None:
         connector.close()
 
 
+def test_a_poll_whose_collective_fails_ends_nothing(store: MemoryPages, engine: Engine) -> None:
+    """What the other ranks have is not known; the next poll asks them again."""
+    is_down = [True]
+
+    def reduce(numbers: Any) -> Any:
+        if is_down[0]:
+            raise RuntimeError("connection reset by peer")
+        return numbers
+
+    with Engine(store, seed=0, all_reduce_min=reduce) as rank:
+        prefetches, stores = queue_of(rank, Pages()), AsyncKVStoreQueue(rank.connector)
+        assert prefetches.add("r", TOKENS)
+        assert stores.add("s", mapping_of(PAGES), TOKENS)
+        for _ in range(3):
+            assert (prefetches.poll(), stores.poll()) == ([], [])
+        assert (len(prefetches), len(stores)) == (1, 1)
+        is_down[0] = False
+        assert [one.tokens for one in polled(prefetches)] == [28]
+        assert [one.tokens for one in polled(stores)] == [28]
+
+
 @pytest.mark.parametrize("ends", ["stop", "cancel"])
 def test_what_is_no_request_ends_no_prefetch(engine: Engine, ends: str) -> None:
     """A caller that has lost its id must not end what all others have under way."""
@@ -220,8 +241,8 @@ def test_pages_that_did_not_come_are_released(store: MemoryPages, engine: Engine
     queue = queue_of(engine, pages)
     exists = store.exists
 
-    def then_lose(keys: Any) -> int:
-        found = exists(keys)
+    def then_lose(keys: Any, page_bytes: int) -> int:
+        found = exists(keys, page_bytes)
         del store.pages[list(store.pages)[2]]
         return found
 
