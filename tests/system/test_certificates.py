@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import ssl
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache import Client
+from peercache.trust.files import LOOK_S
 from tests.certificates import Certificates
 from tests.pace import wait_until
 from tests.system.nodes import LocalCluster, NodeProcess
@@ -69,8 +72,26 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
         refused = f"revoked: the certificate of peercache://{cluster.name}/node/lost is revoked"
         reason = health(lost).get("reason", "")
         assert reason == "this node's certificate is revoked" or reason.endswith(refused)
-        kept = (tmp_path / "far" / "revoked.crl").read_text()
-        assert kept == certificates.revoked()
+        kept = tmp_path / "far" / "revoked.crl"
+        wait_until(lambda: kept.exists() and kept.read_text() == certificates.revoked())
+
+
+def test_certificate_files_on_a_mount_that_hangs_stop_no_node(tmp_path: Path) -> None:
+    """A pipe without a writer keeps who opens it for ever, as a network file system may."""
+    with LocalCluster() as cluster:
+        certificates = Certificates(tmp_path / "pki", cluster.name)
+        node = cluster.start(flags=_files_of(certificates, "near", tmp_path / "near"))
+        client = cluster.client(node, **certificates.client("engine"))
+        hung = tmp_path / "near" / "tls_cert.pem"
+        hung.unlink()
+        os.mkfifo(hung)
+
+        until = time.monotonic() + 3 * LOOK_S
+        while time.monotonic() < until:
+            assert client.stats().get("home_members_alive") == 1
+        # Who opens it to write without waiting needs a reader, which is there all the time.
+        os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))
+        assert node.terminate() == 0
 
 
 def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(tmp_path: Path) -> None:

@@ -359,7 +359,8 @@ class Node:
         """Use new certificate files, and end what revoked and expired ones have open."""
         while True:
             await trio.sleep(LOOK_S)
-            tls.look()
+            # A network file system may hang for ever, and nothing else of the node with it.
+            tls.use(await trio.to_thread.run_sync(tls.read, abandon_on_cancel=True))
             self._switchboard.end_expired()
 
     def _renew_certificates(self, tls: LiveTls) -> None:

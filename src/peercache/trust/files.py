@@ -99,11 +99,27 @@ class TlsFiles:
         )
 
 
+@attrs.define(eq=False)
+class FoundFiles:
+    """What `LiveTls.read` has found.
+
+    marks, list_mark: of the files, and of the list of revoked certificates.
+    files: None where they are as before; an error where they are wrong.
+    list:  the same of the list's text.
+    """
+
+    marks: tuple[object, ...]
+    list_mark: object
+    files: TlsFiles | ConfigError | None = None
+    list: str | ConfigError | None = None
+
+
 @final
 class LiveTls:
     """The certificates that a process uses now, and the ones that it refuses.
 
-    Its owner calls `look` every LOOK_S. New files that are wrong change nothing and are logged.
+    Its owner calls `look` every LOOK_S, or `read` in another thread and then `use`. New files that
+    are wrong change nothing and are logged.
     """
 
     def __init__(self, config: Config, files: TlsFiles, *, is_node: bool, log: Any) -> None:
@@ -130,7 +146,11 @@ class LiveTls:
         self._seen_list = mark_of(self.list_path)
         self._is_told = True
         """Whether each callback has followed the last change."""
-        self._read_list(is_start=True)
+        self._is_unkept = False
+        if self._seen_list is not None:
+            self._use_list(self._text_of_list(), is_start=True)
+        elif config.tls_crl:
+            raise ConfigError("tls_crl", f"there is no {self.list_path}")
         if self.revocations.revokes(files.serial):
             raise ConfigError(
                 "tls_cert",
@@ -182,10 +202,38 @@ class LiveTls:
         return identity
 
     def look(self) -> bool:
-        """Read files that changed; return whether anything else holds now."""
+        """Read files that changed, and use them; return whether anything else holds now."""
+        return self.use(self.read())
+
+    def read(self) -> FoundFiles:
+        """Read what has changed: the part of `look` that waits for as long as a file system hangs.
+
+        In any thread, one at a time. It also writes the list that `take_list` has left.
+        """
+        if self._is_unkept and mark_of(self.list_path) == self._seen_list:
+            # Else a newer list may lie there, which is read first.
+            self._keep_list()
+        found = FoundFiles(self._marks(), mark_of(self.list_path))
+        if found.marks != self._seen or self._problem:
+            try:
+                found.files = TlsFiles.load(self._config, is_node=self._is_node)
+            except ConfigError as error:
+                found.files = error
+        # New files may trust an authority whose list did not count before.
+        is_due = found.files is not None or found.list_mark != self._seen_list
+        # A list that could not be read may be read now: a process without descriptors reads none.
+        is_due = is_due or bool(self._list_problem)
+        if found.list_mark is not None and is_due:
+            found.list = self._text_of_list()
+        return found
+
+    def use(self, found: FoundFiles) -> bool:
+        """Use what `read` has found; return whether anything else holds now."""
         self._warn_of_expiry()
-        is_changed = self._look_at_files()
-        is_changed = self._look_at_list() or is_changed
+        is_changed = self._use_files(found)
+        self._seen_list = found.list_mark
+        if found.list is not None:
+            is_changed = self._use_list(found.list, is_start=False) or is_changed
         if is_changed or not self._is_told:
             self._tell()
         return is_changed
@@ -193,13 +241,12 @@ class LiveTls:
     def take_list(self, pem: str, *, keeps: bool = True) -> bool:
         """Take a list of revoked certificates that a peer told; return whether it is newer.
 
-        keeps: whether to write it to the file. Raises Rejected for one that no own authority
-        signed.
+        keeps: whether the next `read` writes it to the file. Raises Rejected for one that no own
+        authority signed.
         """
         if not self.revocations.take(pem):
             return False
-        if keeps:
-            self._keep_list()
+        self._is_unkept |= keeps
         self._log_revocations()
         self._tell()
         return True
@@ -222,28 +269,24 @@ class LiveTls:
         config = self._config
         return tuple(map(mark_of, (config.tls_ca, config.tls_cert, config.tls_key)))
 
-    def _look_at_files(self) -> bool:
-        marks = self._marks()
-        if marks == self._seen and not self._problem:
+    def _use_files(self, found: FoundFiles) -> bool:
+        files = found.files
+        if files is None:
             return False
-        try:
-            files = TlsFiles.load(self._config, is_node=self._is_node)
-            assert files is not None, "TLS is not switched off while a process runs"
-            if (files.identity.role, files.identity.name) != (
-                self.files.identity.role,
-                self.files.identity.name,
-            ):
+        self._seen = found.marks
+        if isinstance(files, TlsFiles):
+            own, theirs = self.files.identity, files.identity
+            if (theirs.role, theirs.name) != (own.role, own.name):
                 # Others know this process by its name; another name is another process.
-                problem = f"names {files.identity.uri()}: a new name wants a restart"
-                raise ConfigError("tls_cert", problem)
-        except ConfigError as error:
-            self._seen = marks
-            if str(error) != self._problem:
-                self._problem = str(error)
+                problem = f"names {theirs.uri()}: a new name wants a restart"
+                files = ConfigError("tls_cert", problem)
+        if isinstance(files, ConfigError):
+            if str(files) != self._problem:
+                self._problem = str(files)
                 self._log.error("tls.files_rejected", problem=self._problem)
             return False
         is_changed = (files.ca_pem, files.cert_pem) != (self.files.ca_pem, self.files.cert_pem)
-        self._seen, self._problem = marks, ""
+        self._problem = ""
         if is_changed:
             self._use(files)
         return is_changed
@@ -255,30 +298,23 @@ class LiveTls:
         if files.ca_pem != self.files.ca_pem:
             self.authorities_dropped += is_any_dropped(self.files.ca_pem, files.ca_pem)
             self.revocations = Revocations(files.ca_pem, self.revocations)
-            # A list that came before its authority counts from now on.
-            self._seen_list = None
         self.files = files
         self._expiry_told_at = 0.0
         self._log.info("tls.files_changed", identity=files.identity.uri(), days=self.days_left)
 
-    def _look_at_list(self) -> bool:
-        mark = mark_of(self.list_path)
-        # A list that could not be read may be read now: a process without descriptors reads none.
-        if mark == self._seen_list and not self._list_problem:
-            return False
-        self._seen_list = mark
-        return self._read_list(is_start=False)
+    def _text_of_list(self) -> str | ConfigError:
+        try:
+            return _read("tls_crl", str(self.list_path))[0]
+        except ConfigError as error:
+            return error
 
-    def _read_list(self, *, is_start: bool) -> bool:
+    def _use_list(self, told: str | ConfigError, *, is_start: bool) -> bool:
         from peercache.trust.revocation import UNKNOWN_AUTHORITY  # noqa: PLC0415 - as above
 
-        if mark_of(self.list_path) is None:
-            if is_start and self._config.tls_crl:
-                raise ConfigError("tls_crl", f"there is no {self.list_path}")
-            return False
         try:
-            text, _ = _read("tls_crl", str(self.list_path))
-            is_newer = self.revocations.take(text)
+            if isinstance(told, ConfigError):
+                raise told
+            is_newer = self.revocations.take(told)
         except (ConfigError, Rejected) as error:
             problem = error.problem if isinstance(error, ConfigError) else error.detail
             is_foreign = isinstance(error, Rejected) and error.reason == UNKNOWN_AUTHORITY
@@ -295,6 +331,7 @@ class LiveTls:
 
     def _keep_list(self) -> None:
         """Write the list to its file, so that a restart knows it; a read-only folder keeps none."""
+        self._is_unkept = False
         part = self.list_path.with_name(f"{self.list_path.name}.{os.getpid()}.part")
         try:
             part.write_text(self.revocations.pem)

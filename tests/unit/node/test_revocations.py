@@ -82,6 +82,7 @@ def test_new_list_of_a_file_is_told_to_every_live_member(
     far.spread.take(message)
     with pytest.raises(Rejected, match="revoked"):
         far.live.admit(common_name_of(serial), ["peercache://tests/client/bad"])
+    assert not far.live.look()
     assert far.list.read_text() == certificates.revoked()
     assert far.said == []  # The first one has told all.
     assert near.said_to_clients == far.said_to_clients == [message]
