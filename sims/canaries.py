@@ -305,6 +305,13 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs_owners.OWN_SHARD_COUNTS,
     ),
     Canary(
+        "here-counts-as-published",
+        "a Commit that comes again, or finds its pages here, is answered as known to their owners",
+        20,
+        patches=bugs_owners.HERE_COUNTS_AS_PUBLISHED,
+        story=doubt,
+    ),
+    Canary(
         "epoch-not-checked",
         "a reader of a table does not look at the epoch again after its batch",
         20,

@@ -6,6 +6,8 @@ Without a cluster's other troubles, and each cause by itself, again and again:
     stopped   the owner's process is stopped for longer than sets wait, and its messages are lost;
     backlog   the owner is stopped again before the summary that it asked for has come: that one
               waits in its socket, and says nothing of what is set meanwhile;
+    repeated  the home node stands still, and the client sends its Commit again; the messages to the
+              owner are lost;
     newcomer  an owner has just come, and former owners take a second to hand over.
 
 Whatever the cause is, the owner's table calls nothing absent for certain that has been stored.
@@ -22,7 +24,8 @@ import attrs
 import trio
 
 from peercache.model.hash_ring import AUTO
-from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.paths.breaker import STALL_S
+from peercache.paths.writing import PUBLISH_PATIENCE_S, RESEND_PART
 from sims import determinism
 from sims.client import SimClient
 from sims.clock import VirtualClock
@@ -43,6 +46,9 @@ STOPPED_S = PUBLISH_PATIENCE_S + 0.1
 
 CUT_S = STOPPED_S + 0.2
 
+REPEATED_S = RESEND_PART * STALL_S + PUBLISH_PATIENCE_S + 0.05
+"""How long a home node stands still: a Commit is sent to it twice."""
+
 ASKED_S = 0.0004
 ANSWERED_S = 0.05
 """How long after an owner has asked no answer has come yet, and all have."""
@@ -58,7 +64,7 @@ RING_S = 0.3
 
 def doubt(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
-    for act in (_lost, _stopped, _backlog, _newcomer):
+    for act in (_lost, _stopped, _backlog, _repeated, _newcomer):
         clock = VirtualClock(wall_s=WALL_LIMIT_S)
         options = _options(seed, ring_s=RING_S if act is _newcomer else 0.0)
         world = World(options, clock, Trace(clock.current_time, show=None))
@@ -144,6 +150,21 @@ async def _backlog(world: World, rng: random.Random) -> None:
         world.network.cut("h0", "h1", now + ANSWERED_S + CUT_S)
         await world.calls.set(producer, [page], rng, 2.0)
         await _look(world, owner, [page], now + ANSWERED_S + CUT_S - trio.current_time())
+        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+
+
+async def _repeated(world: World, rng: random.Random) -> None:
+    producer, owner = world.clients["c-n0"], world.clients["c-n1"]
+    for page in range(0, 3 * ROUNDS, 3):
+        # Two sets in a row leave slots ahead: the next one begins with its Commit.
+        for before in (page, page + 1):
+            await world.calls.set(producer, [before], rng, 2.0)
+        await trio.sleep(0.05)
+        now = trio.current_time()
+        world.places["n0"].pause(now, REPEATED_S)
+        world.network.cut("h0", "h1", now + REPEATED_S + CUT_S)
+        await world.calls.set(producer, [page + 2], rng, 2.0)
+        await _look(world, owner, [page + 2], now + REPEATED_S + CUT_S - trio.current_time())
         await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
 
 

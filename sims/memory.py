@@ -120,7 +120,7 @@ class Truth:
         self.rings: dict[int, HashRing] = {}
         """By node: the ring that its shard follows."""
         self.waiting: dict[tuple[int, int, int], Records] = {}
-        """By node, client and sequence: the records of a commit that is not answered."""
+        """By node, client and request: the records of a commit that is not answered."""
         self.followed: dict[tuple[int, int], dict[bytes, int]] = {}
         """By node and change: the tier of each page that the node held at the change."""
         self.nodes: set[int] = set()

@@ -61,8 +61,10 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
                 truth.heard[stream] = number + 1
                 truth.forged.discard(stream)
     match message:
-        case PagesCommitted(origin, _, sequence, _, made) if isinstance(actor, Publisher):
-            truth.waiting[actor.incarnation, origin.identity, sequence] = made
+        case PagesCommitted(origin, request, _, _, made, here) if isinstance(actor, Publisher):
+            # A Commit may be sent again, and a set may find its pages here.
+            spoken_of = np.concatenate([made, here])
+            truth.waiting[actor.incarnation, origin.identity, request] = spoken_of
         case RecordsChanged(_, drops) if isinstance(actor, Publisher):
             for key, generation in zip(
                 records.keys_of(drops), drops["generation"].tolist(), strict=True
@@ -99,15 +101,15 @@ def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
         if not isinstance(effect, TellDirectory) or not isinstance(effect.fact, CommitAnswered):
             continue
         answer = effect.fact.committed
-        key = (actor.incarnation, effect.fact.origin.identity, answer.sequence)
-        made = truth.waiting.pop(key, None)
-        if made is None:
+        key = (actor.incarnation, effect.fact.origin.identity, answer.request)
+        spoken_of = truth.waiting.pop(key, None)
+        if spoken_of is None:
             continue
         is_known = answer.published * records.RECORD_BYTES >= len(answer.records)
         stopped = [] if is_known else truth.stopped_for(PUBLISH_PATIENCE_S)
         table = actor._table
         for name, generation in zip(
-            records.keys_of(made), made["generation"].tolist(), strict=True
+            records.keys_of(spoken_of), spoken_of["generation"].tolist(), strict=True
         ):
             row = table.rows.get(name)
             if row is None or int(table.records["generation"][row]) != generation:

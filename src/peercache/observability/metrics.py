@@ -57,7 +57,7 @@ class Metrics:
         self.sets_refused = counter("sets_refused", "Pages that a set did not store.", "reason")
         self.pages_unpublished = counter(
             "pages_unpublished",
-            "Pages committed that not every directory owner acknowledged in time.",
+            "Stored pages that not every directory owner acknowledged in time.",
         )
         self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
         self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")

@@ -97,7 +97,7 @@ class WriteOutcome:
     stored:      (n,) bool, committed at home, by this call or before it.
     reasons:     why a page is not stored, "" where it is.
     copied/here: how many pages this call committed, and how many were there.
-    unpublished: pages committed that no directory owner acknowledged in time.
+    unpublished: stored pages that not every directory owner acknowledged in time.
     """
 
     stored: Mask
@@ -371,14 +371,17 @@ class _Round:
     def _commit(
         self, portion: _Portion, slots: _Slots, *, is_sent: bool, is_first: bool
     ) -> Generator[Step, Any, None]:
-        """Commit what was written; is_sent: now, and its answer is taken later."""
+        """Commit what was written; is_sent: now, and its answer is taken later.
+
+        Pages that were here already are committed again: their owners may not know them yet.
+        """
         written = np.count_nonzero(portion.written)
-        if not written:
+        if not written and HERE not in slots.states:
             if RESERVED in slots.states:
                 yield Post(((self._home, Abort(portion.sequence)),))
             return
         now = self._clock()
-        patience_s = max(0.0, min(PUBLISH_PATIENCE_S, (self._until - now) / 2))
+        patience_s = self._patience_s(now)
         ahead: tuple[int, ...] = ()
         if is_first and written == len(portion.written):
             # Another batch often follows one that was all new.
@@ -418,16 +421,24 @@ class _Round:
             )
             if answer is not None:
                 return answer
-        return (yield from self._insist(question.message, question.patience_s))
+        return (yield from self._insist(question.message))
 
-    def _insist(self, message: Message, patience_s: float = 0.0) -> Generator[Step, Any, Any]:
+    def _patience_s(self, now: float) -> float:
+        """Return how long a Commit that is sent now waits for directory owners."""
+        return max(0.0, min(PUBLISH_PATIENCE_S, (self._until - now) / 2))
+
+    def _insist(self, message: Message) -> Generator[Step, Any, Any]:
         """Ask the home node until it answers, or its breaker opens.
 
-        Reserve and Commit are idempotent, so a lost message is sent again. patience_s: how long the
-        home node may take to answer.
+        Reserve and Commit are idempotent, so a lost message is sent again. A Commit that comes
+        again waits as the first does, within what is left of the time.
         """
         home, until = self._home, self._until
         while (now := self._clock()) < until and self._breakers.available(home, now):
+            patience_s = 0.0
+            if isinstance(message, Commit):
+                patience_s = self._patience_s(now)
+                message = attrs.evolve(message, patience_s=patience_s)
             wait_s = RESEND_PART * self._breakers.stall_s + patience_s
             answers: Sequence[Message | None] = yield Ask(
                 ((home, message),), min(until, now + wait_s)
@@ -455,6 +466,7 @@ class _Round:
             final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
         else:
             final_states[reserved] = ABORTED
+            outcome.unpublished += slots.states.count(HERE)
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
         self._stored(places[stored])

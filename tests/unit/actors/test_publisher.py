@@ -18,7 +18,8 @@ from peercache.actors.mailboxes import (
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import pending as waiting
 from peercache.actors.publisher.actor import Publisher
-from peercache.model.records import from_bytes
+from peercache.model.hash_ring import HashRing
+from peercache.model.records import Records, from_bytes
 from peercache.wire.messages.directory import Acknowledged, Delete, Put, Repair, SummaryMatches
 from peercache.wire.messages.pool import Committed, Reserve
 from tests.unit.actors.lone_publisher import (
@@ -28,6 +29,7 @@ from tests.unit.actors.lone_publisher import (
     A,
     B,
     C,
+    acknowledge,
     answers,
     commit_of,
     heard,
@@ -41,6 +43,7 @@ from tests.unit.actors.lone_publisher import (
     two_nodes,
 )
 from tests.unit.actors.record_cluster import (
+    NO_DROPS,
     NO_RECORDS,
     Cluster,
     drops_of,
@@ -50,6 +53,11 @@ from tests.unit.actors.record_cluster import (
 )
 
 # --- commits ------------------------------------------------------------------------------------
+
+
+def published(made: Publisher, records: Records) -> None:
+    """Let every owner know these records."""
+    acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
 
 
 def test_commit_puts_one_batch_to_each_owner() -> None:
@@ -70,10 +78,11 @@ def test_commit_is_answered_when_all_owners_know_its_records() -> None:
     """One acknowledgement is not enough; the answer carries what the client needs."""
     made = publisher_in(ring_of(A, B))
     records, here = records_of(ME, [1, 2], 2), records_of(ME, [9], 50)
+    published(made, here)
     effects = heard(made, ME, PagesCommitted(CLIENT, 4, 3, b"abc", records, here, 1.0), 0.0)
 
-    first = heard(made, A, Acknowledged(1), 0.0)
-    second = heard(made, B, Acknowledged(1), 0.0)
+    first = heard(made, A, Acknowledged(2), 0.0)
+    second = heard(made, B, Acknowledged(2), 0.0)
 
     packed = records.tobytes() + here.tobytes()
     assert answers(effects) == answers(first) == []
@@ -170,12 +179,13 @@ def test_commit_is_answered_when_patience_is_over() -> None:
     ring = ring_of(A, B, C)
     made = publisher_in(ring)
     names = range(50)
-    commit = PagesCommitted(
-        CLIENT, 1, 1, b"", records_of(ME, list(names), 2), records_of(ME, [99], 500), 0.2
-    )
-    heard(made, ME, commit, 10.0)
-    heard(made, A, Acknowledged(1), 10.1)
-    heard(made, B, Acknowledged(1), 10.1)
+    here = records_of(ME, [99], 500)
+    published(made, here)
+    commit = PagesCommitted(CLIENT, 1, 1, b"", records_of(ME, list(names), 2), here, 0.2)
+    told = sent(heard(made, ME, commit, 10.0), Put)
+    for owner, message in told:
+        if owner != C and isinstance(message, Put):
+            heard(made, owner, Acknowledged(message.number), 10.1)
 
     early = ticked(made, 10.19)
     late = ticked(made, 10.2)
@@ -206,14 +216,83 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
     assert effects.index(answered) < effects.index(told[0])
 
 
-def test_commit_without_new_records_is_answered_at_once() -> None:
-    """Pages that were here already are published already."""
+def test_commit_of_pages_that_are_published_already_is_answered_at_once() -> None:
+    """A set that finds its pages here waits for no owner that knows them."""
     made = publisher_in(ring_of(A, B))
-    commit = PagesCommitted(CLIENT, 1, 1, b"", NO_RECORDS, records_of(ME, [1], 2), 1.0)
+    here = records_of(ME, [1], 2)
+    published(made, here)
+    commit = PagesCommitted(CLIENT, 1, 1, b"", NO_RECORDS, here, 1.0)
 
     effects = heard(made, ME, commit, 0.0)
 
     assert [a.published for a in answers(effects)] == [1]
+
+
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_commit_of_pages_that_are_not_published_yet_waits_with_the_first_one(
+    is_acknowledged: bool,
+) -> None:
+    """Each is answered at its own deadline, and by what the owners know: however often asked."""
+    made = publisher_in(ring_of(A, B))
+    records = records_of(ME, [1, 2], 2)
+    first = commit_of(records, patience_s=0.1)
+    again = PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1)
+    heard(made, ME, first, 0.0)
+    heard(made, A, Acknowledged(1), 0.01)
+
+    at_once = answers(heard(made, ME, again, 0.05))
+    if is_acknowledged:
+        told = answers(heard(made, B, Acknowledged(1), 0.06))
+    else:
+        told = answers(ticked(made, 0.1)) + answers(ticked(made, 0.15))
+
+    assert at_once == []
+    assert sorted((a.request, a.published) for a in told) == [
+        (request, 2 if is_acknowledged else 0) for request in (1, 2)
+    ]
+
+
+def test_commit_of_pages_that_a_lagging_owner_lacks_counts_them_as_unpublished() -> None:
+    """It does not wait for that owner, and says so."""
+    made = publisher_in(ring_of(A, B))
+    records = records_of(ME, [1, 2], 2)
+    heard(made, ME, commit_of(records, patience_s=0.1), 0.0)
+    heard(made, A, Acknowledged(1), 0.01)
+    ticked(made, 0.1)
+
+    again = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.2)
+    heard(made, B, Acknowledged(1), 0.3)
+    later = heard(made, ME, PagesCommitted(CLIENT, 3, 3, b"s", NO_RECORDS, records, 0.1), 0.4)
+
+    assert [a.published for a in answers(again)] == [0]
+    assert [a.published for a in answers(later)] == [2]
+
+
+def test_commit_does_not_wait_for_a_page_that_is_gone_meanwhile() -> None:
+    """An eviction ends the wait of those that joined, and its slot's next page starts none."""
+    made = publisher_in(ring_of(A))
+    records = records_of(ME, [1], 2)
+    heard(made, ME, commit_of(records, patience_s=0.0), 0.0)
+    waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 5.0), 0.1)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.2)
+    heard(made, ME, RecordsChanged(records_of(ME, [2], 4), NO_DROPS), 0.2)
+
+    told = heard(made, A, Acknowledged(2), 0.3)
+
+    assert answers(waits) == []
+    assert [a.request for a in answers(told)] == [2]
+
+
+def test_pages_that_were_here_before_the_first_view_are_not_published() -> None:
+    """Without a ring no owner is known, for a repeated Commit as for the first."""
+    made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
+    records = records_of(ME, [1], 2)
+    heard(made, ME, commit_of(records, patience_s=0.1), 0.0)
+
+    waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.0)
+
+    assert answers(waits) == []
+    assert [a.published for a in answers(ticked(made, 0.1))] == [0, 0]
 
 
 def test_commit_of_a_lone_node_is_answered_at_once() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from peercache.client.bridge import checksums_of
+from peercache.model.records import RECORD_BYTES
 from peercache.observability import reasons
 from peercache.paths.breaker import STALL_PART, STALL_S
 from peercache.paths.reserving import ClientReservations
@@ -83,9 +84,57 @@ def test_a_page_that_is_here_is_not_copied() -> None:
 
     assert outcome.stored.tolist() == [True, True]
     assert (outcome.copied, outcome.here) == (0, 2)
-    assert [type(step) for step in world.steps] == [Ask]
+    assert [type(step) for step in world.steps] == [Ask, Ask]
     # Nothing was granted, so there is nothing to end.
     assert world.posts(Abort) == []
+
+
+@pytest.mark.parametrize("published", [0, 1, 2])
+def test_pages_that_are_here_count_as_unpublished_until_the_home_node_says_otherwise(
+    published: int,
+) -> None:
+    """Another client has set them a moment ago, and their owners may not know them."""
+    world = World()
+    home_that_grants(world, [HERE, HERE])
+    records = bytes(2 * RECORD_BYTES)
+    world.nodes[1].script.insert(1, lambda _: Committed(0, 1, bytes(2), records, published))
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [True, True]
+    assert outcome.unpublished == 2 - published
+
+
+def test_pages_that_are_here_are_stored_and_unpublished_without_an_answer() -> None:
+    """The home node has said where they are; what their owners know it has not."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(lambda message: home.grant(message, [HERE, HERE]))
+    home.script.extend([_lost] * 100)
+
+    outcome = world.set(["a", "b"], timeout_s=1.0)
+
+    assert outcome.stored.tolist() == [True, True]
+    assert outcome.unpublished == 2
+
+
+def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time() -> None:
+    """Its answer has to arrive by the deadline, as that of the first one."""
+    world = World()
+    home = world.nodes[1]
+    home.script.extend([home.serve, *[_lost] * 100])
+    until = world.now + 0.3
+
+    world.set(["a"], timeout_s=0.3)
+
+    first, *again = told_home(world, Commit)
+    asks = [s for s in world.steps if isinstance(s, Ask) and isinstance(s.questions[0][1], Commit)]
+    assert first.patience_s == PUBLISH_PATIENCE_S
+    assert again
+    for ask in asks[1:]:
+        (_, commit), *_ = ask.questions
+        assert commit.patience_s < PUBLISH_PATIENCE_S
+        assert ask.until == pytest.approx(until)
 
 
 def test_only_pages_wholly_copied_in_time_are_committed() -> None:

@@ -442,7 +442,8 @@ class Pool:
             self._reservations.end(client, commit.sequence)
             return [committed(origin, commit, bytes((ABORTED,)) * count, NO_RECORDS, NO_RECORDS)]
         states = known.states if len(known.states) == count else bytes((ABORTED,)) * count
-        # What the first Commit made was published then; now it is merely here, if it still is.
+        # What the first Commit made is merely here now, if it still is; the publisher knows which
+        # of it still waits for owners.
         here = self._pages.records_in_state(known.keys, known.states, (HERE, COMMITTED))
         return [committed(origin, commit, states, NO_RECORDS, here)]
 

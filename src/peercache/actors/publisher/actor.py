@@ -231,6 +231,9 @@ class Publisher:
         """Publish what was committed; answer when all owners know it that are not lagging."""
         waiter = self._waiting.admit(committed, now)
         effects = self._publish(committed.records, now, waiter)
+        if len(committed.here):
+            rings = [self._ring, *self._former(now)]
+            self._waiting.join(waiter, self.incarnation, self._table, rings, self._streams)
         self._due = min(self._due, self._waiting.deadline())
         return [*effects, *self._waiting.answer_if_done(waiter)]
 
@@ -486,7 +489,7 @@ class Publisher:
 
     def _settled(self, owner: int, messages: list[Sent], now: float) -> list[Effect]:
         """Answer the commits of these messages, and withdraw the rows that they handed over."""
-        effects: list[Effect] = []
+        effects = self._waiting.look(self._streams[owner])
         for sent in messages:
             self._waiting.acknowledge(sent.waiter, owner, sent.positions)
             effects += self._waiting.answer_if_done(sent.waiter)

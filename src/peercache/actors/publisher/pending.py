@@ -3,11 +3,15 @@
 A client's set is done when its pages are in the pool; it also wants to know that others can find
 them. Each commit waits here until all owners that are not lagging have acknowledged its records, or
 until its patience is over, and is answered exactly once.
+
+A commit may name pages that an earlier one has published, and that may still wait: it joins the
+wait for what their owners have not acknowledged.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 import attrs
@@ -16,6 +20,16 @@ import numpy.typing as npt
 
 from peercache.actors.effects import Effect, TellDirectory, TellPool
 from peercache.actors.mailboxes import CommitAnswered, PagesCommitted
+from peercache.actors.publisher.streams import (
+    CONFIRMED,
+    SENT,
+    OutgoingStream,
+    RecordTable,
+    Rows,
+)
+from peercache.actors.publisher.turning import by_owner
+from peercache.model.hash_ring import HashRing
+from peercache.model.records import keys_of
 from peercache.wire.messages.pool import Committed
 
 WAITERS_MAX = 4096
@@ -30,10 +44,26 @@ LAGGING_S = 0.05
 deadline is near is shorter, and says nothing about the owner."""
 
 
+@attrs.frozen(eq=False)
+class _Joined:
+    """Records of an earlier commit, of which one owner has not acknowledged: their rows."""
+
+    rows: Rows
+    generations: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.intp]
+
+    def part(self, chosen: npt.NDArray[np.bool_]) -> _Joined:
+        """Return those that are chosen."""
+        return _Joined(self.rows[chosen], self.generations[chosen], self.positions[chosen])
+
+
 @attrs.define(eq=False)
 class _Waiter:
-    """unknown: how many owners have not acknowledged all records; unknown_parts: how many more or
-    fewer that are of each record; awaited: by owner, so many records that the answer waits for.
+    """Records are those that the commit made, and behind them those that were here.
+
+    unknown: how many owners have not acknowledged all records; unknown_parts: how many more or
+    fewer that are of each record; awaited: by owner, so many records that the answer waits for;
+    joined: by owner, what an earlier commit has sent to it.
     """
 
     committed: PagesCommitted
@@ -41,22 +71,27 @@ class _Waiter:
     unknown: int = 0
     unknown_parts: npt.NDArray[np.int32] | None = None
     awaited: dict[int, int] = attrs.field(factory=dict)
+    joined: dict[int, _Joined] = attrs.field(factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of its records."""
+        return len(self.committed.records) + len(self.committed.here)
 
     def change(self, positions: npt.NDArray[np.intp], by: int) -> None:
         """Note that so many more owners have not acknowledged these records."""
-        count = len(self.committed.records)
-        if len(positions) == count:
+        if len(positions) == self.count:
             # Nearly every message has all records of its commit.
             self.unknown += by
             return
         if self.unknown_parts is None:
-            self.unknown_parts = np.zeros(count, np.int32)
+            self.unknown_parts = np.zeros(self.count, np.int32)
         self.unknown_parts[positions] += by
 
     def known(self) -> int:
         """Return how many records all their owners have acknowledged."""
         if self.unknown_parts is None:
-            return 0 if self.unknown else len(self.committed.records)
+            return 0 if self.unknown else self.count
         return int(np.count_nonzero(self.unknown_parts == -self.unknown))
 
 
@@ -68,6 +103,8 @@ class WaitingCommits:
     _patience: list[tuple[float, int]] = attrs.field(factory=list)
     """When each waiter's patience is over: a heap, with some among it that were answered before."""
     _last: int = 0
+    _joining: dict[int, None] = attrs.field(factory=dict)
+    """The waiters that have joined the wait of an earlier commit."""
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -103,6 +140,60 @@ class WaitingCommits:
             waiting.awaited[owner] -= len(positions)
             if not waiting.awaited[owner]:
                 del waiting.awaited[owner]
+
+    def join(
+        self,
+        waiter: int,
+        own: int,
+        table: RecordTable,
+        rings: list[HashRing],
+        streams: Mapping[int, OutgoingStream],
+    ) -> None:
+        """Wait too for owners that have not acknowledged the pages that were here already.
+
+        own: this node, which is no owner. rings: that of now, then those of shortly before.
+        """
+        waiting = self._waiters[waiter]
+        here = waiting.committed.here
+        places = len(waiting.committed.records) + np.arange(len(here))
+        if not len(rings[0]):
+            # Before the first view nothing is known of owners, and nothing published.
+            self.expect(waiter, 0, places, is_awaited=True)
+            return
+        rows = table.find(keys_of(here))
+        assert (rows >= 0).all(), "the pool has a page that it has not told of"
+        tables = [ring.owners(here["key"]) for ring in rings]
+        for owner, owned in by_owner(own, *tables):
+            stream = streams.get(owner)
+            if stream is None:
+                continue  # An owner on a former ring, which has left.
+            state = stream.state(rows[owned])
+            is_owner = (tables[0][owned] == np.uint64(owner)).any(axis=1)
+            # What a former owner lacks altogether, it has let go of.
+            unknown = owned[np.where(is_owner, state != CONFIRMED, state == SENT)]
+            if len(unknown):
+                joined = _Joined(rows[unknown], here["generation"][unknown], places[unknown])
+                waiting.joined[owner] = joined
+                self._joining[waiter] = None
+                self.expect(waiter, owner, joined.positions, is_awaited=not stream.lagging)
+
+    def look(self, stream: OutgoingStream) -> list[Effect]:
+        """Answer those that joined, as far as this owner knows what they wait for."""
+        effects: list[Effect] = []
+        for waiter in list(self._joining):
+            waiting = self._waiters[waiter]
+            joined = waiting.joined.get(stream.owner)
+            if joined is None:
+                continue
+            table, rows = stream.table, joined.rows
+            in_force = table.live[rows] & (table.records["generation"][rows] == joined.generations)
+            # A page that is gone, or stored anew, has a later message that speaks for it.
+            settled = ~in_force | (stream.state(rows) == CONFIRMED)
+            if settled.any():
+                self.acknowledge(waiter, stream.owner, joined.positions[settled])
+                waiting.joined[stream.owner] = joined.part(~settled)
+                effects += self.answer_if_done(waiter)
+        return effects
 
     def give_up(self, owner: int) -> list[Effect]:
         """Wait for an owner no longer; answer the commits that waited for it alone."""
@@ -143,13 +234,14 @@ class WaitingCommits:
         waiting = self._waiters.pop(waiter, None)
         if waiting is None:
             return []
+        self._joining.pop(waiter, None)
         committed = waiting.committed
         answer = Committed(
             committed.request,
             committed.sequence,
             committed.states,
             committed.records.tobytes() + committed.here.tobytes(),
-            waiting.known() + len(committed.here),
+            waiting.known(),
             committed.ahead,
             committed.offsets,
         )
