@@ -62,8 +62,9 @@ struct place {
 struct session {
     struct peercache_tls head;
     SSL *ssl;
-    /* wait: flags of each send. error: errno of the last receive. by_kernel: it encrypts. */
-    int file, wait, error, by_kernel;
+    /* wait: flags of each send. error: errno of the last receive. by_kernel: it encrypts.
+     * is_read_out: no whole record is left here, so only more bytes of the socket bring news. */
+    int file, wait, error, by_kernel, is_read_out;
     enum failure failure;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
@@ -326,6 +327,8 @@ static int64_t receive(struct peercache_tls *tls, void *into, size_t size)
     ERR_clear_error();
     session->error = 0;
     result = SSL_read_ex(session->ssl, into, size, &got);
+    /* OpenSSL asks the socket only for the rest of a record that it does not have whole. */
+    session->is_read_out = result <= 0 && (session->error == EAGAIN || session->error == EWOULDBLOCK);
     return outcome(session, result, got);
 }
 
@@ -338,7 +341,10 @@ static int has_unsent(const struct peercache_tls *tls)
 
 static int has_pending(const struct peercache_tls *tls)
 {
-    return SSL_has_pending(((const struct session *)tls)->ssl);
+    const struct session *session = (const struct session *)tls;
+
+    /* OpenSSL counts the first bytes of a record too, with which nothing can be done yet. */
+    return !session->is_read_out && SSL_has_pending(session->ssl);
 }
 
 static void free_session(struct peercache_tls *tls)

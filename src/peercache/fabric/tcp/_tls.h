@@ -18,7 +18,8 @@ struct peercache_tls_operations {
     int64_t (*receive)(struct peercache_tls *, void *into, size_t size);
     /* Return whether ciphertext waits for the socket. */
     int (*has_unsent)(const struct peercache_tls *);
-    /* Return whether bytes of the peer wait here, where no poll of the socket sees them. */
+    /* Return whether bytes of the peer may wait here that a receive gets at once, where no poll of
+     * the socket sees them. */
     int (*has_pending)(const struct peercache_tls *);
     /* Free the session; the socket stays its owner's. */
     void (*free)(struct peercache_tls *);
