@@ -23,6 +23,7 @@ import numpy as np
 
 from peercache.errors import PeerUnreachable, Rejected
 from peercache.memory.copying import copy_pages, kernel_copies
+from peercache.memory.fork_release import let_go_in_children
 from peercache.memory.kernel import Bytes, address_of, prefault, unfault
 from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
 from peercache.memory.seals import SealTable
@@ -100,6 +101,7 @@ class AttachedSegment:
         if Path(path).name != segment_name(incarnation):
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
         sharing = sharing if sharing is not None else Sharing.of()
+        let_go_in_children()
         try:
             file = _opened(Path(path), os.O_RDWR if writable else os.O_RDONLY, sharing)
         except FileNotFoundError as error:

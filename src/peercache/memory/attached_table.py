@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from peercache.errors import PeerUnreachable, Rejected
+from peercache.memory.fork_release import let_go_in_children
 from peercache.memory.kernel import address_of
 from peercache.memory.layout import table_name
 from peercache.memory.table_reading import TableReader, Unusable
@@ -56,6 +57,7 @@ class AttachedTable:
         Raises PeerUnreachable if there is no such file here, Rejected if it is no file of a sharing
         uid, or not open to us. What is in it is checked with each look.
         """
+        let_go_in_children()
         sharing = sharing if sharing is not None else Sharing.of()
         name = table_name(incarnation)
         path = Path(folder) / name

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.errors import AddressTaken, PoolTooLarge
+from peercache.memory.fork_release import let_go_in_children
 from peercache.memory.kernel import Bytes, prefault, unfault
 from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
 from peercache.memory.seals import SealStore
@@ -143,7 +144,7 @@ class PublishedSegment:
                 return
             self._closed = True
         if not self._fork.is_child:
-            # A forked child has the lock and the descriptor too, but the file is its parent's.
+            # The file is its parent's.
             self.path.unlink(missing_ok=True)
         unfault(self._whole)
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -164,7 +165,8 @@ class PublishedSegment:
 
 
 def create_locked(path: Path) -> int:
-    """Return a descriptor of a new file at `path` that we hold the lock of."""
+    """Return a descriptor of a new file at `path`; we hold its lock, and no child of ours does."""
+    let_go_in_children()
     for _ in range(CREATE_ATTEMPTS_MAX):
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.installation.library import function
+from peercache.model.fork_guard import ForkGuard
 from peercache.model.keys import KEY_BYTES
 from peercache.model.records import BUCKETS, RECORD_BYTES
 
@@ -149,7 +150,7 @@ class DirectoryTable:
         self._table = table
         self._ahead: int | None = _ahead_new(table) if loads_ahead and self.is_shared else None
         # Not when the interpreter ends: a node's thread may still tick, and the memory goes anyhow.
-        weakref.finalize(self, _let_go, table, self._ahead).atexit = False
+        weakref.finalize(self, _let_go, table, self._ahead, ForkGuard()).atexit = False
         self._told_max = told_max
         self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
         self._change = (ctypes.c_uint64 * 3)()
@@ -311,7 +312,9 @@ class DirectoryTable:
             _ahead_ask(self._ahead, self._table)
 
 
-def _let_go(table: int, ahead: int | None) -> None:
+def _let_go(table: int, ahead: int | None, fork: ForkGuard) -> None:
+    if fork.is_child:
+        return  # A shared table is not there any more (`memory.fork_release`).
     if ahead is not None:
         _ahead_end(ahead)
     _free(table)
