@@ -102,6 +102,7 @@ class Node:
         self.config = config = with_cluster(config, files)
         self.metrics = metrics or Metrics()
         self._in_process, self._before = in_process, before
+        self._local_secret = before.local_secret if before else secrets.token_bytes(SECRET_BYTES)
         self._rng = random.SystemRandom()
         self._nonce = new_nonce(self._rng)
         self._name = "" if files is None else files.identity.name
@@ -197,10 +198,7 @@ class Node:
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
         home = self._listen_home(listener, control_port)
-        local_secret = (
-            self._before.local_secret if self._before else secrets.token_bytes(SECRET_BYTES)
-        )
-        gate = Gate(self.sharing, self.tls)
+        local_secret, gate = self._local_secret, Gate(self.sharing, self.tls)
         self._admission = admission = self._admit_at(home, local_secret, gate)
         known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
         host = addresses.advertised_host(config, bound_host, known)
@@ -254,17 +252,22 @@ class Node:
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)
-        nursery.start_soon(keep, "housekeeping", housekeeping.run, self.log)
-        nursery.start_soon(keep, "connections", housekeeping.bound_connections, self.log)
-        self._spread_revocations(nursery)
-        advertising = self._advertising(reach, bound_host, known)
-        nursery.start_soon(keep, "advertising", advertising.run, self.log)
+        self._look_after(nursery, housekeeping, self._advertising(reach, bound_host, known))
         nursery.start_soon(self._finder(reach).run)
         self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
             http=http, local_secret=local_secret,
         )  # fmt: skip
+
+    def _look_after(
+        self, nursery: trio.Nursery, housekeeping: Housekeeping, advertising: Advertising
+    ) -> None:
+        """Begin what is done again and again while this node serves."""
+        nursery.start_soon(keep, "housekeeping", housekeeping.run, self.log)
+        nursery.start_soon(keep, "connections", housekeeping.bound_connections, self.log)
+        nursery.start_soon(keep, "advertising", advertising.run, self.log)
+        self._spread_revocations(nursery)
 
     def _watch(
         self,
