@@ -25,6 +25,7 @@ SOURCES = (
     "net/_handshakes.c",
     "paths/_locations.c",
     "fabric/tcp/_receiving.c",
+    "fabric/tcp/_holding.c",
     "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",
 )

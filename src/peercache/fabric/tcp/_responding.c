@@ -203,6 +203,7 @@ static enum end finish(struct server *server, struct connection *connection, int
     }
     connection->phase = HEAD;
     connection->got = 0;
+    peercache_release(server, connection);
     peercache_wait_until(server, connection, now + connection->idle_ns);
     return GOES_ON;
 }

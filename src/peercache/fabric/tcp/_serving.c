@@ -5,8 +5,9 @@
  * Hears   requests (wire.py): it checks every length before it uses it.
  * Says    the bytes of slots, and after them their seals (_responding.c).
  * Keeps   no receive ever waits.
- * Limits  STEP_BYTES_MAX of one connection before the others have their turn; one request of
- *         count_max entries buffered each. The caller limits the number of connections.
+ * Limits  STEP_BYTES_MAX of one connection before the others have their turn; requests and ciphertext
+ *         of held_max bytes in all and owner_held_max of one certificate: what would be more waits
+ *         (_holding.c). The caller limits the number of connections.
  *
  * ctypes releases the GIL once for as long as `run` runs: serving delays neither the engine's thread
  * nor the node's loop.
@@ -72,6 +73,7 @@ static void forget(struct connection *connection)
 
 static void end(struct server *server, struct connection *connection, enum end how)
 {
+    peercache_leave_owner(server, connection);
     if (connection->previous)
         connection->previous->next = connection->next;
     else
@@ -97,6 +99,30 @@ static void end(struct server *server, struct connection *connection, enum end h
     ring(server->news);
 }
 
+/* Return the memory that the request whose head has come, and its response, hold at most. */
+static uint64_t held_by(const struct connection *connection)
+{
+    uint64_t request = sizeof(struct request) + connection->head.count * sizeof(struct entry);
+
+    return connection->tls
+               ? request + PEERCACHE_TLS_UNSENT_BYTES + PEERCACHE_TLS_RECORD_BYTES
+               : request;
+}
+
+/* Receive the entries, in memory that the connection holds already. */
+static enum end open_request(struct connection *connection)
+{
+    connection->request =
+        malloc(sizeof(struct request) + connection->head.count * sizeof(struct entry));
+    if (!connection->request)
+        return GONE;
+    memset(connection->request, 0, sizeof(struct request));
+    connection->request->count = connection->head.count;
+    connection->phase = ENTRIES;
+    connection->got = 0;
+    return GOES_ON;
+}
+
 static enum end begin_request(struct server *server, struct connection *connection)
 {
     const struct settings *settings = &server->settings;
@@ -109,14 +135,9 @@ static enum end begin_request(struct server *server, struct connection *connecti
         return INCARNATION;
     if (head->total > settings->request_bytes_max)
         return BOUNDS;
-    connection->request =
-        malloc(sizeof(struct request) + head->count * sizeof(struct entry));
-    if (!connection->request)
-        return GONE;
-    memset(connection->request, 0, sizeof(struct request));
-    connection->request->count = head->count;
-    connection->phase = ENTRIES;
-    connection->got = 0;
+    if (peercache_hold(server, connection, held_by(connection)))
+        return open_request(connection);
+    peercache_wait_for_room(server, connection);
     return GOES_ON;
 }
 
@@ -189,7 +210,7 @@ static enum end receive(struct server *server, struct connection *connection, in
             connection->got += (uint64_t)got;
         }
         how = is_head ? begin_request(server, connection) : begin_response(server, connection);
-        if (how != GOES_ON)
+        if (how != GOES_ON || connection->phase == WAITING)
             return how;
     }
     peercache_wait_until(server, connection, now + connection->stall_ns);
@@ -200,6 +221,8 @@ static uint32_t wanted_event(const struct connection *connection)
 {
     const struct peercache_tls *tls = connection->tls;
 
+    if (connection->phase == WAITING)
+        return 0;
     if (connection->phase == SENDING || connection->phase == FLUSHING)
         return EPOLLOUT;
     /* What a session has read ahead no poll sees: come back as soon as the socket takes a byte. */
@@ -213,6 +236,8 @@ static void converse(struct server *server, struct connection *connection, int64
     enum end how = GOES_ON;
     struct epoll_event event = {.data.ptr = connection};
 
+    if (connection->phase == WAITING)
+        how = GONE; /* Only an error wakes it. */
     if (connection->phase == HEAD || connection->phase == ENTRIES)
         how = receive(server, connection, now);
     if (how == GOES_ON && (connection->phase == SENDING || connection->phase == FLUSHING))
@@ -226,6 +251,21 @@ static void converse(struct server *server, struct connection *connection, int64
         connection->interest = event.events;
         if (epoll_ctl(server->poll, EPOLL_CTL_MOD, connection->file, &event) < 0)
             end(server, connection, GONE);
+    }
+}
+
+/* Go on with the connections that wait, as far as others have made room. */
+static void let_in(struct server *server, int64_t now)
+{
+    struct connection *connection;
+
+    while (server->is_room_made && (connection = peercache_next_waiting(server, held_by))) {
+        enum end how = open_request(connection);
+
+        if (how == GOES_ON)
+            converse(server, connection, now);
+        else
+            end(server, connection, how);
     }
 }
 
@@ -294,7 +334,8 @@ static int hear_caller(struct server *server, int64_t now)
         server->all = taken;
         taken->interest = event.events;
         peercache_wait_until(server, taken, now + taken->idle_ns);
-        if (epoll_ctl(server->poll, EPOLL_CTL_ADD, taken->file, &event) < 0)
+        if (!peercache_join_owner(server, taken, taken->owner_name) ||
+            epoll_ctl(server->poll, EPOLL_CTL_ADD, taken->file, &event) < 0)
             end(server, taken, GONE);
     }
     for (; idle_to_close; idle_to_close--)
@@ -330,6 +371,7 @@ void peercache_pages_run(struct server *server)
 
         if (now >= server->scan_at_ns)
             scan(server, now);
+        let_in(server, now);
         count = epoll_wait(server->poll, events, EVENTS_MAX, patience_ms(server, now));
         now = now_ns();
         for (int index = 0; index < count; index++) {
@@ -344,10 +386,11 @@ void peercache_pages_run(struct server *server)
 }
 
 /* Take over an admitted connection, its descriptor and its TLS session; return whether that was
- * done. tls: or null. spaces: whose pages it may read; none: all. */
-int peercache_pages_take(struct server *server, int file, uint64_t name, int64_t idle_ns,
-                         int64_t request_ns, int64_t stall_ns, struct peercache_tls *tls,
-                         const uint32_t *spaces, uint64_t spaces_count)
+ * done. tls: or null. spaces: whose pages it may read; none: all. owner: of its certificate, the same
+ * for all of its connections; 0: none. */
+int peercache_pages_take(struct server *server, int file, uint64_t name, uint64_t owner,
+                         int64_t idle_ns, int64_t request_ns, int64_t stall_ns,
+                         struct peercache_tls *tls, const uint32_t *spaces, uint64_t spaces_count)
 {
     struct connection *connection =
         calloc(1, sizeof(*connection) + spaces_count * sizeof(*spaces));
@@ -361,6 +404,7 @@ int peercache_pages_take(struct server *server, int file, uint64_t name, int64_t
         memcpy(connection->spaces, spaces, spaces_count * sizeof(*spaces));
     connection->file = file;
     connection->name = name;
+    connection->owner_name = owner;
     connection->idle_ns = idle_ns;
     connection->request_ns = request_ns;
     connection->stall_ns = stall_ns;

@@ -22,8 +22,9 @@
 /* How a conversation ended; serving.py knows them by these numbers. */
 enum end { GOES_ON = -1, GONE = 0, MALFORMED = 1, INCARNATION = 2, BOUNDS = 3 };
 
-/* FLUSHING: the response is encrypted, and a part of it waits for the socket. */
-enum phase { HEAD, ENTRIES, SENDING, FLUSHING };
+/* WAITING: for room to hold the request whose head has come. FLUSHING: the response is encrypted, and
+ * a part of it waits for the socket. */
+enum phase { HEAD, WAITING, ENTRIES, SENDING, FLUSHING };
 
 struct head {
     char magic[4];
@@ -68,9 +69,13 @@ struct closing {
     uint64_t name;
 };
 
+/* Whose connections share what one owner may hold (_holding.c). */
+struct owner;
+
 struct connection {
-    struct connection *previous, *next;
-    uint64_t name;
+    struct connection *previous, *next, *next_waiting;
+    uint64_t name, owner_name, held;
+    struct owner *owner;
     int file, end;
     enum phase phase;
     uint32_t interest;
@@ -93,6 +98,8 @@ struct settings {
     const struct seal *seals;
     uint64_t granule, incarnation;
     uint64_t count_max, request_bytes_max, portion_bytes_max, portion_pages_max;
+    /* Of requests and ciphertext of responses under way: bytes of all, and of one certificate. */
+    uint64_t held_max, owner_held_max;
     uint64_t (*usable)(void);
     void (*between)(void);
     void (*before_send)(void);
@@ -101,7 +108,10 @@ struct settings {
 struct server {
     struct settings settings;
     uint64_t usable;
-    uint64_t served;
+    uint64_t served, held;
+    struct owner *owners;
+    struct connection *waiting, *last_waiting;
+    int is_room_made;
     /* STEP_BYTES_MAX each: what goes out instead of a page that is withheld, and a step's copy. */
     uint8_t *zeros, *copy;
     int poll, bell, news;
@@ -117,6 +127,18 @@ struct server {
 
 /* Set a connection's deadline, and have the loop look at it in time. */
 void peercache_wait_until(struct server *, struct connection *, int64_t deadline_ns);
+/* Count a connection as one of an owner's; return whether there was memory for it. */
+int peercache_join_owner(struct server *, struct connection *, uint64_t name);
+/* Give back what the connection holds, and its place in the queue. */
+void peercache_leave_owner(struct server *, struct connection *);
+/* Have the connection hold so much, if there is room; return whether there was. */
+int peercache_hold(struct server *, struct connection *, uint64_t bytes);
+void peercache_release(struct server *, struct connection *);
+/* Put the connection into the queue for room. */
+void peercache_wait_for_room(struct server *, struct connection *);
+/* Take the first connection out of the queue that there is room for, which it holds then, or null. */
+struct connection *peercache_next_waiting(struct server *,
+                                          uint64_t (*wanted)(const struct connection *));
 /* Return where the portion that begins at page `first` ends: the twin of wire.cuts. */
 uint32_t peercache_cut(const struct settings *, const struct request *, uint32_t first);
 /* Send one step of the response in hand; return how the conversation ended, or GOES_ON. */

@@ -27,10 +27,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define RECORD_BYTES 16384
+#define RECORD_BYTES PEERCACHE_TLS_RECORD_BYTES
 /* A record's head, its tag, and room for a message of the protocol's own. */
 #define RECORD_EXTRA_BYTES 256
-#define UNSENT_BYTES (512u << 10)
+#define UNSENT_BYTES PEERCACHE_TLS_UNSENT_BYTES
 /* Places whose first and last byte are probed: one call of the kernel takes them all. */
 #define PROBED_MAX 512
 /* The alternative name that every certificate of PeerCache has. */
@@ -313,7 +313,8 @@ static int64_t send_pieces(struct peercache_tls *tls, const struct iovec *pieces
         return -1;
     if (session->begin == session->end) {
         free(session->unsent);
-        session->unsent = NULL;
+        free(session->stage);
+        session->unsent = session->stage = NULL;
     }
     return (int64_t)taken;
 }

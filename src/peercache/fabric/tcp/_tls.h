@@ -7,6 +7,11 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
+/* The most that a session holds while a response is on its way: ciphertext that waits for the
+ * socket, and a record that is put together. */
+#define PEERCACHE_TLS_UNSENT_BYTES (512u << 10)
+#define PEERCACHE_TLS_RECORD_BYTES 16384u
+
 struct peercache_tls;
 
 struct peercache_tls_operations {

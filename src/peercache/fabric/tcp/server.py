@@ -6,7 +6,8 @@ Says    whether it serves a client, and if not, why. The compiled loop on thread
         (serving.py) answers the requests.
 Keeps   nothing is served before `DataAdmission` said so. Silent connections keep no other out: the
         one that has been silent for longest makes room.
-Limits  `DescriptorShares.data` admitted connections, half of them of one host and a quarter of one
+Limits  serving.HELD_BYTES_MAX of requests and unsent responses, a part of it of one certificate;
+        `DescriptorShares.data` admitted connections, half of them of one host and a quarter of one
         certificate; `DescriptorShares.newcomers` that are not admitted yet, HOST_NEWCOMERS_MAX of
         one host. One step of one handshake in each turn of the loop.
 """
@@ -28,7 +29,7 @@ import trio
 from peercache.errors import Rejected
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.admission import DataAdmission
-from peercache.fabric.tcp.serving import PageSource, Patience, ServingThread
+from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, Patience, ServingThread
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
 from peercache.model.descriptors import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
@@ -77,6 +78,7 @@ async def serve_pages(
     connections_max: int = DATA_MAX,
     newcomers_max: int = NEWCOMERS_MAX,
     threads: int = 0,
+    held_bytes_max: int = HELD_BYTES_MAX,
     between_bytes_and_words: Callable[[], None] | None = None,
     before_send: Callable[[], None] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
@@ -84,18 +86,21 @@ async def serve_pages(
     """Serve pages until cancelled; closes listeners and connections then.
 
     threads: how many send; 0 goes by this machine's cores.
+    held_bytes_max: of requests and responses under way.
     between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
     """
+    count = threads or usual_threads()
     pages = [
         ServingThread(
             source,
             granule=admission.granule,
             incarnation=admission.incarnation,
             metrics=metrics,
+            held_max=held_bytes_max // count,
             between_bytes_and_words=between_bytes_and_words,
             before_send=before_send,
         )
-        for _ in range(threads or usual_threads())
+        for _ in range(count)
     ]
     service = _Service(pages, admission, metrics, connections_max, newcomers_max)
     try:

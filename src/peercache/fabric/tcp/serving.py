@@ -36,6 +36,13 @@ COUNT_EVERY_S = 1.0
 """How often the metric takes over the bytes that the thread has counted, and expired certificates
 are looked for."""
 
+HELD_BYTES_MAX = 256 * 2**20
+"""What requests and responses under way hold at most, on all threads: with TLS some 480 responses,
+each with half a MiB of ciphertext that waits for its socket. Further requests wait their turn."""
+OWNERS_AT_ONCE = 4
+"""Of so many parts of that each certificate has one at most: its readers that do not receive hold
+up no other's."""
+
 _ENDS = ("", wire.MALFORMED, wire.INCARNATION, wire.BOUNDS)
 """How a conversation ends, by the numbers of `enum end`."""
 
@@ -95,6 +102,8 @@ class _Settings(ctypes.Structure):
         ("request_bytes_max", ctypes.c_uint64),
         ("portion_bytes_max", ctypes.c_uint64),
         ("portion_pages_max", ctypes.c_uint64),
+        ("held_max", ctypes.c_uint64),
+        ("owner_held_max", ctypes.c_uint64),
         ("usable", _Usable),
         ("between", _Between),
         ("before_send", _Between),
@@ -105,7 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "open": (ctypes.c_void_p, ctypes.POINTER(_Settings), ctypes.POINTER(ctypes.c_int)),
     "take": (
         ctypes.c_int,
-        *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 4),
+        *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 5),
         *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64),
     ),
     "close_idle": (None, ctypes.c_void_p),
@@ -139,11 +148,13 @@ class ServingThread:
         granule: int,
         incarnation: int,
         metrics: Metrics,
+        held_max: int = HELD_BYTES_MAX,
         between_bytes_and_words: Callable[[], None] | None = None,
         before_send: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the settings; `run` starts the thread.
 
+        held_max: bytes that requests and unsent responses may hold.
         between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
         """
         self._call = _functions
@@ -160,6 +171,8 @@ class ServingThread:
             request_bytes_max=wire.REQUEST_BYTES_MAX,
             portion_bytes_max=wire.PORTION_BYTES_MAX,
             portion_pages_max=wire.PORTION_PAGES_MAX,
+            held_max=held_max,
+            owner_held_max=held_max // OWNERS_AT_ONCE,
             usable=_Usable(lambda: source.usable_bytes),
             between=_Between(between_bytes_and_words) if between_bytes_and_words else _Between(),
             before_send=_Between(before_send) if before_send else _Between(),
@@ -226,7 +239,7 @@ class ServingThread:
         limits = (patience.idle_s, patience.request_s, patience.stall_s)
         conversation = self._conversations[name] = _Conversation(owner)
         try:
-            if not self._serves or not self._take(line, name, limits, spaces):
+            if not self._serves or not self._take(line, name, limits, spaces, owner):
                 return End(None, "")  # The caller still owns the connection, and closes it.
             await conversation.over.wait()
             return End(conversation.line, conversation.refused)
@@ -234,7 +247,12 @@ class ServingThread:
             del self._conversations[name]
 
     def _take(
-        self, line: Line, name: int, limits: tuple[float, ...], spaces: tuple[int, ...]
+        self,
+        line: Line,
+        name: int,
+        limits: tuple[float, ...],
+        spaces: tuple[int, ...],
+        owner: TlsPeer | None,
     ) -> bool:
         session = line.session
         handle = None if session is None else session.detach()
@@ -242,6 +260,7 @@ class ServingThread:
             self._server,
             line.connection.fileno(),
             name,
+            0 if owner is None else hash(owner.serial) % 2**64 or 1,
             *(int(seconds * 1e9) for seconds in limits),
             handle,
             (ctypes.c_uint32 * len(spaces))(*spaces),

@@ -1,0 +1,114 @@
+"""What requests and unsent responses may hold: in all, and of one certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peercache.fabric.tcp import server as tcp_server
+from peercache.fabric.tcp import wire
+from peercache.model.reads import PeerRead
+from tests.contracts.fabric_suite import GRANULE, Destination, Owner
+from tests.contracts.fakes import PlainMemory
+from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.unit.fabric.secured import Cluster, fabric_with, incarnation, member_at, serve
+from tests.unit.fabric.serving import PageServer
+from tests.unit.fabric.test_tcp_tls import openssl_client
+
+MEMORY_BYTES = 16 * 2**20
+HELD_BYTES = 5 * 2**20
+"""Room for some responses with TLS, of which one certificate has two."""
+
+PAGES = 9
+"""Whole memories that a reader asks for who then does not receive: no socket takes them."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster.of(tmp_path)
+
+
+@pytest.fixture
+def server(cluster: Cluster) -> Iterator[PageServer]:
+    """A server of one thread with one page that fills its memory."""
+    memory = PlainMemory.of(MEMORY_BYTES, GRANULE)
+    Owner(memory).store(0, b"page", 2)
+    memory.seals["length"][0] = MEMORY_BYTES
+    running = serve(memory, cluster.node(), threads=1, held_bytes_max=HELD_BYTES)
+    yield running
+    running.close()
+
+
+def stuck(server: PageServer, context: ssl.SSLContext) -> socket.socket:
+    """Return a connection that has asked for much more than it receives."""
+    connection = context.wrap_socket(
+        socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S),
+        server_hostname="peercache",
+    )
+    whole = np.array([[0] * PAGES, [MEMORY_BYTES] * PAGES, [2] * PAGES], np.uint64)
+    said = wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
+    connection.sendall(wire.encode_greeting(said))
+    connection.sendall(wire.encode_request(*whole, incarnation()))
+    return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return the answer to the greeting, and the first bytes of a response that come in time."""
+    connection.settimeout(0.5)
+    got, wanted = b"", wire.ANSWER_BYTES + 8
+    with contextlib.suppress(TimeoutError):
+        while len(got) < wanted and (more := connection.recv(wanted - len(got))):
+            got += more
+    return got
+
+
+def read(server: PageServer, cluster: Cluster, name: str) -> str:
+    """Read four bytes of the page with a certificate; return the failure."""
+    into = Destination.of([[4]])
+    asked = np.array([[0], [2]], np.uint64)
+    page = PeerRead(member_at(server), asked[0], into.lengths, into.runs, asked[1])
+    with contextlib.closing(fabric_with(cluster.client(name))) as fabric:
+        return fabric.read(page, time.monotonic() + TIMEOUT_S).failure
+
+
+def test_readers_of_one_certificate_that_do_not_receive_hold_their_share(
+    server: PageServer, cluster: Cluster
+) -> None:
+    """The others of that certificate wait for their turn, and no other certificate does."""
+    context = openssl_client(cluster.client_files("slow"))
+    with ExitStack() as stack:
+        slow = [stack.enter_context(stuck(server, context)) for _ in range(8)]
+        served = [len(received(each)) > wire.ANSWER_BYTES for each in slow]
+        assert served.count(True) == 2
+
+        begun = time.monotonic()
+        assert read(server, cluster, "other") == ""
+        assert_within(time.monotonic() - begun, PROMPT_S)
+
+        # What ends makes room for one that waits.
+        slow[served.index(True)].close()
+        waiting = [each for each, has_begun in zip(slow, served, strict=True) if not has_begun]
+        wait_until(lambda: any(received(each) for each in waiting))
+
+
+def test_all_certificates_together_hold_no_more_than_there_is(
+    server: PageServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that waits for room has it when those that do not receive have been hung up on."""
+    monkeypatch.setattr(tcp_server, "SEND_STALL_S", 1.0)
+    contexts = [openssl_client(cluster.client_files(f"slow-{n}")) for n in range(5)]
+    with ExitStack() as stack:
+        slow = [stack.enter_context(stuck(server, each)) for each in contexts for _ in range(2)]
+        served = [len(received(each)) > wire.ANSWER_BYTES for each in slow]
+
+        assert 4 <= served.count(True) < len(slow)
+        wait_until(lambda: server.connections() == 0)
+        assert read(server, cluster, "other") == ""
