@@ -17,10 +17,10 @@ from peercache.net.asking import (
     LAST_TURN_S,
     SLICE_S,
     Connections,
-    Dialled,
     Kind,
     drive,
 )
+from peercache.net.dialled import Dialled
 from peercache.wire.envelope import Message
 from peercache.wire.messages.session import Refused, SayHello, Welcome
 

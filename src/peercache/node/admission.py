@@ -207,12 +207,12 @@ class Admission:
             role = Role.OPERATOR if peer.uid in (0, os.getuid()) else Role.READER
         elif self._is_writer(peer, sender, hello):
             role = Role.WRITER
-        space = Namespace(hello.namespace).space_tag()
-        reads = spaces_of(identity)
-        if reads is not None and space not in reads:
-            assert identity is not None, "no certificate restricts"
+        # The name itself: two names may have one space tag.
+        if identity is not None and not identity.allows(hello.namespace):
             problem = f"{identity.uri()} does not allow namespace {hello.namespace!r}"
             raise Rejected("namespace", problem)
+        space = Namespace(hello.namespace).space_tag()
+        reads = spaces_of(identity)
         if role is Role.WRITER:
             self._compare_geometry(hello)
         changes = {Role.WRITER: frozenset({space}), Role.OPERATOR: None}.get(role, frozenset())

@@ -27,9 +27,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from peercache.errors import ConfigError
+from peercache.model.keys import DEFAULT_NAME, Namespace
 from peercache.trust.certificates import certificates_in, facts_of
 from peercache.trust.files import REVOKED_NAME, common_name_of
-from peercache.trust.identity import SCHEME, SHARED_NAME, CertificateRole, Identity, until_uri
+from peercache.trust.identity import (
+    SCHEME,
+    SHARED_NAME,
+    CertificateRole,
+    Identity,
+    parse_identity,
+    until_uri,
+)
 from peercache.trust.revocation import LISTS_BYTES_MAX
 
 CA_CERTIFICATE = "ca.crt"
@@ -120,8 +128,10 @@ class Authority:
         """Write a certificate and its key; return the certificate's path.
 
         is_renewal: keep the key that is there, and replace its certificate.
-        Raises ConfigError where files are there already, or, for a renewal, are not.
+        Raises ConfigError where files are there already, or, for a renewal, are not; and for a
+        namespace that nodes could not tell from another one.
         """
+        self._check_namespaces(identity)
         stem = stem_of(identity)
         path, key_path = self.folder / f"{stem}.crt", self.folder / f"{stem}.key"
         names = [_host(host) for host in hosts]
@@ -162,6 +172,23 @@ class Authority:
         )
         self._put_away(found)
         return new
+
+    def _check_namespaces(self, identity: Identity) -> None:
+        """Raise ConfigError for a namespace whose space tag an earlier name has.
+
+        Nodes know whose a page is by the 32 bits of the tag: who chose a name by its tag would read
+        and clear the other's pages. Expired and revoked certificates count too: pages of theirs may
+        be there still.
+        """
+        taken = {Namespace().space_tag(): DEFAULT_NAME}
+        issued = [parse_identity(each.uri) for each in self._issued()]
+        for name in (name for each in issued for name in each.namespaces):
+            taken.setdefault(Namespace(name).space_tag(), name)
+        for name in identity.namespaces:
+            other = taken.setdefault(Namespace(name).space_tag(), name)
+            if other != name:
+                problem = f"{name!r} has the same tag as {other!r}, and nodes could not tell their "
+                raise ConfigError("namespace", problem + "pages apart: choose another name")
 
     def _signed(
         self,

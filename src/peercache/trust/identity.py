@@ -72,6 +72,10 @@ class Identity:
         if self.namespaces and self.role is CertificateRole.OPERATOR:
             raise _refusal("an operator's certificate names no namespace")
 
+    def allows(self, namespace: str) -> bool:
+        """Return whether the owner may use a namespace, by its name."""
+        return not self.namespaces or namespace in self.namespaces
+
     def uri(self) -> str:
         """Return the URI that a certificate of this owner carries."""
         path = f"{SCHEME}{_quoted(self.cluster)}/{self.role.value}/{_quoted(self.name)}"

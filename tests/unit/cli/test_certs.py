@@ -11,7 +11,11 @@ import pytest
 
 from peercache.cli.main import main
 from peercache.config.settings import Config
+from peercache.model.keys import Namespace
 from peercache.trust.files import TlsFiles
+
+ALIKE = "team-6618", "team-35280"
+"""Names with one space tag."""
 
 
 @pytest.fixture(name="folder")
@@ -159,6 +163,26 @@ def test_revoke_by_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     assert "Revoked peercache://prod/client/e" in _run(capsys, "revoke", folder, copy)[1]
     assert "Nothing new" in _run(capsys, "revoke", folder, copy)[1]
+
+
+def test_a_namespace_with_the_tag_of_another_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its owner would have the other's rights. The first of them can be renewed."""
+    first, second = ALIKE
+    assert Namespace(first).space_tag() == Namespace(second).space_tag()
+    both = ("--namespace", second, "--namespace", first)
+    assert _run(capsys, "issue", folder, "--client", "c", *both)[0] == 2
+    assert _run(capsys, "issue", folder, "--client", "a", "--namespace", first)[0] == 0
+
+    for role in ("--client", "--node"):
+        status, _, problem = _run(capsys, "issue", folder, role, "b", "--namespace", second)
+        assert (status, first in problem) == (2, True)
+    assert not (folder / "client-b.key").exists()
+    renewed = ("--client", "a", "--namespace", first, "--renew")
+    assert _run(capsys, "issue", folder, *renewed)[0] == 0
+    _run(capsys, "revoke", folder, "client-a")
+    assert _run(capsys, "issue", folder, "--client", "b", "--namespace", second)[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, folder_of, lock_name
+from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.node import admission as admission_module
 from peercache.node.admission import Admission
@@ -152,6 +153,25 @@ def test_namespaces_live_side_by_side(admission: Admission) -> None:
     admission.admit(4, OWN, 8, attrs.evolve(writer, geometry="layers=3"))
 
     assert list(admission.sessions) == [1, 2, 3, 4]
+
+
+def test_a_certificate_allows_a_namespace_by_its_name() -> None:
+    """Two names may have one space tag."""
+    ours, theirs = "team-6618", "team-35280"
+    assert Namespace(ours).space_tag() == Namespace(theirs).space_tag()
+    identity = Identity("c", CertificateRole.CLIENT, "a", (ours,))
+    gate = SimpleNamespace(identity=lambda _: identity)
+    admission = Admission(
+        cluster="c", granule=16384, home="ipc:///none", local_secret=b"s",
+        gate=cast("Gate", gate), probe=lambda *_: pytest.fail("no lock is looked at"),
+    )  # fmt: skip
+
+    session = admission.admit(1, REMOTE, 5, attrs.evolve(FITTING, namespace=ours))
+    assert session.reads == {Namespace(ours).space_tag()}
+    with pytest.raises(Rejected) as refused:
+        admission.admit(2, REMOTE, 6, attrs.evolve(FITTING, namespace=theirs))
+
+    assert refused.value.reason == "namespace"
 
 
 @pytest.mark.parametrize("fields", [{"secret": SECRET}, {"lock": lock_name(CLIENT)}])

@@ -187,7 +187,8 @@ class DiskIndex:
     def are_of_space(self, entries: I64, namespace: int) -> npt.NDArray[np.bool_]:
         """Return which entries are of the space of a namespace's tag: a get of it finds them."""
         spaces = self._entries.rows["namespace"][entries] & np.uint64(SPACE_BITS)
-        return np.equal(spaces, np.uint64(space_of(namespace)))
+        are_theirs: npt.NDArray[np.bool_] = spaces == np.uint64(space_of(namespace))
+        return are_theirs
 
     def written_before(self, unix_s: int) -> I64:
         """Return the HELD entries that were written before a moment: for a time to live."""
