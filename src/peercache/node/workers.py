@@ -10,7 +10,7 @@ import attrs
 from peercache.model.ids import name_of
 from peercache.model.status import LISTED_MAX, Worker
 from peercache.observability.reasons import FABRICS
-from peercache.observability.reports import PEER_FABRIC
+from peercache.observability.reports import PEER_FABRIC, is_increase
 from peercache.wire.messages.session import Counted
 
 TRACKED_MAX = 1024
@@ -110,5 +110,5 @@ def _sum(counted: Counted, name: str) -> float:
     return sum(
         float(value)
         for path, value in counted.counts.items()
-        if path.partition("/")[0] == name and not isinstance(value, str)
+        if path.partition("/")[0] == name and is_increase(value)
     )

@@ -68,6 +68,9 @@ PLACES: Final = {labels: place for place, labels in enumerate(SERIES)}
 PAGE_OF: Final = {PLACES["get", tier, ALL]: PLACES[PAGE, tier, ""] for tier in READ_TIERS}
 """The series of a page's time, by that of a get whose pages all came."""
 
+SECONDS_MAX: Final = 1e6
+"""Most that a call takes, twelve days: far beyond any deadline, and sums stay finite."""
+
 CALL: Final = np.dtype([("series", "u1"), ("seconds", "<f4")])
 """One time: its place in SERIES, and how long it took."""
 
@@ -136,9 +139,8 @@ class Latency:
 
 def observe_calls(calls: Latency, pages: Latency, times: Calls) -> int:
     """Add times to the histograms of calls and of pages; return how many no client sends."""
-    known = (
-        (times["series"] < len(SERIES)) & (times["seconds"] >= 0) & np.isfinite(times["seconds"])
-    )
+    seconds = times["seconds"]
+    known = (times["series"] < len(SERIES)) & (seconds >= 0) & (seconds <= SECONDS_MAX)
     kept = times[known]
     for place in np.unique(kept["series"]).tolist():
         seconds = kept["seconds"][kept["series"] == place]

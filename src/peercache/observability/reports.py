@@ -6,10 +6,9 @@ of its calls. The node adds them to its own metrics, embedded and standalone ali
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import TypeGuard, final
 
 import numpy as np
 
@@ -26,6 +25,10 @@ PEER_FABRIC = "peer_fabric"
 
 PEERS_MAX = 256
 """Most peers in one report (10 KB): the others are in the next one."""
+
+INCREASE_MAX = 2**53
+"""Most that a counter grows by in one report: beyond it a sum of floats loses pages, and sums of
+such figures are infinite one day."""
 
 _LABELS: dict[str, tuple[str, ...]] = {
     "pages_hit": FABRICS,
@@ -107,6 +110,11 @@ class ClientReport:
         return [self.calls.popleft() for _ in range(len(self.calls))]
 
 
+def is_increase(value: object) -> TypeGuard[float]:
+    """Return whether a client may have counted so much since its last report."""
+    return isinstance(value, (int, float)) and 0 <= value <= INCREASE_MAX
+
+
 def absorb(metrics: Metrics, counted: Counted) -> int:
     """Add a client's report; return the number of items that no correct client sends."""
     ignored = 0
@@ -115,7 +123,7 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
         if name == PEER_FABRIC and increase in FABRICS:
             continue  # No metric: the node's status tells it.
         is_known = name in _LABELS and (value in _LABELS[name] or (not value and not _LABELS[name]))
-        if not is_known or isinstance(increase, str) or not 0 <= increase < math.inf:
+        if not is_known or not is_increase(increase):
             ignored += 1
             continue
         counter = getattr(metrics, name)

@@ -99,3 +99,14 @@ def test_fabrics_of_all_clients_are_told_together() -> None:
     many = {f"peer_fabric/{number:x}": "tcp" for number in range(2 * LISTED_MAX)}
     workers.note(7, Counted({**many}, b""), now=3.0)
     assert len(workers.fabrics()) == LISTED_MAX
+
+
+def test_figures_that_no_client_can_have_counted_are_left_out() -> None:
+    """Two reports of 1e308 pages made the dashboard answer 500 from then on."""
+    workers = AttachedWorkers()
+    for at in range(3):
+        workers.note(7, counted(pages_set=1e308, pages_hit__shm=-1e308, pages_hit__tcp=5), at)
+        workers.note(7, counted(pages_set=float("inf"), pages_missed__x=float("nan")), at)
+
+    ((told,), _) = workers.listed([ONE], now=2.5)
+    assert (told.keys, told.hits, told.misses, told.sets) == (0, 5.0, 0.0, 0.0)

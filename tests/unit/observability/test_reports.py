@@ -93,11 +93,13 @@ def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
     lies = {
         "pages_evicted": 5, "registry": 1, "pages_hit/pigeon": 1, "pages_hit": 1,
         "exists_asked/x": 1, "bytes_written": -1, "exists_found": float("inf"),
-        "pages_unpublished": "many",
+        "pages_unpublished": "many", "pages_hit/shm": 1e308, "pages_hit/tcp": 2**63,
     }  # fmt: skip
-    calls = np.array([(255, 1.0), (0, float("nan")), (0, -1.0)], CALL).tobytes()
+    times = [(255, 1.0), (0, float("nan")), (0, -1.0), (0, 1e308), (0, 3e38)]
+    with np.errstate(over="ignore"):
+        calls = np.array(times, CALL).tobytes()
 
-    assert absorb(node, Counted(lies, calls)) == len(lies) + 3
+    assert absorb(node, Counted(lies, calls)) == len(lies) + len(times)
     assert not node.latency_s.snapshot()
     assert value(node, "pages_evicted_total") == 0
 
