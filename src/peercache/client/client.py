@@ -27,6 +27,7 @@ from peercache.client.home import HomeState
 from peercache.client.report import current as current_call
 from peercache.client.report import tell_missed, tell_moved
 from peercache.config.settings import Config
+from peercache.errors import ConfigError
 from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
@@ -101,11 +102,12 @@ class Client:
         cls,
         config: Config | None = None,
         *,
-        namespace: Namespace | None = None,
+        namespace: Namespace | str | None = None,
         **settings: Any,
     ) -> Client:
         """Attach to the home node, or embed one; return a client that serves.
 
+        namespace: of the pages, or its name; None: what the settings name.
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
         With `home` (the address in a node's ready line) the client writes into that node's pool;
         without it a node runs in this process.
@@ -115,6 +117,10 @@ class Client:
             config = Config.load(settings, environment=os.environ)
         elif settings:
             raise TypeError("give a config, or settings, not both")
+        if isinstance(namespace, str):
+            namespace = Namespace(namespace)
+        elif not isinstance(namespace, Namespace | None):
+            raise ConfigError("namespace", f"is a name or a Namespace, not {namespace!r:.60}")
         client = cls(config, namespace or Namespace(config.namespace or DEFAULT_NAME))
         _open_clients[client._wiring.identity] = client
         try:

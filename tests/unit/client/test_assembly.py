@@ -8,11 +8,23 @@ from collections.abc import Callable
 
 import pytest
 
+from peercache import Client
 from peercache.client.assembly import Wiring
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.memory.client_lock import folder_of, lock_name
 from peercache.model.keys import Namespace
+
+
+def test_a_namespace_is_one_or_a_name_and_nothing_else() -> None:
+    """An engine that hands over a text means its name."""
+    with Client.open(
+        namespace="team-a", cluster="names", listen="127.0.0.1:0", pool_size="1MiB"
+    ) as client:
+        assert client.namespace == Namespace("team-a")
+    for wrong in (5, b"team-a", ("team-a",)):
+        with pytest.raises(ConfigError, match="a name or a Namespace"):
+            Client.open(namespace=wrong)  # type: ignore[arg-type]
 
 
 def test_a_lock_that_cannot_be_renewed_closes_no_descriptor_of_others() -> None:
