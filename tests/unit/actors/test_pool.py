@@ -24,6 +24,7 @@ from peercache.wire.messages.pool import (
     Commit,
     Granted,
     Reserve,
+    ReserveMirror,
 )
 from peercache.wire.messages.session import Refused
 from tests.unit.actors.pool_world import GRANULE, NODE, World, key, kinds, packed
@@ -216,6 +217,17 @@ def test_reserve_whose_counts_differ_is_refused(keys: bytes, lengths: bytes) -> 
     assert len(effects) == 1
     assert effects[0].message.request == 5
     assert effects[0].message.reason == "malformed"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_mirrored_pages_are_named(count: int) -> None:
+    """Slots ahead are for pages of the client's own."""
+    world = World(granules=64)
+
+    (refusal,) = world.say(ALICE, ReserveMirror(5, 1, 1, b"", packed([GRANULE] * count)))
+
+    assert (refusal.message.request, refusal.message.reason) == (5, "malformed")
+    assert "name them" in refusal.message.detail
 
 
 def test_reserve_of_too_many_pages_is_refused() -> None:

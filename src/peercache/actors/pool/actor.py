@@ -306,7 +306,7 @@ class Pool:
         self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
     ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
-        if detail := problem_of(reserve):
+        if detail := problem_of(reserve, is_mirror=mirrored_at is not None):
             return refused(origin, reserve.request, "malformed", detail)
         if self._reservations.is_gone(client):
             return refused(origin, reserve.request, "gone", "the process of this client has exited")

@@ -126,11 +126,16 @@ def take_slots(
     return taken, evicted
 
 
-def problem_of(reserve: Reserve) -> str:
-    """Return what is malformed about a Reserve, a sentence for a person; "" for nothing."""
+def problem_of(reserve: Reserve, *, is_mirror: bool) -> str:
+    """Return what is malformed about a Reserve, a sentence for a person; "" for nothing.
+
+    is_mirror: its pages were asked of another host, by name.
+    """
     count = len(reserve.lengths) // 8
     if len(reserve.lengths) != count * 8 or len(reserve.keys) not in (0, count * KEY_BYTES):
         return "keys and lengths do not agree"
+    if is_mirror and not reserve.keys:
+        return "no slots are reserved ahead for mirrored pages: it has to name them"
     if count > BATCH_PAGES_MAX:
         return f"{count} pages in one Reserve, {BATCH_PAGES_MAX} at most"
     return ""
