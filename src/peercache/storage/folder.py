@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,13 @@ INDEX_PART: Final = 64
 
 INDEX_BYTES_MIN: Final = 256 * 2**10
 
+
+SUPERBLOCK_BYTES_MAX: Final = 4096
+
+NO_SUPERBLOCK: Final = (
+    FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""What a superblock that is lost or damaged raises: any bytes may lie there."""
 
 _held_locks: dict[int, None] = {}
 
@@ -201,8 +209,9 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
     count = max(0, room // slab_bytes)
     if count == 0:
         raise ConfigError("disk_size", f"{size_bytes} bytes are too few for one slab")
-    if known is None:
-        _remove(path, [INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"])
+    index = [INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"]
+    # SQLite would follow a link.
+    _remove(path, index if known is None else [n for n in index if (path / n).is_symlink()])
     for number, file in slabs.items():
         # Beyond the cap, or of another slab size: ours by its name, and in the way.
         if number >= count or known is None:
@@ -216,14 +225,26 @@ def _may_be_ours(path: Path) -> bool:
     return not names or LOCK_NAME in names or SUPERBLOCK_NAME in names
 
 
+def _superblock(path: Path) -> Any:
+    """Return what the superblock says; raise one of NO_SUPERBLOCK."""
+    file = path / SUPERBLOCK_NAME
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise ValueError(f"{file} is no file")
+    with file.open("rb") as opened:
+        told = json.loads(opened.read(SUPERBLOCK_BYTES_MAX))
+    if type(told["format"]) is not int:
+        raise ValueError(f"{file} names no format")
+    return told
+
+
 def _slab_bytes_of(path: Path) -> int | None:
     """Return the slab size of what lies in a folder; None if nothing of this format does."""
     try:
-        told = json.loads((path / SUPERBLOCK_NAME).read_text())
+        told = _superblock(path)
         if told["format"] != FORMAT_VERSION:
             return None
         slab_bytes = int(told["slab_bytes"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except NO_SUPERBLOCK:
         # Lost or damaged: every slab knows its own size too.
         slab_bytes = _slab_bytes_of_slabs(path)
     is_whole = slab_bytes >= 2 * BLOCK_BYTES and slab_bytes % BLOCK_BYTES == 0
@@ -233,8 +254,8 @@ def _slab_bytes_of(path: Path) -> int | None:
 def _other_format(path: Path) -> int | None:
     """Return the format of a store that this version does not read, None if there is none."""
     try:
-        told = int(json.loads((path / SUPERBLOCK_NAME).read_text())["format"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        told = int(_superblock(path)["format"])
+    except NO_SUPERBLOCK:
         return None
     return told if told != FORMAT_VERSION else None
 
@@ -242,6 +263,8 @@ def _other_format(path: Path) -> int | None:
 def _slab_bytes_of_slabs(path: Path) -> int:
     for file in slab_files(path).values():
         try:
+            if not stat.S_ISREG(file.lstat().st_mode):
+                continue
             with file.open("rb") as opened:
                 header = parse_slab(opened.read(BLOCK_BYTES))
         except OSError:
@@ -255,11 +278,13 @@ def _write_superblock(path: Path, slab_bytes: int) -> None:
     """Replace the superblock as a whole, so that a crash leaves the old one or the new one."""
     said = json.dumps({"format": FORMAT_VERSION, "slab_bytes": slab_bytes})
     # One that says so already is left alone: a full disk has no room for another.
-    with suppress(FileNotFoundError, ValueError):
-        if (path / SUPERBLOCK_NAME).read_text() == said:
+    with suppress(*NO_SUPERBLOCK):
+        if json.dumps(_superblock(path)) == said:
             return
     fresh = path / f"{SUPERBLOCK_NAME}.new"
-    with fresh.open("w") as file:
+    # A link may lie there, which is not written through.
+    fresh.unlink(missing_ok=True)
+    with fresh.open("x") as file:
         file.write(said)
         file.flush()
         os.fsync(file.fileno())

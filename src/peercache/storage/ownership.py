@@ -71,7 +71,7 @@ def take_for(cluster: str, lock: int, shown: str, *, is_fresh: bool) -> bool:
     try:
         told = json.loads(raw)
         cluster_told, uid_told = str(told["cluster"]), int(told["uid"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         problem = f"{shown} holds pages of an unknown cluster: remove it, or let it lie"
         raise ForeignFolderError("disk_path", problem) from error
     if cluster_told != cluster:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -32,6 +34,8 @@ FILES_OPEN_MAX: Final = 64
 """A process has 1,024 descriptors by default, most of which are for connections."""
 
 PROBE_NAME: Final = "probe.tmp"
+
+NO_FILE: Final = "a link, or no file"
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -140,9 +144,7 @@ class SlabFiles:
                 flags = os.O_RDONLY if self._read_only else os.O_RDWR
                 direct = os.O_DIRECT if self.is_direct else 0
                 path = self.folder.path / slab_name(number)
-                opened = self._opened[number] = _Opened(
-                    os.open(path, flags | direct | os.O_CLOEXEC)
-                )
+                opened = self._opened[number] = _Opened(_open_own(path, flags | direct))
             opened.uses += 1
             self._opened.move_to_end(number)
             self._close_idle()
@@ -165,10 +167,21 @@ class SlabFiles:
                 os.close(self._opened.pop(number).file)
 
     def _size_of(self, number: int) -> int:
+        """Return the bytes of a slab file; 0 where there is none, or something else in its place.
+
+        A link or a pipe there is removed: no node has made it.
+        """
+        path = self.folder.path / slab_name(number)
         try:
-            return (self.folder.path / slab_name(number)).stat().st_size
+            found = path.lstat()
         except FileNotFoundError:
             return 0
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size
+        self._log.warning("disk.slab_removed", file=str(path), problem=NO_FILE)
+        path.unlink()
+        self.forget(number)
+        return 0
 
     def _make(self, number: int) -> None:
         """Allocate a slab file in full, or leave none."""
@@ -177,7 +190,7 @@ class SlabFiles:
         if free - slab_bytes < self._floor * total:
             raise NoRoomError
         path = self.folder.path / slab_name(number)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = _open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             os.posix_fallocate(file, 0, slab_bytes)
         except OSError as error:
@@ -212,8 +225,8 @@ class SlabFiles:
             return False
         path = self.folder.path / PROBE_NAME
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            file = os.open(path, flags | os.O_DIRECT, 0o600)
+            path.unlink(missing_ok=True)
+            file = _open_own(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
             try:
                 with aligned(2) as memory:
                     memory[:BLOCK_BYTES] = bytes(range(256)) * (BLOCK_BYTES // 256)
@@ -231,6 +244,17 @@ class SlabFiles:
         if not works:
             self._log.warning("disk.direct_io_refused", folder=str(self.folder.path))
         return works
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Open a file of this folder, and nothing that its name leads to elsewhere. Raises OSError."""
+    # A pipe keeps who opens it without O_NONBLOCK; for a file that says nothing.
+    own = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags | own, 0o600)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.ELOOP, NO_FILE, str(path))
 
 
 @contextmanager
