@@ -22,6 +22,7 @@ from peercache.actors.storage_port import (
     DISK_ENTRY,
     DISK_FAILED,
     DISK_FULL,
+    DISK_REPLACED,
     Load,
     Spill,
 )
@@ -160,8 +161,10 @@ class Store:
         if outcome == DISK_FAILED:
             return DISK_FAILED, 0
         found = None if stored is None else (stored.key, stored.namespace, stored.length)
-        if stored is None or found != (key, int(job.namespaces[at]), int(job.lengths[at])):
+        if stored is None:
             return DISK_DAMAGED, 0
+        if found != (key, int(job.namespaces[at]), int(job.lengths[at])):
+            return DISK_REPLACED, 0
         offset = int(job.offsets[at])
         for begin, end in self._steps(stored.length):
             self.memory.load(offset + begin, offset, stored.data[begin:end])

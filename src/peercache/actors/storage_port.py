@@ -29,6 +29,9 @@ DISK_LATE = 5
 place (Spill). Slot and place stay taken, until `LateEnded` names the page."""
 DISK_UNTRIED = 6
 """The deadline passed, or the tier ended, before the page's turn: nothing was touched."""
+DISK_REPLACED = 7
+"""Another page lies whole at the place: the node was killed between its bytes and its row, so the
+row of the page before is left. The place holds nothing."""
 
 DISK_ENTRY = np.dtype(
     [

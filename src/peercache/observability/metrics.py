@@ -30,7 +30,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     "spills_dropped": (
         "full", "no_room", "late", "failed", "queue_full", "changed", "too_large",
     ),
-    "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced"),
+    "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced", "overwritten"),
 }  # fmt: skip
 """Counters that a node shows from its start, and the values of their one label."""
 

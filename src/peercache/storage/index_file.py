@@ -2,8 +2,8 @@
 
 Slot headers are the truth; the index saves reading them all at start. So it may be lost, and may be
 behind by COMMIT_S after a crash: a page too many in it is found out when it is loaded, one too few
-is a page less. It is never ahead of the bytes: a row is put after its page was written, and goes
-before its place is written again.
+is a page less. A row is put after its page was written. The row of a page whose place was given to
+another one goes in a batch, too: a kill before that leaves it (DISK_REPLACED).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from peercache.actors.storage_port import (
     DISK_DONE,
     DISK_FAILED,
     DISK_FULL,
+    DISK_REPLACED,
     Load,
     Spill,
 )
@@ -46,6 +47,8 @@ UNIT_PAGES: Final = 64
 
 FAILURES_MAX: Final = 64
 """So many calls in a row fail only where the disk has gone for good; a bad spot is smaller."""
+
+ANOTHER_PAGE: Final = "another page"
 
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
 """Too many files are open: that passes, and says nothing about the disk."""
@@ -159,8 +162,11 @@ class PageMover:
             if unit.is_over:
                 return
             found: dict[int, int] = {}
+            replaced: set[int] = set()
 
-            def read(some: list[int], found: dict[int, int] = found) -> None:
+            def read(
+                some: list[int], found: dict[int, int] = found, replaced: set[int] = replaced
+            ) -> None:
                 memory = self._headers()
                 buffers: list[memoryview] = []
                 for number, index in enumerate(some):
@@ -175,13 +181,16 @@ class PageMover:
                     problem = _problem(header, effect, page, count, views[index][: lengths[index]])
                     count -= BLOCK_BYTES + len(views[index])
                     found[index] = header.checksum if header is not None and not problem else -1
-                    if problem:
+                    if problem == ANOTHER_PAGE:
+                        # No damage: a kill has left the row of the page that was here before.
+                        replaced.add(index)
+                    elif problem:
                         self._note_damage(places[index], problem)
 
             verdicts = self._attempt(unit, run, places, read)
             for index, checksum in found.items():
                 if checksum < 0:
-                    verdicts[index] = DISK_DAMAGED
+                    verdicts[index] = DISK_REPLACED if index in replaced else DISK_DAMAGED
                 elif verdicts[index] == DISK_DONE:
                     unit.job.checksums[begin + index] = checksum
             _say(unit, verdicts)
@@ -314,5 +323,5 @@ def _problem(
     wanted = effect.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
     found = (header.key, header.namespace, header.length)
     if found != (wanted, int(effect.namespaces[page]), int(effect.lengths[page])):
-        return "another page"
+        return ANOTHER_PAGE
     return "" if checksum_of(view) == header.checksum else "its checksum is wrong"

@@ -4,8 +4,8 @@ Owns    one node's folder and its lock, the slab files, the index, and the threa
 Hears   Spill, Load, Forget, NoteUse; `perform` never blocks.
 Says    DiskOpened once, then an answer to every job; DiskEnded when there is no disk any more.
 Keeps   a page is DONE only with its bytes right: on disk as they were in the pool, in the pool as
-        they were on disk. An index row is put after its page is written, and goes before its place
-        is written again.
+        they were on disk. An index row is put after its page is written. It goes when its place is
+        given away, in a batch: a kill before that leaves a row of a page that is not there.
 Limits  threads, pages that wait (jobs), rows that wait (index_file), open files (files).
 
 Nothing that the file system does reaches the caller as an exception, or as time: not at start,
@@ -29,6 +29,7 @@ from peercache.actors.storage_port import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_ENTRY,
+    DISK_REPLACED,
     DISK_UNTRIED,
     DiskEffect,
     DiskEnded,
@@ -305,9 +306,9 @@ def _keep_rows(index: IndexWriter, unit: Unit, said: bytes) -> None:
     outcomes = np.frombuffer(said, np.uint8)
     begin, end = unit.pages.start, unit.pages.stop
     if isinstance(effect, Load):
-        damaged = effect.places[begin:end][outcomes == DISK_DAMAGED]
-        if len(damaged):
-            index.drop(damaged)
+        wrong = effect.places[begin:end][np.isin(outcomes, (DISK_DAMAGED, DISK_REPLACED))]
+        if len(wrong):
+            index.drop(wrong)
     elif isinstance(effect, Spill):
         done = np.flatnonzero(outcomes == DISK_DONE) + begin
         if len(done):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from peercache.actors.promote.promotions import WantedPage
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_FAILED, DISK_LATE, Load
+from peercache.actors.storage_port import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promoted
 from tests.unit.actors.disk_world import CLIENT, GRANULE, LENGTH, POOL, abort, filled, key, reserve
+
+REASONS = {DISK_DAMAGED: "damaged", DISK_FAILED: "failed", DISK_REPLACED: "overwritten"}
 
 
 def test_promoted_page_is_read_under_a_fresh_record() -> None:
@@ -176,7 +178,7 @@ def test_pool_without_room_lets_a_load_wait() -> None:
     assert world.promoted()[0] == [PROMOTED]
 
 
-@pytest.mark.parametrize("outcome", [DISK_DAMAGED, DISK_FAILED])
+@pytest.mark.parametrize("outcome", REASONS)
 def test_damaged_page_is_dropped_everywhere(outcome: int) -> None:
     """A miss, a counter, no record, no entry, no slot: and the node goes on."""
     world = filled()
@@ -189,7 +191,7 @@ def test_damaged_page_is_dropped_everywhere(outcome: int) -> None:
     assert world.promoted() == ([LOST], [])
     assert world.where(3) == ""
     assert world.pool.figures()["pool_bytes_reserved"] == 0
-    reason = "damaged" if outcome == DISK_DAMAGED else "failed"
+    reason = REASONS[outcome]
     assert world.count("disk_pages_lost_total", reason=reason) == 1
     world.check_records()
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_FULL
+from peercache.actors.storage_port import DISK_DAMAGED, DISK_FULL, DISK_REPLACED
 from tests.unit.storage.rig import MIB, Rig, key_of
 
 DAMAGED = str(DISK_DAMAGED)
+REPLACED = str(DISK_REPLACED)
 
 
 def flip(file: Path, offset: int) -> None:
@@ -216,15 +217,68 @@ def test_old_index_beside_newer_slots_gives_no_wrong_page(tmp_path: Path) -> Non
     index.write_bytes(old)
 
     with Rig(tmp_path) as again:
-        assert again.load([1, 2, 3]) == [DAMAGED] * 3
+        assert again.load([1, 2, 3]) == [REPLACED] * 3
+        # It is what a kill leaves behind, and no fault of the disk.
+        assert "disk.page_damaged" not in again.log.events()
+    with Rig(tmp_path) as after:
+        assert len(after.opened.entries) == 0
 
 
-def test_lost_superblock_loses_no_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["link", "link to nothing", "pipe"])
+def test_a_slab_that_is_a_link_or_a_pipe_is_not_read_and_not_written_through(
+    tmp_path: Path, how: str
+) -> None:
+    """Its pages are gone; the node makes a file in its place and goes on."""
+    with Rig(tmp_path / "disk") as rig:
+        rig.spill([1, 2, 3])
+        file, _ = rig.file_of(1)
+    elsewhere = tmp_path / "elsewhere"
+    if how == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        file.rename(elsewhere)
+        file.symlink_to(elsewhere)
+    before = elsewhere.read_bytes() if how == "link" else b""
+    if how == "link to nothing":
+        elsewhere.unlink()
+
+    with Rig(tmp_path / "disk") as again:
+        assert len(again.opened.entries) == 0
+        assert again.spill([4, 5]) == bytes(2)
+        assert again.load([4, 5]) == ["right"] * 2
+        assert not again.log.errors()
+    assert file.is_file()
+    assert not file.is_symlink()
+    assert elsewhere.exists() == (how == "link")
+    if how == "link":
+        assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"{",
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b'{"format": 1e999, "slab_bytes": 1e999}',
+        b"[" * 10_000,
+        b"5",
+        None,
+    ],
+    ids=["cut", "nested", "no text", "infinite", "lists", "a number", "pipe"],
+)
+def test_lost_superblock_loses_no_page(tmp_path: Path, garbage: bytes | None) -> None:
     """Every slab says how large slabs are."""
     with Rig(tmp_path, size_bytes=64 * MIB) as rig:
         rig.spill([1, 2])
         size = rig.opened.slab_bytes
-    (tmp_path / "0" / "store.json").write_text("{")
+    superblock = tmp_path / "0" / "store.json"
+    superblock.unlink()
+    if garbage is None:
+        os.mkfifo(superblock)
+    else:
+        superblock.write_bytes(garbage)
 
     with Rig(tmp_path, size_bytes=256 * MIB) as again:
         assert again.opened.slab_bytes == size

@@ -12,6 +12,7 @@ import pytest
 from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DAMAGED,
+    DISK_REPLACED,
     DISK_UNTRIED,
     DiskEnded,
     Forget,
@@ -202,7 +203,7 @@ def test_load_of_another_namespace_is_refused(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.spill([1], namespace=5)
 
-        assert rig.load([1], namespace=6) == [str(DISK_DAMAGED)]
+        assert rig.load([1], namespace=6) == [str(DISK_REPLACED)]
 
 
 def test_job_whose_deadline_has_passed_touches_nothing(tmp_path: Path) -> None:

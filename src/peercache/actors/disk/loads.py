@@ -18,6 +18,7 @@ from peercache.actors.storage_port import (
     DISK_DONE,
     DISK_FAILED,
     DISK_LATE,
+    DISK_REPLACED,
     DISK_UNTRIED,
     LateEnded,
     Load,
@@ -26,7 +27,11 @@ from peercache.actors.storage_port import (
 from peercache.model.keys import KEY
 from peercache.model.runs import I64, U64
 
-LOST: Final = ((DISK_DAMAGED, "damaged"), (DISK_FAILED, "failed"))
+LOST: Final = (
+    (DISK_DAMAGED, "damaged"),
+    (DISK_FAILED, "failed"),
+    (DISK_REPLACED, "overwritten"),
+)
 """Outcomes after which a page is on disk no longer, and the reasons that metrics give."""
 
 

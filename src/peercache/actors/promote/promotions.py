@@ -19,7 +19,13 @@ from peercache.actors.effects import Effect, TellDisk, TellPool
 from peercache.actors.mailboxes import LoadWanted, PagesLoaded
 from peercache.actors.promote.unread_pages import UnreadPages
 from peercache.actors.promote.waiters import Waiters
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_DONE, DISK_FAILED, DISK_LATE
+from peercache.actors.storage_port import (
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_FAILED,
+    DISK_LATE,
+    DISK_REPLACED,
+)
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     COMMITTED,
@@ -181,7 +187,7 @@ class Promotions:
                 job.checksums[at] = checksums[index]
             elif outcome == DISK_LATE:
                 job.late[index] = None
-            elif outcome in (DISK_DAMAGED, DISK_FAILED):
+            elif outcome in (DISK_DAMAGED, DISK_FAILED, DISK_REPLACED):
                 effects += self.waiters.settle(job.keys[at], LOST)
             else:
                 effects += self.waiters.settle(job.keys[at], LATER)
