@@ -236,14 +236,14 @@ class Calls:
         """Remove, clear or retain at every live member, through the home node."""
         timeout_s = client.config.op_timeout_s
         started = trio.current_time()
-        if isinstance(message, Remove):
-            client.cache.forget(np.frombuffer(message.keys, KEY))
-        elif isinstance(message, Clear):
-            client.cache.clear()
         attached = client.tie.attached
         if attached is not None:
             message = attrs.evolve(message, patience_s=timeout_s / 2)
             await client.asker.ask([(attached.incarnation, message)], _until(client, timeout_s))
+        if isinstance(message, Remove):
+            client.cache.end(np.frombuffer(message.keys, KEY))
+        elif isinstance(message, Clear):
+            client.cache.end()
         self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
 
     # --- what must be -----------------------------------------------------------------------------

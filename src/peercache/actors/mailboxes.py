@@ -170,9 +170,23 @@ class CommitAnswered:
     committed: Committed
 
 
+@attrs.frozen
+class RemovalDone:
+    """disk → pool → publisher → directory: pages are removed here; answer `origin`.
+
+    The publisher waits until the owners of their records know that, for a part of patience_s; the
+    directory answers behind what its own shard has to take. Also removal → directory: all members
+    have answered, or their time is over.
+    """
+
+    origin: Origin
+    removed: Removed
+    patience_s: float = 0.0
+
+
 DirectoryHears: TypeAlias = (
     Lookup | Disputed | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
-    | CommitAnswered
+    | CommitAnswered | RemovalDone
 )  # fmt: skip
 
 
@@ -221,7 +235,7 @@ OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 
 PublisherHears: TypeAlias = (
     PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-    | SummaryWanted | SummaryAsked | ChangesAsked
+    | SummaryWanted | SummaryAsked | ChangesAsked | RemovalDone
 )  # fmt: skip
 
 
@@ -350,7 +364,7 @@ PoolHears: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
-    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked
+    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked | RemovalDone
 )  # fmt: skip
 
 

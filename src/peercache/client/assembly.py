@@ -180,6 +180,7 @@ class Wiring:
             clock=self.clock,
             cost_of=loads.cost_of,
             tables=self._tables.nodes,
+            removals=self._tables.removals,
         )
         return Reader(
             locator=locator, cache=self.cache, verify=self._config.verify,

@@ -213,15 +213,18 @@ class Client:
 
         def ask(until: float) -> int:
             names = self._names(keys)
-            self._wiring.cache.forget(names)
             tag, patience_s = self.namespace.tag(), self._patience_s(until)
-            return self._tell_home(
-                [
-                    Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), patience_s)
-                    for begin in range(0, len(names), REMOVE_KEYS_MAX)
-                ],
-                until,
-            )
+            try:
+                return self._tell_home(
+                    [
+                        Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), patience_s)
+                        for begin in range(0, len(names), REMOVE_KEYS_MAX)
+                    ],
+                    until,
+                )
+            finally:
+                # Only now: until the answer a call of another thread still finds them.
+                self._wiring.cache.end(names)
 
         return self._call("remove", len(keys), 0, ask)
 
@@ -229,8 +232,12 @@ class Client:
         """Drop every page of this namespace on every live node; return how many went."""
 
         def ask(until: float) -> int:
-            self._wiring.cache.clear()
-            return self._tell_home([Clear(0, self.namespace.tag(), self._patience_s(until))], until)
+            message = Clear(0, self.namespace.tag(), self._patience_s(until))
+            try:
+                return self._tell_home([message], until)
+            finally:
+                # Only now: until the answer a call of another thread still finds them.
+                self._wiring.cache.end()
 
         return self._call("clear", 0, 0, ask)
 

@@ -101,6 +101,11 @@ class Tables:
                 self._tell(step.peer, unusable.reason)
             return None
 
+    def removals(self, node: int) -> int:
+        """Return how often pages were removed, as a node of this host says; 0 without its table."""
+        table = self._opened.get(node)
+        return 0 if table is None else table.removals()
+
     def close(self) -> None:
         """Close every table."""
         self.follow(())

@@ -2,6 +2,7 @@
 #ifndef PEERCACHE_TABLE_LAYOUT_H
 #define PEERCACHE_TABLE_LAYOUT_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -72,6 +73,8 @@ struct table {
     uint32_t row_free, holder_free; /* the first of those that were used; holders count from 1 */
     uint32_t born;                 /* the number of the next record: older ones are told first */
     int32_t file;                  /* the owner's descriptor; -1: the memory is private */
+    /* Again for readers, behind what earlier builds have: there it is 0 for ever. */
+    uint64_t removals; /* how often pages were removed, here or by a client of this node */
 };
 
 /* As model/records.py has them. */
@@ -85,6 +88,7 @@ struct record {
 _Static_assert(sizeof(struct row) == 64, "a line of the processor's cache");
 _Static_assert(sizeof(struct record) == 56, "as in model/records.py");
 _Static_assert(sizeof(struct table) <= PAGE_BYTES, "a header is one page");
+_Static_assert(offsetof(struct table, removals) == 272, "as in memory/attached_table.py");
 
 static inline uint64_t mixed(uint64_t word)
 {

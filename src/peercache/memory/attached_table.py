@@ -23,6 +23,9 @@ from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
 from peercache.trust.sharing import Sharing
 
+_REMOVALS_AT = 272
+"""Where `removals` lies in the header (`_table_layout.h`)."""
+
 
 @final
 class AttachedTable:
@@ -87,6 +90,18 @@ class AttachedTable:
             if self._reader is None:
                 raise Unusable("closed")
             return self._reader.batch(keys, ring, now_s, asker)
+
+    def removals(self) -> int:
+        """Return how often pages were removed, as far as the table's node knows; 0 once closed."""
+        with self._lock:
+            if self._reader is None:
+                return 0
+            packed = (
+                os.pread(self._file, 8, _REMOVALS_AT)
+                if self._mapping is None
+                else self._mapping[_REMOVALS_AT : _REMOVALS_AT + 8]
+            )
+            return int.from_bytes(packed, "little")
 
     def close(self) -> None:
         """Unmap, after a look that is under way. May be repeated."""

@@ -47,14 +47,19 @@ class Locator:
         clock: Callable[[], float],
         cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
         tables: Callable[[], Iterable[int]] = tuple,
+        removals: Callable[[int], int] = lambda _: 0,
     ) -> None:
         """Share the cache and the breakers with the reader and the writer.
 
         cost_of: which of two holders that are equally far to read from: the one that costs less.
         tables:  returns the nodes of this host whose directory tables can be read.
+        removals: returns how often a node of this host knows pages to have been removed; 0: never,
+                  or it cannot be read.
         """
         self._cost_of = cost_of
         self._tables = tables
+        self._removals = removals
+        self._removed = (0, 0)
         self._cache = cache
         self._breakers = breakers
         self._clock = clock
@@ -76,6 +81,7 @@ class Locator:
         failed:       records that have just failed verification, as `names_of_records` names them:
                       an owner may tell of them until their holder has withdrawn them.
         """
+        epoch = self._cache.epoch
         cached: tuple[Records, Mask] | None = None
         if cached_since < np.inf:
             cached = self._cache.find(keys, not_before=cached_since)
@@ -103,7 +109,7 @@ class Locator:
             if not targets:
                 break
             yield from self._ask(search, targets, now, until)
-        self._cache.store(search.found(), self._clock())
+        self._cache.store(search.found(), self._clock(), epoch=epoch)
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
@@ -120,6 +126,7 @@ class Locator:
         """
         if not cluster.ring.members:
             return None
+        epoch = self._cache.epoch
         records: Records = np.empty(len(keys), RECORD)
         known: Mask = np.zeros(len(keys), np.bool_)
         absent: Mask = np.zeros(len(keys), np.bool_)
@@ -157,8 +164,16 @@ class Locator:
         found = picked(records, known)
         if not self._are_readable(found, cluster):
             return None
-        self._cache.store(found, self._clock(), are_touched=touch)
+        self._cache.store(found, self._clock(), epoch=epoch, are_touched=touch)
         return known, found
+
+    def forget_removed(self, home: int) -> None:
+        """Forget what is remembered, if the home node knows of a removal since the last time."""
+        count = self._removals(home)
+        if count and (home, count) != self._removed:
+            # In this order: another thread that sees the new number must not see old records.
+            self._cache.end()
+            self._removed = (home, count)
 
     def all_cached(
         self, keys: PageKeys, cluster: Cluster, since: float, *, are_touched: bool

@@ -47,6 +47,8 @@ class LocationCache:
         self._compiled = _compiled()
         self._holders = np.zeros(HOLDERS_MAX, np.uint64)
         self._holders_at = ctypes.addressof(Begin.from_buffer(self._holders))
+        self.epoch = 0
+        """Changes with each `end`: what a call has found out before is not stored after it."""
         self.clear()
 
     def __len__(self) -> int:
@@ -89,18 +91,25 @@ class LocationCache:
         with self._lock:
             return bool(self._compiled.any_at(self._at, holder, packed, len(keys)))
 
-    def store(self, records: Records, now: float, *, are_touched: bool = False) -> None:
+    def store(
+        self, records: Records, now: float, *, epoch: int | None = None, are_touched: bool = False
+    ) -> None:
         """Remember records, one a key.
 
+        epoch:       from before the caller asked for them; None: they are of now.
         are_touched: the caller tells their holders now that the pages are about to be read.
         """
-        self.store_packed(records.tobytes(), now, are_touched=are_touched)
+        self.store_packed(records.tobytes(), now, epoch=epoch, are_touched=are_touched)
 
-    def store_packed(self, packed: bytes, now: float, *, are_touched: bool = False) -> None:
+    def store_packed(
+        self, packed: bytes, now: float, *, epoch: int | None = None, are_touched: bool = False
+    ) -> None:
         """Remember records as they came in a message."""
         if self._sets:
             count = len(packed) // RECORD_BYTES
             with self._lock:
+                if epoch is not None and epoch != self.epoch:
+                    return
                 self._compiled.store(self._at, packed, count, now, are_touched)
 
     def drop(self, records: Records) -> None:
@@ -114,6 +123,15 @@ class LocationCache:
         packed = keys.tobytes()
         with self._lock:
             self._compiled.forget(self._at, packed, len(keys))
+
+    def end(self, keys: PageKeys | None = None) -> None:
+        """Forget pages that were removed, all without keys, whoever is about to store them."""
+        with self._lock:
+            self.epoch += 1
+        if keys is None:
+            self.clear()
+        else:
+            self.forget(keys)
 
     def clear(self) -> None:
         """Forget everything."""

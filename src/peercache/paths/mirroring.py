@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
-from peercache.model.records import HAS_CHECKSUM, RECORD, Records
+from peercache.model.records import HAS_CHECKSUM, Records
 from peercache.model.runs import U64, PageRuns
 from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
@@ -170,6 +170,7 @@ class MirroredBatch:
         self._keys = keys
         self._runs = runs
         self._started = mirrorer.clock()
+        self._epoch = mirrorer.cache.epoch
         self._sequence = 0
         self._places: Places = np.empty(0, np.intp)
         self._states: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -254,7 +255,7 @@ class MirroredBatch:
         answer = yield from self._ask(commit, until)
         if isinstance(answer, Committed):
             self.kept = answer.states.count(COMMITTED)
-            self._mirrorer.cache.store(np.frombuffer(answer.records, RECORD), clock())
+            self._mirrorer.cache.store_packed(answer.records, clock(), epoch=self._epoch)
 
     def end(self) -> None:
         """Write nothing any more."""

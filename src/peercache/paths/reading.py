@@ -200,6 +200,7 @@ class Reader:
         the last to be evicted from then on. It pins nothing, and the message may be lost. What was
         reported so within EXISTS_TRUSTS_S is not told again.
         """
+        self._locator.forget_removed(cluster.home)
         since = self._clock() - EXISTS_TRUSTS_S
         if self._locator.all_cached(keys, cluster, since, are_touched=touch):
             return np.ones(len(keys), np.bool_), [""] * len(keys), KNOWN
@@ -314,6 +315,7 @@ class Reader:
         self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited
     ) -> Generator[Step, Any, None]:
         """Have pages loaded by their holders, and read each portion before the next is loaded."""
+        epoch = self._cache.epoch
         while (now := self._clock()) < until:
             if batch.mirrored is not None:
                 # The home node may have to load a page, too, and needs the room for it.
@@ -335,7 +337,7 @@ class Reader:
                 self._cache.drop(lost.records)
                 yield Post(_disputes(lost.records[lost.fresh], cluster))
             if len(arrived.places):
-                self._cache.store(arrived.records, self._clock())
+                self._cache.store(arrived.records, self._clock(), epoch=epoch)
                 batch.has_waited = True
                 yield from self._fetch(
                     batch, cluster, until, arrived.places, arrived.records, arrived.fresh

@@ -236,6 +236,7 @@ class _Round:
     ) -> None:
         self.ended_by = ""
         self._cache = writer.cache
+        self._epoch = writer.cache.epoch
         self._breakers = writer.breakers
         self._verify = writer.verify
         self._namespace_tag = writer.namespace_tag
@@ -451,7 +452,7 @@ class _Round:
         """Note the outcome of each page; return the places that found no room."""
         outcome, places, written = self._outcome, portion.places, portion.written
         if committed is not None:
-            self._cache.store_packed(committed.records, self._clock())
+            self._cache.store_packed(committed.records, self._clock(), epoch=self._epoch)
             count = len(committed.records) // RECORD_BYTES
             outcome.unpublished += max(0, count - committed.published)
             if np.count_nonzero(written) == committed.states.count(COMMITTED) == len(written):

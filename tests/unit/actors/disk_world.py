@@ -24,7 +24,7 @@ from peercache.actors.effects import (
     TellPromote,
     TellPublisher,
 )
-from peercache.actors.mailboxes import PagesCommitted, PoolGrew, RecordsChanged
+from peercache.actors.mailboxes import PagesCommitted, PoolGrew, RecordsChanged, RemovalDone
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
@@ -308,6 +308,8 @@ class DiskWorld:
                     self._apply(changed)
                 case TellPublisher(PagesCommitted() as committed):
                     self.answers.append(committed)
+                case TellPublisher(RemovalDone(_, removed)):
+                    self.answers.append(removed)
                 case TellPublisher():
                     pass
                 case TellPool(fact):
@@ -327,7 +329,7 @@ class DiskWorld:
                 case Send(_, Granted() as granted):
                     self._granted = granted
                 case Send(_, message):
-                    assert isinstance(message, (Promoted, Removed)), message
+                    assert isinstance(message, Promoted), message
                     self.answers.append(message)
                 case _:
                     raise AssertionError(f"unexpected effect {effect}")

@@ -26,6 +26,7 @@ from peercache.actors.mailboxes import (
     PagesCommitted,
     PoolGrew,
     RecordsChanged,
+    RemovalDone,
     ReserveAhead,
 )
 from peercache.actors.origin import Origin
@@ -45,7 +46,6 @@ from peercache.wire.messages.pool import (
     Granted,
     LiveReservations,
     Remove,
-    Removed,
     Reserve,
     Touched,
 )
@@ -309,7 +309,9 @@ class World:
                     assert identity == client
                     assert isinstance(message, Reserve)
                     self._granted(client, message, granted)
-                case Send(Origin(identity), Removed() | Refused()):
+                case TellPublisher(RemovalDone(origin)):
+                    assert origin.identity == client
+                case Send(Origin(identity), Refused()):
                     assert identity == client
                 case _:
                     raise AssertionError(f"an unexpected effect: {effect}")
@@ -387,9 +389,9 @@ class World:
 
     def _removed(self, effects: list[Effect]) -> int:
         answer = effects[-1]
-        assert isinstance(answer, Send)
-        assert isinstance(answer.message, Removed)
-        return answer.message.count
+        assert isinstance(answer, TellPublisher)
+        assert isinstance(answer.fact, RemovalDone)
+        return answer.fact.removed.count
 
     # --- invariants ----------------------------------------------------------------------------
 

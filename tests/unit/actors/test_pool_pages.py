@@ -8,13 +8,13 @@ from math import inf
 import numpy as np
 import pytest
 
-from peercache.actors.mailboxes import PagesCommitted, RecordsChanged
+from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, RemovalDone
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.page_table import PackedPages, PageTable
 from peercache.model.ids import Incarnation
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove
+from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove, Removed
 from tests.unit.actors.pool_world import GRANULE, World, count_of, key, kinds
 
 ALICE, BOB = 101, 102
@@ -179,10 +179,10 @@ def test_remove_drops_pages_and_answers_how_many() -> None:
     effects = world.say(BOB, Remove(8, 1, key(1) + key(9) + key(2) + key(1)))
 
     assert kinds(effects) == [
-        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged", "Removed",
+        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged",
+        "TellPublisher:RemovalDone",
     ]  # fmt: skip
-    assert effects[3].message.count == 2
-    assert effects[3].message.request == 8
+    assert effects[3].fact == RemovalDone(Origin(BOB, 3), Removed(8, 2))
     assert [world.is_readable(record) for record in records] == [False, False]
     assert world.holds(1, 2, 3) == [False, False, True]
 
@@ -193,7 +193,7 @@ def test_remove_of_nothing_is_answered() -> None:
 
     effects = world.say(BOB, Remove(8, 1, key(1)))
 
-    assert kinds(effects) == ["Removed"]
+    assert kinds(effects) == ["TellPublisher:RemovalDone"]
 
 
 def test_clear_drops_one_namespace_only() -> None:

@@ -6,7 +6,8 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.actors.mailboxes import RecordsChanged, Republish, RingChanged
+from peercache.actors.effects import Effect, TellDirectory
+from peercache.actors.mailboxes import RecordsChanged, RemovalDone, Republish, RingChanged
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import pending, streams
 from peercache.actors.publisher.actor import FORMER_MIN_S, Publisher
@@ -22,8 +23,10 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
+from peercache.wire.messages.pool import Removed
 from tests.record_digests import flip
 from tests.unit.actors.lone_publisher import (
+    CLIENT,
     ME,
     SUMMARIES,
     A,
@@ -41,7 +44,7 @@ from tests.unit.actors.lone_publisher import (
     sent,
     ticked,
 )
-from tests.unit.actors.record_cluster import NO_RECORDS, drops_of, records_of
+from tests.unit.actors.record_cluster import NO_DROPS, NO_RECORDS, drops_of, records_of
 from tests.unit.actors.test_publisher_turning import acknowledged, finished, held_by, in_slices
 
 # --- commits --------------------------------------------------------------------------------------
@@ -413,3 +416,59 @@ def test_a_late_acknowledgement_brings_no_withdrawn_row_back_into_the_books() ->
 
     check_books(made)
     assert made._streams[A].content.count == 1
+
+
+# --- removals -------------------------------------------------------------------------------------
+
+
+def removed_from(made: Publisher, *, patience_s: float) -> list[Effect]:
+    """Remove a page that both owners know, at 1 s."""
+    records = records_of(ME, [1], 2)
+    acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 1.0)
+    return heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), patience_s), 1.0)
+
+
+def test_removal_is_answered_when_all_owners_know_it() -> None:
+    """A lookup that begins afterwards finds nothing."""
+    made = publisher_in(ring_of(A, B))
+
+    at_once = removed_from(made, patience_s=1.0)
+    first = heard(made, A, Acknowledged(2), 1.01)
+    second = heard(made, B, Acknowledged(2), 1.02)
+
+    assert at_once == first == []
+    assert second == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+
+
+def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
+    """It waits for a part of its patience: the answer has to come back."""
+    made = publisher_in(ring_of(A, B))
+    removed_from(made, patience_s=1.0)
+    heard(made, A, Acknowledged(2), 1.01)
+
+    early, late = (ticked(made, at) for at in (1.2, 1.25))
+
+    answer = TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (B,))))
+    assert answer not in early
+    assert answer in late
+
+
+def test_removal_waits_for_no_owner_that_is_lagging() -> None:
+    """A stopped owner would cost each of them its patience; it is named."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=0.1), 0.0)
+    ticked(made, 0.1)
+
+    told = heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
+
+    assert told == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
+
+
+def test_removal_without_patience_or_owners_is_answered_at_once() -> None:
+    """Of a node that is alone, and for a client that does not wait."""
+    alone = removed_from(publisher_in(ring_of(ME)), patience_s=1.0)
+    hasty = removed_from(publisher_in(ring_of(A)), patience_s=0.0)
+
+    assert alone == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+    assert hasty == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]

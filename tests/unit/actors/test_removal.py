@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 
-from peercache.actors.effects import Send
-from peercache.actors.mailboxes import ViewChanged
+from peercache.actors.effects import Send, TellDirectory
+from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import PATIENCE_MAX_S, PENDING_MAX, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
@@ -24,6 +24,11 @@ CLEAR = Clear(9, 5, patience_s=2.0)
 def view(**states: int) -> ViewChanged:
     members = [Member(int(n[1:]), 1, state, 255, "h", n, n, "", "") for n, state in states.items()]
     return ViewChanged(tuple(members))
+
+
+def answered(removed: Removed) -> TellDirectory:
+    """Return how the client of a removal is answered: behind what the own shard has to take."""
+    return TellDirectory(RemovalDone(CLIENT, removed))
 
 
 @pytest.fixture
@@ -43,8 +48,19 @@ def test_every_live_member_is_told_and_the_counts_are_summed(remover: Remover, a
     assert told == [Send(member, forwarded) for member in (1, 2, 5)]
     assert remover.on_message(Origin(5), Removed(1, 3), 10.1) == []
     assert remover.on_message(Origin(1), Removed(1, 0), 10.2) == []
-    assert remover.on_message(Origin(2), Removed(1, 4), 10.3) == [Send(CLIENT, Removed(9, 7))]
+    assert remover.on_message(Origin(2), Removed(1, 4), 10.3) == [answered(Removed(9, 7))]
     assert remover.deadline() == math.inf
+
+
+def test_owners_that_may_still_name_removed_pages_are_named(remover: Remover) -> None:
+    """Each holder names those that have not acknowledged; who is no live member is none of them."""
+    remover.on_message(CLIENT, CLEAR, 10.0)
+    remover.on_message(Origin(1), Removed(1, 3, (5, 99)), 10.1)
+    remover.on_message(Origin(5), Removed(1, 0), 10.1)
+
+    told = remover.on_message(Origin(2), Removed(1, 1, (5,)), 10.1)
+
+    assert told == [answered(Removed(9, 4, (5,)))]
 
 
 def test_members_that_do_not_answer_in_time_are_named(remover: Remover) -> None:
@@ -54,7 +70,7 @@ def test_members_that_do_not_answer_in_time_are_named(remover: Remover) -> None:
 
     assert remover.deadline() == 12.0
     assert remover.on_tick(11.9) == []
-    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 3, (2, 5)))]
+    assert remover.on_tick(12.0) == [answered(Removed(9, 3, (2, 5)))]
     assert remover.on_message(Origin(2), Removed(1, 1), 12.1) == []
     assert remover.deadline() == math.inf
 
@@ -65,7 +81,7 @@ def test_only_a_member_that_was_asked_is_counted_and_once(remover: Remover) -> N
     for member, number in ((1, 1), (1, 1), (3, 1), (99, 1), (2, 8)):
         remover.on_message(Origin(member), Removed(number, 10), 10.1)
 
-    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 10, (2, 5)))]
+    assert remover.on_tick(12.0) == [answered(Removed(9, 10, (2, 5)))]
 
 
 def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> None:
@@ -75,7 +91,7 @@ def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> Non
 
     ended = remover.on_message(Origin(0), view(m1=ALIVE, m2=DEAD), 10.2)
 
-    assert ended == [Send(CLIENT, Removed(9, 2))]
+    assert ended == [answered(Removed(9, 2))]
 
 
 def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: Remover) -> None:
@@ -85,11 +101,11 @@ def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: R
     assert remover.on_message(Origin(0), view(m1=ALIVE, m5=ALIVE), 10.1) == []
 
     assert remover.on_message(Origin(1), Removed(1, 3), 10.2) == []
-    assert remover.on_message(Origin(5), Removed(1, 4), 10.3) == [Send(CLIENT, Removed(9, 7))]
+    assert remover.on_message(Origin(5), Removed(1, 4), 10.3) == [answered(Removed(9, 7))]
 
 
 def test_a_node_without_a_view_answers_at_once() -> None:
-    assert Remover().on_message(CLIENT, CLEAR, 1.0) == [Send(CLIENT, Removed(9, 0))]
+    assert Remover().on_message(CLIENT, CLEAR, 1.0) == [answered(Removed(9, 0))]
 
 
 @pytest.mark.parametrize(("asked_s", "until"), [(1e300, 10.0 + PATIENCE_MAX_S), (-5.0, 10.0)])
@@ -150,4 +166,4 @@ def test_retained_is_no_answer_to_a_removal(remover: Remover) -> None:
     remover.on_message(CLIENT, CLEAR, 10.0)
     remover.on_message(Origin(1), Retained(1, b""), 10.1)
 
-    assert remover.on_tick(12.0) == [Send(CLIENT, Removed(9, 0, (1, 2, 5)))]
+    assert remover.on_tick(12.0) == [answered(Removed(9, 0, (1, 2, 5)))]

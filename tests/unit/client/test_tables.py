@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.client.tables import NOT_OPENED, TABLES_MAX, Tables
+from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
 from peercache.memory.table_file import TableFile
 from peercache.memory.table_reading import TORN
@@ -248,3 +250,19 @@ def test_a_ring_that_is_none_makes_nothing_final(host: Host) -> None:
 
     assert looked is not None
     assert (looked.is_final, looked.is_at_work) == (False, True)
+
+
+def test_removals_that_a_node_counts_are_seen_by_clients_of_its_host(host: Host) -> None:
+    """By a mapping, and by the kernel; without a table there are none."""
+    host.tables.follow([host.start(NODE)])
+    _, table = host.made[0]
+    seen = [host.tables.removals(NODE)]
+    for _ in range(2):
+        table.count_removal()
+        seen.append(host.tables.removals(NODE))
+    by_kernel = AttachedTable(os.dup(host.made[0][0].file), Incarnation(NODE), by_kernel=True)
+    counted = by_kernel.removals()
+    by_kernel.close()
+
+    assert seen == [0, 1, 2]
+    assert (counted, by_kernel.removals(), host.tables.removals(NODE + 1)) == (2, 0, 0)

@@ -451,3 +451,19 @@ def test_exists_believes_the_cache_only_if_it_knows_every_key_and_all_in_memory(
     world.steps.clear()
     world.exists("a", "b")
     assert len(world.steps) > 0
+
+
+def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something() -> None:
+    """Another client of this host has: what this one remembers may be gone."""
+    world = World(5)
+    name, (owner, replica, _) = elsewhere(world)
+    held_by(world, name, owner, replica)
+    assert world.exists(name) == [True]
+    for node in world.nodes.values():
+        node.shard.clear()
+    believed = world.exists(name)
+
+    world.removals = 1
+
+    assert believed == [True]
+    assert world.exists(name) == [False]

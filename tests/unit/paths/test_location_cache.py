@@ -226,3 +226,18 @@ def test_threads_may_share_a_cache() -> None:
 
     cache.store(batch, 0.0)
     assert len(cache) == 48  # Whole sets of WAYS.
+
+
+@pytest.mark.parametrize("removed", ["a", ""])
+def test_what_was_found_before_a_removal_is_not_stored_after_it(removed: str) -> None:
+    """A call of another thread may have asked before, and would bring it back."""
+    cache = LocationCache(entries_max=50)
+    before = cache.epoch
+    cache.store(record("a"), 0.0)
+
+    cache.end(named(removed) if removed else None)
+    cache.store(record("a"), 0.0, epoch=before)
+    late = len(cache)
+    cache.store(record("a"), 0.0, epoch=cache.epoch)
+
+    assert (late, len(cache)) == (0, 1)

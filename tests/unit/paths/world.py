@@ -296,11 +296,13 @@ class World:
         }
         self.breakers = Breakers(op_timeout_s=op_timeout_s)
         self.cache = LocationCache(entries_max=cache_entries)
+        self.removals = 0
         self.locator = Locator(
             cache=self.cache,
             breakers=self.breakers,
             clock=self.clock,
             tables=lambda: [node.number for node in self.nodes.values() if node.table],
+            removals=lambda _: self.removals,
         )
         self.mirrorer = (
             Mirrorer(

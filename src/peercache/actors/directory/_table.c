@@ -437,6 +437,12 @@ void peercache_table_tick(struct table *t, uint64_t now_ns)
     __atomic_store_n(&t->tick_ns, now_ns, __ATOMIC_RELEASE);
 }
 
+/* Say that pages were removed: readers that remember where they were forget it. */
+void peercache_table_count_removal(struct table *t)
+{
+    __atomic_fetch_add(&t->removals, 1, __ATOMIC_RELEASE);
+}
+
 /* What there is: epoch, rows that are held, slots of both indices, bytes that may be in use, and
  * what `authorise` and `tick` have said last. */
 void peercache_table_figures(const struct table *t, uint64_t *figures)

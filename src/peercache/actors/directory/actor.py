@@ -2,10 +2,12 @@
 
 Owns    the records that holders publish to this node, and those of its own pool.
 Hears   Lookup and Disputed, from readers; Put, Delete, Repair, StreamSummary and HandedOver, from
-        holders; RecordsChanged, from the own pool; CommitAnswered, from the publisher; ViewChanged,
-        from membership; RingChanged, from the ring.
+        holders; RecordsChanged, from the own pool; CommitAnswered and RemovalDone, from the
+        publisher; RemovalDone, from removal; ViewChanged, from membership; RingChanged, from the
+        ring.
 Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted,
-        SummaryAsked and Doubted, to holders; Committed, to the client of a commit.
+        SummaryAsked and Doubted, to holders; Committed and Removed, to the client of a
+        commit or a removal.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
         newer one of its holder, to a delete that is not older, or to a repair: no other node's word
@@ -39,6 +41,7 @@ from peercache.actors.mailboxes import (
     CommitAnswered,
     DirectoryHears,
     RecordsChanged,
+    RemovalDone,
     RingChanged,
     StreamMessage,
     Summary,
@@ -215,6 +218,10 @@ class DirectoryShard:
                 return []
             case CommitAnswered(origin, committed):
                 return [Send(origin, committed)]
+            case RemovalDone(origin, removed):
+                # Clients of this host may remember where the pages were.
+                self.table.count_removal()
+                return [Send(origin, removed)]
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:

@@ -76,6 +76,7 @@ _content = _call(
 )  # fmt: skip
 _authorise = _call("authorise", None, _TABLE, ctypes.c_uint64)
 _tick = _call("tick", None, _TABLE, ctypes.c_uint64)
+_count_removal = _call("count_removal", None, _TABLE)
 _figures = _call("figures", None, _TABLE, ctypes.c_void_p)
 _ahead_new = _call("ahead_new", ctypes.c_void_p, _TABLE)
 _ahead_ask = _call("ahead_ask", None, ctypes.c_void_p, _TABLE)
@@ -281,6 +282,10 @@ class DirectoryTable:
     def tick(self, now_s: float) -> None:
         """Say that the owner is at work. now_s: seconds of CLOCK_MONOTONIC, the host's."""
         _tick(self._table, int(now_s * 1e9))
+
+    def count_removal(self) -> None:
+        """Say that pages were removed, to readers that remember where they were."""
+        _count_removal(self._table)
 
     @property
     def authority(self) -> bytes | None:

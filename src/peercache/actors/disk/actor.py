@@ -7,7 +7,7 @@ Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHe
         NamespaceNamed, from the node; the facts of the page store (`actors.storage_port`).
 Says    PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked and HeldAsked to the pool, which
         numbers and tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
-        promote actor; Removed to clients; Spill, Load, Forget and NoteUse to the page store.
+        promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
 Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
         was removed is not told again. A place that the store may still write to stays taken.
 Limits  the bytes that wait to be written; those of `spills` and `removals`.
@@ -383,11 +383,11 @@ class DiskTier:
         count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_PATIENCE_S
         if index is None:
             self._early.add(message)
-            return [PendingRemoval(removed.origin, message.request, count, until).answer()]
+            return [PendingRemoval(removed.origin, message, count, until).answer()]
         gone = _removed_from(index, message)
         went = dict.fromkeys(split_keys(removed.keys))
         count += sum(key not in went for key in split_keys(gone.keys))
-        removal = PendingRemoval(removed.origin, message.request, count, until)
+        removal = PendingRemoval(removed.origin, message, count, until)
         if not len(gone.places) or len(self._removals) >= ANSWERS_MAX:
             return [*self.open_index.forgotten(gone), removal.answer()]
         job = self.open_index.next_job()

@@ -13,7 +13,8 @@ import attrs
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.effects import Effect, Send
+from peercache.actors.effects import Effect, TellPool
+from peercache.actors.mailboxes import RemovalDone
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
 from peercache.wire.messages.pool import Clear, Remove, Removed
@@ -34,13 +35,14 @@ class PendingRemoval:
     """A removal whose index rows are being deleted. count: the pages that it removed."""
 
     origin: Origin
-    request: int
+    message: Remove | Clear
     count: int
     until: float
 
     def answer(self) -> Effect:
-        """Answer the client."""
-        return Send(self.origin, Removed(self.request, self.count))
+        """Have the client answered, behind what the pool has still to publish."""
+        removed = Removed(self.message.request, self.count)
+        return TellPool(RemovalDone(self.origin, removed, self.message.patience_s))
 
 
 @final

@@ -4,12 +4,12 @@ Owns    the page memory of one node: its slots, the generation words, the pages 
         the reservations of its clients.
 Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
         ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the publisher. From the disk
-        actor: PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked. From the
-        promote actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own
-        node. From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
-Says    Granted, Removed, Retained, Refused to the client that asked; Committed for mirrored pages;
-        StoreWords; RecordsChanged to directory and publisher; PagesCommitted to the publisher,
-        which answers the Commit. With a disk tier:
+        actor: PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked, RemovalDone.
+        From the promote actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of
+        its own node. From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
+Says    Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
+        StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
+        publisher, which has the Commit or the removal answered. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
         the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
         Granted, Committed and PagesToGive to the handover actor.
@@ -68,6 +68,7 @@ from peercache.actors.mailboxes import (
     PoolHears,
     PromoteAnswered,
     RecordsChanged,
+    RemovalDone,
     ReserveAhead,
     Resident,
     ResidentAsked,
@@ -249,6 +250,8 @@ class Pool:
                 return self._take_over(reserve, now)
             case TakenOver(commit):
                 return self._commit(TAKER, commit)
+            case RemovalDone():
+                return [TellPublisher(message)]
             case DrainChanged(is_draining):
                 self._is_draining, self._giving = is_draining, None
                 return []
@@ -530,10 +533,11 @@ class Pool:
             self._slots.release(page.slot)
         self._retention.sweep()
         if not self._has_disk:
-            effects.append(Send(origin, Removed(message.request, len(pages))))
+            removed = Removed(message.request, len(pages))
+            effects.append(TellPublisher(RemovalDone(origin, removed, message.patience_s)))
         else:
             self._remove_in_promotes(message)
-            # The disk actor removes the pages from disk too, and answers the client.
+            # The disk actor removes the pages from disk too, and says when that is done.
             keys = b"".join([page.key for page in pages])
             effects.append(TellDisk(PagesRemoved(origin, message, keys)))
         return effects

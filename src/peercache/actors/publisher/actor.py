@@ -1,11 +1,12 @@
 """Publisher: tells directory owners what this node holds, until they know; and followers.
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
-Hears   PagesCommitted and RecordsChanged, from the pool; RingChanged, from the ring; Republish,
-        from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked
-        and Doubted, from owners; ChangesAsked, from followers.
-Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered, to the
-        directory, for the client of a commit; ChangesTold and Refused to followers.
+Hears   PagesCommitted, RecordsChanged and RemovalDone, from the pool; RingChanged, from the ring;
+        Republish, from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted,
+        SummaryAsked and Doubted, from owners; ChangesAsked, from followers.
+Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered and
+        RemovalDone, to the directory, for the client of a commit or a removal; ChangesTold and
+        Refused to followers.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
         a commit is answered exactly once, as soon as all owners that are not lagging know it.
@@ -34,6 +35,7 @@ from peercache.actors.mailboxes import (
     PagesCommitted,
     PublisherHears,
     RecordsChanged,
+    RemovalDone,
     Republish,
     RingChanged,
 )
@@ -169,6 +171,10 @@ class Publisher:
                 # Records before drops: a drop ends only what is not newer than it.
                 published = self._publish(newest_of(records), now)
                 return [*published, *self._drop(newest_of(drops), now)]
+            case RemovalDone():
+                removed = self._waiting.remove(message, self._streams, now)
+                self._due = min(self._due, self._waiting.deadline())
+                return removed
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._hear_owner(sender.identity, message, now)
             case Doubted(doubted):

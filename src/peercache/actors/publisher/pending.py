@@ -1,4 +1,4 @@
-"""Commits that wait to hear that their records are published.
+"""Commits that wait to hear that their records are published, and removals.
 
 A client's set is done when its pages are in the pool; it also wants to know that others can find
 them. Each commit waits here until all owners that are not lagging have acknowledged its records, or
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.effects import Effect, TellDirectory, TellPool
-from peercache.actors.mailboxes import CommitAnswered, PagesCommitted
+from peercache.actors.mailboxes import CommitAnswered, PagesCommitted, RemovalDone
 from peercache.actors.publisher.streams import (
     CONFIRMED,
     SENT,
@@ -95,9 +95,36 @@ class _Waiter:
         return int(np.count_nonzero(self.unknown_parts == -self.unknown))
 
 
+REMOVAL_PART = 0.25
+"""How much of its patience a removal waits for owners: the disk has had some of it before, and the
+answer has to come back in time."""
+
+
+@attrs.frozen(eq=False)
+class _Removal:
+    """owners: by owner, the number of its last message; those that lag are not waited for."""
+
+    done: RemovalDone
+    owners: dict[int, int]
+    lagging: frozenset[int]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has nothing to wait for."""
+        return self.owners.keys() <= self.lagging
+
+    def answer(self) -> Effect:
+        """Answer, naming the owners that may not know yet."""
+        removed = attrs.evolve(self.done.removed, missed=tuple(sorted(self.owners)))
+        return TellDirectory(RemovalDone(self.done.origin, removed))
+
+
 @attrs.define(eq=False)
 class WaitingCommits:
-    """The commits without an answer. Each has a number from 1, its waiter; 0 is no commit."""
+    """The commits without an answer. Each has a number from 1, its waiter; 0 is no commit.
+
+    Removals are among them: they wait until owners know that the pages are gone.
+    """
 
     _waiters: dict[int, _Waiter] = attrs.field(factory=dict)
     _patience: list[tuple[float, int]] = attrs.field(factory=list)
@@ -105,6 +132,7 @@ class WaitingCommits:
     _last: int = 0
     _joining: dict[int, None] = attrs.field(factory=dict)
     """The waiters that have joined the wait of an earlier commit."""
+    _removals: dict[int, _Removal] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -112,12 +140,33 @@ class WaitingCommits:
 
     def admit(self, committed: PagesCommitted, now: float) -> int:
         """Let a commit wait; return its number."""
+        waiter = self._number(now + min(committed.patience_s, PATIENCE_MAX_S))
+        self._waiters[waiter] = _Waiter(committed, now)
+        return waiter
+
+    def remove(
+        self, done: RemovalDone, streams: Mapping[int, OutgoingStream], now: float
+    ) -> list[Effect]:
+        """Let a removal wait until owners know it; answer it at once if there is no need."""
+        owners = {o: each.number for o, each in streams.items() if each.awaits(each.number)}
+        lagging = frozenset(owner for owner in owners if streams[owner].lagging)
+        removal = _Removal(done, owners, lagging)
+        wait_s = min(done.patience_s, PATIENCE_MAX_S) * REMOVAL_PART
+        if removal.is_over or wait_s <= 0 or len(self._removals) >= WAITERS_MAX // 4:
+            return [removal.answer()]
+        self._removals[self._number(now + wait_s)] = removal
+        return []
+
+    def _number(self, until: float) -> int:
+        """Return a new number, with a patience until then."""
         self._last += 1
-        self._waiters[self._last] = _Waiter(committed, now)
-        until = now + min(committed.patience_s, PATIENCE_MAX_S)
         heappush(self._patience, (until, self._last))
         if len(self._patience) > 2 * WAITERS_MAX:
-            self._patience = [entry for entry in self._patience if entry[1] in self._waiters]
+            self._patience = [
+                entry
+                for entry in self._patience
+                if entry[1] in self._waiters or entry[1] in self._removals
+            ]
             heapify(self._patience)
         return self._last
 
@@ -178,8 +227,13 @@ class WaitingCommits:
                 self.expect(waiter, owner, joined.positions, is_awaited=not stream.lagging)
 
     def look(self, stream: OutgoingStream) -> list[Effect]:
-        """Answer those that joined, as far as this owner knows what they wait for."""
+        """Answer what waits for that of which this owner knows now, and for nothing else."""
         effects: list[Effect] = []
+        for number, removal in list(self._removals.items()):
+            if stream.owner in removal.owners and not stream.awaits(removal.owners[stream.owner]):
+                del removal.owners[stream.owner]
+                if removal.is_over:
+                    effects.append(self._removals.pop(number).answer())
         for waiter in list(self._joining):
             waiting = self._waiters[waiter]
             joined = waiting.joined.get(stream.owner)
@@ -223,6 +277,8 @@ class WaitingCommits:
             if waiting is not None and now - waiting.since >= LAGGING_S:
                 lagging.update(waiting.awaited)
             effects += self._answer(waiter)
+            if (removal := self._removals.pop(waiter, None)) is not None:
+                effects.append(removal.answer())
         return effects, lagging
 
     def deadline(self) -> float:

@@ -407,6 +407,10 @@ class OutgoingStream:
         self._differing[:] = False
         self.repairing = False
 
+    def awaits(self, number: int) -> bool:
+        """Return whether the owner may lack a message up to this number."""
+        return bool(self._forgotten) or next(iter(self.pending), number + 1) <= number
+
     def waits_since(self) -> float:
         """Return since when an answer of this owner is overdue; inf if none is."""
         if self.unsure:

@@ -3,8 +3,8 @@
 Owns    the removals that are under way: the client that asked, and the members still to answer.
 Hears   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
         ViewChanged, from membership.
-Says    Remove, Clear and Retain to every live member, this node included; Removed, Retained or
-        Refused to the client.
+Says    Remove, Clear and Retain to every live member, this node included; Retained or Refused to
+        the client; RemovalDone to the directory, which answers the client of a removal.
 Keeps   the count is the sum of what members told, each of them counted once; a page is retained if
         one member retains it. A member that did not answer in time is named. One that has left the
         view is waited for no longer.
@@ -20,8 +20,8 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import RemovalHears, ViewChanged
+from peercache.actors.effects import Effect, Send, TellDirectory
+from peercache.actors.mailboxes import RemovalDone, RemovalHears, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
@@ -43,6 +43,7 @@ class Removal:
 
     waiting: the members that have not answered, in order.
     states:  of a Retain: the best that was told of each page; None of a removal.
+    missed:  members that may still name pages which others have removed.
     """
 
     origin: Origin
@@ -51,6 +52,7 @@ class Removal:
     waiting: dict[int, None]
     states: bytes | None
     count: int = 0
+    missed: dict[int, None] = attrs.field(factory=dict)
 
     def take(self, told: Removed | Retained) -> bool:
         """Take the answer of a member; return False for one to another question."""
@@ -65,10 +67,10 @@ class Removal:
 
     def answer(self) -> Effect:
         """Tell the client what went or stays, and where that is not known."""
-        missed = tuple(self.waiting)
         if self.states is not None:
-            return Send(self.origin, Retained(self.request, self.states, missed))
-        return Send(self.origin, Removed(self.request, self.count, missed))
+            return Send(self.origin, Retained(self.request, self.states, tuple(self.waiting)))
+        missed = tuple(sorted(self.waiting | self.missed))
+        return TellDirectory(RemovalDone(self.origin, Removed(self.request, self.count, missed)))
 
 
 @final
@@ -129,6 +131,8 @@ class Remover:
             # Late, repeated, or not asked for.
             return []
         del removal.waiting[member]
+        if isinstance(told, Removed):
+            removal.missed.update(dict.fromkeys(set(told.missed) & set(self._live)))
         return self._end_if_answered(told.request)
 
     def _follow(self, view: ViewChanged) -> list[Effect]:
