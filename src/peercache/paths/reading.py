@@ -98,7 +98,7 @@ class Touches:
         self._count: dict[int, int] = {}
 
     def add(self, holder: int, records: Records) -> None:
-        """Remember that these records of a holder were read."""
+        """Remember that these records of a holder were read, in this order, by one call."""
         drops = _drops(records)
         with self._lock:
             count = self._count.get(holder, 0)
@@ -108,9 +108,12 @@ class Touches:
                 self._count[holder] = count + len(drops)
 
     def take(self) -> dict[int, bytes]:
-        """Return the touches to report to each holder, and forget them."""
+        """Return the touches to report to each holder, and forget them.
+
+        The call that was last comes first: a holder takes what stands first for the hottest.
+        """
         with self._lock:
-            told = {holder: b"".join(parts) for holder, parts in self._by_holder.items()}
+            told = {holder: b"".join(parts[::-1]) for holder, parts in self._by_holder.items()}
             self._by_holder, self._count = {}, {}
         return told
 
@@ -265,6 +268,8 @@ class Reader:
                 break
             # The open pages failed by the records that we had: ask again, not the cache.
             cached_since = np.inf
+        for holder, records in batch.touched_by_holder():
+            self.touches.add(holder, records)
         return ReadOutcome(
             batch.hits,
             batch.reasons,
@@ -401,7 +406,7 @@ class Reader:
         holder = int(records["holder"][0])
         batch.hit(places[hits], records[hits], fetched.fabric)
         if hits.any():
-            self.touches.add(holder, records[hits])
+            batch.touched.append((places[hits], records[hits]))
             batch.holders.add(holder)
         if hits.all():
             return places[:0]
@@ -469,6 +474,8 @@ class _Batch:
         self.bytes_by_fabric: dict[str, int] = {}
         self.holders: set[int] = set()
         """Whose pages were hits."""
+        self.touched: list[tuple[Places, Records]] = []
+        """The hits, as they came: in parts, and not in the order of the batch."""
         self.has_waited = False
         """Whether a holder has loaded pages from its disk for this get."""
 
@@ -482,6 +489,19 @@ class _Batch:
             if self.pages_by_fabric.get(fabric):
                 return fabric
         return HOME if self.holders == {home} else HOST
+
+    def touched_by_holder(self) -> list[tuple[int, Records]]:
+        """Return the records of each holder's hits, in the order of the batch."""
+        if not self.touched:
+            return []
+        places, records = self.touched[0]
+        if len(self.touched) > 1:
+            places = np.concatenate([some for some, _ in self.touched])
+            order = np.argsort(places)
+            places = places[order]
+            records = np.concatenate([some for _, some in self.touched])[order]
+        groups = _by_holder(places, records, np.zeros(len(places), np.bool_))
+        return [(int(theirs["holder"][0]), theirs) for _, theirs, _ in groups]
 
     def hit(self, places: Places, records: Records, fabric: str) -> None:
         self.hits[places] = True

@@ -12,7 +12,7 @@ import pytest
 from peercache.client.bridge import checksums_of
 from peercache.model.keys import from_bytes
 from peercache.model.member import DEAD
-from peercache.model.records import HAS_CHECKSUM, ON_DISK, RESIDENT, Records
+from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.paths import reading
@@ -487,6 +487,42 @@ def test_readers_remember_what_they_read_from_whom() -> None:
     record = records["a"]
     assert told == {2: record["key"].tobytes() + record["generation"].tobytes()}
     assert world.reader.touches.take() == {}
+
+
+def told_hottest_first(world: World) -> dict[int, list[str]]:
+    """Return which pages each holder is told were read, the hottest first."""
+    names = {named(name).tobytes(): name for name in "abcdef"}
+    return {
+        holder: [names[drop["key"].tobytes()] for drop in np.frombuffer(drops, DROP)]
+        for holder, drops in world.reader.touches.take().items()
+    }
+
+
+def test_what_was_read_last_is_the_hottest_and_the_first_pages_of_a_prefix() -> None:
+    """Holders evict the batch that was read first before the others, and of it the last page."""
+    world = World()
+    for name in "abcdef":
+        held(world, 3 if name == "e" else 2, name)
+
+    for batch in ("ab", "cde", "f"):
+        assert all(world.get(*batch).hits)
+
+    assert told_hottest_first(world) == {2: ["f", "c", "d", "a", "b"], 3: ["e"]}
+
+
+def test_pages_that_a_get_has_waited_for_keep_their_place_in_its_prefix() -> None:
+    """They are loaded in portions, and read after those that were in memory."""
+    world = World()
+    node = world.nodes[2]
+    node.portion = 1
+    for name in "bd":
+        held(world, 2, name)
+    for name in "ac":
+        world.publish(node.keep(name))
+
+    assert world.get(*"abcd").hits == [True] * 4
+
+    assert told_hottest_first(world) == {2: ["a", "b", "c", "d"]}
 
 
 def test_touches_are_bounded() -> None:

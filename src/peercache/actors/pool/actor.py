@@ -519,7 +519,7 @@ class Pool:
     # --- pages -------------------------------------------------------------------------------
 
     def _touch(self, drops: bytes) -> list[Effect]:
-        """Note what was read, in reverse order: a chain loses its tail first."""
+        """Note what was read, the hottest last: it stands first, as a chain loses its tail."""
         read = np.frombuffer(drops, DROP)[::-1]
         for key, generation in zip(read["key"].tolist(), read["generation"].tolist(), strict=True):
             page = self._pages.find(key)
