@@ -32,6 +32,10 @@ Key: TypeAlias = str | bytes
 SPACE_BITS = 0xFFFF_FFFF
 """The bits of a namespace's tag that follow from its name."""
 
+COPIES = 2**64 - 1
+"""In place of a tag in a removal: every page that came from another node, handed over or mirrored.
+Such pages are known by their space tag, and those that clients set by the whole tag."""
+
 _HEX_BYTES = 64
 _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 
@@ -90,11 +94,12 @@ class Namespace:
 def covers(wanted: int, tag: int) -> bool:
     """Return whether a removal from `wanted` concerns the pages of a namespace's tag.
 
-    wanted: a tag, or a space tag: then every geometry, rank and weights of that name.
-    tag:    likewise of a page; one that is known by its space only may be of every geometry.
+    wanted: a tag, or a space tag: then every geometry, rank and weights of that name; or COPIES.
+    tag:    of a page; a copy, which has its space tag only, may be of every geometry.
     """
     space = space_of(tag)
-    return wanted in (tag, space) or (tag == space == space_of(wanted))
+    is_copy = tag == space
+    return wanted in (tag, space) or (is_copy and (space_of(wanted) == tag or wanted == COPIES))
 
 
 def space_of(tag: int) -> int:

@@ -3,6 +3,9 @@
 The node that reads a newer list from its file tells every member at once. Each node also tells one
 member now and then, chosen at random: so the list reaches nodes that were away. A list counts only
 with the signature of an authority, so it does not matter which node tells it.
+
+A node that learns of a revoked certificate drops the pages that it has from other nodes, in memory
+and on disk: what the owner of the certificate served or handed over may be among them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ import trio
 
 from peercache.actors.effects import Send
 from peercache.errors import Rejected
+from peercache.model.keys import COPIES
 from peercache.model.member import Member
 from peercache.model.view import is_live
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
+from peercache.wire.messages.pool import Clear
 from peercache.wire.messages.session import RevocationsTold
 
 SPREAD_S = 10.0
 """Between two lists that a node tells unasked: one kilobyte, to one member."""
+
+VOID_S = 10.0
+"""How long after a revocation no copy that is under way is kept: by then nodes have hung up on the
+owner of the certificate, and offers of it that wait are gone."""
 
 TAKE_S = 0.5
 """Between two lists that a node verifies: a member may send any number, and each costs some ms."""
@@ -56,6 +65,8 @@ class RevocationSpread:
         self._numbers = tls.revocations.numbers
         self._is_taking = False
         self._next_take_at = 0.0
+        self._serials = frozenset[int]()
+        self._drop_copies()
         tls.on_change(self._changed)
 
     async def run(self) -> None:
@@ -87,12 +98,23 @@ class RevocationSpread:
         if tls.revocations.numbers == self._numbers:
             return
         self._numbers = tls.revocations.numbers
+        self._drop_copies()
         told = message_of(tls)
         if told is not None:
             self._tell_clients(told)
         if not self._is_taking:
             for member in self._others():
                 self._tell(member)
+
+    def _drop_copies(self) -> None:
+        """Drop the pages that this node has from other nodes, when a certificate is revoked.
+
+        No page keeps by which certificates it came. At the start too, while there is a list: a
+        certificate on it may have been good when a page on disk was copied.
+        """
+        if not self._tls.revocations.serials <= self._serials:
+            self._serials = self._tls.revocations.serials
+            self._perform(Send(self._own, Clear(0, COPIES, VOID_S)))
 
     def _others(self) -> list[Member]:
         return [

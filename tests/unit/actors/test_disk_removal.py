@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peercache.actors.storage_port import Load
+from peercache.model.keys import COPIES
 from peercache.wire.messages.pool import Removed
 from tests.unit.actors.disk_world import CLIENT, POOL, DiskWorld, filled, key, keys
 
@@ -99,6 +100,23 @@ def test_a_page_of_unknown_geometry_is_removed_and_cleared_with_any_of_its_name(
         world.finish()
 
         assert list(world.image.rows.values()) == [key(4)]
+
+
+def test_pages_from_other_nodes_are_dropped_from_disk() -> None:
+    """Before it is open, too: what was copied before a restart is dropped after it."""
+    for is_open in (True, False):
+        before = DiskWorld()
+        before.set(1, 2, namespace=5)
+        before.set(3, namespace=8 << 32 | 5)
+        before.finish()
+        world = before if is_open else DiskWorld(image=before.image, is_open=False)
+
+        world.clear(COPIES)
+        if not is_open:
+            world.open()
+        world.finish()
+
+        assert list(world.image.rows.values()) == [key(3)]
 
 
 def test_page_removed_while_it_is_written_does_not_come_back() -> None:

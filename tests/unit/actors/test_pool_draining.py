@@ -19,6 +19,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.pool import giving
 from peercache.actors.pool.mirrors import NEWCOMER_S
+from peercache.model.keys import COPIES
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -232,3 +233,25 @@ def test_a_removal_voids_what_is_handed_over_under_any_tag_of_its_name() -> None
         rig.say(removal, NODE)
 
         assert taken(rig.arrive(1)) == bytes((ABORTED,))
+
+
+def test_pages_from_other_nodes_are_dropped_and_those_set_here_stay() -> None:
+    """A copy stays one when a client sets the page: its bytes are still the other node's."""
+    rig = Taker()
+    own = 7 << 32 | 1
+    rig.store(1, namespace=own)
+    rig.offer(2, namespace=own)
+    rig.arrive(1)
+    assert rig.mirror(3, namespace=own) == bytes((COMMITTED,))
+    rig.store(3, namespace=own)
+    rig.offer(4, namespace=own)
+
+    (*_, answer) = rig.say(Clear(9, COPIES, 0.5), NODE)
+
+    assert answer.message.count == 2
+    assert rig.holds(1, 2, 3) == [True, False, False]
+    # What is on its way is void, too, as is what is asked for in that time.
+    assert taken(rig.arrive(1)) == bytes((ABORTED,))
+    assert rig.offer(5, namespace=own) == bytes((REFUSED_FULL,))
+    rig.now += 1.0
+    assert rig.offer(5, namespace=own) == bytes((RESERVED,))

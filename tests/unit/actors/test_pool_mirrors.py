@@ -91,9 +91,9 @@ class Rig:
         assert isinstance(answer.message, Committed)
         return answer.message.states
 
-    def store(self, *numbers: int) -> None:
+    def store(self, *numbers: int, namespace: int = 1) -> None:
         """Store pages of the node's own."""
-        self.reserve(*numbers, kind=Reserve)
+        self.reserve(*numbers, kind=Reserve, namespace=namespace)
         self.commit(len(numbers))
 
     def holds(self, *numbers: int) -> list[bool]:

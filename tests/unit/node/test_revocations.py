@@ -12,12 +12,14 @@ import trio
 from peercache.actors.effects import Send
 from peercache.config.settings import Config
 from peercache.errors import Rejected
+from peercache.model.keys import COPIES
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.node import revocations as module
-from peercache.node.revocations import TAKE_S, RevocationSpread
+from peercache.node.revocations import TAKE_S, VOID_S, RevocationSpread
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.files import LiveTls, common_name_of
+from peercache.wire.messages.pool import Clear
 from peercache.wire.messages.session import RevocationsTold
 from tests.certificates import Certificates
 from tests.contracts.frozen.record import sample
@@ -36,6 +38,7 @@ class Node:
         self.list = Path(settings["tls_crl"])
         self.live = live
         self.said: list[Send] = []
+        self.own: list[Send] = []
         self.said_to_clients: list[RevocationsTold] = []
         self.now = 100.0
         self.metrics = Metrics()
@@ -49,7 +52,7 @@ class Node:
             live,
             own=1,
             members=lambda: self.members,
-            perform=self.said.append,
+            perform=lambda send: (self.own if send.to == 1 else self.said).append(send),
             tell_clients=self.said_to_clients.append,
             rng=random.Random(1),
             metrics=self.metrics,
@@ -63,6 +66,27 @@ def _certificates(tmp_path: Path) -> Certificates:
     certificates.client("first")
     certificates.authority.revoke("client-first")
     return certificates
+
+
+def test_copies_of_other_nodes_pages_are_dropped_with_each_revocation(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """Also at the start, of what the disk has kept; a list without a new number drops nothing."""
+    near, far = Node(certificates, 1, tmp_path), Node(certificates, 2, tmp_path)
+    drop = Send(1, Clear(0, COPIES, VOID_S))
+    assert near.own == far.own == [drop]
+    certificates.node("bad")
+    certificates.authority.revoke("node-bad")
+    near.list.write_text(certificates.revoked())
+
+    assert near.live.look()
+    far.spread.take(near.said[0].message)
+    assert near.own == far.own == [drop, drop]
+
+    certificates.authority.revoke("node-bad")
+    near.list.write_text(certificates.revoked())
+    assert near.live.look()
+    assert near.own == [drop, drop]
 
 
 def test_new_list_of_a_file_is_told_to_every_live_member(

@@ -28,7 +28,7 @@ from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, SlabAllocator, slot_blocks
 from peercache.actors.storage_port import DISK_ENTRY
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.keys import SPACE_BITS, space_of
+from peercache.model.keys import COPIES, SPACE_BITS, space_of
 from peercache.model.runs import I64, U64
 
 PINS_MAX: Final = 255
@@ -181,7 +181,8 @@ class DiskIndex:
         wanted, tags = np.array(namespaces, np.uint64), rows["namespace"]
         spaces = tags & np.uint64(SPACE_BITS)
         is_theirs = np.isin(tags, wanted) | np.isin(spaces, wanted)
-        is_theirs |= (tags == spaces) & np.isin(spaces, wanted & np.uint64(SPACE_BITS))
+        named = np.isin(spaces, wanted & np.uint64(SPACE_BITS)) | np.any(wanted == COPIES)
+        is_theirs |= (tags == spaces) & named
         return np.flatnonzero(live & is_theirs)
 
     def are_of_space(self, entries: I64, namespace: int) -> npt.NDArray[np.bool_]:

@@ -201,8 +201,7 @@ class Pool:
             case Reserve():
                 return self._reserve(sender, message)
             case ReserveMirror():
-                asked = Reserve(*attrs.astuple(message))
-                return self._reserve(sender, asked, mirrored_at=now)
+                return self._reserve_copies(sender, Reserve(*attrs.astuple(message)), now)
             case Commit():
                 return self._commit(sender, message)
             case Abort(sequence):
@@ -328,17 +327,21 @@ class Pool:
         return self._grant(origin, reserve, mirrored_at)
 
     def _take_over(self, reserve: Reserve, now: float) -> list[Effect]:
-        """Reserve free room for pages that another node hands over.
-
-        They are kept under their space only: of the rest of a tag nothing but the offer says that
-        it is that of their keys, and a clear of their true namespace must find them.
-        """
-        reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
+        """Reserve free room for pages that another node hands over."""
         if self._mirrors.is_void(reserve.namespace, now):
             # A removal is under way, or may be: nothing of it could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
-        return self._reserve(TAKER, reserve, mirrored_at=now)
+        return self._reserve_copies(TAKER, reserve, now)
+
+    def _reserve_copies(self, origin: Origin, reserve: Reserve, now: float) -> list[Effect]:
+        """Reserve slots for pages that come from another node, which are kept under their space.
+
+        Of the rest of a tag nothing but an offer says that it is that of the keys, and a clear of
+        their true namespace must find them. It also tells them from pages that clients set here.
+        """
+        reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
+        return self._reserve(origin, reserve, mirrored_at=now)
 
     def _grant(
         self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None

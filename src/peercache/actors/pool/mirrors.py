@@ -19,7 +19,7 @@ from peercache.actors.pool.granting import Shares
 from peercache.actors.pool.size_classes import Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant
-from peercache.model.keys import space_of
+from peercache.model.keys import COPIES, space_of
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED
 
 LATELY_S: Final = 10.0
@@ -63,6 +63,9 @@ class Mirrors:
     def removed(self, namespace: int, patience_s: float, now: float) -> None:
         """Note that pages of a namespace are being removed by all members within `patience_s`."""
         until = now + max(patience_s, 0.0) * CLOCKS_DIFFER
+        if namespace == COPIES:
+            self._all_void_until = max(self._all_void_until, until)
+            return
         until = max(until, self._void_until.pop(namespace, -math.inf))
         self._void_until[namespace] = until
         if len(self._void_until) > NAMESPACES_MAX:
@@ -74,7 +77,7 @@ class Mirrors:
         # A name may have been cleared whole, by its space tag.
         tags = [namespace, space_of(namespace)]
         if namespace == space_of(namespace):
-            # Of a page that is handed over no more is known: it may be of every geometry.
+            # Of a page from another node no more is known: it may be of every geometry.
             tags += [tag for tag in self._void_until if space_of(tag) == namespace]
         until = max(self._void_until.get(tag, -math.inf) for tag in tags)
         return max(until, self._all_void_until) >= asked_at

@@ -133,7 +133,8 @@ class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
     namespace:  its tag; a space tag, of 32 bits, is every geometry, rank and weights of a name.
-                Pages that were handed over are known by their name only, and go with each of them.
+                Pages that came from other nodes are known by their name only, and go with each of
+                them.
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
