@@ -125,7 +125,7 @@ class LocationCache:
             self._compiled.forget(self._at, packed, len(keys))
 
     def end(self, keys: PageKeys | None = None) -> None:
-        """Forget pages that were removed, all without keys, whoever is about to store them."""
+        """Forget pages that were removed, all without keys; no call that has begun stores them."""
         with self._lock:
             self.epoch += 1
         if keys is None:
