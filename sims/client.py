@@ -42,6 +42,7 @@ from peercache.paths.steps import (
     Greet,
     Post,
     ReadTable,
+    Renew,
     Step,
     Submit,
 )
@@ -199,6 +200,8 @@ class SimClient:
         self._rng = rng
         self._log = SimLog(trace, place.name)
         self._look = trio.Event()
+        self._began = self._ended = 0
+        self._beat_over = trio.Event()
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -301,8 +304,20 @@ class SimClient:
             return await self._place(step, home)
         if isinstance(step, Greet):
             return await self.asker.greet(step.url, step.until)
+        if isinstance(step, Renew):
+            return await self._renew(step.until)
         assert isinstance(step, Checksum), step
         return checksums_of(step.runs, step.pages, self._buffers)
+
+    async def _renew(self, until: float) -> Cluster:
+        """Have the view asked for, as `client.home` does."""
+        wanted = self._began + 1
+        self._look.set()
+        with trio.move_on_after(max(0.0, self.place.world(until) - trio.current_time())):
+            while self._ended < wanted:
+                await self._beat_over.wait()
+        await self.place.awake()
+        return self.tie.cluster
 
     async def _fetch(self, step: Fetch) -> list[Fetched]:
         answers: list[Fetched] = [Fetched(unread_seals(len(r.offsets)), "") for r in step.reads]
@@ -362,7 +377,11 @@ class SimClient:
 
     async def _look_after_home(self) -> None:
         while True:
+            self._began += 1
             is_well = await self.drive(self.tie.beat(), None)
+            self._ended = self._began
+            over, self._beat_over = self._beat_over, trio.Event()
+            over.set()
             with trio.move_on_after((BEAT_S if is_well else LOST_BEAT_S) / self.place.rate):
                 await self._look.wait()
             self._look = trio.Event()

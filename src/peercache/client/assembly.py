@@ -112,6 +112,7 @@ class Wiring:
         self.report = ClientReport(self.metrics, self._fabric_of_peers)
         self._told_opened = 0
         self.home = self._home_at(url)
+        self.bridge.renew = self.home.renew
 
     def close(self, *, is_quiet: bool) -> None:
         """End every part. is_quiet: no call is in flight any more."""

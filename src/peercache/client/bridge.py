@@ -32,6 +32,7 @@ from peercache.net.asking import Asker
 from peercache.net.talking import Talking
 from peercache.observability import reasons
 from peercache.paths.breaker import Breakers
+from peercache.paths.cluster import Cluster
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -42,6 +43,7 @@ from peercache.paths.steps import (
     Place,
     Post,
     ReadTable,
+    Renew,
     Step,
     Submit,
 )
@@ -51,7 +53,7 @@ FETCH_THREADS_MAX = 16
 
 Result = TypeVar("Result")
 
-AtOnce: TypeAlias = Ask | ReadTable | Post | Greet | Drain | Fetch | Place | Checksum
+AtOnce: TypeAlias = Ask | ReadTable | Post | Greet | Drain | Fetch | Place | Checksum | Renew
 """The steps that leave nothing behind for a later one."""
 
 
@@ -70,6 +72,8 @@ class Bridge:
         tables: Tables | None = None,
     ) -> None:
         """Read through the first of `fabrics` that reaches a holder; tables: None reads none."""
+        self.renew: Callable[[float], Cluster] | None = None
+        """Has the view asked for: that of the home node, whose questions go through this bridge."""
         self._tables = tables
         self._asker = asker
         self._fabrics = fabrics
@@ -140,6 +144,9 @@ class Bridge:
             return self._fetch(step)
         if isinstance(step, Greet):
             return self._asker.greet(step.url, step.until)
+        if isinstance(step, Renew):
+            assert self.renew is not None, "a path that reads has a home node"
+            return self.renew(step.until)
         return checksums_of(step.runs, step.pages)
 
     def _fetch(self, step: Fetch) -> list[Fetched]:

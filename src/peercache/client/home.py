@@ -106,6 +106,9 @@ class Home:
         self._metrics = metrics
         self._log = log
         self._wake = threading.Event()
+        self._beats = threading.Condition()
+        self._began = self._ended = 0
+        """Looks at the home node that have begun, and that are over."""
         self._closing = threading.Event()
         self._told_problem = ""
         self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
@@ -159,6 +162,15 @@ class Home:
         """Do not wait for the next beat: a call has found the home node gone."""
         self._wake.set()
 
+    def renew(self, until: float) -> Cluster:
+        """Have the thread ask for the view now; return the cluster then, or when time is up."""
+        with self._beats:
+            # One that is under way may have asked before.
+            wanted = self._began + 1
+            self._wake.set()
+            self._beats.wait_for(lambda: self._ended >= wanted, until - time.monotonic())
+        return self.tie.cluster
+
     def stop(self) -> None:
         """End the thread, within a bound."""
         self._closing.set()
@@ -177,6 +189,8 @@ class Home:
     def _main(self) -> None:
         while not self._closing.is_set():
             is_well, self._refusal = False, ""
+            with self._beats:
+                self._began += 1
             try:
                 is_well = self._bridge.run(self.tie.beat())
                 self._on_beat()
@@ -184,6 +198,9 @@ class Home:
                 # The thread must outlive any bug of ours: without it nothing heals.
                 self._log.error("home.beat_failed", exc_info=True)
             self._note(is_well=is_well)
+            with self._beats:
+                self._ended = self._began
+                self._beats.notify_all()
             self._wake.wait(BEAT_S if is_well else LOST_BEAT_S)
             self._wake.clear()
 

@@ -27,8 +27,9 @@ from peercache.paths.locating import EXISTS_TRUSTS_S, Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.promoting import Awaited, wishes
-from peercache.paths.searching import Mask, names_of_records
-from peercache.paths.steps import Ask, Checksum, Fetch, Post, Step
+from peercache.paths.searching import Mask, Whereabouts, names_of_records
+from peercache.paths.steps import Ask, Checksum, Fetch, Post, Renew, Step
+from peercache.paths.strangers import Strangers
 from peercache.paths.verify import (
     checksum_portions,
     checksums_agree,
@@ -191,6 +192,7 @@ class Reader:
         self.mirrorer = mirrorer
         self._loads = loads or Loads(salt=0, clock=clock)
         self.touches = Touches()
+        self._strangers = Strangers()
 
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
@@ -213,7 +215,7 @@ class Reader:
             if touch and len(records):
                 yield Post(_touches(records))
             return known, list(map(_WHY.__getitem__, known.tolist())), TABLE
-        where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
+        where, _ = yield from self._locate(keys, cluster, until, cached_since=since)
         if touch:
             # Before the wishes: what is in memory shall not make room for what is loaded.
             told = _touches(where.records[where.known])
@@ -230,7 +232,7 @@ class Reader:
     ) -> Generator[Step, Any, list[int]]:
         """Find how many bytes each page has, 0 for one without a holder. A hint, as `exists`."""
         since = self._clock() - EXISTS_TRUSTS_S
-        where = yield from self._locator.locate(keys, cluster, until, cached_since=since)
+        where, _ = yield from self._locate(keys, cluster, until, cached_since=since)
         found: list[int] = np.where(where.known, where.records["length"], 0).tolist()
         return found
 
@@ -263,7 +265,7 @@ class Reader:
     ) -> Generator[Step, Any, ReadOutcome]:
         cached_since = -np.inf
         for _ in range(ATTEMPTS_MAX):
-            yield from self._attempt(batch, cluster, until, cached_since)
+            cluster = yield from self._attempt(batch, cluster, until, cached_since)
             if not len(batch.open) or self._clock() >= until:
                 break
             # The open pages failed by the records that we had: ask again, not the cache.
@@ -280,9 +282,10 @@ class Reader:
 
     def _attempt(
         self, batch: _Batch, cluster: Cluster, until: float, cached_since: float
-    ) -> Generator[Step, Any, None]:
+    ) -> Generator[Step, Any, Cluster]:
+        """Read the open pages from where they are said to be; return the cluster as it is known."""
         places = batch.open
-        where = yield from self._locator.locate(
+        where, cluster = yield from self._locate(
             batch.keys[places],
             cluster,
             until,
@@ -296,7 +299,7 @@ class Reader:
         if len(places) and (fits & in_memory).all():
             # The fast path: nothing to sort out.
             yield from self._fetch(batch, cluster, until, places, where.records, where.fresh)
-            return
+            return cluster
         for i in np.flatnonzero(~where.known).tolist():
             # The reason of an earlier attempt stays: evicted, or its holder unreachable.
             batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
@@ -315,6 +318,20 @@ class Reader:
         if len(chosen):
             awaited = Awaited(places[chosen], where.records[chosen], where.fresh[chosen])
             yield from self._promote(batch, cluster, until, awaited)
+        return cluster
+
+    def _locate(
+        self, keys: PageKeys, cluster: Cluster, until: float, **rest: Any
+    ) -> Generator[Step, Any, tuple[Whereabouts, Cluster]]:
+        """Find the pages; where a holder has joined since the last view, with the view of now."""
+        where = yield from self._locator.locate(keys, cluster, until, **rest)
+        now = self._clock()
+        if now >= until or not self._strangers.are_new(where.strangers, now):
+            return where, cluster
+        renewed: Cluster = yield Renew(min(until - (until - now) / 2, now + STALL_S))
+        if where.strangers & renewed.members.keys():
+            where = yield from self._locator.locate(keys, renewed, until, **rest)
+        return where, renewed
 
     def _promote(
         self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited

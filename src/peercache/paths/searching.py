@@ -37,12 +37,14 @@ class Whereabouts:
     records: (n,) RECORD; valid where `known`.
     fresh:   where the record came from an answer in this call, not from the cache.
     reasons: why a page is not known, a miss reason each; "" where it is.
+    strangers: holders of pages that are not known, of which the view does not know either.
     """
 
     records: Records
     known: Mask
     fresh: Mask
     reasons: list[str]
+    strangers: frozenset[int] = frozenset()
 
 
 @final
@@ -70,6 +72,8 @@ class Search:
         self._absent: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
         self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
+        self._strangers: dict[int, int] = {}
+        """By place: a holder that the view does not name."""
         self._column = np.zeros(count, np.int64)
         self._position = dict(zip(self.names, range(count), strict=True))
         self._cluster = cluster
@@ -138,7 +142,13 @@ class Search:
             usable &= [name not in self._failed for name in names_of_records(records)]
         reachable = self._reachable(records["holder"])
         if not reachable.all():
-            self._held_out_of_reach[places[usable & ~reachable]] = True
+            out_of_reach = usable & ~reachable
+            self._held_out_of_reach[places[out_of_reach]] = True
+            for place, holder in zip(
+                places[out_of_reach].tolist(), records["holder"][out_of_reach].tolist(), strict=True
+            ):
+                if holder not in self._cluster.members:
+                    self._strangers[place] = holder
             usable &= reachable
         if not usable.all():
             records, places = picked(records, usable), places[usable]
@@ -292,7 +302,8 @@ class Search:
                 whys[place] = reasons.ABSENT
             else:
                 whys[place] = reasons.DEADLINE if timed_out else reasons.PEER_UNREACHABLE
-        return Whereabouts(self.records, self.known, self.fresh, whys)
+        strangers = frozenset(h for place, h in self._strangers.items() if not self.known[place])
+        return Whereabouts(self.records, self.known, self.fresh, whys, strangers)
 
     def _reachable(self, holders: npt.NDArray[np.uint64]) -> Mask:
         usable, names = self._usable, holders.tolist()

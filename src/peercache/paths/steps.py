@@ -117,7 +117,14 @@ class Checksum:
     pages: npt.NDArray[np.intp]
 
 
+@attrs.frozen
+class Renew:
+    """Have the view asked for now; the answer is the Cluster as it is known then, new or not."""
+
+    until: float
+
+
 Step: TypeAlias = (
-    Ask | ReadTable | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum
+    Ask | ReadTable | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum | Renew
 )
 Answers: TypeAlias = Sequence[Message | None]

@@ -139,6 +139,19 @@ def test_unknown_holder_is_served_once_the_view_has_it() -> None:
     assert (before, len(located(shard, [1]))) == (0, 1)
 
 
+def test_what_is_not_served_yet_is_not_acknowledged() -> None:
+    """Its holder would count it as published, and no answer names it."""
+    shard = shard_of()
+    summary = summary_of(1, records_of(A, [1], 10))
+
+    early = [*heard(shard, A, put(1, A, [1], 10)), *heard(shard, A, summary)]
+    heard(shard, ME, view(ME, A))
+    late = heard(shard, A, summary)
+
+    assert early == []
+    assert late == [SummaryMatches(1)]
+
+
 def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Invented holders do not fill this node, nor do many records for one."""
     monkeypatch.setattr(directory, "UNKNOWN_HOLDERS_MAX", 2)

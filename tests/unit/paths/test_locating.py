@@ -463,7 +463,7 @@ def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something()
         node.shard.clear()
     believed = world.exists(name)
 
-    world.removals = 1
+    world.locator._removals = lambda _: 1
 
     assert believed == [True]
     assert world.exists(name) == [False]

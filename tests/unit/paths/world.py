@@ -60,10 +60,8 @@ from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Prom
 from tests.unit.paths.got import Got, Page, scatter
 from tests.unit.paths.pages import PAGE, content_of, named, runs_of
 
-GRANULE = 4096
-SLOTS = 512
-SPACE = 7
-"""Of the one namespace of all pages."""
+GRANULE, SLOTS, SPACE = 4096, 512, 7
+"""SPACE: of the one namespace of all pages."""
 
 Result = TypeVar("Result")
 
@@ -296,13 +294,11 @@ class World:
         }
         self.breakers = Breakers(op_timeout_s=op_timeout_s)
         self.cache = LocationCache(entries_max=cache_entries)
-        self.removals = 0
         self.locator = Locator(
             cache=self.cache,
             breakers=self.breakers,
             clock=self.clock,
             tables=lambda: [node.number for node in self.nodes.values() if node.table],
-            removals=lambda _: self.removals,
         )
         self.mirrorer = (
             Mirrorer(
@@ -487,6 +483,8 @@ class World:
             case Checksum(runs, pages):
                 self.now += self.checksum_s
                 return checksums_of(runs, pages)
+            case _:  # Renew: the view is of now.
+                return self.cluster
 
     def _send(self, peer: int, message: Message) -> int:
         node = self.nodes[peer]

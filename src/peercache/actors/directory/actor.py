@@ -352,7 +352,7 @@ class DirectoryShard:
         """Tell a holder whether its summary is what is held of it."""
         holder = sender.identity
         held = self._holdings_of(holder, now)
-        if held is None:
+        if held is None or holder in self._unknown:
             return []
         if summary.number < held.number:
             if not _is_false_number(held, summary.number, now):
@@ -377,7 +377,9 @@ class DirectoryShard:
         return [Send(sender, SummaryDiffers(summary.number, content.buckets.tobytes()))]
 
     def _acknowledge(self, sender: Origin, held: Holdings, number: int) -> list[Effect]:
-        return [Send(sender, Acknowledged(number))] if number == held.number else []
+        # What is not served is not published: no answer names a holder that no view has named.
+        is_known = number == held.number and sender.identity in self._serving
+        return [Send(sender, Acknowledged(number))] if is_known else []
 
     def _holdings_of(self, holder: int, now: float) -> Holdings | None:
         """Return what is held of a holder, from now on if need be; None if it may not be."""
