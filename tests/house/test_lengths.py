@@ -28,4 +28,4 @@ def test_a_long_file_is_found(tmp_path: Path) -> None:
     for name, lines in (("short", FILE_LINES_MAX), ("long", FILE_LINES_MAX + 1)):
         (tmp_path / f"{name}.py").write_text("\n" * lines)
 
-    assert long_files(tmp_path) == [f"{tmp_path / 'long.py'}: 601 lines"]
+    assert long_files(tmp_path) == [f"{tmp_path / 'long.py'}: {FILE_LINES_MAX + 1} lines"]

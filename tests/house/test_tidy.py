@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "peercache"
 # One worker reads the sources once for all of them.
 pytestmark = pytest.mark.xdist_group("source")
 
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 900
 FUNCTION_LINES_MAX = 70
 
 PURE = frozenset({"model", "config", "wire", "paths"})
@@ -339,7 +339,7 @@ OFFENDERS: list[tuple[Rule, str, str]] = [
     (nothing_is_ordered_by_identity, "actors.pool.actor", "sorted(x, key=lambda p: id(p))"),
     (nothing_is_ordered_by_identity, "actors.pool.actor", "[x for x in {1, 2}]"),
     (state_actors_open_with_their_charter, "actors.pool.actor", '"""Owns\nHears\nSays\nKeeps"""'),
-    (files_and_functions_are_short, "model.keys", "x = 1\n" * 601),
+    (files_and_functions_are_short, "model.keys", "x = 1\n" * (FILE_LINES_MAX + 1)),
     (files_and_functions_are_short, "model.keys", "def f():\n" + "    x = 1\n" * 70),
     (every_module_says_what_it_is, "model.keys", "x = 1"),
     (nothing_is_left_undone, "model.keys", "x = 1  # TODO: more"),
