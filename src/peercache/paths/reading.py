@@ -328,7 +328,7 @@ class Reader:
         now = self._clock()
         if now >= until or not self._strangers.are_new(where.strangers, now):
             return where, cluster
-        renewed: Cluster = yield Renew(min(until - (until - now) / 2, now + STALL_S))
+        renewed: Cluster = yield Renew(min(until - (until - now) / 2, now + self._locator.stall_s))
         if where.strangers & renewed.members.keys():
             where = yield from self._locator.locate(keys, renewed, until, **rest)
         return where, renewed
