@@ -153,6 +153,19 @@ def test_an_endpoint_that_is_taken_is_named() -> None:
             Rig(Shape(), extra, PeerCacheStore)
 
 
+def test_an_endpoint_beyond_loopback_wants_readers() -> None:
+    """The error names the setting; with it the engine starts."""
+    with LocalCluster() as cluster:
+        node = cluster.start(pool="64MiB")
+        extra = {
+            "home": node.ready["home"], "cluster": cluster.name, "object_events": "tcp://0.0.0.0:*",
+        }  # fmt: skip
+
+        with pytest.raises(ConfigError, match=r"event_readers.*open to other hosts"):
+            Rig(Shape(), extra, PeerCacheStore)
+        Rig(Shape(), {**extra, "event_readers": "203.0.113.9"}, PeerCacheStore).close()
+
+
 def test_pages_of_other_weights_count_no_longer() -> None:
     """Their keys are of another namespace, though SGLang's hashes are the same."""
     with LocalCluster() as cluster:

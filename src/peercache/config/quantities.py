@@ -101,6 +101,12 @@ def parse_names(value: Any, *, of: str = "a name") -> tuple[str, ...]:
     return tuple([item.strip() for item in items if item.strip()])
 
 
+def parse_networks(value: Any) -> tuple[str, ...]:
+    """Return addresses and networks of IPv4, from a list or from one string with commas."""
+    names = parse_names(value, of="an IPv4 address or network")
+    return tuple(str(ipaddress.IPv4Network(name, strict=False)) for name in names)
+
+
 def is_loopback(host: str) -> bool:
     """Return whether an address, or the name localhost, is reached from this host only."""
     try:

@@ -29,6 +29,7 @@ from peercache.config.table import (
     HOME,
     HOST,
     LISTEN,
+    NETWORKS,
     PEERS,
     POWER_OF_TWO,
     QUOTAS,
@@ -430,9 +431,15 @@ class Config:
     object_events: str = setting(
         TEXT,
         "",
-        "Endpoint of SGLang's first rank, such as tcp://*:5558: it publishes there, as Mooncake's "
-        "store does, which of the engine's pages its home node holds, for routers. Empty: it does "
-        "not. Wants the extra `events`.",
+        "Endpoint of SGLang's first rank, such as tcp://127.0.0.1:5558: it publishes there, as "
+        "Mooncake's store does, which of the engine's pages its home node holds, for routers. "
+        "Empty: it does not. Wants the extra `events`.",
+    )
+    event_readers: tuple[str, ...] = setting(
+        NETWORKS,
+        (),
+        "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
+        "Wanted where that endpoint is beyond loopback: its readers show no certificate.",
     )
     log_format: str = setting(
         choice("auto", "json", "console"),

@@ -1,6 +1,6 @@
 """What a connector stores, as block events with token ids, for routers that read vLLM's format.
 
-    publisher = BlockPublisher("tcp://0.0.0.0:5557")
+    publisher = BlockPublisher("tcp://0.0.0.0:5557", readers=["10.0.0.0/16"])
     metadata = ConnectorMetadata(…, on_stored=lambda told: publisher.publish([block_stored(told)]))
 
 `followed_blocks` does this, and withdraws what no node holds any more.

@@ -1,7 +1,7 @@
 """Block events of a connector, removals among them: a block that no node holds is withdrawn.
 
     with follow_cluster(target) as follower:
-        blocks = FollowedBlocks("tcp://0.0.0.0:5557", follower)
+        blocks = FollowedBlocks("tcp://0.0.0.0:5557", follower, readers=["10.0.0.0/16"])
         metadata = ConnectorMetadata(…, on_stored=blocks.stored)
 
 Needs the extra `events`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Final, Protocol, final
 
@@ -82,10 +82,11 @@ class FollowedBlocks:
         blocks_max: int = BLOCKS_MAX,
         unseen_s: float = UNSEEN_S,
         clock: Callable[[], float] = time.monotonic,
+        readers: Sequence[str] = (),
     ) -> None:
         """Bind, and begin to follow.
 
-        endpoint, replay, topic: of `BlockPublisher`. Raises OSError where one cannot be bound.
+        endpoint, replay, topic, readers: of `BlockPublisher`. Raises what that raises.
         changes: is read here alone, and closed by its owner.
         """
         self._changes = changes
@@ -98,7 +99,9 @@ class FollowedBlocks:
         """Pages that were stored and are at no node yet, and since when: oldest first."""
         self._partial: dict[str, set[bytes]] = {}
         """By node that has begun anew and not told all: the blocks it held before."""
-        self._publisher = BlockPublisher(endpoint, replay, topic=topic, present=self._present)
+        self._publisher = BlockPublisher(
+            endpoint, replay, topic=topic, present=self._present, readers=readers
+        )
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peercache-blocks", daemon=True)
         self._thread.start()

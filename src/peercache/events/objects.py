@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from peercache.errors import LocalProtocolError
-from peercache.events.endpoints import bind
+from peercache.events.endpoints import Readers
 from peercache.observability.log import get_logger
 
 SEQUENCE: Final = struct.Struct(">Q")
@@ -87,28 +87,25 @@ class ObjectPublisher:
         *,
         present: Callable[[], Iterable[str]] = tuple,
         rank: int = 0,
+        readers: Sequence[str] = (),
     ) -> None:
         """Bind, and tell each reader that comes what is present.
 
         endpoint: to bind, such as tcp://127.0.0.1:5558; `tcp://127.0.0.1:*` takes a free port.
         present:  yields the hashes of all pages there are now; called by the publisher's thread.
         rank:     of data parallelism.
-        Raises OSError with the endpoint if it cannot be bound.
+        readers:  addresses or networks of other hosts that may connect; wanted for an endpoint
+                  beyond loopback.
+        Raises OSError with the endpoint if it cannot be bound, ConfigError without readers.
         """
         self._log = get_logger()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB)
-        self._socket.linger = 0
-        self._socket.sndhwm = WAITING_MAX
-        # Each subscription is told, also one like another; and what has no room is an error.
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         try:
-            bind(self._socket, endpoint)
-        except OSError:
+            self._readers = Readers(self._context, endpoint, readers, _prepared)
+        except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self._readers.endpoint
         self.resyncs = 0
         """How often everything was told anew after a loss."""
         self._names, self._present, self._rank = names, present, rank
@@ -157,7 +154,7 @@ class ObjectPublisher:
         resting_until, until = 0.0, float("inf")
         try:
             while time.monotonic() < until:
-                self._hear_readers()
+                self._has_joined |= self._readers.hear()
                 is_resting = time.monotonic() < resting_until
                 sent = False
                 try:
@@ -178,11 +175,6 @@ class ObjectPublisher:
                     self._has_pages.clear()
         finally:
             self._context.destroy(linger=int(CLOSE_S * 1000))
-
-    def _hear_readers(self) -> None:
-        while self._socket.poll(0):
-            # 1 and a topic: a reader has come; 0: one has gone.
-            self._has_joined |= self._socket.recv()[:1] == b"\1"
 
     def _send_some(self) -> bool:
         """Send one message, or everything anew; return whether there was something."""
@@ -219,8 +211,14 @@ class ObjectPublisher:
             for name in self._names.of(page)
         ]
         payload = self._encoder.encode([time.time_ns() // 1_000_000, events, self._rank])
-        self._socket.send_multipart([b"", SEQUENCE.pack(self._next), payload], zmq.NOBLOCK)
+        self._readers.send([b"", SEQUENCE.pack(self._next), payload], zmq.NOBLOCK)
         self._next += 1
+
+
+def _prepared(socket: zmq.Socket[bytes]) -> None:
+    socket.sndhwm = WAITING_MAX
+    # What has no room is an error.
+    socket.setsockopt(zmq.XPUB_NODROP, 1)
 
 
 def _parts(pages: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -19,7 +19,7 @@ from typing import Final, final
 import attrs
 import zmq
 
-from peercache.errors import RemoteProtocolError
+from peercache.errors import InvalidRequest, RemoteProtocolError
 from peercache.events.blocks import (
     SEQUENCE_END,
     AllBlocksCleared,
@@ -30,7 +30,7 @@ from peercache.events.blocks import (
     frames_of,
     sequence_of,
 )
-from peercache.events.endpoints import bind
+from peercache.events.endpoints import TOPIC_BYTES_MAX, Readers, bind
 from peercache.observability.log import get_logger
 
 EVENTS_A_BATCH: Final = 256
@@ -50,6 +50,9 @@ since, sees the gap and asks for a replay."""
 ANEW_S: Final = 5.0
 """At most so often is everything told anew because a replay reaches back no further, or because
 sending has failed."""
+
+REPLAYS_A_TURN: Final = 8
+"""Replays that are answered before the next events go out."""
 
 WAITING_MAX: Final = 1000
 """Batches that wait for one reader."""
@@ -83,6 +86,7 @@ class BlockPublisher:
         topic: str = "",
         rank: int | None = None,
         present: Callable[[], Iterable[BlockEvent]] = tuple,
+        readers: Sequence[str] = (),
     ) -> None:
         """Bind, and send what is present.
 
@@ -91,18 +95,28 @@ class BlockPublisher:
         present:  yields events that store all blocks there are now; called by the publisher's
                   thread when it begins and after it had too many events to send. After an error
                   of it, which the log tells, it is called again ANEW_S later.
-        Raises OSError with the endpoint if one cannot be bound.
+        readers:  addresses or networks of other hosts that may connect, such as 10.0.0.0/16; wanted
+                  for an endpoint beyond loopback.
+        Raises OSError with the endpoint if one cannot be bound, ConfigError without readers.
         """
+        if len(topic.encode()) > TOPIC_BYTES_MAX:
+            raise InvalidRequest(f"a topic has at most {TOPIC_BYTES_MAX} bytes")
         self._log = get_logger()
         self._context = zmq.Context()
+        self._router: zmq.Socket[bytes] | None = None
         try:
-            self._sockets = [self._bound(zmq.PUB, endpoint)]
+            self._readers = Readers(self._context, endpoint, readers, _prepared)
             if replay:
-                self._sockets.append(self._bound(zmq.ROUTER, replay))
+                self._router = self._asked_at(replay, readers)
         except OSError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, f"{error.strerror}: {endpoint} {replay}") from None
-        self.endpoint, self.replay = (self._bound_to(socket) for socket in self._pair())
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint, self.replay = self._readers.endpoint, ""
+        if self._router is not None:
+            self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._topic, self._rank, self._present = topic.encode(), rank, present
         self._lock = threading.Lock()
         self._queue: deque[BlockEvent] = deque()
@@ -154,8 +168,9 @@ class BlockPublisher:
         until = float("inf")
         try:
             while True:
-                if len(self._sockets) > 1:
-                    self._answer_replays()
+                self._readers.hear()
+                if self._router is not None:
+                    self._answer_replays(self._router)
                 if self._is_closing.is_set() and until == float("inf"):
                     until = time.monotonic() + CLOSE_S
                 sent = self._tried()
@@ -215,16 +230,17 @@ class BlockPublisher:
         while len(self._kept) > REPLAY_BATCHES_MAX or self._kept_bytes > REPLAY_BYTES_MAX:
             self._kept_bytes -= len(self._kept.popleft()[1])
             self._is_trimmed = True
-        # A PUB socket drops for a reader that is too slow, which sees the gap and asks again.
-        self._sockets[0].send_multipart(frames_of(number, payload, self._topic))
+        # An XPUB socket drops for a reader that is too slow, which sees the gap and asks again.
+        self._readers.send(frames_of(number, payload, self._topic))
         self._sent_at = time.monotonic()
         self._counts["batches"] += 1
         self._counts["events"] += len(events)
 
-    def _answer_replays(self) -> None:
+    def _answer_replays(self, router: zmq.Socket[bytes]) -> None:
         """Send what is kept, to each reader that asks for it: all since a sequence, and an end."""
-        router = self._sockets[1]
-        while router.poll(0):
+        for _ in range(REPLAYS_A_TURN):
+            if not router.poll(0):
+                return
             asker, *asked = router.recv_multipart()
             try:
                 since = sequence_of(asked[-1] if asked else b"")
@@ -234,7 +250,8 @@ class BlockPublisher:
             self._tell_anew_before(since)
             for number, payload in self._kept:
                 if number >= since:
-                    router.send_multipart([asker, *frames_of(number, payload)])
+                    # Not copied: askers that do not read would hold what is kept, each.
+                    router.send_multipart([asker, *frames_of(number, payload)], copy=False)
             router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
 
     def _tell_anew_before(self, since: int) -> None:
@@ -248,17 +265,15 @@ class BlockPublisher:
 
     # --- sockets ------------------------------------------------------------------------------
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+    def _asked_at(self, endpoint: str, readers: Sequence[str]) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         # What waits for one reader that does not read; more is dropped, and the reader sees a gap.
-        socket.sndhwm = REPLAY_BATCHES_MAX + 1 if kind == zmq.ROUTER else WAITING_MAX
-        bind(socket, endpoint)
+        socket.sndhwm = REPLAY_BATCHES_MAX + 1
+        socket.copy_threshold = 0
+        bind(socket, endpoint, readers)
         return socket
 
-    def _pair(self) -> tuple[zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]:
-        return self._sockets[0], self._sockets[1] if len(self._sockets) > 1 else None
 
-    @staticmethod
-    def _bound_to(socket: zmq.Socket[bytes] | None) -> str:
-        return "" if socket is None else socket.getsockopt_string(zmq.LAST_ENDPOINT)
+def _prepared(socket: zmq.Socket[bytes]) -> None:
+    socket.sndhwm = WAITING_MAX

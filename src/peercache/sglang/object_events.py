@@ -64,7 +64,11 @@ class ObjectEvents:
         self._told_problem = ""
         self._is_closed = False
         try:
-            self._publisher = ObjectPublisher(config.object_events, names, present=self._present)
+            self._publisher = ObjectPublisher(
+                config.object_events, names, present=self._present, readers=config.event_readers
+            )
+        except ConfigError as error:
+            raise ConfigError("event_readers", error.problem) from error
         except OSError as error:
             raise ConfigError("object_events", f"{config.object_events}: {error}") from error
         self._follower = ClusterFollower(

@@ -80,6 +80,7 @@ FROZEN: dict[str, Any] = {
     "http_token_file": "",
     "engine_events": (),
     "object_events": "",
+    "event_readers": (),
     "log_format": "auto",
     "log_level": "info",
 }

@@ -280,8 +280,7 @@ class World:
         op_timeout_s: float = 2.0,
     ) -> None:
         """Start them; those in `remote` are on another host."""
-        self.now = 100.0
-        self.fabric, self.answered_by = "world", ""
+        self.now, self.fabric, self.answered_by = 100.0, "world", ""
         self.page_s = 0.0
         self.checksum_s = 0.0
         self.before: Callable[[Node, int], None] = _nothing
