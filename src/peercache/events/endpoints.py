@@ -155,7 +155,7 @@ class Readers:
         socket = self._context.socket(zmq.XPUB)
         try:
             socket.linger = 0
-            # Each subscription and each end of one is told, also one like another.
+            # Each subscription and each end of one is received, also one like another.
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)
             # Not more of them wait than are taken in a turn.
             socket.rcvhwm = SUBSCRIPTIONS_MAX // 10
