@@ -15,6 +15,7 @@ from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,
+    DISK_REPLACED,
     DiskEffect,
     DiskFact,
     DiskOpened,
@@ -176,12 +177,12 @@ def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
         assert rig.await_fact(SpillDone, 7).outcomes == bytes([DISK_CHANGED])
 
 
-def test_page_of_another_namespace_is_damaged(open_store: OpenStore) -> None:
-    """A request for another page than the slot's gets nothing."""
+def test_a_place_that_holds_another_whole_page_gives_nothing(open_store: OpenStore) -> None:
+    """As after a kill between the bytes of a page and its row: no damage, and no page."""
     with open_store() as rig:
         rig.spill([1])
 
-        assert rig.load([1], namespace=6) == [str(DISK_DAMAGED)]
+        assert rig.load([1], namespace=6) == [str(DISK_REPLACED)]
 
 
 def test_flipped_bit_is_damage(open_store: OpenStore) -> None:

@@ -221,7 +221,7 @@ def test_a_page_is_removed_retained_and_cleared_whatever_tag_it_was_handed_over_
         (*_, answer) = rig.say(removal, NODE)
 
         is_clear = isinstance(removal, Clear)
-        assert answer.message.count == 1 + is_clear
+        assert answer.fact.removed.count == 1 + is_clear
         assert rig.holds(1, 2) == [False, not is_clear]
 
 
@@ -248,7 +248,7 @@ def test_pages_from_other_nodes_are_dropped_and_those_set_here_stay() -> None:
 
     (*_, answer) = rig.say(Clear(9, COPIES, 0.5), NODE)
 
-    assert answer.message.count == 2
+    assert answer.fact.removed.count == 2
     assert rig.holds(1, 2, 3) == [True, False, False]
     # What is on its way is void, too, as is what is asked for in that time.
     assert taken(rig.arrive(1)) == bytes((ABORTED,))
