@@ -24,7 +24,13 @@ from peercache.actors.effects import (
     TellPromote,
     TellPublisher,
 )
-from peercache.actors.mailboxes import PagesCommitted, PoolGrew, RecordsChanged, RemovalDone
+from peercache.actors.mailboxes import (
+    LoadWanted,
+    PagesCommitted,
+    PoolGrew,
+    RecordsChanged,
+    RemovalDone,
+)
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
@@ -72,11 +78,15 @@ def keys(*numbers: int) -> bytes:
 
 @attrs.define(eq=False)
 class Working:
-    """A job of the store that is under way."""
+    """A job of the store that is under way.
+
+    reserved: lengths of the pages whose slots the pool keeps until a load ends.
+    """
 
     effect: Spill | Load
     pages: list[Generator[None, None, Any] | None]
     outcomes: list[Any]
+    reserved: list[int]
 
 
 @attrs.define(eq=False)
@@ -285,6 +295,9 @@ class DiskWorld:
         """Let the actors take what waits; each actor's messages stay in order."""
         while self.waiting:
             actor, sender, message = self.waiting.pop(self._next())
+            if isinstance(message, LoadWanted):
+                # A Load has those of its pages that are still on disk: the others have slots too.
+                self._reserved = message.lengths.tolist()
             taker = self.actors[actor]
             effects = taker.on_message(sender, message, self.now)
             taker.check()
@@ -341,7 +354,8 @@ class DiskWorld:
         count = len(effect.places)
         pages = [run(effect, at) for at in range(count)]
         assert effect.job not in self.working, "a job number came twice"
-        self.working[effect.job] = Working(effect, list(pages), [None] * count)
+        reserved = self._reserved if isinstance(effect, Load) else []
+        self.working[effect.job] = Working(effect, list(pages), [None] * count, reserved)
 
     def _apply(self, changed: RecordsChanged) -> None:
         for record in changed.records:

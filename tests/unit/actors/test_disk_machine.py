@@ -21,7 +21,6 @@ from peercache.actors.storage_port import (
     DISK_LATE,
     DISK_UNTRIED,
     Load,
-    Spill,
 )
 from peercache.model.records import RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
@@ -181,26 +180,21 @@ class DiskMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_and_places_add_up(self) -> None:
-        """Reserved is what loads write to; in flight is what is being written or let go of."""
+        """Reserved is what loads were wanted for; in flight is what is written or let go of.
+
+        A page that left the disk before its load began keeps its slot until the others are loaded.
+        """
         if not hasattr(self, "world"):
             return
         world = self.world
-        pages_of = [
-            (w.effect, range(len(w.pages)) if job > 0 else world.late[-job])
-            for job, w in world.working.items()
-        ]
-        loading = sum(
-            -(-int(effect.lengths[at]) // GRANULE) * GRANULE
-            for effect, _ in pages_of
-            if isinstance(effect, Load)
-            for at in range(len(effect.places))
-        )
-        assert world.pool.figures()["pool_bytes_reserved"] == loading
+        lengths = [length for working in world.working.values() for length in working.reserved]
+        reserved = sum(-(-length // GRANULE) * GRANULE for length in lengths)
+        assert world.pool.figures()["pool_bytes_reserved"] == reserved
         figures = world.tier.figures()
         if world.tier.is_open:
             total = sum(figures[f"disk_bytes_{word}"] for word in ("used", "in_flight", "free"))
             assert total == figures["disk_bytes"]
-            if not any(isinstance(effect, (Spill, Load)) for effect, _ in pages_of):
+            if not world.working:
                 assert figures["disk_bytes_in_flight"] == 0
 
     @invariant()
@@ -244,3 +238,35 @@ def test_page_that_is_cleared_while_it_is_loaded_stays_away_over_a_restart(
     story.records_say_where_pages_are()
     story.what_is_read_was_set_and_not_removed()
     assert story.world.where(1) == ""
+
+
+@pytest.mark.parametrize("on_evict", [False, True])
+@pytest.mark.parametrize("order", [None, 0, 1, 2, 3])
+def test_slot_of_a_page_that_left_the_disk_before_its_load_is_freed_when_the_load_ends(
+    order: int | None, *, on_evict: bool
+) -> None:
+    """1. Two large pages are being loaded, and two small ones wait for room. 2. One of the small
+    ones is removed. 3. A large load ends: the pool reserves slots for both small pages, and the
+    disk loads one of them. 4. That load ends.
+    """
+    story = DiskMachine()
+    story.start(granules=6, slabs=2, queue_bytes=10**6, on_evict=on_evict, order=order)
+    story.set([0, 1], 2 * GRANULE - 5)
+    story.set([2, 3], LENGTH)
+    story.wait(1.5)
+    story.finish()
+    story.restart()
+    story.ask([0], 0.0)
+    story.ask([1], 0.0)
+    story.ask([2, 3], 5.0)
+    story.remove([2])
+    story.fail(0, DISK_DAMAGED)
+
+    story.slots_and_places_add_up()
+    lengths = [w.effect.lengths.tolist() for w in story.world.working.values()]
+    assert lengths == [[2 * GRANULE - 5], [LENGTH]]
+    assert story.world.pool.figures()["pool_bytes_reserved"] == (2 + 2) * GRANULE
+    story.finish()
+    assert story.world.pool.figures()["pool_bytes_reserved"] == 0
+    assert story.world.places(2, 3) == ["", "memory"]
+    story.every_reader_is_answered_once()
