@@ -154,11 +154,11 @@ def test_an_indexer_gets_what_it_has_missed(
 
         lost: list[bytes] = []
 
-        def lose(socket: zmq.Socket[bytes], frames: list[bytes], *more: Any) -> Any:
-            if socket.type == zmq.PUB and not lost and decode(frames[-1]).events:
+        def lose(socket: zmq.Socket[bytes], frames: list[bytes], *more: Any, **named: Any) -> Any:
+            if socket.type == zmq.XPUB and not lost and decode(frames[-1]).events:
                 lost.append(frames[1])
                 return None
-            return send(socket, frames, *more)
+            return send(socket, frames, *more, **named)
 
         send = zmq.Socket.send_multipart
         monkeypatch.setattr(zmq.Socket, "send_multipart", lose)
