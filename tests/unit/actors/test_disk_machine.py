@@ -41,6 +41,8 @@ class DiskMachine(RuleBasedStateMachine):
         self.world: DiskWorld
         self.asked = 0
         self.removed: dict[bytes, int] = {}
+        self.removed_on_disk: dict[bytes, int] = {}
+        """As it was when the disk ended: a restart undoes what was removed since."""
 
     @initialize(
         granules=st.sampled_from([4, 6, 12]),
@@ -77,7 +79,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(numbers=pages)
     def remove(self, numbers: list[int]) -> None:
-        """Remove pages; nothing that was set before may ever be read again."""
+        """Remove pages; what was set before is not read again, unless the disk had ended."""
         self.world.remove(*numbers)
         for number in numbers:
             self.removed[key(number)] = self.world.version
@@ -139,10 +141,13 @@ class DiskMachine(RuleBasedStateMachine):
     def end(self) -> None:
         """The disk ends; the node goes on without it."""
         self.world.end()
+        self.removed_on_disk = dict(self.removed)
 
     @rule()
     def restart(self) -> None:
         """The node starts again on what is safe on its disk."""
+        if not self.world.tier.is_open:
+            self.removed = self.removed_on_disk
         self.world.image.sync()
         versions, number = self.world.versions, self.world.version
         self.world = DiskWorld(image=self.world.image, **self.options)  # type: ignore[arg-type]
@@ -238,6 +243,32 @@ def test_page_that_is_cleared_while_it_is_loaded_stays_away_over_a_restart(
     story.records_say_where_pages_are()
     story.what_is_read_was_set_and_not_removed()
     assert story.world.where(1) == ""
+
+
+@pytest.mark.parametrize("is_clear", [False, True])
+def test_page_that_is_removed_after_the_disk_has_ended_is_back_after_a_restart(
+    *, is_clear: bool
+) -> None:
+    """1. A page goes to disk, and the disk ends. 2. The page is removed. 3. The node starts again,
+    and the page is asked for.
+    """
+    story = DiskMachine()
+    story.start(granules=4, slabs=1, queue_bytes=10**6, on_evict=False, order=None)
+    story.set([1], LENGTH)
+    story.finish()
+    story.end()
+    if is_clear:
+        story.clear()
+    else:
+        story.remove([1])
+    assert story.world.where(1) == ""
+    story.restart()
+    story.ask([1], 0.0)
+    story.finish()
+
+    assert story.world.where(1) == "memory"
+    story.records_say_where_pages_are()
+    story.what_is_read_was_set_and_not_removed()
 
 
 @pytest.mark.parametrize("on_evict", [False, True])
