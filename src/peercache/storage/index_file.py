@@ -1,8 +1,9 @@
 """The index on disk: which place holds which page, in SQLite, written in batches by one thread.
 
 Slot headers are the truth; the index saves reading them all at start. So it may be lost, and may be
-behind by COMMIT_S after a crash: a page too many in it is found out when it is loaded, one too few
-is a page less. A row is put after its page was written. The row of a page whose place was given to
+behind by COMMIT_S after a crash, of the process or of the host: a page too many in it is found out
+when it is loaded, one too few is a page less. A row is put after its page was written, and
+committed after the page was synced. The row of a page whose place was given to
 another one goes in a batch, too: a kill before that leaves it (DISK_REPLACED).
 """
 
@@ -52,8 +53,8 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
         if tables and version != FORMAT_VERSION:
             raise sqlite3.DatabaseError(f"format {version}")
         connection.execute("PRAGMA journal_mode = WAL")
-        # The log is synced when it is folded in: a crash of the host costs rows, not the file.
-        connection.execute("PRAGMA synchronous = NORMAL")
+        # Each commit syncs the log, on the index's thread, twice a second at most.
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 4194304")
         connection.execute(f"PRAGMA max_page_count = {bytes_max // SQLITE_PAGE_BYTES}")
         connection.execute(
@@ -139,12 +140,19 @@ class IndexWriter:
     """Writes the index on a thread of its own; no call of it waits for the disk, but `close`."""
 
     def __init__(
-        self, connection: sqlite3.Connection | None, *, failed: Callable[[str], None], log: Any
+        self,
+        connection: sqlite3.Connection | None,
+        *,
+        failed: Callable[[str], None],
+        log: Any,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         """Write to `connection`; `failed` hears of the first error, after which nothing is.
 
-        None: there is no index, and nothing is written.
+        None: there is no index, and nothing is written. sync: has the pages of all rows that were
+        put survive a power loss; raises OSError.
         """
+        self._sync = sync
         self._failed = failed
         self._log = log
         self._changed = threading.Condition()
@@ -214,7 +222,7 @@ class IndexWriter:
                 closing = self._closing and not self._waiting
             try:
                 self._write(connection, taken)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 self._break(connection, taken, str(error))
                 return
             for _, _, then in taken:
@@ -247,6 +255,8 @@ class IndexWriter:
     def _write(self, connection: sqlite3.Connection, taken: list[Operation]) -> None:
         if not taken:
             return
+        if any(statement is PUT for statement, _, _ in taken):
+            self._sync()
         connection.execute("BEGIN")
         for statement, rows, _ in taken:
             connection.executemany(statement, rows)

@@ -20,7 +20,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,6 +65,7 @@ class SlabFiles:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        self._unsynced: set[int] = set()
         self.is_direct = self._probe()
         self.blocks_of: dict[int, int] = {}
         """The slot size of each slab that has one."""
@@ -120,6 +121,9 @@ class SlabFiles:
                 if error.errno in NO_ROOM:
                     raise NoRoomError from error
                 raise
+            finally:
+                with self._lock:
+                    self._unsynced.add(number)
         if written != wanted:
             # What a full or failing disk does in the middle; the rest would say why.
             raise OSError(errno.EIO, f"wrote {written} of {wanted} bytes")
@@ -129,6 +133,20 @@ class SlabFiles:
         number, offset = divmod(place, self.folder.slab_bytes)
         with self._use(number) as file:
             return os.preadv(file, buffers, offset)
+
+    def sync(self) -> None:
+        """Have what was written by now survive a power loss; waits for the disk. Raises OSError."""
+        with self._lock:
+            numbers, self._unsynced = self._unsynced, set()
+        try:
+            for number in numbers:
+                # Where the file was removed meanwhile, its pages are gone anyway.
+                with suppress(FileNotFoundError), self._use(number) as file:
+                    os.fdatasync(file)
+        except BaseException:
+            with self._lock:
+                self._unsynced |= numbers
+            raise
 
     def close(self) -> None:
         """Close every file without a call in flight."""
@@ -202,6 +220,12 @@ class SlabFiles:
             raise
         finally:
             os.close(file)
+        # The name of a new file survives a power loss by a sync of its folder only.
+        folder = os.open(self.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def _header_of(self, number: int) -> SlabHeader | None:
         """Return what a slab says of itself, if that is believable."""

@@ -220,7 +220,7 @@ class DiskStore:
             folder.close()
             raise
         failed = partial(self._index_failed, folder)
-        index = IndexWriter(connection, failed=failed, log=self._log)
+        index = IndexWriter(connection, failed=failed, log=self._log, sync=files.sync)
         mover = PageMover(
             files,
             pages=self._pool.pages,
