@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
-	spec sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
+	soak spec sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -100,6 +100,11 @@ slow: $(STAMP)
 # The model of the read protocol, and each bug planted into it.
 spec: $(STAMP)
 	$(PYTEST) -q tests/contracts/test_spec.py $(PYTEST_FLAGS)
+
+# Ten minutes of everything at once, after which nothing has grown; fifteen of chaos: nodes and engines
+# are killed, paused and started again, and every byte is checked.
+soak: $(STAMP)
+	$(PYTEST) -s -m soak tests/system/endurance $(PYTEST_FLAGS)
 
 # Whole clusters, simulated: planted bugs that must be found, and seeds that follow from the code, so
 # that CI can be run again; `python -m sims sweep --minutes 60` tries fresh ones.

@@ -192,6 +192,7 @@ def parts(*, full: bool) -> list[Part]:
     if full:
         chosen += [
             Part("make vllm", make("vllm"), needs=(SET_UP, VLLM_ENV), again=PYTEST),
+            Part("make soak", make("soak"), needs=(SET_UP,), again=PYTEST),
             Part("make slow", make("slow"), needs=(SET_UP,), after=tuple(
                 part.name for part in chosen if part.fetches), alone=True, again=PYTEST),
         ]  # fmt: skip

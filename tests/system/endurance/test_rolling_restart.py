@@ -75,7 +75,9 @@ def test_a_rolling_restart_under_load_gives_no_wrong_byte_and_many_hits() -> Non
                 name = f"after {successor.ready['node']}"
                 attached_s.append(
                     wait_until(
-                        lambda client=client, name=name: stores(client, name), ATTACHED_WITHIN_S
+                        lambda client=client, name=name: stores(client, name),
+                        "its client stores again",
+                        ATTACHED_WITHIN_S,
                     )
                 )
                 load.last(BETWEEN_S)

@@ -122,6 +122,7 @@ class Soak:
         for reader in self.readers:
             wait_until(
                 lambda reader=reader: reader.client.stats().get("home_pool_bytes_reserved") == 0,
+                "no reserved slot",
                 QUIET_WITHIN_S,
             )
         # What ends by itself ends within a few seconds: idle links, half greetings, timers.
