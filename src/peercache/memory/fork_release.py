@@ -1,7 +1,8 @@
-"""Lets go, in a forked child, of the segments and directory tables that its parent has open.
+"""Lets go, in a forked child, of the segments, directory tables and ports that its parent has open.
 
-A child that lives on would keep the lock of a dead node's file, and its memory: the next start
-takes the node for alive, and finds no room. A child uses none of it (`model.fork_guard`).
+A child that lives on would keep the lock of a dead node's file, its memory and its ports: the next
+start takes the node for alive, and finds neither room nor address. A child uses none of it
+(`model.fork_guard`).
 
 Keeps   each descriptor's number, and each mapping's addresses, stay taken until the objects that
         own them are collected: those close and unmap by number and address, and would hit what the
@@ -13,8 +14,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import socket
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +27,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _MAPPINGS = Path("/proc/self/maps")
 _MAP_FIXED = 0x10
 _REMOVED = " (deleted)"
+
+_served: Counter[int | str] = Counter()
+"""Where the nodes of this process serve: tcp ports, and paths of unix sockets."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -38,14 +44,26 @@ def let_go_in_children() -> None:
     os.register_at_fork(after_in_child=_let_go_in_child)
 
 
+@contextmanager
+def serving_at(addresses: Collection[int | str]) -> Iterator[None]:
+    """Have children let go of the sockets with these tcp ports and paths, for a block."""
+    let_go_in_children()
+    _served.update(addresses)
+    try:
+        yield
+    finally:
+        _served.subtract(addresses)
+
+
 def _let_go_in_child() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for descriptor in _DESCRIPTORS.iterdir():
             # The one that lists them has gone by now.
             with suppress(OSError):
-                if _is_of_a_node(str(descriptor.readlink())):
-                    os.dup2(nothing, int(descriptor.name), inheritable=False)
+                path, number = str(descriptor.readlink()), int(descriptor.name)
+                if _is_of_a_node(path) or (path.startswith("socket:") and _is_served(number)):
+                    os.dup2(nothing, number, inheritable=False)
     finally:
         os.close(nothing)
     for begin, end in list(_mapped()):
@@ -64,3 +82,13 @@ def _mapped() -> Iterator[tuple[int, int]]:
 
 def _is_of_a_node(path: str) -> bool:
     return path.startswith("/") and is_node_file(Path(path.removesuffix(_REMOVED)).name)
+
+
+def _is_served(descriptor: int) -> bool:
+    """Tell whether a node listens at a socket, or has accepted it."""
+    opened = socket.socket(fileno=descriptor)
+    try:
+        name = opened.getsockname()
+    finally:
+        opened.detach()
+    return _served[name[1] if isinstance(name, tuple) else name] > 0

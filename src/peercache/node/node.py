@@ -31,6 +31,7 @@ from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
+from peercache.memory.fork_release import serving_at
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.memory.table_file import TableFile
@@ -155,9 +156,11 @@ class Node:
                 table_file, self.config, self.incarnation, self.sharing, self.log
             )
             async with trio.open_nursery() as nursery:
-                task_status.started(await self._start(nursery, segment, listener))
-                await self._stopping.wait()
-                await self._leave()
+                ready = await self._start(nursery, segment, listener)
+                with serving_at(ready.sockets()):
+                    task_status.started(ready)
+                    await self._stopping.wait()
+                    await self._leave()
                 nursery.cancel_scope.cancel()
         finally:
             listener.close()

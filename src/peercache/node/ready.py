@@ -28,3 +28,10 @@ class Ready:
             "home": self.home,
             "http": self.http or None,
         }
+
+    def sockets(self) -> list[int | str]:
+        """Return the local addresses of the node's sockets: tcp ports, and a path."""
+        ports = [
+            int(each.rpartition(":")[2]) for each in (self.control, self.data, self.http) if each
+        ]
+        return [*ports, self.home.removeprefix("ipc://")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from peercache.memory.stale_segments import remove_leftovers
 from peercache.memory.table_file import TableFile
 from peercache.model.ids import Incarnation
 from tests.pace import wait_until
-from tests.system.nodes import script
+from tests.system.nodes import free_port, script
 
 GRANULE = 4096
 OWN, OTHER = Incarnation(0x11), Incarnation(0x12)
@@ -130,7 +131,11 @@ def test_a_child_that_closes_what_its_parent_had_closes_nothing_else(tmp_path: P
 FORKS = """
 import os, signal, sys
 from peercache import Client
-client = Client.open(pool_size="16MiB", shm_dir=sys.argv[1], insecure="forks", metrics_port=0)
+ports = [int(port) for port in sys.argv[2:]]
+client = Client.open(
+    pool_size="16MiB", shm_dir=sys.argv[1], insecure="forks", metrics_port=ports[2],
+    listen=f"127.0.0.1:{ports[0]}", data_port=ports[1],
+)
 worker = os.fork()
 if worker:
     print(worker, flush=True)
@@ -139,8 +144,9 @@ signal.pause()
 
 
 def test_a_dead_engines_memory_is_removed_though_its_worker_lives(tmp_path: Path) -> None:
-    """The next start takes the node for dead, and has its room."""
-    with script(FORKS, str(tmp_path)) as engine:
+    """The next start takes the node for dead, and has its room and its ports."""
+    ports = [free_port() for _ in range(3)]
+    with script(FORKS, str(tmp_path), *ports) as engine:
         assert engine.stdout is not None
         worker = int(engine.stdout.readline())
         try:
@@ -150,5 +156,7 @@ def test_a_dead_engines_memory_is_removed_though_its_worker_lives(tmp_path: Path
             os.kill(worker, 0)
 
             assert len(remove_leftovers(tmp_path)) == 2
+            for port in ports:
+                socket.create_server(("127.0.0.1", int(port))).close()
         finally:
             os.kill(worker, signal.SIGKILL)
