@@ -33,7 +33,8 @@ LOOPS_PER_S = 40_000_000
 """Steps of an empty loop in Python 3.11 on an idle core."""
 MEASURED_S = 0.3
 """Some turns of the scheduler: a core that is shared shows it."""
-FACTOR_MAX = 10.0
+FACTOR_MAX = 4.0
+"""A test that waits for what never comes must end while a reader still waits for the gate."""
 
 
 def _measured() -> float:

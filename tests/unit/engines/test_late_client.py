@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 
 import pytest
 
@@ -11,7 +12,7 @@ from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_confi
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import Namespace
 from peercache.observability.log import LOGGER, get_logger
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.engines.fake_client import FakeClient
 
 SPACE = Namespace("test")
@@ -54,16 +55,17 @@ def test_a_home_node_that_comes_later_is_found() -> None:
 def test_a_client_that_comes_after_the_close_is_closed() -> None:
     """A node that is found while the engine stops keeps no client of it."""
     fake = FakeClient()
-    closed: list[LateClient] = []
+    made: Future[LateClient] = Future()
     attached = LateClient(
         engine_config({}, {}),
         SPACE,
         get_logger(),
-        on_open=lambda _: closed[0].close(),
+        on_open=lambda _: made.result(TIMEOUT_S).close(),
         client_factory=_second_try(fake),
         retry_s=0.01,
     )
-    closed.append(attached)
+    # Its thread may have opened the client before this line.
+    made.set_result(attached)
     wait_until(lambda: fake.is_closed)
     assert attached.client is None
 
