@@ -84,7 +84,11 @@ class EtcdSource:
         self._lease = ""
         try:
             await self._keep_telling(tell)
-        except trio.Cancelled:
+        except SourceFailed:
+            # The next attempt writes the same key again, under a new lease.
+            raise
+        except BaseException:
+            # Cancelled, or a group of it: a stop may come while a connection is being made.
             with trio.CancelScope(deadline=trio.current_time() + GOODBYE_S, shield=True):
                 await self._give_back()
             raise

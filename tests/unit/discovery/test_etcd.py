@@ -66,6 +66,39 @@ async def test_node_is_found_under_its_name_while_it_runs(
         nursery.cancel_scope.cancel()
 
 
+class _StopAtStep(trio.abc.Instrument):
+    """Cancels a scope just before the loop has run this many more steps of its tasks."""
+
+    def __init__(self, scope: trio.CancelScope, steps: int) -> None:
+        self._scope, self._left = scope, steps
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._left -= 1
+        if not self._left:
+            self._scope.cancel()
+
+
+async def test_node_that_stops_leaves_no_address_behind(
+    server: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is doing then: it asks, listens, or is making a connection."""
+    monkeypatch.setattr(etcd, "GOODBYE_S", TIMEOUT_S)
+    stopped = 0
+    async with trio.open_nursery() as nursery:
+        await server.start(nursery)
+        for steps in range(1, 200):
+            source = server.source()
+            with trio.CancelScope() as scope:
+                stop = _StopAtStep(scope, steps)
+                trio.lowlevel.add_instrument(stop)
+                await source.follow(lambda addresses: None)
+            trio.lowlevel.remove_instrument(stop)
+            stopped += bool(server.web.requests)
+            await until(lambda: not server.keys, f"no address after a stop at step {steps}")
+        nursery.cancel_scope.cancel()
+    assert stopped > 100
+
+
 async def test_stop_waits_for_no_etcd_that_hangs(server: FakeEtcd) -> None:
     """Giving back the lease has half a second."""
     async with trio.open_nursery() as nursery:
