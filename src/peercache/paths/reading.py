@@ -329,9 +329,10 @@ class Reader:
         if now >= until or not self._strangers.are_new(where.strangers, now):
             return where, cluster
         renewed: Cluster = yield Renew(min(until - (until - now) / 2, now + self._locator.stall_s))
-        if where.strangers & renewed.members.keys():
-            where = yield from self._locator.locate(keys, renewed, until, **rest)
-        return where, renewed
+        if not where.strangers & renewed.members.keys():
+            # Holders that were found may have left meanwhile: they are members of the view before.
+            return where, cluster
+        return (yield from self._locator.locate(keys, renewed, until, **rest)), renewed
 
     def _promote(
         self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited

@@ -74,6 +74,20 @@ def test_view_is_not_asked_for_again_because_of_a_holder_that_it_does_not_name()
     assert (asked, world.renewed) == (1, 2)
 
 
+def test_holders_that_left_before_the_view_of_now_are_misses() -> None:
+    """They were found in the view of before, and another page's holder is in neither."""
+    world = World(4)
+    world.publish(world.nodes[2].hold("old"))
+    newcomer_with(world, "a", is_in_view=False)
+    left = {node.number: node.member for node in world.nodes.values() if node.number in (1, 3)}
+    world.cluster_of_now = world.seen(left)
+
+    got = world.get("old", "a")
+
+    assert got.hits == [True, False]
+    assert world.renewed == 1
+
+
 def test_view_is_not_asked_for_if_every_page_has_a_holder_that_is_known() -> None:
     """A copy at a node that has just joined is no reason to wait."""
     world = World(4)
