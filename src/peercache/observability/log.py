@@ -73,12 +73,16 @@ def log_into(engine: str, *, level: str = "") -> None:
 
 
 def _logger_of(engine: str) -> logging.Logger | None:
-    """Return a logger of this package that has handlers."""
+    """Return a logger of this package that writes somewhere: not one that is silenced."""
     for name, logger in list(logging.root.manager.loggerDict.items()):
         is_of_engine = name == engine or name.startswith(engine + ".")
-        if is_of_engine and isinstance(logger, logging.Logger) and logger.handlers:
+        if is_of_engine and isinstance(logger, logging.Logger) and _writes(logger):
             return logger
     return None
+
+
+def _writes(logger: logging.Logger) -> bool:
+    return any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
 
 
 def get_logger(**bound: Any) -> Any:

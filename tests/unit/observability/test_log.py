@@ -69,11 +69,19 @@ def test_an_engine_shows_our_log_as_its_own(theirs: int, asked: str, shown: list
         assert line.startswith("ENGINE " + start)
 
 
+@pytest.mark.parametrize("is_silenced", [False, True])
 def test_without_loggers_of_the_engine_lines_have_time_and_level(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], is_silenced: bool
 ) -> None:
-    """And info is shown: Python's last resort is warnings alone."""
+    """And info is shown: Python's last resort is warnings alone.
+
+    is_silenced: one logger of the engine writes nothing, as SGLang's of its kernels does.
+    """
     with no_loggers() as ours:
+        if is_silenced:
+            kernels = logging.getLogger("engine.kernels")
+            kernels.addHandler(logging.NullHandler())
+            kernels.setLevel(logging.CRITICAL + 1)
         log.log_into("engine")
         log.get_logger().info("engines.opened")
         assert len(ours.handlers) == 1
