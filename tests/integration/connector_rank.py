@@ -37,9 +37,9 @@ def main(rank: int, folder: Path) -> None:
     pages = folder_store(folder / f"rank{rank}", "64MiB")(Namespace())
     exists = pages.exists
 
-    def slow(keys: PageKeys) -> int:
+    def slow(keys: PageKeys, page_bytes: int) -> int:
         time.sleep(0.05 * rank)
-        return exists(keys)
+        return exists(keys, page_bytes)
 
     pages.exists = slow  # type: ignore[method-assign]
     engine = Engine(pages, seed=rank, tp_rank=rank, tp_size=len(STORED), all_reduce_min=smallest)
