@@ -57,7 +57,7 @@ fast: lint
 # mypy beside the tests here, too.
 test: lint
 	@$(BIN)/mypy & types=$$!; tests=0; \
-	$(MAKE) --no-print-directory unit sglang || tests=$$?; \
+	$(MAKE) --no-print-directory --keep-going unit sglang || tests=$$?; \
 	wait $$types && exit $$tests
 
 # Both print a table of their parts, which .ci/gate.py names.
@@ -109,8 +109,8 @@ soak: $(STAMP)
 # Whole clusters, simulated: planted bugs that must be found, and seeds that follow from the code, so
 # that CI can be run again; `python -m sims sweep --minutes 60` tries fresh ones.
 sims: $(STAMP)
-	$(BIN)/python -m sims sweep --kept --derived --seeds $(SIMS_SEEDS)
-	$(BIN)/python -m sims canaries
+	@swept=0; $(BIN)/python -m sims sweep --kept --derived --seeds $(SIMS_SEEDS) || swept=$$?; \
+	$(BIN)/python -m sims canaries && exit $$swept
 
 # The SGLang tests run in an environment of their own (2.6 GB, in the user's cache folder): where it
 # exists, and where PEERCACHE_TEST_SGLANG=1 asks for it. Whole files go to two workers: the engines of

@@ -238,13 +238,15 @@ class Row:
 
 
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) (\S+\.py\S*.*?)(?: - (.*))?$", re.MULTILINE)
+REPRODUCE_LINE = re.compile(r"^reproduce: (.*)$", re.MULTILINE)
 NOT_RUN_LINE = re.compile(r"^NOT RUN: (.*)$", re.MULTILINE)
 
 
 def failed_tests(output: str) -> list[str]:
-    """Return the failed tests of a part, each with why, from pytest's summary."""
+    """Return the failed tests of a part, each with why, and what runs a failed simulation again."""
     found: dict[str, str] = dict(FAILED_LINE.findall(output))
-    return [f"{test} - {why}" if why else test for test, why in found.items()]
+    tests = [f"{test} - {why}" if why else test for test, why in found.items()]
+    return tests + REPRODUCE_LINE.findall(output)
 
 
 def row_of(part: Part, status: int, seconds: float, output: str, postponed: dict[str, str]) -> Row:

@@ -579,5 +579,7 @@ def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:
         for found in pool.imap_unordered(hunt, names):
             how = f"found by {found.checker}" if found.checker else "SURVIVED"
             say(f"{found.name:36} {how:42} after {found.seeds:3} seeds, {found.wall_s:.0f} s")
-            survivors += not found.checker
+            if not found.checker:
+                say(f"reproduce: python -m sims canaries --only {found.name}")
+                survivors += 1
     return 1 if survivors else 0

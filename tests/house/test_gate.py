@@ -61,7 +61,7 @@ def test_a_part_that_fails_ends_neither_the_run_nor_the_table(tmp_path: Path) ->
     """The exit status is that of the worst, and the failed tests are named at the very end."""
     runner, last, said = run(
         shell("one", "echo 'FAILED tests/x.py::test_y[a b] - AssertionError: z'; exit 1"),
-        shell("two", "exit 3", after=("one",)),
+        shell("two", "echo 'reproduce: python -m sims run --seed 7'; exit 3", after=("one",)),
         shell("three", "echo fine"),
         folder=tmp_path,
     )
@@ -73,6 +73,7 @@ def test_a_part_that_fails_ends_neither_the_run_nor_the_table(tmp_path: Path) ->
         "FAILED: one",
         "FAILED: tests/x.py::test_y[a b] - AssertionError: z",
         "FAILED: two",
+        "FAILED: python -m sims run --seed 7",
     ]
 
 
