@@ -196,7 +196,8 @@ def gate_of(folder: Path, *tests: str, workers: Sequence[str] = ()) -> tuple[Any
     pytest_here = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     chosen = [f"test_it.py::test_{name}" for name in tests]
     part = gate.Part("suite", (*pytest_here, *workers, *chosen), again=pytest_here)
-    runner, last, _ = run(part, folder=folder)
+    runner, last, said = run(part, folder=folder)
+    print(said)  # Pytest shows it where the test fails.
     return runner, last
 
 

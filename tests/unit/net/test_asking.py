@@ -566,4 +566,4 @@ def test_two_hundred_askers_leave_nothing_behind(local: Peer) -> None:
     wait_until(lambda: local.listener.pipe_count() == 0)
     wait_until(lambda: files_open() <= before[0])
     assert threads_running() <= before[1]
-    assert len(local.listener._socket._pipes) == 0
+    wait_until(lambda: not local.listener._socket._pipes)
