@@ -104,7 +104,7 @@ spec: $(STAMP)
 # Ten minutes of everything at once, after which nothing has grown; fifteen of chaos: nodes and engines
 # are killed, paused and started again, and every byte is checked.
 soak: $(STAMP)
-	$(PYTEST) -s -m soak tests/system/endurance $(PYTEST_FLAGS)
+	$(PYTEST) -s -o faulthandler_timeout=1800 -m soak tests/system/endurance $(PYTEST_FLAGS)
 
 # Whole clusters, simulated: planted bugs that must be found, and seeds that follow from the code, so
 # that CI can be run again; `python -m sims sweep --minutes 60` tries fresh ones.

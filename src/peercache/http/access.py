@@ -13,13 +13,21 @@ from collections.abc import Callable
 from typing import Any, final
 
 import attrs
+import trio
 
 from peercache.config.quantities import is_loopback, parse_address
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
-from peercache.trust.files import LiveTls, TlsFiles, load_own_certificate, mark_of, read_secret
+from peercache.trust.files import (
+    LOOK_S,
+    LiveTls,
+    TlsFiles,
+    load_own_certificate,
+    mark_of,
+    read_secret,
+)
 from peercache.trust.rights import Watcher, may_read, watcher_of
 from peercache.trust.sharing import NO_DESCRIPTORS, Sharing
 
@@ -69,6 +77,13 @@ class Access:
         self.ssl_context = None if tls is None else context_of(tls.files)
         if tls is not None:
             tls.on_change(self._renew)
+
+    async def follow(self) -> None:
+        """Use what the token's file holds as it changes; return where there is none."""
+        while self._token is not None:
+            await trio.sleep(LOOK_S)
+            # A network file system may hang for ever, and nothing else of the node with it.
+            await trio.to_thread.run_sync(self._token.renew, abandon_on_cancel=True)
 
     def refusal(
         self, client: HttpClient, path: str, authorization: str = "", host: str = ""
@@ -183,16 +198,20 @@ class _Token:
         self._mark = mark_of(config.http_token_file)
         self._digest = self._read()
 
-    def fits(self, told: str) -> bool:
-        """Return whether a token is the one that the file has now."""
+    def renew(self) -> None:
+        """Read the file again if it has changed. May block; never raises."""
         mark = mark_of(self._config.http_token_file)
-        if mark != self._mark:
-            self._mark = mark
-            try:
-                self._digest = self._read()
-            except ConfigError as error:
-                # The old one holds until the file is right again.
-                self._log.error("http.token_rejected", problem=str(error))
+        if mark == self._mark:
+            return
+        self._mark = mark
+        try:
+            self._digest = self._read()
+        except ConfigError as error:
+            # The old one holds until the file is right again.
+            self._log.error("http.token_rejected", problem=str(error))
+
+    def fits(self, told: str) -> bool:
+        """Return whether a token is the one that was read last."""
         # Digests of one length: a comparison must not tell how long the token is.
         return hmac.compare_digest(_digest(told), self._digest)
 

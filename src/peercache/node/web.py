@@ -61,6 +61,7 @@ class Web:
     ) -> str:
         """Serve in the nursery; return HOST:PORT."""
         nursery.start_soon(self._watching.run)
+        nursery.start_soon(self._access.follow)
         if self._engines:
             nursery.start_soon(self._follow, Follower(self._engines, self._gpu))
         application = self._pages.application()

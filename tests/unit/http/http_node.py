@@ -66,6 +66,7 @@ async def served(
         access=access,
     )
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(access.follow)
         address: str = await nursery.start(serve)
         with ends_within():
             yield address

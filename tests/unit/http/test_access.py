@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -25,6 +26,7 @@ from peercache.trust.rights import Watcher, may_read
 from peercache.trust.sharing import Sharing
 from tests.certificates import Certificates
 from tests.descriptors import no_descriptors
+from tests.pace import ends_within
 from tests.unit.http.http_node import ask, served
 
 TOKEN = "a-token-of-some-length-42"
@@ -318,25 +320,44 @@ def test_wrong_token_file_is_refused_at_the_start(
     assert not content or content not in str(caught.value)
 
 
-def test_changed_token_counts_at_once(tmp_path: Path) -> None:
+async def test_changed_token_counts_soon_and_a_file_that_hangs_stops_nothing(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that becomes wrong keeps the old token."""
+    monkeypatch.setattr(access_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(access_module, "is_loopback", lambda _: False)
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    config = Config.load(
-        {
-            "http_token_file": str(token),
-        }
-    )
-    access = Access(config, sharing=Sharing.of(), tls=None, metrics=Metrics(), log=get_logger())
-    client = HttpClient(LOCAL, FAR, is_encrypted=True)
+    second, third = "another-token-of-some-length", "a-third-token-of-some-length"
+    settings = {**certificates.node("a"), "http_token_file": str(token)}
+    context = _context(None, settings["tls_ca"])
 
-    def opens(told: str) -> bool:
-        return not access.refusal(client, "/", f"Bearer {told}")
+    async with served(settings=settings, tls=_live(settings)) as address:
 
-    assert opens(TOKEN)
-    token.write_text("another-token-of-some-length")
-    assert opens("another-token-of-some-length")
-    assert not opens(TOKEN)
-    token.write_text("x")
-    assert opens("another-token-of-some-length")
+        async def opens(told: str) -> bool:
+            return (await ask(address, "/metrics", token=told, context=context))[0] == 200
+
+        async def replaced(told: str) -> None:
+            with ends_within():
+                while not await opens(told):
+                    pass
+
+        assert await opens(TOKEN)
+        token.write_text(second)
+        await replaced(second)
+        assert not await opens(TOKEN)
+        token.write_text("x")
+        await trio.sleep(0.1)
+        assert await opens(second)
+        token.unlink()
+        # An open of it waits for a writer, as one on a file server that hangs does.
+        os.mkfifo(token, 0o600)
+        await trio.sleep(0.1)
+        assert await opens(second)
+        writer = await trio.to_thread.run_sync(token.open, "w")
+        token.unlink()
+        token.write_text(third)
+        token.chmod(0o600)
+        writer.close()
+        await replaced(third)
