@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"home.*file"):
         ClientLock(f"ipc://{tmp_path}/file/node.ipc", CLIENT, OURS)
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_file_removed_before_its_lock_is_looked_at_leaves_no_descriptor(
 
     assert (folder_of(home) / lock.name).read_bytes() == lock.secret
     lock.release()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @pytest.mark.parametrize("step", ["_open_folder", "ClientLock._locked_in"])

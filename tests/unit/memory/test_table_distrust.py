@@ -358,7 +358,7 @@ def test_a_file_that_cannot_be_mapped_leaves_no_descriptor(shm_dir: Path) -> Non
     with pytest.raises(Rejected, match="cannot map"):
         AttachedTable.open(shm_dir, incarnation=NODE)
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_a_long_batch_is_as_final_as_the_least_of_its_parts(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -254,11 +254,11 @@ def test_the_name_of_a_lock_admits_no_writer(
 ) -> None:
     """A client's id is in its messages; only the secret in its lock file proves that it is this."""
     with lock_held(home):
-        before = _files_open()
+        before = _locks_open(home)
         with pytest.raises(Rejected, match="secret"):
             admission.admit(1, LOCAL, CLIENT, attrs.evolve(_with_lock(home), secret=secret))
 
-        assert _files_open() == before
+        assert _locks_open(home) == before
         admission.admit(2, LOCAL, CLIENT, _with_lock(home))
         with pytest.raises(Rejected, match="secret"):
             admission.admit(3, LOCAL, CLIENT, attrs.evolve(_with_lock(home), secret=secret))
@@ -268,12 +268,12 @@ def test_a_lock_that_is_not_held_admits_no_client(admission: Admission, home: st
     """The file alone may be a dead client's."""
     folder_of(home).mkdir()
     (folder_of(home) / lock_name(CLIENT)).touch()
-    before = _files_open()
+    before = _locks_open(home)
 
     with pytest.raises(Rejected, match="is not held"):
         admission.admit(1, LOCAL, CLIENT, _with_lock(home))
 
-    assert _files_open() == before
+    assert _locks_open(home) == before
 
 
 def test_an_exit_is_noticed_when_the_lock_is_free_and_not_before(
@@ -300,11 +300,11 @@ def test_many_connections_of_one_client_cost_one_descriptor(
 ) -> None:
     """Each of its threads has some."""
     with lock_held(home):
-        before = _files_open()
+        before = _locks_open(home)
         for pipe in range(1, 30):
             admission.admit(pipe, LOCAL, CLIENT, _with_lock(home))
 
-        assert _files_open() == before + 1
+        assert _locks_open(home) == before + 1
 
 
 def test_writing_clients_are_bounded(
@@ -337,10 +337,16 @@ def _with_lock(home: str, client: int = CLIENT) -> Hello:
     return attrs.evolve(FITTING, lock=lock_name(client), secret=secret)
 
 
-def _files_open() -> int:
-    from pathlib import Path
+def _locks_open(home: str) -> int:
+    """Return how many of this process's descriptors are of lock files: other tests leave others."""
+    folder = folder_of(home)
+    return sum(link.parent == folder for link in _open_files())
 
-    return len(list(Path("/proc/self/fd").iterdir()))
+
+def _open_files() -> Iterator[Path]:
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # The one that lists them has gone by now.
+            yield one.readlink()
 
 
 OPERATES = attrs.evolve(FITTING, namespace="", geometry=OPERATOR, lock="", secret=b"", granule=0)

@@ -124,4 +124,4 @@ def test_opening_that_fails_again_and_again_keeps_no_descriptor(
     failing.store.close()
     failing.store._opening.join(TIMEOUT_S)
 
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - a count
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - a count

@@ -147,7 +147,7 @@ def test_links_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
         for name in ("pipe", "folder"):
             with pytest.raises(Rejected, match="no regular file"):
                 Sharing.of().open_file(name, os.O_RDONLY, folder=folder, what=f"a {name}")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @needs_root
