@@ -14,7 +14,8 @@ import pynng
 from peercache.actors.runtime import SELF, Mailbox
 from peercache.model.member import ALIVE, Member
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Lookup, Put
 from peercache.wire.messages.membership import ViewShared
 

@@ -24,7 +24,7 @@ from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
 from peercache.rdma.registrar import DIRECT_CHUNK_BYTES, Registered
 from peercache.rdma.verbs import Verbs
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 
 READS_AT_ONCE = 16

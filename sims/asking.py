@@ -17,7 +17,7 @@ from peercache.net.asking import Connections, Exchange, HelloExchange, Turns
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.net.talking import Talk
 from peercache.paths.breaker import Breakers
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused
 from sims.network import TO_LISTENER, Network, Pipe
 from sims.places import Place

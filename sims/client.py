@@ -48,7 +48,8 @@ from peercache.paths.steps import (
 )
 from peercache.paths.steps import Place as PlaceStep
 from peercache.paths.writing import Writer
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Hello, Refused
 from sims.asking import SimAsker

@@ -17,7 +17,8 @@ from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.records import BUCKETS
 from peercache.wire.codec import encode
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope, Message
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Repair, StreamSummary
 from peercache.wire.messages.membership import Join, ViewShared
 from peercache.wire.messages.session import Hello

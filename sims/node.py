@@ -45,7 +45,7 @@ from peercache.node.switchboard import Switchboard
 from peercache.observability.metrics import Metrics
 from peercache.paths.taking_over import arrived, reading_of
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.draining import DrainAsked, DrainTold
 from sims.disk import SimDisk
 from sims.link import SimLink

@@ -53,7 +53,7 @@ from peercache.model.member import ALIVE, Member
 from peercache.model.records import ON_DISK, from_bytes
 from peercache.node.assembly import Crew
 from peercache.observability.metrics import Metrics
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Acknowledged, Located, Lookup, Put
 from peercache.wire.messages.membership import (
     Heartbeat,

@@ -35,12 +35,7 @@ from peercache.model.ids import Incarnation
 from peercache.storage.check import stats_of
 from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME, LOCK_NAME
 from peercache.wire.codec import WrongVersion, decode, encode
-from peercache.wire.envelope import (
-    MESSAGES,
-    WIRE_VERSION_OLDEST,
-    Envelope,
-    versions_spoken,
-)
+from peercache.wire.envelope import MESSAGES, WIRE_VERSION_OLDEST, Envelope, versions_spoken
 from tests.contracts.frozen import public
 from tests.contracts.frozen.record import (
     CLUSTER,

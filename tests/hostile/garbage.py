@@ -12,7 +12,8 @@ from peercache.fabric.tcp import wire as tcp_wire
 from peercache.model.member import Member
 from peercache.net.sockets import PAIR1_GREETING
 from peercache.wire.codec import _BY_NAME, MEMBER_TEXT_MAX, encode
-from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope, Message
+from peercache.wire.envelope import MESSAGES, WIRE_VERSION, Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello
 
 EDGES = (0, 1, 2, 255, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1)

@@ -24,6 +24,7 @@ from peercache.observability.latency import Latency
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
+from peercache.wire.messages.declared import Receiver, Role
 from tests.house import alerts, board
 
 ROOT = Path(__file__).parents[2]
@@ -89,11 +90,22 @@ def _comment_of(reason: str) -> str:
 
 
 def messages() -> str:
-    """Return the table of messages with their tags."""
+    """Return the table of messages with their tags, senders and receivers."""
     rows = []
-    for tag, kind in enumerate(MESSAGES):
-        rows.append([str(tag), f"`{kind.__name__}`", _fields(kind), _first_sentence(kind)])
-    return table(["tag", "message", "fields, in order", "meaning"], rows) + (
+    for kind in MESSAGES:
+        declared = kind.declared
+        senders = ", ".join(role.value for role in Role if role in declared.senders)
+        rows.append(
+            [
+                str(declared.tag),
+                f"`{kind.__name__}`",
+                _fields(kind),
+                _first_sentence(kind),
+                senders,
+                "" if declared.to is Receiver.ASKER else declared.to.value,
+            ]
+        )
+    return table(["tag", "message", "fields, in order", "meaning", "sent by", "to"], rows) + (
         f"\n\nA `Member` field holds: {_fields(Member)}."
     )
 

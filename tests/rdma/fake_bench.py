@@ -14,7 +14,7 @@ from peercache.model.reads import Fetched
 from peercache.observability.metrics import Metrics
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.serving import ChannelServer
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.rdma import OpenChannel
 from tests.contracts.fabric_suite import (
     GRANULE,

@@ -20,8 +20,8 @@ from peercache.memory.published import PublishedSegment
 from peercache.node.node import Node
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.trust.rights import Role, Session, refusal
-from peercache.wire.envelope import Message
+from peercache.trust.rights import Session, refusal
+from peercache.wire.messages.declared import Message, Role
 from peercache.wire.messages.rdma import OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, published_segment

@@ -18,7 +18,7 @@ from peercache.model.seal import ODD
 from peercache.observability.reasons import NO_MEMORY, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import channels
 from peercache.rdma.registrar import Registered
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 from peercache.wire.messages.session import Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination

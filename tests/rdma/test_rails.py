@@ -25,7 +25,7 @@ from peercache.rdma.channels import BACKOFF_S, STRIPE_BYTES_MIN, ClientRail
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.reading import RAIL_STALL_S
 from peercache.rdma.serving import ChannelServer
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,

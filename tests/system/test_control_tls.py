@@ -29,7 +29,8 @@ from peercache.net.tls import ControlTls
 from peercache.node.node import Node
 from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import WIRE_VERSION, Envelope, Message
+from peercache.wire.envelope import WIRE_VERSION, Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Lookup, Put
 from peercache.wire.messages.following import ChangesAsked, ChangesTold
 from peercache.wire.messages.membership import Join, ViewAsked, ViewShared

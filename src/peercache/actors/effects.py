@@ -32,7 +32,7 @@ from peercache.model.member import Member
 from peercache.model.records import Records
 from peercache.model.runs import U64
 from peercache.model.seal import Seals
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 
 Hears_contra = TypeVar("Hears_contra", contravariant=True)
 

@@ -40,7 +40,8 @@ from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.trust.files import LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Message
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused, RevocationsTold
 
 

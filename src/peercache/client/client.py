@@ -37,7 +37,7 @@ from peercache.observability import reasons
 from peercache.observability.calls import current
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.paths.mirroring import MirrorHome
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
 from peercache.wire.messages.pool import Clear, Remove, Removed
 from peercache.wire.messages.retain import RETAINED, Retain, Retained

@@ -37,13 +37,8 @@ from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import WrongCluster, decode, encode
-from peercache.wire.envelope import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
-    WIRE_VERSIONS,
-    Envelope,
-    Message,
-)
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Hello, Refused, SayHello, Welcome
 
@@ -213,14 +208,14 @@ class Operator:
         """Return the answer of this kind; raise Rejected, PeerUnreachable or DeadlineExceeded."""
         assert self._dialer is not None, "asked within `with`"
         assert self.welcome is not None, "the node has answered the Hello"
-        if WIRE_VERSIONS[type(question)] > self.welcome.wire:
+        if question.declared.since > self.welcome.wire:
             raise Rejected(
                 "wire_version",
                 f"{self._target.at} runs an older version, which cannot answer this: upgrade it, "
                 "or name another node with --at",
             )
         number = next(self._numbers)
-        numbered: Any = attrs.evolve(question, request=number)  # type: ignore[arg-type]
+        numbered: Any = attrs.evolve(question, request=number)  # type: ignore[misc]
         timeout_s = within_s or self._target.timeout_s
         until = time.monotonic() + timeout_s
         self._say(numbered, until)

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar, final
 
 from peercache.errors import PeerCacheError
 from peercache.events.following import NodeChanges, NodeFollower
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.following import ChangesTold
 
 PATIENCE_S: Final = 1.0

@@ -32,7 +32,8 @@ from peercache.net.tls import ControlTls
 from peercache.observability.calls import request_of
 from peercache.paths.breaker import Breakers
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
 CONNECT_TIMEOUT_S = 0.25

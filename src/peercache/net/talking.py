@@ -21,7 +21,7 @@ from peercache.net.asking import (
     drive,
 )
 from peercache.net.dialled import Dialled
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Refused, SayHello, Welcome
 
 

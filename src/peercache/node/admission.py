@@ -22,8 +22,9 @@ from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.trust.rights import Role, Session, spaces_of
+from peercache.trust.rights import Session, spaces_of
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
+from peercache.wire.messages.declared import Role
 from peercache.wire.messages.session import OPERATOR, Hello
 
 CLIENTS_MAX = 1024

@@ -24,7 +24,7 @@ from peercache.model.status import (
     unanswered,
 )
 from peercache.model.view import STATE_NAMES, is_live
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import Refused
 

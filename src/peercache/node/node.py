@@ -72,7 +72,7 @@ from peercache.trust.etcd import EtcdFiles
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.overlap import OverlapAsked, OverlapTold

@@ -27,7 +27,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
 from peercache.model.member import ALIVE, Member
 from peercache.model.overlap import ANYWHERE, HOLDERS_MAX, Overlap
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
 from peercache.wire.messages.session import Refused
 

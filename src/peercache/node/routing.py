@@ -1,6 +1,6 @@
 """Routing: the mailboxes of a node, and which of them a message of the wire or a fact goes to.
 
-mypy checks that both are total: a message of the wire, or a fact, without a mailbox is an error.
+A message states its receiver (`wire.messages.declared`); mypy refuses a fact without a mailbox.
 """
 
 from __future__ import annotations
@@ -38,70 +38,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, Turn
 from peercache.errors import LocalProtocolError
-from peercache.wire.envelope import Message
-from peercache.wire.messages.directory import (
-    Acknowledged,
-    Delete,
-    Disputed,
-    Doubted,
-    HandedOver,
-    Located,
-    Lookup,
-    Put,
-    Repair,
-    StreamSummary,
-    SummaryAsked,
-    SummaryDiffers,
-    SummaryMatches,
-    SummaryWanted,
-)
-from peercache.wire.messages.draining import (
-    CancelDrain,
-    DrainAsked,
-    DrainNode,
-    DrainTold,
-    PagesOffered,
-    PagesTaken,
-)
-from peercache.wire.messages.following import ChangesAsked, ChangesTold
-from peercache.wire.messages.membership import (
-    Heartbeat,
-    HeartbeatSeen,
-    Join,
-    ViewAsked,
-    ViewChanges,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
-)
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
-from peercache.wire.messages.pool import (
-    Abort,
-    Clear,
-    Commit,
-    Committed,
-    Granted,
-    LiveReservations,
-    Remove,
-    Removed,
-    Reserve,
-    ReserveMirror,
-    Touched,
-)
-from peercache.wire.messages.promote import Promote, Promoted
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.wire.messages.retain import Retain, Retained
-from peercache.wire.messages.session import (
-    Counted,
-    Hello,
-    Refused,
-    RevocationsTold,
-    SayHello,
-    Stats,
-    StatsAsked,
-    Welcome,
-)
+from peercache.wire.messages.declared import Message, Receiver
 
 
 @final
@@ -170,47 +107,12 @@ class NodeMailboxes:
 
         `trust.rights` lets no message in that is not for an actor.
         """
-        match message:
-            case Lookup() | Disputed() | Put() | Delete() | StreamSummary() | Repair():
-                return self.directory.offer(sender, message, size_bytes)
-            case HandedOver():
-                return self.directory.offer(sender, message, size_bytes)
-            case Acknowledged() | SummaryDiffers() | SummaryMatches() | Doubted():
-                return self.publisher.offer(sender, message, size_bytes)
-            case SummaryWanted() | SummaryAsked() | ChangesAsked():
-                return self.publisher.offer(sender, message, size_bytes)
-            case Reserve() | ReserveMirror() | Commit() | Abort() | LiveReservations():
-                return self.pool.offer(sender, message, size_bytes)
-            case Touched():
-                return self.pool.offer(sender, message, size_bytes)
-            case Remove() | Clear() | Retain():
-                # A client means every member; a member tells this node to see to its own pages.
-                box: Mailbox[Any] = self.removal if sender.pipe else self.pool
-                return box.offer(sender, message, size_bytes)
-            case Removed() | Retained():
-                return self.removal.offer(sender, message, size_bytes)
-            case PagesOffered() | PagesTaken():
-                return self.handover.offer(sender, message, size_bytes)
-            case Promote():
-                return self.promote.offer(sender, message, size_bytes)
-            case (
-                Join() | Heartbeat() | HeartbeatSeen() | ViewShared() | ViewAsked()
-                | ViewChangesAsked() | ViewCompared()
-            ):  # fmt: skip
-                return self.membership.offer(sender, message, size_bytes)
-            case OpenChannel() | ChannelsHeld():
-                return self.rdma.offer(sender, message, size_bytes)
-            case (
-                Hello() | StatsAsked() | Counted() | RevocationsTold()
-                | StatusAsked() | ClusterAsked()
-                | DrainNode() | CancelDrain() | DrainAsked() | OverlapAsked()
-            ):  # fmt: skip
-                raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
-            case (
-                Welcome() | Refused() | SayHello() | Located() | Granted() | Committed()
-                | Stats() | Promoted() | ChannelOpened() | ViewChanges()
-                | StatusTold() | ClusterTold() | DrainTold() | OverlapTold()
-                | ChangesTold()
-            ):  # fmt: skip
-                raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
-        assert_never(message)
+        declared, kind = message.declared, type(message).__name__
+        # A node's own connections have no pipe: its message is for this node's own pages.
+        receiver = declared.to if sender.pipe else declared.of_node or declared.to
+        if receiver is Receiver.NODE:
+            raise LocalProtocolError(f"the switchboard answers {kind}")
+        if receiver is Receiver.ASKER:
+            raise LocalProtocolError(f"a node sends {kind}, and takes none")
+        mailbox: Mailbox[Any] = getattr(self, receiver.value)
+        return mailbox.offer(sender, message, size_bytes)

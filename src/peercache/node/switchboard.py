@@ -47,26 +47,19 @@ from peercache.observability.calls import call_of
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import EXPIRED
-from peercache.trust.rights import INVENTED, Role, Session, is_invented, refusal
+from peercache.trust.rights import INVENTED, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
-from peercache.wire.envelope import (
-    WIRE_VERSION,
-    WIRE_VERSION_OLDEST,
-    WIRE_VERSIONS,
-    Envelope,
-    Message,
-)
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
+from peercache.wire.messages.declared import Message, Receiver, Role
+from peercache.wire.messages.draining import DrainTold
 from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
-from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
+from peercache.wire.messages.operations import StatusTold
+from peercache.wire.messages.overlap import OverlapTold
 from peercache.wire.messages.session import (
-    Counted,
     Hello,
     Refused,
     RevocationsTold,
     SayHello,
-    StatsAsked,
     Welcome,
 )
 
@@ -80,12 +73,6 @@ STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
 fits, and to decode a megabyte would cost this node a second for any connection."""
 
-
-FOR_THE_NODE = (
-    StatsAsked, Counted, RevocationsTold, StatusAsked, ClusterAsked,
-    DrainNode, CancelDrain, DrainAsked, OverlapAsked,
-)  # fmt: skip
-"""Messages that the node answers itself, and no actor."""
 
 Told: TypeAlias = StatusTold | OverlapTold
 """What another node answers to a question of the node itself."""
@@ -272,7 +259,7 @@ class Switchboard:
         if (call := _call_of(message)) and self._log.isEnabledFor(logging.DEBUG):
             what, name = type(message).__name__, name_of(session.identity)
             self._log.debug("node.question_received", client=name, call=call, message=what)
-        if isinstance(message, FOR_THE_NODE):
+        if message.declared.to is Receiver.NODE:
             # Along the pipe, also to a node: a status is for who asks, over its own link.
             answer = self._answer(Origin(session.identity, pipe), message)
             if answer is not None:
@@ -430,7 +417,7 @@ class Switchboard:
             self._drop("pipe_gone", detail=type(message).__name__)
 
     def _say(self, address: str, target: int, message: Message) -> None:
-        if WIRE_VERSIONS[type(message)] > self._spoken.get(address, WIRE_VERSION):
+        if message.declared.since > self._spoken.get(address, WIRE_VERSION):
             # The build that came before drops it as noise; what it does not know, it lives without.
             self._drop("wire_version", detail=type(message).__name__)
             return

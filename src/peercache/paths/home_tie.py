@@ -21,7 +21,7 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.reading import Touches
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Greet, Post, Step
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
 from peercache.wire.messages.pool import Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome

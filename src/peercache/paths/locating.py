@@ -24,7 +24,7 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.searching import Mask, Search, Whereabouts, picked
 from peercache.paths.steps import Ask, ReadTable, Step
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 
 LOOKUP_KEYS_MAX = 2048

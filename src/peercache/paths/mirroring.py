@@ -30,7 +30,7 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Place, Post, Step
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     COMMITTED,
     HERE,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from peercache.model.keys import PageKeys
 from peercache.model.records import RECORD, RESIDENT, Records
 from peercache.paths.searching import Mask, Whereabouts
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.promote import LOST, PROMOTED, Promote, Promoted
 
 PROMOTE_KEYS_MAX = 2048

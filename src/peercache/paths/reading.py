@@ -38,7 +38,7 @@ from peercache.paths.verify import (
     verified,
     wants_checksum,
 )
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed
 from peercache.wire.messages.pool import Touched
 

@@ -20,7 +20,7 @@ from peercache.model.reads import Looked
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located
 
 Mask = npt.NDArray[np.bool_]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 
 
 @attrs.frozen(eq=False)

@@ -31,7 +31,7 @@ from peercache.paths.verify import (
     refuses_without_checksum,
     wants_checksum,
 )
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,

@@ -34,7 +34,7 @@ from peercache.rdma.channels import Channel, Channels, ClientRail, Reserved, end
 from peercache.rdma.plan import ReadProgress
 from peercache.rdma.rail import Rail
 from peercache.rdma.reading import Leased, Poller, Share, Transfer, Unprepared, drive, shares_of
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, ChannelsHeld
 from peercache.wire.messages.session import Refused
 

@@ -30,7 +30,7 @@ from peercache.rdma.plan import Published
 from peercache.rdma.queue_pair import PSN_MAX, SUCCESS, Completion, Completions, QueuePair, Sizes
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.serving import ChannelServer
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
 
 READ_S = 30.0

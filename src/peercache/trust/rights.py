@@ -1,4 +1,7 @@
-"""Rights: which sender may send what, decided from its role and identity, in one place.
+"""Rights: whether a sender may send a message, decided from its role and identity, in one place.
+
+Each message states the roles that may send it, and what of it must be the sender's own
+(`wire.messages.declared`).
 
 Three doors ask here. Control: `Session` and `refusal`, for every message of the wire. Data:
 `reads_pages` and `spaces_of`, before a byte is served. HTTP: `reads_state` and `may_read`.
@@ -22,7 +25,9 @@ What a right rests on:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import attrs
 
@@ -32,70 +37,7 @@ from peercache.model.keys import Namespace, space_of
 from peercache.model.member import Member
 from peercache.model.records import are_of
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.wire.envelope import Message
-from peercache.wire.messages.directory import (
-    Acknowledged,
-    Delete,
-    Disputed,
-    Doubted,
-    HandedOver,
-    Located,
-    Lookup,
-    Put,
-    Repair,
-    StreamSummary,
-    SummaryAsked,
-    SummaryDiffers,
-    SummaryMatches,
-    SummaryWanted,
-)
-from peercache.wire.messages.draining import (
-    CancelDrain,
-    DrainAsked,
-    DrainNode,
-    DrainTold,
-    PagesOffered,
-    PagesTaken,
-)
-from peercache.wire.messages.following import ChangesAsked, ChangesTold
-from peercache.wire.messages.membership import (
-    Heartbeat,
-    HeartbeatSeen,
-    Join,
-    ViewAsked,
-    ViewChanges,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
-)
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
-from peercache.wire.messages.pool import (
-    Abort,
-    Clear,
-    Commit,
-    Committed,
-    Granted,
-    LiveReservations,
-    Remove,
-    Removed,
-    Reserve,
-    ReserveMirror,
-    Touched,
-)
-from peercache.wire.messages.promote import Promote, Promoted
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.wire.messages.retain import Retain, Retained
-from peercache.wire.messages.session import (
-    Counted,
-    Hello,
-    Refused,
-    RevocationsTold,
-    SayHello,
-    Stats,
-    StatsAsked,
-    Welcome,
-)
+from peercache.wire.messages.declared import Message, Role, Rule
 
 ROLE = "role"
 """Refusal: no sender of this role may send the message."""
@@ -108,15 +50,6 @@ NAMESPACE = "namespace"
 
 INVENTED = "invented"
 """Refusal: the incarnation of a member does not follow from its certificate's name and nonce."""
-
-
-class Role(Enum):
-    """What a connection was admitted as."""
-
-    NODE = "node"
-    READER = "reader"
-    WRITER = "writer"
-    OPERATOR = "operator"
 
 
 @attrs.frozen
@@ -138,121 +71,33 @@ class Session:
     name: str = ""
 
 
-_NONE: frozenset[Role] = frozenset()
-_NODES = frozenset({Role.NODE})
-_WRITERS = frozenset({Role.WRITER})
-_CLIENTS = frozenset({Role.READER, Role.WRITER})
-_CLEARING = frozenset({Role.NODE, Role.WRITER, Role.OPERATOR})
-_WATCHING = frozenset({Role.READER, Role.WRITER, Role.OPERATOR})
-_EVERY = frozenset(Role)
-_OPERATORS = frozenset({Role.OPERATOR})
-_OBSERVING = frozenset({Role.NODE, Role.OPERATOR})
-
-SENDERS: dict[type[Message], frozenset[Role]] = {
-    # Said before there is a session, and answered by the switchboard.
-    Hello: _NONE,
-    # What a node says and never takes, but from the nodes that it asked.
-    Welcome: _NONE,
-    Refused: _NONE,
-    SayHello: _NONE,
-    Located: _NONE,
-    ViewChanges: _NONE,
-    Granted: _NONE,
-    Committed: _NONE,
-    Stats: _NONE,
-    StatusTold: _NONE,
-    ClusterTold: _NONE,
-    Promoted: _NONE,
-    ChannelOpened: _NONE,
-    Removed: _NODES,
-    # The view: of nodes, about themselves; views of others are judged by the membership actor.
-    Join: _NODES,
-    Heartbeat: _NODES,
-    HeartbeatSeen: _NODES,
-    ViewShared: _NODES,
-    ViewAsked: _EVERY,
-    ViewChangesAsked: _EVERY,
-    ViewCompared: _NODES,
-    # Records: holders publish their own, owners acknowledge.
-    Put: _NODES,
-    Delete: _NODES,
-    StreamSummary: _NODES,
-    Repair: _NODES,
-    Acknowledged: _NODES,
-    SummaryDiffers: _NODES,
-    SummaryMatches: _NODES,
-    Doubted: _NODES,
-    HandedOver: _NODES,
-    SummaryWanted: _NODES,
-    SummaryAsked: _NODES,
-    # Reading. A Disputed deletes nothing: the holder is asked to say what it has.
-    Lookup: _CLIENTS,
-    Disputed: _CLIENTS,
-    Touched: _CLIENTS,
-    Promote: _CLIENTS,
-    OpenChannel: _CLIENTS,
-    ChannelsHeld: _CLIENTS,
-    # As a Lookup, and for other nodes too: where pages are, never what is in them.
-    OverlapAsked: _EVERY,
-    OverlapTold: _NONE,
-    # Every page of a node, of all namespaces: not for a client that is restricted to some.
-    ChangesAsked: _WATCHING,
-    ChangesTold: _NONE,
-    # Writing.
-    Reserve: _WRITERS,
-    ReserveMirror: _WRITERS,
-    Commit: _WRITERS,
-    Abort: _WRITERS,
-    LiveReservations: _WRITERS,
-    Counted: _WRITERS,
-    # From a node: its own clients' and operators' removals, which it forwards as itself.
-    Remove: _CLEARING,
-    Clear: _CLEARING,
-    # As a removal: it keeps other pages of its namespace from room that they would have had.
-    Retain: _CLEARING,
-    Retained: _NODES,
-    # Draining: operators say so, nodes hand pages over to each other, in the namespaces that the
-    # offerer's certificate names.
-    DrainNode: _OPERATORS,
-    CancelDrain: _OPERATORS,
-    # A node asks whether one that offers it pages drains.
-    DrainAsked: _OBSERVING,
-    DrainTold: _NONE,
-    PagesOffered: _NODES,
-    PagesTaken: _NODES,
-    # State.
-    StatsAsked: _WATCHING,
-    # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
-    StatusAsked: _OBSERVING,
-    ClusterAsked: _OPERATORS,
-    # Signed by an authority: a node that lies can only be silent.
-    RevocationsTold: _NODES,
-}
-"""Which roles may send a message to a node: every message of the wire has its row."""
-
-
 def refusal(session: Session, message: Message) -> str:
     """Return why a sender may not send this very message, or "" if it may."""
-    if session.role not in SENDERS.get(type(message), _NONE):
+    declared = message.declared
+    if session.role not in declared.senders:
         return ROLE
-    match message:
-        case Put(records=records) | Repair(records=records):
-            return "" if are_of(records, session.identity) else NOT_ITS_OWN
-        case PagesOffered(namespace=tag, records=records):
-            if not are_of(records, session.identity):
-                return NOT_ITS_OWN
-            return "" if is_among(tag, session.changes) else NAMESPACE
-        case Join(member=member) | Heartbeat(member=member):
-            is_own = member.incarnation == session.identity and member.name == session.name
-            return "" if is_own else NOT_ITS_OWN
-        case (
-            Reserve(namespace=tag) | ReserveMirror(namespace=tag)
-            | Remove(namespace=tag) | Clear(namespace=tag) | Retain(namespace=tag)
-        ):  # fmt: skip
-            return "" if is_among(tag, session.changes) else NAMESPACE
-        case OpenChannel() | ChangesAsked():
-            return "" if session.reads is None else NAMESPACE
+    for rule in declared.rules:
+        keeps, reason = _RULES[rule]
+        if not keeps(session, message):
+            return reason
     return ""
+
+
+def _owns_entry(session: Session, member: Member) -> bool:
+    return member.incarnation == session.identity and member.name == session.name
+
+
+_RULES: dict[Rule, tuple[Callable[[Session, Any], bool], str]] = {
+    Rule.OWN_RECORDS: (lambda session, told: are_of(told.records, session.identity), NOT_ITS_OWN),
+    Rule.OWN_ENTRY: (lambda session, told: _owns_entry(session, told.member), NOT_ITS_OWN),
+    Rule.OWN_NAMESPACE: (
+        lambda session, told: is_among(told.namespace, session.changes),
+        NAMESPACE,
+    ),
+    Rule.ALL_NAMESPACES: (lambda session, _: session.reads is None, NAMESPACE),
+}
+"""By rule: whether a message keeps it, and the reason of the refusal if not."""
+assert _RULES.keys() == set(Rule)
 
 
 def is_invented(cluster: str, member: Member) -> bool:

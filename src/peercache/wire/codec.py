@@ -18,13 +18,8 @@ import cbor2
 
 from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.member import Member
-from peercache.wire.envelope import (
-    ENVELOPE_VERSION,
-    MESSAGES,
-    Envelope,
-    Message,
-    versions_spoken,
-)
+from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope, versions_spoken
+from peercache.wire.messages.declared import Message
 
 MESSAGE_BYTES_MAX = 256 * 1024
 """Largest control message, in both directions: 150 connections that never end theirs hold 40 MB,

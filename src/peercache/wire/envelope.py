@@ -4,7 +4,8 @@ A command is an imperative (`Reserve`), its answer a participle or noun (`Grante
 participle (`Touched`). Batches travel packed: `keys` is n × 16 bytes, `records` n × 56
 (`model.records.RECORD`), `drops` n × 24 (`model.records.DROP`), lengths and offsets n × 8
 little-endian.
-A class's place in `Message` is its tag on the wire: append only, never reorder.
+A class states its tag on the wire, and who sends and receives it (`messages.declared`). A tag stays
+for ever; a new message gets the next one.
 
 No promise depends on a message arriving, or arriving only once: every request carries a number
 that its answer repeats, and summaries repair messages that must not be lost.
@@ -12,7 +13,7 @@ that its answer repeats, and summaries repair messages that must not be lost.
 A build speaks WIRE_VERSION and the version before it. A version is a set of messages: a later one
 only appends, so what both ends know has the same bytes. Hello and Welcome tell which versions the
 ends speak, and a node sends no message to a peer whose version lacks it. A message that changes
-gets a new name, and a place at the end.
+gets a new name, and a new tag.
 
 Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
 secret, members have names and nonces, and removals go through the home node. Version 3: messages
@@ -22,73 +23,24 @@ changes of what a node holds, and pages that are retained.
 
 from __future__ import annotations
 
-from typing import TypeAlias, get_args
+from types import ModuleType
 
 import attrs
 
-from peercache.wire.messages.directory import (
-    Acknowledged,
-    Delete,
-    Disputed,
-    Doubted,
-    HandedOver,
-    Located,
-    Lookup,
-    Put,
-    Repair,
-    StreamSummary,
-    SummaryAsked,
-    SummaryDiffers,
-    SummaryMatches,
-    SummaryWanted,
+from peercache.wire.messages import (
+    directory,
+    draining,
+    following,
+    membership,
+    operations,
+    overlap,
+    pool,
+    promote,
+    rdma,
+    retain,
+    session,
 )
-from peercache.wire.messages.draining import (
-    CancelDrain,
-    DrainAsked,
-    DrainNode,
-    DrainTold,
-    PagesOffered,
-    PagesTaken,
-)
-from peercache.wire.messages.following import ChangesAsked, ChangesTold
-from peercache.wire.messages.membership import (
-    Heartbeat,
-    HeartbeatSeen,
-    Join,
-    ViewAsked,
-    ViewChanges,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
-)
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
-from peercache.wire.messages.pool import (
-    Abort,
-    Clear,
-    Commit,
-    Committed,
-    Granted,
-    LiveReservations,
-    Remove,
-    Removed,
-    Reserve,
-    ReserveMirror,
-    Touched,
-)
-from peercache.wire.messages.promote import Promote, Promoted
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
-from peercache.wire.messages.retain import Retain, Retained
-from peercache.wire.messages.session import (
-    Counted,
-    Hello,
-    Refused,
-    RevocationsTold,
-    SayHello,
-    Stats,
-    StatsAsked,
-    Welcome,
-)
+from peercache.wire.messages.declared import Declared, Message
 
 WIRE_VERSION = 3
 WIRE_VERSION_OLDEST = 2
@@ -98,33 +50,25 @@ ENVELOPE_VERSION = 2
 """The first number of an envelope: the version of its shape, which both ends must share to read a
 Hello at all. Wire version 2 brought this shape."""
 
-FIRST_TAGS = {2: 0, 3: 45}
-"""By wire version: the tag of the first message that it brought."""
+
+def _in_order(*modules: ModuleType) -> tuple[type[Message], ...]:
+    """Return the messages of these modules in the order of their tags, which are all taken."""
+    found = {kind for module in modules for kind in vars(module).values() if _is_message(kind)}
+    in_order = sorted(found, key=lambda kind: kind.declared.tag)
+    tags = [kind.declared.tag for kind in in_order]
+    assert tags == list(range(len(in_order))), f"a tag is missing, or two messages have it: {tags}"
+    return tuple(in_order)
 
 
-Message: TypeAlias = (
-    Hello | Welcome | Refused | SayHello
-    | Join | Heartbeat | HeartbeatSeen | ViewShared | ViewAsked
-    | Lookup | Located | Disputed | Put | Delete | Acknowledged
-    | StreamSummary | SummaryDiffers | Repair
-    | Reserve | Granted | Commit | Committed | Abort | LiveReservations
-    | Touched | Remove | Clear | Removed | StatsAsked | Stats
-    | SummaryMatches | Counted | Promote | Promoted | OpenChannel | ChannelOpened | ChannelsHeld
-    | Doubted | RevocationsTold | ViewCompared | ReserveMirror
-    | ViewChangesAsked | ViewChanges | HandedOver | SummaryWanted
-    | StatusAsked | StatusTold | ClusterAsked | ClusterTold
-    | DrainNode | CancelDrain | DrainAsked | DrainTold | PagesOffered | PagesTaken
-    | OverlapAsked | OverlapTold | SummaryAsked
-    | ChangesAsked | ChangesTold | Retain | Retained
+def _is_message(kind: object) -> bool:
+    return isinstance(kind, type) and isinstance(getattr(kind, "declared", None), Declared)
+
+
+MESSAGES = _in_order(
+    directory, draining, following, membership, operations, overlap, pool, promote, rdma, retain,
+    session,
 )  # fmt: skip
-
-MESSAGES: tuple[type[Message], ...] = get_args(Message)
-
-WIRE_VERSIONS: dict[type[Message], int] = {
-    kind: max(version for version, first in FIRST_TAGS.items() if first <= tag)
-    for tag, kind in enumerate(MESSAGES)
-}
-"""By message: the wire version that brought it."""
+"""Every message of the wire; the place of each is its tag."""
 
 
 def versions_spoken() -> str:

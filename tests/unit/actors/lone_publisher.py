@@ -11,7 +11,7 @@ from peercache.actors.publisher.actor import Publisher
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import Records, from_bytes
 from peercache.observability.metrics import Metrics
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,

@@ -7,7 +7,7 @@ from peercache.actors.effects import Send
 from peercache.actors.origin import Origin
 from peercache.model.records import Content, Records
 from peercache.observability.metrics import Metrics
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Delete, Put, StreamSummary
 from tests.record_digests import flip
 from tests.unit.actors.record_cluster import drops_of, key_of, records_of, view

@@ -31,7 +31,8 @@ from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, Member
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 
 HEARTBEAT_S = 1.0
 SUSPECT_S = 3.0

@@ -33,7 +33,8 @@ from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import DROP, RECORD, RECORD_BYTES, RESIDENT, Records, from_bytes
 from peercache.observability.metrics import Metrics
 from peercache.wire import codec
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,

@@ -23,7 +23,8 @@ from peercache.net.sockets import Listener
 from peercache.paths.breaker import Breakers
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Hello, SayHello, Welcome
 from tests.pace import TIMEOUT_S

@@ -18,7 +18,8 @@ from peercache.net.sockets import reached
 from peercache.net.talking import Talking
 from peercache.paths.breaker import STALL_S
 from peercache.wire.codec import encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Touched
 from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome

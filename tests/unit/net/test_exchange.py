@@ -21,7 +21,8 @@ from peercache.net.asking import (
 from peercache.net.idle import OF_ONE_MAX
 from peercache.paths.breaker import STALL_S, Breakers
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import Envelope, Message
+from peercache.wire.envelope import Envelope
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Touched
 from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome

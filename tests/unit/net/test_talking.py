@@ -11,7 +11,7 @@ import pytest
 from peercache.net.asking import BURST_MESSAGES, SLICE_S
 from peercache.net.talking import Talk, Talking
 from peercache.paths.breaker import STALL_S
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Granted
 from peercache.wire.messages.session import Hello, Refused, SayHello

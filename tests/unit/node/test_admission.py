@@ -21,9 +21,9 @@ from peercache.net.peers import Gate, Peer, Transport
 from peercache.node import admission as admission_module
 from peercache.node.admission import Admission
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.trust.rights import Role
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION
+from peercache.wire.messages.declared import Role
 from peercache.wire.messages.session import OPERATOR, Hello
 
 FITTING = Hello(

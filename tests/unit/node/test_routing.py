@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from peercache.actors.mailboxes import ClientGone
+from peercache.actors.mailboxes import (
+    ClientGone,
+    DirectoryHears,
+    HandoverHears,
+    MembershipHears,
+    PoolHears,
+    PromoteHears,
+    PublisherHears,
+    RdmaHears,
+    RemovalHears,
+)
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
 from peercache.errors import LocalProtocolError
 from peercache.node.routing import NodeMailboxes, TellPool
-from peercache.node.switchboard import FOR_THE_NODE
-from peercache.trust.rights import SENDERS
 from peercache.wire.envelope import MESSAGES
+from peercache.wire.messages.declared import Message, Receiver
 from peercache.wire.messages.session import Hello
 
-SENT = {kind for kind, roles in SENDERS.items() if roles}
+SENT = {kind for kind in MESSAGES if kind.declared.senders}
 
 
 def mailbox_of(message: Any) -> str:
@@ -32,7 +41,7 @@ def test_each_message_that_a_peer_may_send_has_one_mailbox(kind: type) -> None:
     """Only what the switchboard answers itself has none."""
     message = kind.__new__(kind)
 
-    if kind in FOR_THE_NODE:
+    if kind.declared.to is Receiver.NODE:
         with pytest.raises(LocalProtocolError, match="the switchboard answers"):
             mailbox_of(message)
     else:
@@ -46,6 +55,22 @@ def test_answers_have_no_mailbox_at_a_node(kind: type) -> None:
 
     with pytest.raises(LocalProtocolError, match=reason):
         mailbox_of(kind.__new__(kind))
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
+    """Its union of messages says so, with which mypy checks the actor."""
+    taken = {
+        "membership": MembershipHears, "publisher": PublisherHears, "directory": DirectoryHears,
+        "pool": PoolHears, "promote": PromoteHears, "rdma": RdmaHears, "removal": RemovalHears,
+        "handover": HandoverHears,
+    }  # fmt: skip
+    named = {kind.declared.to, kind.declared.of_node or kind.declared.to}
+
+    for actor, hears in taken.items():
+        # Answers of one actor to another of the same node are messages that no peer may send.
+        is_named = Receiver(actor) in named
+        assert (kind in get_args(hears)) is is_named or not (is_named or kind.declared.senders)
 
 
 def test_a_fact_lies_in_its_receivers_mailbox() -> None:

@@ -42,13 +42,8 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import (
-    ENVELOPE_VERSION,
-    WIRE_VERSION,
-    Envelope,
-    Message,
-    versions_spoken,
-)
+from peercache.wire.envelope import ENVELOPE_VERSION, WIRE_VERSION, Envelope, versions_spoken
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, Put
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import pytest
 
 from peercache.actors.effects import Send
-from peercache.node import switchboard
 from peercache.wire.codec import encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from peercache.wire.messages.directory import Lookup, SummaryWanted
@@ -43,7 +43,8 @@ async def test_a_message_that_the_build_before_does_not_know_is_not_sent_to_it(
     spoken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted; what both know is sent all the same, and so is what another node knows."""
-    monkeypatch.setitem(switchboard.WIRE_VERSIONS, SummaryWanted, WIRE_VERSION)
+    since = attrs.evolve(SummaryWanted.declared, since=WIRE_VERSION)
+    monkeypatch.setattr(SummaryWanted, "declared", since)
     async with running(tmp_path) as near, running(tmp_path, OTHER) as far:
         near.members[OTHER] = member(OTHER, far.address)
         welcome = Welcome(0, spoken, member(OTHER, far.address), 4096)

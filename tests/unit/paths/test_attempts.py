@@ -12,7 +12,7 @@ from peercache.client.bridge import checksums_of
 from peercache.model.records import HAS_CHECKSUM, RECORD, RECORD_BYTES, RESIDENT
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Located
 from peercache.wire.messages.promote import Promote
 from tests.unit.paths.world import PAGE, Node, World, content_of, named

@@ -21,7 +21,8 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import VIEW_PARTS_MAX, Tie
 from peercache.paths.reading import Touches
 from peercache.paths.steps import Ask, Greet, Post, Step
-from peercache.wire.envelope import WIRE_VERSION, Message
+from peercache.wire.envelope import WIRE_VERSION
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
 from peercache.wire.messages.pool import RESERVED, Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome

@@ -22,7 +22,7 @@ from peercache.paths.mirroring import (
     overlap,
 )
 from peercache.paths.steps import Fetch, Place
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     HERE,
     REFUSED_FULL,

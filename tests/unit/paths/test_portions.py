@@ -16,7 +16,7 @@ from peercache.paths import writing
 from peercache.paths.breaker import STALL_S
 from peercache.paths.steps import Ask, Collect, Place, Post, Submit
 from peercache.paths.writing import COMMIT_S, RESEND_PART, cuts_of
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,
     RESERVED,

@@ -8,7 +8,7 @@ import pytest
 
 from peercache.model.records import ON_DISK, from_bytes
 from peercache.observability import reasons
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Lookup
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
 from peercache.wire.messages.session import Refused

@@ -18,7 +18,7 @@ from peercache.observability import reasons
 from peercache.paths import reading
 from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Located, Lookup
 from peercache.wire.messages.pool import Touched
 from tests.unit.paths.world import PAGE, Node, World, content_of, named

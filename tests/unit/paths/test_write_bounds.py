@@ -11,7 +11,7 @@ from peercache.observability import reasons
 from peercache.paths.reserving import AHEAD_S, ClientReservations
 from peercache.paths.steps import Checksum
 from peercache.paths.writing import PUBLISH_PATIENCE_S
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,

@@ -15,7 +15,7 @@ from peercache.paths.breaker import STALL_PART, STALL_S
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
 from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_PART
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,

@@ -43,7 +43,7 @@ from peercache.paths.steps import (
     Submit,
 )
 from peercache.paths.writing import PORTION_BYTES, Writer
-from peercache.wire.envelope import Message
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Located, Lookup
 from peercache.wire.messages.pool import (
     ABORTED,

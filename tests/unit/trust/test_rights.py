@@ -17,8 +17,6 @@ from peercache.trust.rights import (
     NAMESPACE,
     NOT_ITS_OWN,
     ROLE,
-    SENDERS,
-    Role,
     Session,
     is_invented,
     reads_pages,
@@ -26,7 +24,8 @@ from peercache.trust.rights import (
     refusal,
     spaces_of,
 )
-from peercache.wire.envelope import MESSAGES, Message
+from peercache.wire.envelope import MESSAGES
+from peercache.wire.messages.declared import Message, Role
 from peercache.wire.messages.directory import Put, Repair
 from peercache.wire.messages.draining import PagesOffered
 from peercache.wire.messages.following import ChangesAsked
@@ -136,7 +135,7 @@ def test_each_role_may_send_what_the_table_says(role: Role, kind: type[Message])
     is_allowed = TABLE[kind.__name__][COLUMNS.index(role)]
 
     assert refusal(session(role), own(kind)) == ("" if is_allowed else ROLE)
-    assert (role in SENDERS[kind]) is is_allowed
+    assert (role in kind.declared.senders) is is_allowed
 
 
 def records(*holders: int) -> bytes:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import CLIENTS, NO_ROLE, NODES, Declared, Receiver, Rule
 
 
 @attrs.frozen
 class Lookup:
     """Ask a node which holders of these pages it knows."""
+
+    declared: ClassVar = Declared(9, Receiver.DIRECTORY, CLIENTS)
 
     request: int
     keys: bytes
@@ -20,6 +26,8 @@ class Located:
     behind: this owner knows that it lacks records: what is absent here may be known to the next.
     """
 
+    declared: ClassVar = Declared(10, Receiver.ASKER, NO_ROLE)
+
     request: int
     records: bytes
     behind: bool = False
@@ -29,12 +37,17 @@ class Located:
 class Disputed:
     """Tell a directory owner that these very records failed verification: a hint to ask about."""
 
+    # It deletes nothing: the holder is asked to say what it has.
+    declared: ClassVar = Declared(11, Receiver.DIRECTORY, CLIENTS)
+
     records: bytes
 
 
 @attrs.frozen
 class Put:
     """Publish records, as message `number` of the stream from this holder to this owner."""
+
+    declared: ClassVar = Declared(12, Receiver.DIRECTORY, NODES, rules=(Rule.OWN_RECORDS,))
 
     number: int
     records: bytes
@@ -44,6 +57,8 @@ class Put:
 class Delete:
     """Withdraw records, as message `number` of the same stream."""
 
+    declared: ClassVar = Declared(13, Receiver.DIRECTORY, NODES)
+
     number: int
     drops: bytes
 
@@ -52,12 +67,16 @@ class Delete:
 class Acknowledged:
     """Tell the holder that message `number` of its stream has been applied."""
 
+    declared: ClassVar = Declared(14, Receiver.PUBLISHER, NODES)
+
     number: int
 
 
 @attrs.frozen
 class StreamSummary:
     """State what the owner should hold of the sender after message `number`: count, XOR digest."""
+
+    declared: ClassVar = Declared(15, Receiver.DIRECTORY, NODES)
 
     number: int
     count: int
@@ -67,6 +86,8 @@ class StreamSummary:
 @attrs.frozen
 class SummaryDiffers:
     """Answer a summary that differs: the owner's digests by bucket (256 × u64), by key byte 0."""
+
+    declared: ClassVar = Declared(16, Receiver.PUBLISHER, NODES)
 
     number: int
     buckets: bytes
@@ -79,6 +100,8 @@ class Repair:
     Applied as message `number` of the stream: other records in those buckets are removed.
     """
 
+    declared: ClassVar = Declared(17, Receiver.DIRECTORY, NODES, rules=(Rule.OWN_RECORDS,))
+
     number: int
     buckets: bytes
     records: bytes
@@ -87,6 +110,8 @@ class Repair:
 @attrs.frozen
 class Doubted:
     """Ask a holder about records of its own that readers have disputed: it withdraws stale ones."""
+
+    declared: ClassVar = Declared(37, Receiver.PUBLISHER, NODES)
 
     records: bytes
 
@@ -98,6 +123,8 @@ class HandedOver:
     ring: the version of that ring, 8 bytes.
     """
 
+    declared: ClassVar = Declared(43, Receiver.DIRECTORY, NODES)
+
     number: int
     count: int
     digest: int
@@ -108,6 +135,8 @@ class HandedOver:
 class SummaryWanted:
     """Ask a holder for a summary: this owner may lack records of it."""
 
+    declared: ClassVar = Declared(44, Receiver.PUBLISHER, NODES)
+
 
 @attrs.frozen
 class SummaryAsked:
@@ -116,11 +145,15 @@ class SummaryAsked:
     number: the least number that the summary may have; the stream goes on from there.
     """
 
+    declared: ClassVar = Declared(57, Receiver.PUBLISHER, NODES, since=3)
+
     number: int
 
 
 @attrs.frozen
 class SummaryMatches:
     """Answer a summary that matches: all earlier messages are in force, too."""
+
+    declared: ClassVar = Declared(30, Receiver.PUBLISHER, NODES)
 
     number: int

@@ -5,7 +5,19 @@ A target reads the pages that it is offered out of the offerer's memory, as any 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import (
+    NO_ROLE,
+    NODES,
+    OPERATORS,
+    OPERATORS_AND_NODES,
+    Declared,
+    Receiver,
+    Rule,
+)
 
 
 @attrs.frozen
@@ -15,6 +27,8 @@ class DrainNode:
     within_s: the most time; 0 for the node's own `drain_s`.
     """
 
+    declared: ClassVar = Declared(49, Receiver.NODE, OPERATORS, since=3)
+
     request: int
     within_s: float
 
@@ -23,6 +37,8 @@ class DrainNode:
 class CancelDrain:
     """Ask a node that drains to go on serving."""
 
+    declared: ClassVar = Declared(50, Receiver.NODE, OPERATORS, since=3)
+
     request: int
 
 
@@ -30,12 +46,17 @@ class CancelDrain:
 class DrainAsked:
     """Ask a node how far its drain is."""
 
+    # A node asks whether one that offers it pages drains.
+    declared: ClassVar = Declared(51, Receiver.NODE, OPERATORS_AND_NODES, since=3)
+
     request: int
 
 
 @attrs.frozen
 class DrainTold:
     """Answer a DrainNode, a CancelDrain or a DrainAsked: named figures."""
+
+    declared: ClassVar = Declared(52, Receiver.ASKER, NO_ROLE, since=3)
 
     request: int
     figures: dict[str, int | float | str]
@@ -47,6 +68,17 @@ class PagesOffered:
 
     records: of the sender's own pages in memory, all of one namespace.
     """
+
+    declared: ClassVar = Declared(
+        53,
+        Receiver.HANDOVER,
+        NODES,
+        rules=(
+            Rule.OWN_RECORDS,
+            Rule.OWN_NAMESPACE,
+        ),
+        since=3,
+    )
 
     number: int
     namespace: int
@@ -60,6 +92,8 @@ class PagesTaken:
     COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
     removed meanwhile.
     """
+
+    declared: ClassVar = Declared(54, Receiver.HANDOVER, NODES, since=3)
 
     number: int
     states: bytes

@@ -8,9 +8,17 @@ whether it has missed something.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 import attrs
+
+from peercache.wire.messages.declared import (
+    CLIENTS_AND_OPERATORS,
+    NO_ROLE,
+    Declared,
+    Receiver,
+    Rule,
+)
 
 CHANGES_A_MESSAGE_MAX: Final = 4096
 """Changes of one ChangesTold, and as many rows of what is held: 192 KiB of the 256 accepted."""
@@ -29,6 +37,11 @@ class ChangesAsked:
     patience_s:  how long the node may wait for a change where there is nothing to tell.
     """
 
+    # Every page of a node, of all namespaces: not for a client that is restricted to some.
+    declared: ClassVar = Declared(
+        58, Receiver.PUBLISHER, CLIENTS_AND_OPERATORS, rules=(Rule.ALL_NAMESPACES,), since=3
+    )
+
     request: int
     incarnation: int
     after: int
@@ -46,6 +59,8 @@ class ChangesTold:
     held:    n × CHANGE: pages that are there as of change `after`, in no order.
     row:     what to ask with next; ALL_ROWS: everything that was there has been told.
     """
+
+    declared: ClassVar = Declared(59, Receiver.ASKER, NO_ROLE, since=3)
 
     request: int
     incarnation: int

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 
 from peercache.model.member import Member
+from peercache.wire.messages.declared import EVERYONE, NO_ROLE, NODES, Declared, Receiver, Rule
 
 
 @attrs.frozen
 class Join:
     """Ask the node at a discovery address to add the sender to its view."""
+
+    declared: ClassVar = Declared(4, Receiver.MEMBERSHIP, NODES, rules=(Rule.OWN_ENTRY,))
 
     member: Member
 
@@ -18,6 +23,8 @@ class Join:
 class Heartbeat:
     """Tell a master that the sender lives. view: the digest of the sender's view."""
 
+    declared: ClassVar = Declared(5, Receiver.MEMBERSHIP, NODES, rules=(Rule.OWN_ENTRY,))
+
     member: Member
     view: bytes
 
@@ -25,6 +32,8 @@ class Heartbeat:
 @attrs.frozen
 class HeartbeatSeen:
     """Answer a heartbeat, or a Join. view: the digest of the answerer's view."""
+
+    declared: ClassVar = Declared(6, Receiver.MEMBERSHIP, NODES)
 
     view: bytes
 
@@ -35,6 +44,8 @@ class ViewShared:
 
     more: the view has further entries: ask for those after the last one here.
     """
+
+    declared: ClassVar = Declared(7, Receiver.MEMBERSHIP, NODES)
 
     request: int
     view: tuple[Member, ...]
@@ -48,6 +59,8 @@ class ViewAsked:
     after: the last incarnation of the part before, for the next part; 0 for the first one.
     """
 
+    declared: ClassVar = Declared(8, Receiver.MEMBERSHIP, EVERYONE)
+
     request: int
     digest: bytes
     after: int = 0
@@ -60,12 +73,16 @@ class ViewCompared:
     buckets: digests of the sender's view, 8 bytes each (`model.view.View.bucket_digests`).
     """
 
+    declared: ClassVar = Declared(39, Receiver.MEMBERSHIP, NODES)
+
     buckets: bytes
 
 
 @attrs.frozen
 class ViewChangesAsked:
     """Ask for what has changed in the view of live members since it had this digest."""
+
+    declared: ClassVar = Declared(41, Receiver.MEMBERSHIP, EVERYONE)
 
     request: int
     digest: bytes
@@ -78,6 +95,8 @@ class ViewChanges:
     view: the live entries that are new or other ones. gone: the incarnations that live no more.
     base: empty if the answerer cannot say: then ask for the whole view.
     """
+
+    declared: ClassVar = Declared(42, Receiver.ASKER, NO_ROLE)
 
     request: int
     base: bytes

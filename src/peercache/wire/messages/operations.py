@@ -6,12 +6,25 @@ and nodes of two versions read from each other what both know.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import (
+    NO_ROLE,
+    OPERATORS,
+    OPERATORS_AND_NODES,
+    Declared,
+    Receiver,
+)
 
 
 @attrs.frozen
 class StatusAsked:
     """Ask a node how it is. detail: with its threads, environment and settings."""
+
+    # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
+    declared: ClassVar = Declared(45, Receiver.NODE, OPERATORS_AND_NODES, since=3)
 
     request: int
     detail: bool
@@ -21,6 +34,8 @@ class StatusAsked:
 class StatusTold:
     """Answer a StatusAsked: a `model.status.Status`, encoded."""
 
+    declared: ClassVar = Declared(46, Receiver.ASKER, NO_ROLE, since=3)
+
     request: int
     status: bytes
 
@@ -28,6 +43,8 @@ class StatusTold:
 @attrs.frozen
 class ClusterAsked:
     """Ask a node how all members are, those behind the incarnation `after`; it asks each."""
+
+    declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS, since=3)
 
     request: int
     detail: bool
@@ -37,6 +54,8 @@ class ClusterAsked:
 @attrs.frozen
 class ClusterTold:
     """Answer a ClusterAsked: some `model.status.MemberStatus`, encoded; `more` follow behind."""
+
+    declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE, since=3)
 
     request: int
     statuses: bytes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 import numpy as np
 
 from peercache.model.overlap import HOLDERS_MAX, Overlap
+from peercache.wire.messages.declared import EVERYONE, NO_ROLE, Declared, Receiver
 
 OVERLAP_KEYS_MAX = 2048
 """Keys of one OverlapAsked: 128k tokens in pages of 64. A longer one is refused."""
@@ -17,6 +20,9 @@ class OverlapAsked:
 
     shard_only: as far as its own shard knows: one node asks another one so.
     """
+
+    # As a Lookup, and for other nodes too: where pages are, never what is in them.
+    declared: ClassVar = Declared(55, Receiver.NODE, EVERYONE, since=3)
 
     request: int
     keys: bytes
@@ -31,6 +37,8 @@ class OverlapTold:
     flags: RESIDENT and ON_DISK of each page, a byte each: those of the first holder, then the next.
     whole: that a page without a flag is absent. Otherwise it may be known to a node not heard.
     """
+
+    declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE, since=3)
 
     request: int
     holders: tuple[int, ...]

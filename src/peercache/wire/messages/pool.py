@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import (
+    CLIENTS,
+    NO_ROLE,
+    NODES,
+    REMOVERS,
+    WRITERS,
+    Declared,
+    Receiver,
+    Rule,
+)
 
 # The outcome of a page of a Reserve or Commit; one byte each in `states`.
 RESERVED = 0
@@ -32,6 +45,8 @@ class Reserve:
     keys: empty for slots ahead, whose pages the Commit will name.
     """
 
+    declared: ClassVar = Declared(18, Receiver.POOL, WRITERS, rules=(Rule.OWN_NAMESPACE,))
+
     request: int
     sequence: int
     namespace: int
@@ -42,6 +57,8 @@ class Reserve:
 @attrs.frozen
 class Granted:
     """Answer a Reserve: a state a page, and an offset where the state is RESERVED."""
+
+    declared: ClassVar = Declared(19, Receiver.ASKER, NO_ROLE)
 
     request: int
     sequence: int
@@ -60,6 +77,8 @@ class Commit:
     ahead:     reserve as many slots under each of these sequences, for pages to be named.
     """
 
+    declared: ClassVar = Declared(20, Receiver.POOL, WRITERS)
+
     request: int
     sequence: int
     written: bytes
@@ -76,6 +95,8 @@ class Committed:
     ahead, offsets: a reservation made ahead that the client does not know yet; 0 and empty: none.
     """
 
+    declared: ClassVar = Declared(21, Receiver.ASKER, NO_ROLE)
+
     request: int
     sequence: int
     states: bytes
@@ -89,6 +110,8 @@ class Committed:
 class Abort:
     """End a reservation without committing anything; its slots may be reused at once."""
 
+    declared: ClassVar = Declared(22, Receiver.POOL, WRITERS)
+
     sequence: int
 
 
@@ -98,6 +121,8 @@ class LiveReservations:
 
     newest: the highest sequence used; a reservation neither newer nor listed is freed.
     """
+
+    declared: ClassVar = Declared(23, Receiver.POOL, WRITERS)
 
     newest: int
     sequences: tuple[int, ...]
@@ -111,6 +136,8 @@ class Touched:
     first pages of its prefix.
     """
 
+    declared: ClassVar = Declared(24, Receiver.POOL, CLIENTS)
+
     drops: bytes
 
 
@@ -121,6 +148,10 @@ class Remove:
     namespace:  the tag of their namespace; pages of another name stay.
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
+
+    declared: ClassVar = Declared(
+        25, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
+    )
 
     request: int
     namespace: int
@@ -138,6 +169,10 @@ class Clear:
     patience_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
+    declared: ClassVar = Declared(
+        26, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
+    )
+
     request: int
     namespace: int
     patience_s: float = 0.0
@@ -149,6 +184,8 @@ class Removed:
 
     missed: the members that did not answer in time, and may still hold pages.
     """
+
+    declared: ClassVar = Declared(27, Receiver.REMOVAL, NODES)
 
     request: int
     count: int
@@ -162,6 +199,8 @@ class ReserveMirror:
     The pool refuses them rather than evict what was touched lately, and aborts the Commit of those
     whose namespace was removed from meanwhile.
     """
+
+    declared: ClassVar = Declared(40, Receiver.POOL, WRITERS, rules=(Rule.OWN_NAMESPACE,))
 
     request: int
     sequence: int

@@ -6,7 +6,11 @@ any page.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import CLIENTS, NO_ROLE, Declared, Receiver
 
 PROMOTED = 0
 """The page is in memory now: its record is in the answer."""
@@ -24,6 +28,8 @@ class Promote:
                 as many as its rate for such wishes allows.
     """
 
+    declared: ClassVar = Declared(32, Receiver.PROMOTE, CLIENTS)
+
     request: int
     keys: bytes
     patience_s: float
@@ -32,6 +38,8 @@ class Promote:
 @attrs.frozen
 class Promoted:
     """Answer a Promote: a state a key, and the records, in key order, of pages now in memory."""
+
+    declared: ClassVar = Declared(33, Receiver.ASKER, NO_ROLE)
 
     request: int
     states: bytes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import CLIENTS, NO_ROLE, Declared, Receiver, Rule
 
 NO_RDMA = "no_rdma"
 """Refusal: the node serves no rdma; detail says why."""
@@ -29,6 +33,8 @@ class OpenChannel:
     reads_at_once: READs that the client wants to have in flight.
     """
 
+    declared: ClassVar = Declared(34, Receiver.RDMA, CLIENTS, rules=(Rule.ALL_NAMESPACES,))
+
     request: int
     channel: int
     rail: int
@@ -48,6 +54,8 @@ class ChannelOpened:
     pages_address, seals_address: where page memory and seals begin, in the node.
     regions: n × (address, length, rkey), 8 bytes each: the memory registered so far.
     """
+
+    declared: ClassVar = Declared(35, Receiver.ASKER, NO_ROLE)
 
     request: int
     channel: int
@@ -70,6 +78,8 @@ class ChannelsHeld:
 
     newest: the highest number used; a channel neither newer nor listed ends.
     """
+
+    declared: ClassVar = Declared(36, Receiver.RDMA, CLIENTS)
 
     newest: int
     channels: tuple[int, ...]

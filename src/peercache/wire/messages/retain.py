@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
+
+from peercache.wire.messages.declared import NODES, REMOVERS, Declared, Receiver, Rule
 
 # What became of a page of a Retain; one byte each in `states`. The greatest of all members holds.
 NOT_HERE = 0
@@ -22,6 +26,11 @@ class Retain:
     patience_s: how long the home node may wait for the other members.
     """
 
+    # As a removal: it keeps other pages of its namespace from room that they would have had.
+    declared: ClassVar = Declared(
+        60, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), since=3, of_node=Receiver.POOL
+    )
+
     request: int
     namespace: int
     keys: bytes
@@ -35,6 +44,8 @@ class Retained:
 
     missed: the members that did not answer in time, and may retain pages all the same.
     """
+
+    declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES, since=3)
 
     request: int
     states: bytes

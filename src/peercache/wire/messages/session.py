@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 
 from peercache.model.member import Member
+from peercache.wire.messages.declared import (
+    CLIENTS_AND_OPERATORS,
+    NO_ROLE,
+    NODES,
+    WRITERS,
+    Declared,
+    Receiver,
+)
 
 OPERATOR = "(operator)"
 """Geometry of a Hello that wants to operate a cluster, and has no pages."""
@@ -24,6 +34,9 @@ class Hello:
                  that may read the file can know it. Empty from a client that only reads.
     """
 
+    # Said before there is a session, and answered by the switchboard.
+    declared: ClassVar = Declared(0, Receiver.NODE, NO_ROLE)
+
     request: int
     wire_oldest: int
     wire_newest: int
@@ -42,6 +55,8 @@ class Hello:
 class Welcome:
     """Answer a Hello that fits: the node as a member, and the facts of its segment."""
 
+    declared: ClassVar = Declared(1, Receiver.ASKER, NO_ROLE)
+
     request: int
     wire: int
     member: Member
@@ -52,6 +67,8 @@ class Welcome:
 class Refused:
     """Answer a refused request. reason: a word; detail: a sentence for a person."""
 
+    declared: ClassVar = Declared(2, Receiver.ASKER, NO_ROLE)
+
     request: int
     reason: str
     detail: str
@@ -61,12 +78,16 @@ class Refused:
 class SayHello:
     """Ask a sender without Hello, or for a dead incarnation, to introduce itself again."""
 
+    declared: ClassVar = Declared(3, Receiver.ASKER, NO_ROLE)
+
     incarnation: int
 
 
 @attrs.frozen
 class StatsAsked:
     """Ask a node for its figures."""
+
+    declared: ClassVar = Declared(28, Receiver.NODE, CLIENTS_AND_OPERATORS)
 
     request: int
 
@@ -75,6 +96,8 @@ class StatsAsked:
 class Stats:
     """Answer a StatsAsked: named figures."""
 
+    declared: ClassVar = Declared(29, Receiver.ASKER, NO_ROLE)
+
     request: int
     figures: dict[str, int | float | str]
 
@@ -82,6 +105,9 @@ class Stats:
 @attrs.frozen
 class RevocationsTold:
     """Tell a node which certificates are revoked: the signed lists of the authorities, as PEM."""
+
+    # Signed by an authority: a node that lies can only be silent.
+    declared: ClassVar = Declared(38, Receiver.NODE, NODES)
 
     lists: bytes
 
@@ -93,6 +119,8 @@ class Counted:
     counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": by what it is read.
     calls:   how long batch calls took, n × 5 bytes (`observability.reports.CALL`).
     """
+
+    declared: ClassVar = Declared(31, Receiver.NODE, WRITERS)
 
     counts: dict[str, int | float | str]
     calls: bytes
