@@ -6,7 +6,7 @@ The performer (the node in production, the simulated world in `sims/`) keeps tha
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
@@ -100,13 +100,15 @@ class Pull:
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
-# One class a receiver, so that mypy refuses a fact that its receiver does not hear.
+# One class a receiver, so that mypy refuses a fact that its receiver does not hear. actor: the name
+# of its mailbox.
 
 
 @attrs.frozen
 class TellMembership:
     """Hand a fact to the membership."""
 
+    actor: ClassVar = "membership"
     fact: PeerAnswered
 
 
@@ -114,6 +116,7 @@ class TellMembership:
 class TellRing:
     """Hand a fact to the ring."""
 
+    actor: ClassVar = "ring"
     fact: RingHears
 
 
@@ -121,6 +124,7 @@ class TellRing:
 class TellDirectory:
     """Hand a fact to the directory shard of this node."""
 
+    actor: ClassVar = "directory"
     fact: DirectoryHears
 
 
@@ -128,6 +132,7 @@ class TellDirectory:
 class TellPublisher:
     """Hand a fact to the publisher."""
 
+    actor: ClassVar = "publisher"
     fact: PublisherHears
 
 
@@ -135,6 +140,7 @@ class TellPublisher:
 class TellPool:
     """Hand a fact to the pool."""
 
+    actor: ClassVar = "pool"
     fact: PoolHears
 
 
@@ -142,6 +148,7 @@ class TellPool:
 class TellDisk:
     """Hand a fact to the disk actor."""
 
+    actor: ClassVar = "disk"
     fact: DiskHears
 
 
@@ -149,6 +156,7 @@ class TellDisk:
 class TellPromote:
     """Hand a fact to the promote actor."""
 
+    actor: ClassVar = "promote"
     fact: PromoteHears
 
 
@@ -156,6 +164,7 @@ class TellPromote:
 class TellRdma:
     """Hand a fact to the rdma actor."""
 
+    actor: ClassVar = "rdma"
     fact: RdmaHears
 
 
@@ -163,6 +172,7 @@ class TellRdma:
 class TellHandover:
     """Hand a fact to the handover actor."""
 
+    actor: ClassVar = "handover"
     fact: HandoverHears
 
 
@@ -170,6 +180,7 @@ class TellHandover:
 class TellRemoval:
     """Hand a fact to the removal actor."""
 
+    actor: ClassVar = "removal"
     fact: RemovalHears
 
 

@@ -8,21 +8,8 @@ from __future__ import annotations
 from typing import Any, final
 
 import attrs
-from typing_extensions import assert_never
 
-from peercache.actors.effects import (
-    Tell,
-    TellDirectory,
-    TellDisk,
-    TellHandover,
-    TellMembership,
-    TellPool,
-    TellPromote,
-    TellPublisher,
-    TellRdma,
-    TellRemoval,
-    TellRing,
-)
+from peercache.actors.effects import Tell
 from peercache.actors.mailboxes import (
     DirectoryHears,
     DiskHears,
@@ -78,41 +65,20 @@ class NodeMailboxes:
 
     def tell(self, told: Tell) -> None:
         """Put a fact from inside the node into its receiver's mailbox."""
-        match told:
-            case TellMembership(fact):
-                self.membership.tell(SELF, fact)
-            case TellDirectory(fact):
-                self.directory.tell(SELF, fact)
-            case TellPublisher(fact):
-                self.publisher.tell(SELF, fact)
-            case TellPool(fact):
-                self.pool.tell(SELF, fact)
-            case TellDisk(fact):
-                self.disk.tell(SELF, fact)
-            case TellPromote(fact):
-                self.promote.tell(SELF, fact)
-            case TellRing(fact):
-                self.ring.tell(SELF, fact)
-            case TellRdma(fact):
-                self.rdma.tell(SELF, fact)
-            case TellHandover(fact):
-                self.handover.tell(SELF, fact)
-            case TellRemoval(fact):
-                self.removal.tell(SELF, fact)
-            case _:
-                assert_never(told)
+        mailbox: Mailbox[Any] = getattr(self, told.actor)
+        mailbox.tell(SELF, told.fact)
 
     def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
         """Put a message from the network into its receiver's mailbox; False if that is full.
 
         `trust.rights` lets no message in that is not for an actor.
         """
-        declared, kind = message.declared, type(message).__name__
+        declared = message.declared
         # A node's own connections have no pipe: its message is for this node's own pages.
         receiver = declared.to if sender.pipe else declared.of_node or declared.to
         if receiver is Receiver.NODE:
-            raise LocalProtocolError(f"the switchboard answers {kind}")
+            raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
         if receiver is Receiver.ASKER:
-            raise LocalProtocolError(f"a node sends {kind}, and takes none")
+            raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
         mailbox: Mailbox[Any] = getattr(self, receiver.value)
         return mailbox.offer(sender, message, size_bytes)
