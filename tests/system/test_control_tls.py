@@ -279,14 +279,18 @@ def test_a_revoked_certificate_loses_its_connection(cluster: Secured) -> None:
     """Within seconds, and it does not come in again."""
     node = cluster.start_secured("one")
     settings = cluster.certificates.client("bad")
-    with Speaker(node, cluster.name, settings) as speaker:
+    with (
+        Speaker(node, cluster.name, settings) as speaker,
+        Speaker(node, cluster.name, settings, identity=6) as again,
+    ):
         assert isinstance(speaker.ask(hello(cluster.name)), Welcome)
 
         cluster.certificates.authority.revoke("client-bad")
 
         wait_until(lambda: metric(node, "peercache_messages_dropped").get("revoked", 0) >= 1)
-        # The connection is made anew, and its Hello is refused.
-        wait_until(lambda: isinstance(speaker.ask(hello(cluster.name), within_s=1.0), Refused))
+        # Over another connection: nng's TLS does not always notice an end that comes together with
+        # a last message, and dials no more.
+        assert isinstance(again.ask(hello(cluster.name)), Refused)
 
 
 def test_an_expired_certificate_loses_its_connection(cluster: Secured) -> None:
