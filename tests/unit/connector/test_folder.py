@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,19 @@ def pages_of(count: int, page: int = PAGE, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, page), np.uint8)
 
 
+_buffers: list[np.ndarray] = []
+
+
+@pytest.fixture(autouse=True)
+def buffers() -> Iterator[None]:
+    """Keep the memory of all runs until a test has ended: they are addresses alone."""
+    yield
+    _buffers.clear()
+
+
 def runs_of(pages: np.ndarray) -> PageRuns:
     """Return each page as two runs."""
+    _buffers.append(pages)
     half = pages.shape[1] // 2
     addresses = [[row.ctypes.data, row.ctypes.data + half] for row in pages]
     sizes = [[half, pages.shape[1] - half]] * len(pages)
