@@ -24,7 +24,8 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell expr $$(nproc) + 2)
 # The switch of the SGLang tests is for their own target.
 PYTEST := env -u PEERCACHE_TEST_SGLANG $(BIN)/python -m pytest
-PARALLEL := -q --dist loadgroup -n
+# A worker that crashed is not replaced: with groups, pytest-xdist 3.8 waits for ever for its tests.
+PARALLEL := -q --max-worker-restart=0 --dist loadgroup -n
 # Of the pure layers, by the tests that tests/conftest.py names. Flags may leave tests out: with any,
 # nothing is measured.
 COVERAGE_MIN := 95
@@ -118,7 +119,7 @@ sims: $(STAMP)
 SGLANG := bash tests/integration/run_sglang_tests.sh -q
 sglang sglang-engines: export PYTHON := $(PYTHON)
 sglang: $(STAMP)
-	@$(SGLANG) -n 2 --dist loadfile -m "sglang and not slow" $(PYTEST_FLAGS)
+	@$(SGLANG) -n 2 --max-worker-restart=0 --dist loadfile -m "sglang and not slow" $(PYTEST_FLAGS)
 
 # Whole engines, and a live one whose nodes fail: importing SGLang takes 45 seconds of a core for each.
 sglang-engines: $(STAMP)

@@ -342,9 +342,13 @@ class Gate:
         return Running(part, process, output, folder)
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables of a command; a gate within a gate's part postpones nothing."""
+        """Return the variables of a command; a gate within a gate's part postpones nothing.
+
+        Nor does PYTHONPATH reach a part: it would be tested with the sources of another checkout.
+        """
         variables = {**os.environ, **self._variables}
         variables.pop(SECOND_CHANCE, None)
+        variables.pop("PYTHONPATH", None)
         return variables
 
     def _end_what_has(self) -> None:

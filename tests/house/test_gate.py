@@ -123,6 +123,45 @@ def test_a_part_may_give_variables_to_later_ones(tmp_path: Path) -> None:
     assert verdicts(runner)["uses"] == "ok"
 
 
+def test_the_python_path_of_the_caller_is_not_that_of_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests would import other sources than those of the checkout."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere/src")
+
+    runner, _, _ = run(shell("part", '[ -z "$PYTHONPATH" ]'), folder=tmp_path)
+
+    assert verdicts(runner)["part"] == "ok"
+
+
+CRASHING = """
+import os, pytest
+
+@pytest.mark.parametrize("number", range(60))
+def test_crashes(number):
+    if number == 20:
+        os.abort()
+"""
+
+
+def test_a_worker_that_crashed_ends_the_tests(tmp_path: Path) -> None:
+    """With the Makefile's flags; pytest-xdist otherwise waits for the worker's tests for ever."""
+    (tmp_path / "test_suite.py").write_text(CRASHING)
+    flags = re.findall(r"^PARALLEL := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    pytest_again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+
+    ended = subprocess.run(
+        [*pytest_again, *flags[0].split(), "2", "test_suite.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert b"crashed while running 'test_suite.py::test_crashes[20]" in ended.stdout
+
+
 def test_a_part_that_builds_gets_a_copy_of_the_checkout(tmp_path: Path) -> None:
     """Of all that is not ignored, as it is now."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
@@ -192,7 +231,8 @@ def gate_of(folder: Path, *tests: str, workers: Sequence[str] = ()) -> tuple[Any
     """Run a gate of one part, a real pytest over some of the suite above."""
     (folder / "test_it.py").write_text(SUITE)
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:randomly\n")
+    ini = f"[pytest]\naddopts = -ra -p no:randomly\npythonpath = {ROOT}\n"
+    (folder / "pytest.ini").write_text(ini)
     pytest_here = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     chosen = [f"test_it.py::test_{name}" for name in tests]
     part = gate.Part("suite", (*pytest_here, *workers, *chosen), again=pytest_here)
@@ -203,10 +243,9 @@ def gate_of(folder: Path, *tests: str, workers: Sequence[str] = ()) -> tuple[Any
 
 @pytest.fixture
 def own_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the suite above import what these tests import, and be no part of their run."""
+    """Let the suite above be no part of the run of these tests."""
     for variable in [name for name in os.environ if name.startswith(("COV_", "PYTEST_"))]:
         monkeypatch.delenv(variable)
-    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
 
 
 @pytest.mark.usefixtures("own_run")
