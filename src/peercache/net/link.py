@@ -2,6 +2,11 @@
 
 Every new connection begins with a Hello; the messages of the outbox follow it. Answers to the Hello
 come back over the same connection.
+
+A connection may be lost without a trace: behind a firewall that forgets it, or in nng, whose dialer
+sometimes misses the end of a TLS connection that came with a last message. Other messages are
+answered over the peer's own link, so a link that sends and receives nothing says Hello again, and
+dials again if no answer comes.
 """
 
 from __future__ import annotations
@@ -18,6 +23,13 @@ from peercache.net.tls import ControlTls
 
 BURST_MESSAGES = 64
 """Messages taken from the peer before other tasks get a turn."""
+
+SILENT_S = 5.0
+"""How long a link that sends may receive nothing before it says Hello again."""
+
+UNANSWERED_S = 15.0
+"""How long that Hello may stay without an answer before the link dials again: longer than a busy
+peer takes."""
 
 DIAL_AGAIN_S = 1.0
 """After the process had no descriptor left for a link. Meanwhile its outbox drops the oldest."""
@@ -49,6 +61,9 @@ class Link:
         self._on_dropped = on_dropped
         self._outbox = Outbox()
         self._greeted = False
+        self._has_sent = False  # Since it last received something.
+        self._received_at = 0.0
+        self._asked_at: float | None = None  # When it said the Hello that waits for an answer.
         self._wake = trio.Event()
         self._connected = False
         self._is_usable = True
@@ -59,6 +74,7 @@ class Link:
         """Send at once, or queue behind earlier messages; never blocks, may drop the oldest."""
         at_once = self._connected and self._greeted and not self._outbox
         if at_once and self._dialer is not None and self._dialer.send(raw):
+            self._has_sent = True
             return
         dropped = self._outbox.put(raw)
         if not self._is_usable:
@@ -129,6 +145,7 @@ class Link:
                 self._dialer = dialer
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._listen, dialer)
+                    nursery.start_soon(self._probe, dialer)
                     await self._talk(dialer)
             finally:
                 self._dialer = None
@@ -136,6 +153,8 @@ class Link:
 
     def _on_connected(self) -> None:
         self._connected, self._greeted = True, False
+        self._received()
+        self._asked_at = trio.current_time()
         self._wake.set()
 
     def _on_removed(self) -> None:
@@ -147,7 +166,27 @@ class Link:
             for _ in range(BURST_MESSAGES):
                 if (raw := dialer.receive()) is None:
                     break
+                self._received()
                 self._on_answer(raw)
+
+    def _received(self) -> None:
+        self._has_sent, self._asked_at = False, None
+        self._received_at = trio.current_time()
+
+    async def _probe(self, dialer: Dialer) -> None:
+        """End a connection whose peer does not answer a Hello; nng dials again."""
+        while True:
+            await trio.sleep(SILENT_S)
+            now = trio.current_time()
+            if not self._connected:
+                continue
+            if self._asked_at is not None:
+                if now - self._asked_at >= UNANSWERED_S:
+                    self._asked_at = None
+                    dialer.disconnect()
+            elif self._has_sent and now - self._received_at >= SILENT_S:
+                self._asked_at = now
+                self.greet_again()
 
     async def _talk(self, dialer: Dialer) -> None:
         while True:
@@ -158,6 +197,7 @@ class Link:
                 if not dialer.send(raw):
                     await trio.lowlevel.wait_readable(dialer.send_fd)
                     continue
+                self._has_sent = True
                 if self._greeted:
                     # The outbox may have dropped its oldest only between sends, never during one.
                     self._outbox.take()

@@ -228,7 +228,7 @@ class Listener:
         """End one pipe."""
         found = self._socket._pipes.get(pipe)  # noqa: SLF001 - `pipes` copies them all
         if found is not None:
-            found.close()
+            _end(found)
 
     def pipes(self) -> list[int]:
         """Return the open connections, oldest first."""
@@ -274,7 +274,7 @@ class Dialer:
             self._socket.tls_config = tls.client
         if accepts is not None:
             self._socket.add_pre_pipe_connect_cb(
-                lambda pipe: None if accepts(peer_of(pipe)) else pipe.close()
+                lambda pipe: None if accepts(peer_of(pipe)) else _end(pipe)
             )
         if on_connected is not None:
             self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
@@ -301,11 +301,17 @@ class Dialer:
     def disconnect(self) -> None:
         """End the open connection; nng dials anew."""
         for pipe in self._socket.pipes:
-            pipe.close()
+            _end(pipe)
 
     def close(self) -> None:
         """Stop dialling and close."""
         self._socket.close()
+
+
+def _end(pipe: Any) -> None:
+    """End a pipe, which may have ended already: pynng learns of it later than nng."""
+    with suppress(pynng.NoEntry, pynng.Closed):
+        pipe.close()
 
 
 def local_path(url: str) -> str:

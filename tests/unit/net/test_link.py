@@ -13,11 +13,14 @@ import trio
 import trio.testing
 
 from peercache.net import link as link_module
+from peercache.net import sockets
 from peercache.net.link import BURST_MESSAGES, Link
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 from peercache.net.sockets import Listener
 from peercache.wire.codec import MESSAGE_BYTES_MAX
-from tests.pace import ends_within, until
+from tests.certificates import Certificates
+from tests.pace import FACTOR, ends_within, until
+from tests.unit.net.test_handshakes import control_tls
 
 HELLO = b"hello"
 
@@ -140,6 +143,102 @@ async def test_a_peer_that_does_not_know_us_is_greeted_again(url: str) -> None:
         heard = await take(listener, 2)
 
     assert [raw for _, raw in heard] == [HELLO, b"b"]
+    listener.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let links notice soon that nothing comes back."""
+    monkeypatch.setattr(link_module, "SILENT_S", 0.05)
+    monkeypatch.setattr(link_module, "UNANSWERED_S", FACTOR)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_link_whose_peer_receives_nothing_dials_again(url: str) -> None:
+    """The connection may be lost, though neither the kernel nor nng says so."""
+    listener = listening(url)
+    async with linked(url) as ends:
+        pipe, _ = (await take(listener, 1))[0]
+        listener.reply(pipe, b"welcome")
+        await until(lambda: bool(ends.answers))
+
+        ends.link.send(b"a")
+        with ends_within():
+            while (heard := await listener.receive())[0] == pipe:
+                assert heard[1] in (b"a", HELLO)
+
+    assert heard[1] == HELLO
+    listener.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_link_whose_peer_answers_keeps_its_connection(url: str) -> None:
+    """However little it says of its own, and however much it is sent."""
+    listener = listening(url)
+    async with linked(url) as ends:
+        asked: list[int] = []
+        with ends_within():
+            while len(asked) < 12:
+                ends.link.send(b"a")
+                pipe, raw = await listener.receive()
+                if raw == HELLO:
+                    asked.append(pipe)
+                    listener.reply(pipe, b"welcome")
+                await trio.sleep(0.01)
+
+    assert len(set(asked)) == 1
+    listener.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_link_without_anything_to_say_says_nothing(url: str) -> None:
+    """In a cluster of thousands most links are idle."""
+    listener = listening(url)
+    async with linked(url) as ends:
+        pipe, _ = (await take(listener, 1))[0]
+        listener.reply(pipe, b"welcome")
+        await until(lambda: bool(ends.answers))
+
+        await trio.sleep(20 * link_module.SILENT_S)
+
+        assert listener.receive_now() is None
+    listener.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_connections_that_end_with_a_last_message_over_tls_are_dialled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some hundred such ends nng misses one, and would dial no more."""
+    monkeypatch.setattr(sockets, "RECONNECT_MIN_MS", 1)
+    monkeypatch.setattr(sockets, "RECONNECT_MAX_MS", 5)
+    certificates = Certificates(tmp_path / "ca")
+    certificates.node("one")
+    certificates.node("two")
+    listener = Listener(on_removed=_ignore, tls=control_tls(certificates, "node-one"))
+    port = listener.listen_tcp("listen", "127.0.0.1", 0)
+    link = Link(
+        f"tls+tcp://127.0.0.1:{port}",
+        hello=lambda: HELLO,
+        on_answer=_ignore,
+        on_dropped=_ignore,
+        accepts=lambda _: True,
+        tls=control_tls(certificates, "node-two"),
+    )
+
+    async def sends() -> None:
+        while True:
+            link.send(b"a")
+            await trio.sleep(0.01)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run)
+        nursery.start_soon(sends)
+        for _ in range(600):
+            pipe, _ = (await take(listener, 1))[0]
+            listener.reply(pipe, b"refused")
+            listener.disconnect(pipe)
+        nursery.cancel_scope.cancel()
     listener.close()
 
 
