@@ -53,14 +53,6 @@ static void silence(int bell)
     while (done < 0 && errno == EINTR);
 }
 
-void peercache_wait_until(struct server *server, struct connection *connection,
-                          int64_t deadline_ns)
-{
-    connection->deadline_ns = deadline_ns;
-    if (deadline_ns < server->scan_at_ns)
-        server->scan_at_ns = deadline_ns;
-}
-
 static void forget(struct connection *connection)
 {
     if (connection->tls)

@@ -1,4 +1,4 @@
-/* What the two halves of the page server share: _serving.c hears, _responding.c says. */
+/* What the two halves of the page server share: _serving.c receives, _responding.c sends. */
 #ifndef PEERCACHE_SERVING_H
 #define PEERCACHE_SERVING_H
 
@@ -126,7 +126,14 @@ struct server {
 };
 
 /* Set a connection's deadline, and have the loop look at it in time. */
-void peercache_wait_until(struct server *, struct connection *, int64_t deadline_ns);
+static inline void peercache_wait_until(struct server *server, struct connection *connection,
+                                        int64_t deadline_ns)
+{
+    connection->deadline_ns = deadline_ns;
+    if (deadline_ns < server->scan_at_ns)
+        server->scan_at_ns = deadline_ns;
+}
+
 /* Count a connection as one of an owner's; return whether there was memory for it. */
 int peercache_join_owner(struct server *, struct connection *, uint64_t name);
 /* Give back what the connection holds, and its place in the queue. */
