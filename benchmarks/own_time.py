@@ -21,7 +21,7 @@ from peercache.model.reads import PeerRead
 from peercache.model.records import RECORD, RESIDENT
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import SEAL, Seals
-from peercache.paths.breaker import Breakers
+from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache

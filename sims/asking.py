@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from peercache.net.asking import Connections, Exchange, HelloExchange, Turns
+from peercache.net.breaker import Breakers
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.net.talking import Talk
-from peercache.paths.breaker import Breakers
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused
 from sims.network import TO_LISTENER, Network, Pipe

@@ -25,8 +25,8 @@ from peercache.model.keys import Namespace, split_keys
 from peercache.model.reads import Fetched, Looked, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
+from peercache.net.breaker import Breakers
 from peercache.observability.reasons import PEER_UNREACHABLE
-from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import Locator

@@ -24,7 +24,7 @@ import attrs
 import trio
 
 from peercache.model.hash_ring import AUTO
-from peercache.paths.breaker import STALL_S
+from peercache.net.breaker import STALL_S
 from peercache.paths.writing import PUBLISH_PATIENCE_S, RESEND_PART
 from sims import determinism
 from sims.client import SimClient

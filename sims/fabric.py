@@ -21,8 +21,8 @@ from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64
 from peercache.model.seal import ODD, still_committed, unread_seals
+from peercache.net.breaker import STALL_S
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
-from peercache.paths.breaker import STALL_S
 from sims.content import Page
 from sims.memory import Buffers, NodeMemory
 from sims.network import Network

@@ -23,7 +23,7 @@ import trio
 
 from peercache.client import home
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.paths import breaker
+from peercache.net import breaker
 
 T = TypeVar("T")
 

@@ -30,12 +30,12 @@ LAYERS: dict[str, str] = {
     "actors.promote": "model observability wire.messages actors",
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",
-    # The read and write paths, without I/O.
-    "paths": "model config observability installation wire wire.messages",
     # One foreign library or kernel facility each.
     "memory": "trust model observability installation",
     "storage": "trust model observability actors actors.disk",
-    "net": "trust model config observability installation wire wire.messages paths",
+    "net": "trust model config observability installation wire wire.messages",
+    # The read and write paths, without I/O: of `net` they know the circuit breakers.
+    "paths": "model config observability installation wire wire.messages net",
     "fabric": "trust model observability actors.channels memory",
     "fabric.tcp": "trust model config observability installation actors.channels fabric",
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "

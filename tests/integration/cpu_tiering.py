@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from peercache.paths import breaker
+from peercache.net import breaker
 from tests.pace import TIMEOUT_S
 
 # A node that is slow because the machine is must not be taken for hung: these tests expect hits.

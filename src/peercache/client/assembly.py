@@ -23,13 +23,13 @@ from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace
 from peercache.net.asking import Asker
+from peercache.net.breaker import Breakers
 from peercache.net.peers import Gate
 from peercache.net.tls import ControlTls
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reports import ClientReport
-from peercache.paths.breaker import Breakers
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer

@@ -29,9 +29,9 @@ from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
 from peercache.net.asking import Asker
+from peercache.net.breaker import Breakers
 from peercache.net.talking import Talking
 from peercache.observability import reasons
-from peercache.paths.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.steps import (
     Ask,

@@ -24,13 +24,13 @@ from typing import Generic, Protocol, TypeVar, final
 import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
+from peercache.net.breaker import Breakers
 from peercache.net.dialled import Dialled
 from peercache.net.idle import IDLE_S, KEPT_MAX, OF_ONE_MAX, most_kept
 from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import UnusableAddress, reached
 from peercache.net.tls import ControlTls
 from peercache.observability.calls import request_of
-from peercache.paths.breaker import Breakers
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

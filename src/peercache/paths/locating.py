@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
 from peercache.model.records import ON_DISK, RECORD, RESIDENT, ROW, Records
-from peercache.paths.breaker import Breakers
+from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.searching import Mask, Search, Whereabouts, picked

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from peercache.model.keys import PageKeys
 from peercache.model.records import HAS_CHECKSUM, Records
 from peercache.model.runs import U64, PageRuns
-from peercache.paths.breaker import Breakers
+from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import ClientReservations

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from peercache.model.keys import PageKeys
 from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.model.runs import U64, PageRuns
+from peercache.net.breaker import STALL_S, Breakers
 from peercache.observability import reasons
-from peercache.paths.breaker import STALL_S, Breakers
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.reserving import ClientReservations, offsets_of
 from peercache.paths.steps import Ask, Checksum, Collect, Drain, Place, Post, Step, Submit

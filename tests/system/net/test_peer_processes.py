@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.paths.breaker import STALL_S
+from peercache.net.breaker import STALL_S
 from peercache.wire.messages.directory import Located
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.unit.net.peers import Asking

@@ -22,9 +22,9 @@ from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, unread_seals
 from peercache.net.asking import Asker
+from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
 from peercache.observability.log import get_logger
-from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.steps import Ask, Checksum, Fetch, Place, Post, Step
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within
 

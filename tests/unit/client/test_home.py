@@ -13,9 +13,9 @@ from peercache.config.settings import Config
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
+from peercache.net.breaker import Breakers
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.paths.breaker import Breakers
 from peercache.paths.reading import Touches
 from peercache.paths.reserving import ClientReservations
 

@@ -18,9 +18,9 @@ import attrs
 
 from peercache.model.member import ALIVE, Member
 from peercache.net.asking import Asker
+from peercache.net.breaker import Breakers
 from peercache.net.peers import Gate
 from peercache.net.sockets import Listener
-from peercache.paths.breaker import Breakers
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope

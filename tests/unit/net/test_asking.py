@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from peercache.net.breaker import STALL_S
 from peercache.net.idle import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
 from peercache.net.talking import Talking
-from peercache.paths.breaker import STALL_S
 from peercache.wire.codec import encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

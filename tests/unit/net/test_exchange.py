@@ -18,8 +18,8 @@ from peercache.net.asking import (
     Exchange,
     HelloExchange,
 )
+from peercache.net.breaker import STALL_S, Breakers
 from peercache.net.idle import OF_ONE_MAX
-from peercache.paths.breaker import STALL_S, Breakers
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

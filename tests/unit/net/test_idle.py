@@ -10,8 +10,8 @@ import pytest
 
 from peercache.net import idle
 from peercache.net.asking import Connections
+from peercache.net.breaker import Breakers
 from peercache.net.idle import IDLE_S, KEPT_MAX, KEPT_MIN, OF_ONE_MAX, most_kept
-from peercache.paths.breaker import Breakers
 
 
 @attrs.define(eq=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from peercache.net.asking import BURST_MESSAGES, SLICE_S
+from peercache.net.breaker import STALL_S
 from peercache.net.talking import Talk, Talking
-from peercache.paths.breaker import STALL_S
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Granted

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peercache.model.records import ON_DISK, Records, keys_of
+from peercache.net.breaker import BACKOFF_MIN_S, data_port
 from peercache.observability import reasons
-from peercache.paths.breaker import BACKOFF_MIN_S, data_port
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import Node, World, content_of, named

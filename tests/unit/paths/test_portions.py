@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peercache.net.breaker import STALL_S
 from peercache.observability import reasons
 from peercache.paths import writing
-from peercache.paths.breaker import STALL_S
 from peercache.paths.steps import Ask, Collect, Place, Post, Submit
 from peercache.paths.writing import COMMIT_S, RESEND_PART, cuts_of
 from peercache.wire.messages.declared import Message

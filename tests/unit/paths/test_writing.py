@@ -10,8 +10,8 @@ import pytest
 
 from peercache.client.bridge import checksums_of
 from peercache.model.records import RECORD_BYTES
+from peercache.net.breaker import STALL_PART, STALL_S
 from peercache.observability import reasons
-from peercache.paths.breaker import STALL_PART, STALL_S
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
 from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_PART

@@ -22,8 +22,8 @@ from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Rec
 from peercache.model.records import from_bytes as records_from_bytes
 from peercache.model.runs import U64
 from peercache.model.seal import SEAL, Seals, unread_seals
+from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
-from peercache.paths.breaker import Breakers, data_port
 from peercache.paths.cluster import Cluster
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache

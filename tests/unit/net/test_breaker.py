@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from peercache.net.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breakers, data_port
 from peercache.observability import reasons
-from peercache.paths.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breakers, data_port
 
 
 def test_a_quarter_second_of_fruitless_waiting_opens() -> None:
