@@ -142,9 +142,9 @@ class SimAsker:
         self,
         questions: Sequence[tuple[int, Message]],
         until: float,
-        enough: Callable[[Message], bool] | None = None,
+        enough: Callable[[Sequence[Message | None]], bool] | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, one is `enough`, or time is up."""
+        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
         poll = Poll()
         exchange = Exchange(
             self._connections,

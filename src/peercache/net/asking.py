@@ -279,11 +279,11 @@ class Exchange(Generic[Kind]):
         *,
         count: int,
         until: float,
-        enough: Callable[[Message], bool] | None,
+        enough: Callable[[Sequence[Message | None]], bool] | None,
         watch: Callable[[Kind], object],
         unwatch: Callable[[Kind], object],
     ) -> None:
-        """Wait for `count` answers, for one that is `enough`, or until the time is up."""
+        """Wait for `count` answers, until those so far are `enough`, or the time is up."""
         self.answers: list[Message | None] = [None] * count
         self._connections = connections
         self._until = until
@@ -331,6 +331,8 @@ class Exchange(Generic[Kind]):
         for fd, _ in readable:
             if fd in self._open:
                 self._take(self._open[fd], stop_at)
+        if self._enough is not None and self._open and any(self.answers):
+            self._is_done = self._enough(self.answers)
         for question in list(self._open.values()):
             self._check(question)
 
@@ -370,8 +372,6 @@ class Exchange(Generic[Kind]):
             if getattr(message, "request", 0) == question.number:
                 self.answers[question.place] = message
                 self._finish(question)
-                if self._enough is not None and self._enough(message):
-                    self._is_done = True
                 return
             # The answer to a posted message, or to a question that was given up.
             connections.unasked(question.peer, message)
@@ -490,9 +490,9 @@ class Asker:
         self,
         questions: Sequence[tuple[int, Message]],
         until: float,
-        enough: Callable[[Message], bool] | None = None,
+        enough: Callable[[Sequence[Message | None]], bool] | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, one is `enough`, or time is up.
+        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up.
 
         A Refused is an answer too.
         """

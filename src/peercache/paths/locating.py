@@ -255,8 +255,8 @@ class Locator:
         )
         # Half of what is left, so that a hung owner leaves time for its replica.
         patience = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
-        answers: Sequence[Message | None] = yield Ask(questions, patience, search.take)
-        search.settle()
+        answers: Sequence[Message | None] = yield Ask(questions, patience, search.has_all)
+        search.take(answers)
         if search.known.all():
             return
         for (peer, positions), answer in zip(asked, answers, strict=True):

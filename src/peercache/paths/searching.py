@@ -89,7 +89,6 @@ class Search:
             last[list(self._position.values())] = True
             self._shadow = ~last
             self.known |= self._shadow
-        self._untaken = b""
         self._missing = len(self._position)
 
     @cached_property
@@ -119,27 +118,33 @@ class Search:
         self._on_disk = usable & ((records["flags"] & RESIDENT) == 0)
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
 
-    def take(self, answer: Message) -> bool:
-        """Take one answer; return whether every page is found, and none only on a disk."""
-        if not isinstance(answer, Located):
-            return False
-        self._untaken += answer.records
-        if len(self._untaken) < self._missing * RECORD_BYTES:
-            # This cannot be all: the next answer comes soon, and both are settled at once.
-            return False
-        self.settle()
-        return not self._missing and not self._on_disk.any()
+    def has_all(self, answers: Iterable[Message | None]) -> bool:
+        """Return whether these answers name every page that is missing, and none only on a disk.
 
-    def settle(self) -> None:
-        """Apply the answers taken so far."""
-        if not self._untaken:
+        Changes nothing: `take` puts the answers in.
+        """
+        raw = [answer.records for answer in answers if isinstance(answer, Located)]
+        if sum(map(len, raw)) < self._missing * RECORD_BYTES:
+            return False
+        records = np.frombuffer(b"".join(raw), RECORD)
+        places = self._places_of(records)
+        good = self._is_usable(records, places) & self._reachable(records["holder"])
+        good &= (records["flags"] & RESIDENT) != 0
+        in_memory = self.known & ~self._on_disk
+        in_memory[places[good]] = True
+        return bool(in_memory.all())
+
+    def take(self, answers: Iterable[Message | None]) -> None:
+        """Put answers in."""
+        raw = [answer.records for answer in answers if isinstance(answer, Located)]
+        self._settle(b"".join(raw))
+
+    def _settle(self, raw: bytes) -> None:
+        if not raw:
             return
-        records, self._untaken = np.frombuffer(self._untaken, RECORD), b""
-        found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
-        places: npt.NDArray[np.intp] = np.array(found, np.intp)
-        usable = (places >= 0) & is_somewhere(records)
-        if self._failed:
-            usable &= [name not in self._failed for name in names_of_records(records)]
+        records = np.frombuffer(raw, RECORD)
+        places = self._places_of(records)
+        usable = self._is_usable(records, places)
         reachable = self._reachable(records["holder"])
         if not reachable.all():
             out_of_reach = usable & ~reachable
@@ -152,11 +157,23 @@ class Search:
             usable &= reachable
         if not usable.all():
             records, places = picked(records, usable), places[usable]
-        if len(set(found)) < len(found) or self.known[places].any():
+        if len(set(places.tolist())) < len(places) or self.known[places].any():
             self._choose(places, records)
         else:
             self._put(places, records)
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
+
+    def _places_of(self, records: Records) -> npt.NDArray[np.intp]:
+        """Return the place of each record's key; -1 for one that is not looked for."""
+        found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
+        return np.array(found, np.intp)
+
+    def _is_usable(self, records: Records, places: npt.NDArray[np.intp]) -> Mask:
+        """Return which records are of a page that is looked for, and have not failed."""
+        usable: Mask = (places >= 0) & is_somewhere(records)
+        if self._failed:
+            usable &= [name not in self._failed for name in names_of_records(records)]
+        return usable
 
     def _choose(self, places: npt.NDArray[np.intp], records: Records) -> None:
         """Keep the best of several records for one place, an earlier one included."""
@@ -266,8 +283,7 @@ class Search:
 
     def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
         """Take what a node's table says of the keys at these positions."""
-        self._untaken += looked.records
-        self.settle()
+        self._settle(looked.records)
         if self._missing and looked.is_final:
             owned = self._owned(peer, positions)
             self.answered[owned] += 1

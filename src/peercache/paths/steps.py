@@ -19,12 +19,12 @@ class Ask:
     """Ask several peers at once; the answer is one message each, or None for a peer without one.
 
     until:  when to stop waiting.
-    enough: given one answer, whether it makes the others unnecessary.
+    enough: given the answers so far, whether they make the others unnecessary; a pure predicate.
     """
 
     questions: tuple[tuple[int, Message], ...]
     until: float
-    enough: Callable[[Message], bool] | None = None
+    enough: Callable[[Sequence[Message | None]], bool] | None = None
 
 
 @attrs.frozen(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -98,7 +98,10 @@ class Side:
         )
 
     def ask(
-        self, *peers: int, until: float = 110.0, enough: Callable[[Message], bool] | None = None
+        self,
+        *peers: int,
+        until: float = 110.0,
+        enough: Callable[[Sequence[Message | None]], bool] | None = None,
     ) -> Exchange[Line]:
         exchange = Exchange(
             self.connections,

@@ -7,7 +7,8 @@ import pytest
 from peercache.model.records import ON_DISK, Records, keys_of
 from peercache.net.breaker import BACKOFF_MIN_S, data_port
 from peercache.observability import reasons
-from peercache.wire.messages.directory import Lookup
+from peercache.paths.searching import Search
+from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import Node, World, content_of, named
 
@@ -406,6 +407,28 @@ def test_as_few_owners_as_will_do_are_asked() -> None:
     ]
     assert len(heard) == 2
     assert world.nodes[1] in heard
+
+
+def test_whether_answers_are_enough_is_only_a_question() -> None:
+    """Asked again it has the same answer, and no page is found before the answers are put in."""
+    world = World(4)
+    keys = named("a", "b")
+    in_memory, other = world.nodes[4].hold("a").tobytes(), world.nodes[4].hold("b").tobytes()
+    on_disk = world.nodes[4].hold("b", flags=ON_DISK).tobytes()
+    search = Search(keys, keys.tolist(), world.cluster, frozenset(), frozenset(), lambda *_: True)
+    one, slow, both = (
+        [None, Located(1, in_memory)],
+        [Located(1, on_disk), Located(2, in_memory)],
+        [Located(1, other), None, Located(2, in_memory)],
+    )
+
+    verdicts = [search.has_all(answers) for answers in (one, one, slow, both, both)]
+    known_before = search.known.any()
+    search.take(both)
+
+    assert verdicts == [False, False, False, True, True]
+    assert not known_before
+    assert search.known.all()
 
 
 def test_world_keeps_its_own_contract() -> None:

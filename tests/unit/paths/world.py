@@ -539,7 +539,7 @@ class World:
             self.now = max(self.now, arrives_at)
             self.breakers.answered(peer)
             answers[place] = answer
-            if step.enough is not None and step.enough(answer):
+            if step.enough is not None and step.enough(answers):
                 return answers
         if silent:
             self.now = max(self.now, step.until)
