@@ -29,7 +29,7 @@ from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
 from peercache.client.bridge import Bridge
 from peercache.client.client import Client
-from peercache.net.talking import Talking
+from peercache.net.asking import Talk
 from peercache.paths.reserving import ClientReservations
 from peercache.wire.messages.pool import Commit, Reserve
 
@@ -103,26 +103,26 @@ class Steps:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Time the steps of every call within the block."""
-        do, submit, collect = Bridge._do, Talking.send, Talking.collect  # noqa: SLF001
+        do, submit, collect = Bridge._do, Talk.send, Talk.collect  # noqa: SLF001
 
         def do_timed(bridge: Any, step: Any, segment: Any) -> Any:
             questions = getattr(step, "questions", ())
             name = self._named(questions[0][1]) if questions else "copy_step_ms"
             return self._timed(name, lambda: do(bridge, step, segment))
 
-        def send_timed(talking: Any, peer: int, message: Any) -> int:
+        def send_timed(talk: Any, peer: int, message: Any) -> int:
             name = self._named(message)
-            number: int = self._timed(name, lambda: submit(talking, peer, message))
+            number: int = self._timed(name, lambda: submit(talk, peer, message))
             self._names[number] = name
             return number
 
-        def collect_timed(talking: Any, peer: int, number: int, until: float) -> Any:
-            return self._timed(self._names[number], lambda: collect(talking, peer, number, until))
+        def collect_timed(talk: Any, number: int, until: float) -> Any:
+            return self._timed(self._names[number], lambda: collect(talk, number, until))
 
         patches = (
             (Bridge, "_do", do_timed, do),
-            (Talking, "send", send_timed, submit),
-            (Talking, "collect", collect_timed, collect),
+            (Talk, "send", send_timed, submit),
+            (Talk, "collect", collect_timed, collect),
         )
         try:
             for owner, name, timed, _ in patches:

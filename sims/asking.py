@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
-from peercache.net.asking import Connections, Exchange, HelloExchange, Turns
+from peercache.net.asking import Conversation, Enough
 from peercache.net.breaker import Breakers
+from peercache.net.connections import Connections
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
-from peercache.net.talking import Talk
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused
 from sims.network import TO_LISTENER, Network, Pipe
@@ -142,51 +142,29 @@ class SimAsker:
         self,
         questions: Sequence[tuple[int, Message]],
         until: float,
-        enough: Callable[[Sequence[Message | None]], bool] | None = None,
+        enough: Enough | None = None,
     ) -> list[Message | None]:
         """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
-        poll = Poll()
-        exchange = Exchange(
-            self._connections,
-            count=len(questions),
-            until=until,
-            enough=enough,
-            watch=poll.register,
-            unwatch=poll.unregister,
-        )
+        talk = self.talk()
         try:
-            for place, (peer, message) in enumerate(questions):
-                exchange.put(place, peer, message)
-            await self._drive(exchange, poll)
+            return await talk.ask(questions, until, enough)
         finally:
-            exchange.end()
-        return exchange.answers
+            talk.end()
 
     async def greet(self, url: str, until: float) -> Message | None:
         """Send Hello to the node at an address; return Welcome, Refused or None."""
         await trio.lowlevel.checkpoint()
         if self._network.is_refused(url):
             return None
-        connection = self._connections.greeting(url)
-        assert connection is not None, "a simulated address can be tried"
-        poll = Poll()
-        poll.register(connection)
-        greeting = HelloExchange(self._connections, connection, until)
+        talk = Talk(self._connections, self._place, Breakers())
         try:
-            await self._drive(greeting, poll)
-            return greeting.answer
+            return await talk.greet(url, until)
         finally:
-            connection.close()
+            talk.end()
 
-    def talking(self) -> Talking:
-        """Return the talks of one call: what `net.talking.Talking` is to the bridge."""
-        return Talking(self._connections, self._drive)
-
-    async def _drive(self, turns: Turns, poll: Poll) -> None:
-        while (wait_s := turns.wait_s()) is not None:
-            await poll.wait(wait_s / self._place.rate)
-            await self._place.awake()
-            turns.turn(poll.readable())
+    def talk(self) -> Talk:
+        """Return a conversation of one call: what `net.asking.Talk` is to the bridge."""
+        return Talk(self._connections, self._place)
 
     def _connect(self, url: str, _peer: int) -> Connection:
         connection = Connection(url, next(self._fds), self._place, self._network)
@@ -194,39 +172,56 @@ class SimAsker:
         return connection
 
 
-class Talking:
-    """The talks of one call, by peer."""
+class Talk:
+    """A conversation, driven by events."""
 
     def __init__(
         self,
         connections: Connections[Connection],
-        drive: Callable[[Turns, Poll], Awaitable[None]],
+        place: Place,
+        breakers: Breakers | None = None,
     ) -> None:
-        """Start without one."""
-        self._connections = connections
-        self._drive = drive
-        self._talks: dict[int, tuple[Talk[Connection], Poll]] = {}
+        """Ask nothing yet."""
+        self._place = place
+        self._poll = Poll()
+        self._conversation = Conversation(
+            connections,
+            watch=self._poll.register,
+            unwatch=self._poll.unregister,
+            breakers=breakers,
+        )
+        self.send = self._conversation.send
+        self.end = self._conversation.end
 
-    def send(self, peer: int, message: Message) -> int:
-        """Send a question without waiting; return its number, 0 for a peer without an address."""
-        if peer not in self._talks:
-            poll = Poll()
-            talk = Talk(self._connections, peer, watch=poll.register, unwatch=poll.unregister)
-            self._talks[peer] = talk, poll
-        return self._talks[peer][0].send(message)
+    async def ask(
+        self,
+        questions: Sequence[tuple[int, Message]],
+        until: float,
+        enough: Enough | None,
+    ) -> list[Message | None]:
+        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
+        numbers = self._conversation.ask(questions, until, enough)
+        await self._wait()
+        return [self._conversation.answer(number) for number in numbers]
 
-    async def collect(self, peer: int, number: int, until: float) -> Message | None:
+    async def greet(self, url: str, until: float) -> Message | None:
+        """Send Hello to the node at an address; return Welcome, Refused or None."""
+        number = self._conversation.greet(url, until)
+        await self._wait()
+        return self._conversation.answer(number)
+
+    async def collect(self, number: int, until: float) -> Message | None:
         """Return the answer to a question, or None once the time is up."""
-        talk, poll = self._talks[peer]
-        talk.collect(number, until)
-        talk.turn(())
-        await self._drive(talk, poll)
-        return talk.answer()
+        self._conversation.collect(number, until)
+        await self._wait()
+        return self._conversation.answer(number)
 
-    def end(self) -> None:
-        """Give every connection back."""
-        for talk, _ in self._talks.values():
-            talk.end()
+    async def _wait(self) -> None:
+        while (wait_s := self._conversation.wait_s()) is not None:
+            await self._poll.wait(wait_s / self._place.rate)
+            await self._place.awake()
+            self._conversation.turn(self._poll.readable())
+        self._conversation.stop()
 
 
 class Poll:

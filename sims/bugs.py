@@ -30,7 +30,7 @@ from peercache.actors.storage_port import DISK_LATE, DISK_UNTRIED
 from peercache.model import records
 from peercache.model.member import ALIVE
 from peercache.model.seal import ODD
-from peercache.net.asking import Exchange
+from peercache.net.asking import Conversation
 from peercache.net.outbox import Outbox
 from peercache.node import switchboard
 from peercache.paths import home_tie, mirroring, reading, reserving, searching, writing
@@ -316,7 +316,7 @@ MAILBOX_WITHOUT_BOUND: Patches = ((Mailbox, "offer", _refuses_nothing),)
 
 
 def _by_another_clock(right: Any) -> Any:
-    def wait_s(self: Exchange[Any]) -> Any:
+    def wait_s(self: Conversation[Any]) -> Any:
         clock = self._connections.clock
         self._connections.clock = trio.current_time
         try:
@@ -327,7 +327,7 @@ def _by_another_clock(right: Any) -> Any:
     return wait_s
 
 
-WAITS_BY_ANOTHER_CLOCK: Patches = ((Exchange, "wait_s", _by_another_clock),)
+WAITS_BY_ANOTHER_CLOCK: Patches = ((Conversation, "wait_s", _by_another_clock),)
 
 
 def _in_order_of_a_set(right: Any) -> Any:

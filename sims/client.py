@@ -263,7 +263,7 @@ class SimClient:
         heard: takes the Lookups of the path, and their answers.
         """
         answer: Any = None
-        talking = self.asker.talking()
+        talk = self.asker.talk()
         try:
             while True:
                 await self.place.awake()
@@ -277,9 +277,9 @@ class SimClient:
                 if heard is not None:
                     heard.look(self.breakers)
                 if isinstance(step, Submit):
-                    answer = talking.send(step.peer, step.message)
+                    answer = talk.send(step.peer, step.message)
                 elif isinstance(step, Collect):
-                    answer = await talking.collect(step.peer, step.number, step.until)
+                    answer = await talk.collect(step.number, step.until)
                 else:
                     answer = await self._do(step, home)
                 if heard is not None and isinstance(step, Ask):
@@ -287,7 +287,7 @@ class SimClient:
                 if heard is not None and isinstance(step, ReadTable):
                     heard.take_look(step, answer)
         finally:
-            talking.end()
+            talk.end()
             path.close()
 
     async def _do(self, step: Step, home: NodeMemory | None) -> Any:

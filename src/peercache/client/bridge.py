@@ -28,9 +28,8 @@ from peercache.model.ids import name_of
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
-from peercache.net.asking import Asker
+from peercache.net.asking import Asker, Talk
 from peercache.net.breaker import Breakers
-from peercache.net.talking import Talking
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
 from peercache.paths.steps import (
@@ -90,7 +89,7 @@ class Bridge:
     ) -> Result:
         """Drive a path to its end; `home_segment` is where its pages are placed."""
         answer: Any = None
-        talking: Talking | None = None
+        talk: Talk | None = None
         try:
             while True:
                 try:
@@ -99,16 +98,16 @@ class Bridge:
                     result: Result = end.value
                     return result
                 if isinstance(step, Submit):
-                    talking = talking or Talking(self._asker.connections)
-                    answer = talking.send(step.peer, step.message)
+                    talk = talk or self._asker.talk()
+                    answer = talk.send(step.peer, step.message)
                 elif isinstance(step, Collect):
-                    assert talking is not None, "an answer is collected after its question"
-                    answer = talking.collect(step.peer, step.number, step.until)
+                    assert talk is not None, "an answer is collected after its question"
+                    answer = talk.collect(step.number, step.until)
                 else:
                     answer = self._do(step, home_segment)
         finally:
-            if talking is not None:
-                talking.end()
+            if talk is not None:
+                talk.end()
             # After an exception, too, the path frees what it holds now, not when it is collected.
             path.close()
 

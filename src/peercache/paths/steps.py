@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -24,7 +24,7 @@ class Ask:
 
     questions: tuple[tuple[int, Message], ...]
     until: float
-    enough: Callable[[Sequence[Message | None]], bool] | None = None
+    enough: Callable[[Collection[Message]], bool] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -50,10 +50,7 @@ class Post:
 
 @attrs.frozen(eq=False)
 class Submit:
-    """Send an idempotent question, and go on; the answer is its number, for `Collect`.
-
-    0 stands for a peer that cannot be asked.
-    """
+    """Send an idempotent question, and go on; the answer is its number, for `Collect`."""
 
     peer: int
     message: Message

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from peercache.net.breaker import STALL_S
-from peercache.net.idle import DESCRIPTORS, OF_ONE_MAX
+from peercache.net.connections import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
-from peercache.net.talking import Talking
 from peercache.wire.codec import encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
@@ -81,16 +80,28 @@ def test_questions_sent_before_are_collected_later(peer: Peer) -> None:
 
     peer.answer = one_by_one
     with Asking({7: peer.url}) as client:
-        talking = Talking(client.asker.connections)
-        numbers = [talking.send(7, Lookup(0, bytes(16))) for _ in range(3)]
+        talk = client.asker.talk()
+        numbers = [talk.send(7, Lookup(0, bytes(16))) for _ in range(3)]
         wait_until(lambda: len(peer.of(Lookup)) == 3)
         until = time.monotonic() + TIMEOUT_S
-        answers = [talking.collect(7, number, until) for number in reversed(numbers)]
-        talking.end()
+        answers = [talk.collect(number, until) for number in reversed(numbers)]
+        talk.end()
         assert isinstance(client.ask(7)[0], Located)
 
     assert [answer.request for answer in answers if isinstance(answer, Located)] == numbers[::-1]
     assert len(peer.of(Hello)) == 1
+
+
+def test_connections_of_a_call_serve_the_next_one(tmp_path: Path) -> None:
+    """The end of its talks gives them back: one greeting, however many calls."""
+    with Peer("ipc", tmp_path) as peer, Asking({7: peer.url}) as client:
+        for _ in range(3):
+            talk = client.asker.talk()
+            answer = talk.collect(talk.send(7, Lookup(0, bytes(16))), time.monotonic() + TIMEOUT_S)
+            talk.end()
+            assert isinstance(answer, Located)
+
+        assert len(peer.of(Hello)) == 1
 
 
 def test_one_answer_may_be_enough(tmp_path: Path) -> None:
@@ -509,8 +520,9 @@ def test_greeting_brings_welcome_from_the_node_at_the_address(peer: Peer) -> Non
         began = time.monotonic()
         silent = client.asker.greet(peer.url, time.monotonic() + TIMEOUT_S)
 
-    assert answer == Welcome(0, 1, member(7), 0)
-    assert peer.of(Hello) == [hello()]
+    assert isinstance(answer, Welcome)
+    assert answer.member == member(7)
+    assert peer.of(Hello) == [hello(request=answer.request)]
     assert silent is None
     assert_within(time.monotonic() - began, PROMPT_S)
 

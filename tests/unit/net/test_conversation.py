@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import attrs
 import pytest
 
 from peercache.model.member import ALIVE, Member
-from peercache.net.asking import (
-    BURST_MESSAGES,
-    SLICE_S,
-    Connections,
-    Exchange,
-    HelloExchange,
-)
+from peercache.net.asking import SLICE_S, Conversation, Enough
 from peercache.net.breaker import STALL_S, Breakers
-from peercache.net.idle import OF_ONE_MAX
+from peercache.net.connections import BURST_MESSAGES, OF_ONE_MAX, Connections
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
-from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.pool import Granted, Touched
 from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
-QUESTION = Lookup(0, bytes(16))
+QUESTION = FIRST = Lookup(0, bytes(16))
+SECOND = Lookup(0, bytes(32))
 WELCOME = Welcome(0, 1, Member(7, 1, ALIVE, 255, "h", "c", "c", "b", ""), 0)
 
 
@@ -68,6 +63,21 @@ class Line:
         self.inbox.append(encode(Envelope(7, 77, message), cluster="c"))
 
 
+class Asked:
+    """A conversation of one `ask`, and the answers that have come."""
+
+    def __init__(self, talk: Conversation[Line], numbers: list[int]) -> None:
+        self.wait_s, self.turn, self.end = talk.wait_s, talk.turn, talk.end
+        self._talk = talk
+        self._came: dict[int, Message | None] = dict.fromkeys(numbers)
+
+    @property
+    def answers(self) -> list[Message | None]:
+        for number, before in self._came.items():
+            self._came[number] = before or self._talk.answer(number)
+        return list(self._came.values())
+
+
 class Side:
     """One client's side: its connections, its clock, and what it waits for."""
 
@@ -97,29 +107,29 @@ class Side:
             kept_max=kept_max,
         )
 
-    def ask(
-        self,
-        *peers: int,
-        until: float = 110.0,
-        enough: Callable[[Sequence[Message | None]], bool] | None = None,
-    ) -> Exchange[Line]:
-        exchange = Exchange(
+    def talk(self, breakers: Breakers | None = None) -> Conversation[Line]:
+        return Conversation(
             self.connections,
-            count=len(peers),
-            until=until,
-            enough=enough,
             watch=self.watched.append,
             unwatch=self.watched.remove,
+            breakers=breakers,
         )
-        for place, peer in enumerate(peers):
-            exchange.put(place, peer, QUESTION)
-        return exchange
 
-    def turn(self, exchange: Exchange[Line], passed_s: float = 0.0) -> float | None:
+    def ask(self, *peers: int, until: float = 110.0, enough: Enough | None = None) -> Asked:
+        talk = self.talk()
+        return Asked(talk, talk.ask([(peer, QUESTION) for peer in peers], until, enough))
+
+    def greet(self, until: float) -> tuple[Asked, int]:
+        """Say Hello to the listener of an address; return the Hello's number, too."""
+        talk = self.talk(Breakers())
+        number = talk.greet("there", until)
+        return Asked(talk, [number]), number
+
+    def turn(self, turns: Asked | Conversation[Line], passed_s: float = 0.0) -> float | None:
         """Let time pass, take what has come; return how long it would wait next."""
         self.now += passed_s
-        exchange.turn([(line.fd, 1) for line in self.watched if line.inbox])
-        return exchange.wait_s()
+        turns.turn([(line.fd, 1) for line in self.watched if line.inbox])
+        return turns.wait_s()
 
     def pooled(self) -> Line:
         """Return a connection that has answered once, and waits for the next question."""
@@ -426,27 +436,46 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> Non
     side = Side()
     answers: list[Message | None] = []
     for message, breaks in ((WELCOME, True), (Refused(0, "cluster", "no"), False), (None, True)):
-        line = side.connections.greeting("there")
-        assert line is not None
-        greeting = HelloExchange(side.connections, line, side.now + 1.0)
+        greeting, number = side.greet(side.now + 1.0)
+        line = side.lines[-1]
         assert greeting.wait_s() == SLICE_S
-        line.is_broken = breaks
         if message is not None:
-            line.comes(message)
-            greeting.turn([])
-        else:
-            greeting.turn([])
-            assert greeting.wait_s() == SLICE_S
-            greeting.turn([])
+            line.comes(attrs.evolve(message, request=number))
+        line.is_broken = breaks
+        # A poll looked before the message came.
+        greeting.turn([] if breaks else [(line.fd, 1)])
         assert greeting.wait_s() is None
-        answers.append(greeting.answer)
-    silent = side.connections.greeting("there")
-    assert silent is not None
-    greeting = HelloExchange(side.connections, silent, side.now + 1.0)
+        answers += greeting.answers
+        greeting.end()
+    silent, _ = side.greet(side.now + 1.0)
     side.now += 1.0
 
-    assert answers == [WELCOME, Refused(0, "cluster", "no"), None]
-    assert greeting.wait_s() is None
+    assert [type(answer) for answer in answers] == [Welcome, Refused, type(None)]
+    assert silent.wait_s() == 0.0
+    assert side.turn(silent) is None
+    silent.end()
+    assert silent.answers == [None]
+    assert side.refusals == []
+    assert side.breakers.opened_count == 0
+
+
+def test_the_connection_of_a_greeting_serves_whom_it_has_named() -> None:
+    """Only where its caller says so: a client asks a member over one that knows its name."""
+    side = Side()
+    for keeps in (False, True):
+        talk = side.talk(Breakers())
+        number = talk.greet("there", side.now + 1.0)
+        line = side.lines[-1]
+        line.comes(attrs.evolve(WELCOME, request=number))
+        side.turn(talk)
+        if keeps:
+            talk.keep_as(7)
+        talk.end()
+
+        assert line.is_closed != keeps
+        assert [type(message) for message in line.sent] == [Hello]
+
+    assert side.connections.lease(7, fresh=False) is line
 
 
 def test_what_a_caller_slept_beyond_its_deadline_is_no_silence_of_the_peer() -> None:
@@ -513,17 +542,189 @@ def test_a_peer_that_talks_slowly_takes_no_longer_than_a_turn() -> None:
     """To decode one message may take milliseconds: the clock is looked at before each."""
     side = Side()
     exchange = side.ask(7, until=side.now + SLICE_S)
-    greeted = side.connections.greeting("there")
-    assert greeted is not None
-    greeting = HelloExchange(side.connections, greeted, side.now + SLICE_S)
+    greeting, _ = side.greet(side.now + SLICE_S)
     for line in side.lines:
         line.takes = partial(pass_time, side)
         for _ in range(BURST_MESSAGES):
             line.comes(Located(10**9, b""))
     side.turn(exchange)
-    greeting.turn([])
+    side.turn(greeting)
 
     assert [BURST_MESSAGES - len(line.inbox) for line in side.lines] == [2, 2]
+
+
+def await_(side: Side, talk: Conversation[Line], number: int, until: float) -> Message | None:
+    """Wait in turns, as a driver does, while nothing comes."""
+    talk.collect(number, until)
+    for _ in range(200):
+        wait_s = talk.wait_s()
+        if wait_s is None:
+            talk.stop()
+            return talk.answer(number)
+        side.turn(talk, wait_s)
+    raise AssertionError("the wait does not end")
+
+
+def questions(line: Line) -> list[Message]:
+    return [message for message in line.sent if not isinstance(message, Hello)]
+
+
+def test_questions_go_out_at_once_and_answers_are_found_by_number() -> None:
+    """Over one connection, in their order; an answer may come before it is waited for."""
+    side = Side()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    (line,) = side.lines
+    assert questions(line) == [Lookup(first, FIRST.keys), Lookup(second, SECOND.keys)]
+
+    line.comes(Located(second, b"", False))
+    line.comes(Located(first, b"", True))
+
+    assert await_(side, talk, first, 110.0) == Located(first, b"", True)
+    assert await_(side, talk, second, 110.0) == Located(second, b"", False)
+    assert side.now < 100.0 + 2 * SLICE_S
+    assert side.unasked == []
+    talk.end()
+    assert side.watched == []
+    assert not line.is_closed
+
+
+def test_a_silent_peer_costs_the_time_given_and_is_counted() -> None:
+    """A second silence opens its breaker."""
+    side = Side()
+    talk = side.talk()
+    number = talk.send(7, FIRST)
+
+    assert await_(side, talk, number, 100.0 + STALL_S / 2) is None
+    assert not side.breakers.is_open(7)
+    again = talk.send(7, FIRST)
+    assert await_(side, talk, again, side.now + STALL_S / 2) is None
+
+    assert side.breakers.is_open(7)
+
+
+def test_silence_counts_from_the_last_sign_of_life() -> None:
+    """A peer that has just answered another question is not hung."""
+    side = Side()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    side.now += STALL_S
+    side.lines[0].comes(Located(first, b"", False))
+    assert await_(side, talk, first, side.now + 1.0) is not None
+
+    assert await_(side, talk, second, side.now + STALL_S / 2) is None
+
+    assert not side.breakers.is_open(7)
+
+
+def test_a_late_answer_and_one_to_no_question_are_unasked() -> None:
+    """They may be of use to another call."""
+    side = Side()
+    talk = side.talk()
+    late = talk.send(7, FIRST)
+    assert await_(side, talk, late, side.now + SLICE_S) is None
+    number = talk.send(7, SECOND)
+    ahead = Granted(0, 9, b"", b"")
+    for message in (Located(late, b"", False), ahead, Located(number, b"", False)):
+        side.lines[0].comes(message)
+
+    assert await_(side, talk, number, side.now + 1.0) is not None
+
+    assert side.unasked == [(7, Located(late, b"", False)), (7, ahead)]
+
+
+def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one() -> None:
+    """All of it, in order, with the same numbers; the peer has not failed."""
+    side = Side()
+    talk_before = side.talk()
+    talk_before.send(7, FIRST)
+    talk_before.end()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    (stale,) = side.lines
+    stale.is_broken = True
+
+    talk.collect(second, 110.0)
+    side.turn(talk)
+
+    fresh = side.lines[1]
+    assert stale.is_closed
+    assert questions(fresh) == [Lookup(first, FIRST.keys), Lookup(second, SECOND.keys)]
+    fresh.comes(Located(first, b"", False))
+    fresh.comes(Located(second, b"", False))
+    assert await_(side, talk, second, 110.0) is not None
+    assert await_(side, talk, first, 110.0) is not None
+    assert side.breakers.opened_count == 0
+
+
+def test_a_new_connection_that_breaks_is_the_peers_failure() -> None:
+    """No answer will come, so no question waits any more."""
+    side = Side()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    side.lines[0].is_broken = True
+
+    assert await_(side, talk, first, 110.0) is None
+    assert await_(side, talk, second, 110.0) is None
+
+    assert side.now < 101.0
+    assert side.breakers.is_open(7)
+    assert len(side.lines) == 1
+
+
+def test_a_refusal_over_a_new_connection_is_the_answer_to_its_question_alone() -> None:
+    """The other question is asked once more; one that names no question answers all."""
+    side = Side()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    refused = Refused(first, "malformed", "why")
+    side.lines[0].comes(refused)
+    talk.collect(first, 110.0)
+    side.turn(talk)
+
+    assert talk.answer(first) == refused
+    assert side.lines[0].is_closed
+    assert questions(side.lines[1]) == [Lookup(second, SECOND.keys)]
+    every = Refused(0, "gone", "why")
+    side.lines[1].comes(every)
+    assert await_(side, talk, second, 110.0) == every
+    assert side.refusals == [(7, refused), (7, every)]
+
+
+def test_a_peer_without_an_address_is_not_asked() -> None:
+    """It has failed at once."""
+    side = Side()
+    side.connections.close()
+    talk = side.talk()
+
+    assert await_(side, talk, talk.send(7, FIRST), 110.0) is None
+    assert side.now == 100.0
+    assert side.breakers.is_open(7)
+    talk.end()
+
+
+def test_the_turn_after_the_deadline_takes_what_came_while_this_thread_slept() -> None:
+    """A copy of seconds may lie between the question and the look at its answer."""
+    side = Side()
+    talk = side.talk()
+    number = talk.send(7, FIRST)
+    side.lines[0].comes(Located(number, b"", False))
+    side.now += 60.0
+
+    assert await_(side, talk, number, 100.5) is not None
+
+
+def test_any_message_is_a_sign_of_life() -> None:
+    """A probe that is answered closes the breaker, whatever the answer is to."""
+    side = Side()
+    side.breakers.failed(7, side.now)
+    talk = side.talk()
+    talk.send(7, FIRST)
+    side.lines[0].comes(Granted(0, 9, b"", b""))
+
+    side.turn(talk)
+
+    assert not side.breakers.is_open(7)
 
 
 def pass_time(side: Side) -> None:

@@ -8,10 +8,16 @@ from typing import Any
 import attrs
 import pytest
 
-from peercache.net import idle
-from peercache.net.asking import Connections
+from peercache.net import connections
 from peercache.net.breaker import Breakers
-from peercache.net.idle import IDLE_S, KEPT_MAX, KEPT_MIN, OF_ONE_MAX, most_kept
+from peercache.net.connections import (
+    IDLE_S,
+    KEPT_MAX,
+    KEPT_MIN,
+    OF_ONE_MAX,
+    Connections,
+    most_kept,
+)
 
 
 @attrs.define(eq=False)
@@ -170,6 +176,6 @@ def test_a_process_with_few_open_files_keeps_few(
     monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
 ) -> None:
     """Its engine needs them."""
-    monkeypatch.setattr(idle.resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (limit, limit))
 
     assert most_kept() == expected
