@@ -5,16 +5,14 @@ The command line operates by it, and programs that follow what nodes hold (`clie
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
-import select
 import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import attrs
 
@@ -29,18 +27,19 @@ from peercache.errors import (
 )
 from peercache.model.ids import new_client_id
 from peercache.model.status import MemberStatus, Status, decoded_status, decoded_statuses
+from peercache.net.asking import Asker
+from peercache.net.breaker import Breakers
 from peercache.net.peers import Gate
-from peercache.net.sockets import Dialer, UnusableAddress, reached
+from peercache.net.sockets import reached
 from peercache.net.tls import ControlTls, control_url
 from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
-from peercache.wire.codec import WrongCluster, decode, encode
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
-from peercache.wire.messages.session import OPERATOR, Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.session import OPERATOR, Hello, Refused, Welcome
 
 TIMEOUT_S = 5.0
 """How long a node may take to answer; to ask all members takes it a second."""
@@ -48,9 +47,8 @@ TIMEOUT_S = 5.0
 CONNECT_S = 2.0
 """How long an address may take to be reached."""
 
-SLICE_S = 0.1
-
 TURN_S = 0.005
+"""Between the end of a connection and the next Hello."""
 
 Kind = TypeVar("Kind")
 
@@ -155,10 +153,9 @@ class Operator:
             Sharing.of(share_group=config.share_group, share_uids=config.share_uids), live
         )
         self._identity = new_client_id(random.SystemRandom())
-        self._numbers = itertools.count(2)
-        self._refused_peer: Rejected | None = None
-        self._has_lost = False
-        self._dialer: Dialer | None = None
+        self._url = ""
+        self._refusal: Exception | None = None
+        self._asker = self._new_asker()
         self.welcome: Welcome | None = None
 
     def __enter__(self) -> Operator:
@@ -181,9 +178,7 @@ class Operator:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._dialer is not None:
-            self._dialer.close()
-            self._dialer = None
+        self._asker.close()
 
     def status(self, *, detail: bool = False) -> Status:
         """Return how the node is."""
@@ -206,50 +201,38 @@ class Operator:
 
     def ask(self, question: Message, kind: type[Kind], *, within_s: float | None = None) -> Kind:
         """Return the answer of this kind; raise Rejected, PeerUnreachable or DeadlineExceeded."""
-        assert self._dialer is not None, "asked within `with`"
-        assert self.welcome is not None, "the node has answered the Hello"
-        if question.declared.since > self.welcome.wire:
-            raise Rejected(
-                "wire_version",
-                f"{self._target.at} runs an older version, which cannot answer this: upgrade it, "
-                "or name another node with --at",
-            )
-        number = next(self._numbers)
-        numbered: Any = attrs.evolve(question, request=number)  # type: ignore[misc]
         timeout_s = within_s or self._target.timeout_s
         until = time.monotonic() + timeout_s
-        self._say(numbered, until)
         while True:
-            answer = self._hear(until)
-            if answer is None:
-                raise DeadlineExceeded(f"the answer of {self._target.at}", timeout_s)
-            if isinstance(answer, SayHello):
-                self._greet(until)
-                self._say(numbered, until)
-            elif isinstance(answer, Refused) and answer.request in (0, number):
-                raise self._told_why(answer)
-            elif isinstance(answer, kind) and getattr(answer, "request", 0) == number:
+            assert self.welcome is not None, "asked within `with`"
+            if question.declared.since > self.welcome.wire:
+                raise Rejected(
+                    "wire_version",
+                    f"{self._target.at} runs an older version, which cannot answer this: upgrade "
+                    "it, or name another node with --at",
+                )
+            asked = ((self.welcome.member.incarnation, question),)
+            answer = self._asker.ask(asked, until)[0]
+            if isinstance(answer, kind):
                 return answer
+            if isinstance(answer, Refused):
+                raise self._explained(answer)
+            if answer is not None:
+                raise RemoteProtocolError(f"a {type(answer).__name__} for a {kind.__name__}")
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(f"the answer of {self._target.at}", timeout_s)
+            # The connection has ended. Another incarnation may be there.
+            time.sleep(TURN_S)
+            self._greet(until)
 
     # --- the connection ---------------------------------------------------------------------------
 
     def _connect(self) -> None:
         until = time.monotonic() + self._target.timeout_s
-        url = self._url()
-        if reached(url, min(CONNECT_S, self._target.timeout_s)) is False:
-            if url.startswith("tcp://") and _listens(url):
-                raise PeerUnreachable(
-                    f"{self._target.at} in clear text; {_WANTS_CERTIFICATES}; or this is no "
-                    "control address, such as that of /metrics"
-                )
-            raise PeerUnreachable(f"{self._target.at}: nothing listens there; {_HINT}")
-        try:
-            self._dialer = Dialer(url, tls=self._tls, accepts=self._accepts, on_removed=self._lost)
-        except UnusableAddress as error:
-            raise PeerUnreachable(f"{self._target.at}: {error}") from error
+        self._url = self._resolved()
         self._greet(until)
 
-    def _url(self) -> str:
+    def _resolved(self) -> str:
         """Return what to dial; raise PeerUnreachable for a name that no address belongs to."""
         at = self._target.at
         if self._target.is_home:
@@ -263,67 +246,81 @@ class Operator:
         numeric = f"[{numeric}]" if ":" in numeric else numeric
         return control_url(f"{numeric}:{port}", self._tls)
 
-    def _accepts(self, peer: Any) -> bool:
-        """Judge the process that has answered; comes on a thread of nng."""
-        try:
-            self._gate.check_node(peer, None)
-        except Rejected as rejected:
-            self._refused_peer = rejected
-            return False
-        return True
+    def _new_asker(self) -> Asker:
+        return Asker(
+            identity=self._identity,
+            cluster=self.cluster,
+            hello_for=lambda _: self._hello(),
+            url_of=lambda _: self._url,
+            breakers=Breakers(),
+            clock=time.monotonic,
+            on_refused=self._note_refusal,
+            on_unasked=lambda *_: None,
+            gate=self._gate,
+            name_of_peer=lambda _: None,
+            tls=self._tls,
+        )
 
-    def _lost(self) -> None:
-        """Note that a connection has ended; comes on a thread of nng."""
-        self._has_lost = True
-
-    def _look_whether_it_left(self) -> None:
-        """Raise PeerUnreachable where the node has ended: no answer comes from it any more."""
-        if self._has_lost and self.welcome is not None and reached(self._url(), CONNECT_S) is False:
-            raise PeerUnreachable(f"{self._target.at}: nothing listens there any more; {_HINT}")
+    def _note_refusal(self, _: int, refused: Refused) -> None:
+        """Note why what has answered is not taken; may come on a thread of nng."""
+        if refused.reason == "protocol":
+            self._refusal = RemoteProtocolError(refused.detail)
+        else:
+            self._refusal = Rejected(refused.reason, refused.detail)
 
     def _greet(self, until: float) -> None:
-        self._say(self._hello(), until)
-        while True:
-            try:
-                answer = self._hear(until)
-            except WrongCluster as error:
-                if not self._may_learn or not error.cluster:
-                    raise Rejected(
-                        "cluster",
-                        f"{self._target.at} is of the cluster {error.cluster!r}, and not of "
-                        f"{self.cluster!r}: name it with --cluster",
-                    ) from error
-                # Without certificates its name proves nothing, and the address says which one.
-                self.cluster, self._may_learn = error.cluster, False
-                self._say(self._hello(), until)
-                continue
-            if answer is None:
-                raise self._silence()
-            if isinstance(answer, Refused):
-                raise self._told_why(answer)
-            if isinstance(answer, Welcome):
-                self.welcome = answer
-                return
+        """Say Hello, and note the node that answers; raise why none does."""
+        self._refusal = None
+        answer = self._asker.greet(self._url, until, keeps=True)
+        other = self._asker.connections.other_cluster
+        if isinstance(answer, Welcome):
+            self.welcome = answer
+        elif isinstance(answer, Refused) and other:
+            if not self._may_learn:
+                raise Rejected(
+                    "cluster",
+                    f"{self._target.at} is of the cluster {other!r}, and not of "
+                    f"{self.cluster!r}: name it with --cluster",
+                )
+            # Without certificates its name proves nothing, and the address says which one.
+            self.cluster, self._may_learn = other, False
+            self._asker.close()
+            self._asker = self._new_asker()
+            self._greet(until)
+        elif isinstance(answer, Refused):
+            raise self._explained(answer)
+        else:
+            raise self._silence()
 
     def _hello(self) -> Hello:
         return Hello(
-            1, WIRE_VERSION_OLDEST, WIRE_VERSION, self.cluster, is_node=False, granule=0,
+            0, WIRE_VERSION_OLDEST, WIRE_VERSION, self.cluster, is_node=False, granule=0,
             name="", nonce=b"", namespace="", geometry=OPERATOR, lock="", secret=b"",
         )  # fmt: skip
 
     def _silence(self) -> Exception:
-        """Return why a node said nothing at all."""
-        if self._refused_peer is not None:
-            return self._refused_peer
+        """Return why no node has answered the Hello."""
+        if self._refusal is not None:
+            return self._refusal
+        at = self._target.at
+        if reached(self._url, min(CONNECT_S, self._target.timeout_s)) is False:
+            if self.welcome is not None:
+                return PeerUnreachable(f"{at}: nothing listens there any more; {_HINT}")
+            if self._url.startswith("tcp://") and _listens(self._url):
+                return PeerUnreachable(
+                    f"{at} in clear text; {_WANTS_CERTIFICATES}; or this is no control address, "
+                    "such as that of /metrics"
+                )
+            return PeerUnreachable(f"{at}: nothing listens there; {_HINT}")
         hint = (
             f"it may be stopped, or {_WANTS_CERTIFICATES}"
             if self._tls is None
             else "it may be stopped, refuse this certificate, or have none: see its log"
         )
         hint = "it may be stopped" if self._target.is_home else hint
-        return PeerUnreachable(f"{self._target.at} within {self._target.timeout_s:g} s; {hint}")
+        return PeerUnreachable(f"{at} within {self._target.timeout_s:g} s; {hint}")
 
-    def _told_why(self, refused: Refused) -> Rejected:
+    def _explained(self, refused: Refused) -> Rejected:
         detail = refused.detail
         if refused.reason == "role":
             detail += (
@@ -332,30 +329,6 @@ class Operator:
                 else "; ask as the user of the node, or over tcp with an operator's certificate"
             )
         return Rejected(refused.reason, f"{self._target.at}: {detail}")
-
-    def _say(self, message: Message, until: float) -> None:
-        assert self._dialer is not None, "connected"
-        raw = encode(Envelope(self._identity, 0, message), cluster=self.cluster)
-        while not self._dialer.send(raw):
-            if time.monotonic() >= until or self._refused_peer is not None:
-                raise self._silence()
-            self._look_whether_it_left()
-            time.sleep(TURN_S)
-
-    def _hear(self, until: float) -> Message | None:
-        """Return the next message; None once the time is up, or the peer is another one."""
-        assert self._dialer is not None, "connected"
-        poll = select.poll()
-        poll.register(self._dialer.receive_fd, select.POLLIN)
-        while True:
-            raw = self._dialer.receive()
-            if raw is not None:
-                return decode(raw, cluster=self.cluster).message
-            left_s = until - time.monotonic()
-            if left_s <= 0 or self._refused_peer is not None:
-                return None
-            self._look_whether_it_left()
-            poll.poll(1000 * min(left_s, SLICE_S))
 
 
 def _listens(url: str) -> bool:

@@ -6,6 +6,7 @@ import io
 import logging
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,7 +18,13 @@ from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine,
 from peercache.cli.operate.top import frame
 from peercache.client import operator
 from peercache.client.operator import Operator, Target, _written
-from peercache.errors import ConfigError, PeerCacheError
+from peercache.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerCacheError,
+    PeerUnreachable,
+    Rejected,
+)
 from peercache.model.member import DEAD, Member
 from peercache.model.status import (
     Draining,
@@ -30,7 +37,11 @@ from peercache.model.status import (
     Worker,
     unanswered,
 )
+from peercache.wire.messages.declared import Message
+from peercache.wire.messages.operations import StatusAsked, StatusTold
+from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked
 from tests.pace import TIMEOUT_S
+from tests.unit.net.peers import CLUSTER, Peer
 
 NODE = Status(
     name="10.0.0.7:31998",
@@ -219,6 +230,55 @@ def test_an_address_where_nothing_listens_is_one_sentence() -> None:
 
     with pytest.raises(PeerCacheError, match=r"127\.0\.0\.1:1: nothing listens there; start"):
         Operator(target).__enter__()
+
+
+def test_questions_go_over_one_connection_and_follow_a_node_that_restarts(tmp_path: Path) -> None:
+    """The next incarnation is greeted, and asked; where none comes, it says so."""
+
+    def stats(message: Message) -> Message | None:
+        return Stats(message.request, {}) if isinstance(message, StatsAsked) else None
+
+    first = Peer("ipc", tmp_path, answer=stats)
+    target = Target.of(at=first.url, cluster=CLUSTER, environment={})
+    with Operator(target) as asking:
+        for _ in range(2):
+            assert isinstance(asking.ask(StatsAsked(0), Stats), Stats)
+        assert len(first.of(Hello)) == 1
+        first.end()
+        with Peer("ipc", tmp_path, url=first.url, incarnation=8) as second:
+            # As a node does with what is meant for the incarnation before it.
+            second.answer = lambda message: (
+                stats(message) if len(second.of(Hello)) > 1 else SayHello(8)
+            )
+            assert isinstance(asking.ask(StatsAsked(0), Stats), Stats)
+            assert asking.welcome is not None
+            assert asking.welcome.member.incarnation == 8
+            assert second.of(StatsAsked)
+        with pytest.raises(PeerUnreachable, match="nothing listens there any more"):
+            asking.ask(StatsAsked(0), Stats)
+
+
+def test_an_operator_reports_why_it_gets_no_answer(tmp_path: Path) -> None:
+    """A refusal names its reason; a silence lasts as long as it may."""
+
+    def refuse(message: Message) -> Message | None:
+        return Refused(message.request, "role", "no") if isinstance(message, StatsAsked) else None
+
+    with Peer("ipc", tmp_path, answer=refuse) as peer:
+        target = Target.of(at=peer.url, cluster=CLUSTER, environment={})
+        with Operator(target) as asking:
+            with pytest.raises(Rejected, match="no; ask as the user of the node"):
+                asking.ask(StatsAsked(0), Stats)
+            with pytest.raises(DeadlineExceeded):
+                asking.ask(StatusAsked(0, detail=False), StatusTold, within_s=0.05)
+
+
+def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -> None:
+    """Where the user has named one."""
+    with Peer("ipc", tmp_path, cluster="theirs") as peer:
+        target = Target.of(at=peer.url, cluster=CLUSTER, environment={})
+        with pytest.raises(Rejected, match=f"of the cluster 'theirs', and not of '{CLUSTER}'"):
+            Operator(target).__enter__()
 
 
 def test_an_address_that_is_none_is_said_once() -> None:

@@ -139,7 +139,7 @@ class Peer:
         answer: Message | None
         if isinstance(message, Hello):
             self._greeted[pipe] = None
-            answer = Welcome(message.request, 1, member(self.incarnation), 0)
+            answer = Welcome(message.request, message.wire_newest, member(self.incarnation), 0)
         elif pipe in self._greeted:
             answer = self.answer(message)
         else:
