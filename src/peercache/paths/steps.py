@@ -63,7 +63,6 @@ class Collect:
     A question is collected once. What is never collected is forgotten with the path.
     """
 
-    peer: int
     number: int
     until: float
 

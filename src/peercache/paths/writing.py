@@ -417,9 +417,7 @@ class _Round:
             if self._breakers.is_open(self._home):
                 # What has come already still counts.
                 wait_s = 0.0
-            answer: Message | None = yield Collect(
-                self._home, question.number, min(self._until, now + wait_s)
-            )
+            answer: Message | None = yield Collect(question.number, min(self._until, now + wait_s))
             if answer is not None:
                 return answer
         return (yield from self._insist(question.message))

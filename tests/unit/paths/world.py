@@ -489,7 +489,6 @@ class World:
         node = self.nodes[peer]
         if node.mood == "away":
             self.breakers.failed(peer, self.now)
-            return 0
         answer = node.answer(message) if node.mood == "up" else None
         if answer is not None:
             self.breakers.answered(peer)
@@ -498,7 +497,8 @@ class World:
 
     def _collect(self, step: Collect) -> Message | None:
         peer, sent_at, answer = self.sent[step.number - 1]
-        assert peer == step.peer, "an answer of another peer"
+        if self.nodes[peer].mood == "away":
+            return None
         arrives_at = sent_at + self.nodes[peer].latency_s
         if answer is not None and max(self.now, arrives_at) <= max(self.now, step.until):
             self.now = max(self.now, arrives_at)
