@@ -49,6 +49,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import Namespace, PageKeys
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import DROP, RECORD, RESIDENT
+from peercache.node.broker import MemberBroker
 from peercache.node.overlaps import Overlaps
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
@@ -89,6 +90,7 @@ class Cluster:
             {n: m.boot_id for n, m in members.items()}, virtual_nodes=160, replicas=owners
         )
         self.nodes: dict[int, Overlaps] = {}
+        self.brokers: dict[int, MemberBroker] = {}
         self.shards = {n: DirectoryShard(incarnation=n) for n in members}
         owned = self.ring.owners(keys)
         for n, shard in self.shards.items():
@@ -102,11 +104,12 @@ class Cluster:
                 else:
                     records = records[(owned[: len(records)] == n).any(axis=1)]
                     shard.on_message(Origin(holder), Put(1, records.tobytes()), 0.0)
+            self.brokers[n] = MemberBroker(partial(self.perform, n))
             self.nodes[n] = Overlaps(
                 shard=shard,
                 ring=lambda: self.ring,
                 member_of=members.get,
-                perform=partial(self.perform, n),
+                broker=self.brokers[n],
             )
 
     def perform(self, sender: int, effect: Effect) -> None:
@@ -119,7 +122,7 @@ class Cluster:
             assert self.nodes[target].ask(Origin(sender, PIPE), message) is None
         else:
             assert isinstance(message, OverlapTold), message
-            self.nodes[target].take(sender, message)
+            self.brokers[target].take(sender, message)
 
 
 async def measured(rounds: int) -> dict[str, float]:
@@ -162,8 +165,8 @@ async def measured(rounds: int) -> dict[str, float]:
     }
     took: dict[str, list[float]] = {name: [] for name in calls}
     async with trio.open_nursery() as nursery:
-        for node in (*alone.nodes.values(), *spread.nodes.values()):
-            nursery.start_soon(node.run)
+        for broker in (*alone.brokers.values(), *spread.brokers.values()):
+            nursery.start_soon(broker.run)
         await trio.lowlevel.checkpoint()
         for cluster in (alone, spread):
             told = await cluster.nodes[1].overlap(keys)

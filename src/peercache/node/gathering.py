@@ -5,14 +5,13 @@ Nothing is asked while nothing looks. What was gathered serves all who look with
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
 
 import attrs
 import trio
 
-from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.model.member import Member
 from peercache.model.status import (
@@ -24,9 +23,9 @@ from peercache.model.status import (
     unanswered,
 )
 from peercache.model.view import STATE_NAMES, is_live
+from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
-from peercache.wire.messages.session import Refused
 
 ANSWER_S = 1.0
 """How long a member may take; a node that serves answers in milliseconds."""
@@ -49,17 +48,6 @@ ASKERS_MAX = 64
 TOLD_BYTES_MAX = 128 * 1024
 """Of statuses in one message; the others follow."""
 
-BUSY = "busy"
-
-
-@attrs.frozen(eq=False)
-class _Asked:
-    """A question that waits. incarnation: of the member that alone may answer."""
-
-    incarnation: int
-    answered: trio.Event = attrs.field(factory=trio.Event)
-    statuses: list[Status] = attrs.field(factory=list)
-
 
 @attrs.define(eq=False)
 class _Gathered:
@@ -80,51 +68,35 @@ class Gathering:
         own: int,
         status: Callable[..., Status],
         members: Callable[[], Sequence[Member]],
-        perform: Callable[[Effect], None],
+        broker: MemberBroker,
     ) -> None:
         """Ask for node `own`, whose status is `status(detail=…)`.
 
-        members: the view, ended ones included; perform: sends.
+        members: the view, ended ones included.
         """
         self._own = own
         self._status = status
         self._members = members
-        self._perform = perform
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Asked] = {}
+        self._broker = broker
         self._kept = {False: _Gathered(), True: _Gathered()}
         """By whether it is with details."""
         self._limit = trio.CapacityLimiter(AT_ONCE)
-        self._askers = 0
-        self._nursery: trio.Nursery | None = None
-
-    async def run(self) -> None:
-        """Answer the questions of operators until cancelled."""
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                await trio.sleep_forever()
-        finally:
-            self._nursery = None
 
     def ask(self, sender: Origin, asked: ClusterAsked) -> Message | None:
         """Take an operator's question, which is answered once the members have; or refuse it."""
-        if self._nursery is None or self._askers >= ASKERS_MAX:
-            return Refused(asked.request, BUSY, "too many ask this node how the cluster is")
-        self._askers += 1
-        self._nursery.start_soon(self._tell, sender, asked)
-        return None
 
-    def take(self, sender: int, told: StatusTold) -> None:
-        """Take what a node says about itself; of other senders and to other questions nothing."""
-        asked = self._waiting.get(told.request)
-        if asked is None or asked.incarnation != sender:
-            return
-        try:
-            asked.statuses.append(decoded_status(told.status))
-        except ValueError:
-            return  # As if it had not answered.
-        asked.answered.set()
+        async def answer() -> ClusterTold:
+            gathered = await self._gathered(detail=asked.detail)
+            behind = [
+                member
+                for incarnation, member in zip(gathered.incarnations, gathered.members, strict=True)
+                if incarnation > asked.after
+            ]
+            return ClusterTold(asked.request, *portion(behind))
+
+        return self._broker.answer_later(
+            sender, asked, answer, at_once_max=ASKERS_MAX, what="how the cluster is"
+        )
 
     async def statuses(self, *, detail: bool = False) -> tuple[MemberStatus, ...]:
         """Return every member of the view, by incarnation; at most FRESH_S old."""
@@ -154,34 +126,17 @@ class Gathering:
     async def _look(self, member: Member, detail: bool, found: dict[int, MemberStatus]) -> None:  # noqa: FBT001 - nursery
         """Ask one member, twice if need be."""
         async with self._limit:
-            number, asked = next(self._numbers), _Asked(member.incarnation)
-            self._waiting[number] = asked
-            try:
-                for patience_s in (ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S):
-                    self._perform(Send(member.incarnation, StatusAsked(number, detail)))
-                    with trio.move_on_after(patience_s):
-                        await asked.answered.wait()
-                    if asked.statuses:
-                        status = asked.statuses[0]
-                        found[member.incarnation] = MemberStatus(
-                            seen=STATE_NAMES[member.state], answers=True, status=status
-                        )
-                        return
-            finally:
-                del self._waiting[number]
-
-    async def _tell(self, sender: Origin, asked: ClusterAsked) -> None:
-        try:
-            gathered = await self._gathered(detail=asked.detail)
-            behind = [
-                member
-                for incarnation, member in zip(gathered.incarnations, gathered.members, strict=True)
-                if incarnation > asked.after
-            ]
-            told, more = portion(behind)
-            self._perform(Send(sender, ClusterTold(asked.request, told, more)))
-        finally:
-            self._askers -= 1
+            question = StatusAsked(0, detail)
+            told = await self._broker.ask(
+                member.incarnation, question, ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S
+            )
+        if not isinstance(told, StatusTold):
+            return
+        # Bytes that are no status are no answer.
+        with suppress(ValueError):
+            found[member.incarnation] = MemberStatus(
+                seen=STATE_NAMES[member.state], answers=True, status=decoded_status(told.status)
+            )
 
 
 def portion(members: Sequence[MemberStatus]) -> tuple[bytes, bool]:

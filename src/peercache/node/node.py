@@ -16,7 +16,7 @@ from typing import final
 
 import trio
 
-from peercache.actors.effects import Pull, TellDisk, TellHandover
+from peercache.actors.effects import Effect, Pull, TellDisk, TellHandover
 from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
@@ -46,6 +46,7 @@ from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
 from peercache.node.assembly import Crew
+from peercache.node.broker import MemberBroker
 from peercache.node.disk import DiskTroubles, NodeDisk, disk_settings_unused
 from peercache.node.draining import Drainer
 from peercache.node.flushing import EMBEDDED_S, flush_disk
@@ -61,7 +62,7 @@ from peercache.node.reach import RESOLVE_S, Reach, resolved
 from peercache.node.ready import Ready
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
-from peercache.node.switchboard import Switchboard, Told
+from peercache.node.switchboard import Switchboard
 from peercache.node.web import Web
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
@@ -75,7 +76,7 @@ from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
+from peercache.wire.messages.overlap import OverlapAsked
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
 GOODBYE_S = 0.5
@@ -211,6 +212,7 @@ class Node:
         me = self._member(segment, control, rank, format_address(host, data_port))
         self._crew = crew = self._make_crew(segment, me)
         reach = Reach(heads_of(config.discovery_addr), clock=trio.current_time)
+        self.broker = MemberBroker(self._perform)
         self._switchboard = switchboard = Switchboard(
             me=me,
             cluster=config.cluster,
@@ -230,7 +232,7 @@ class Node:
             revocations=lambda: None if self.tls is None else message_of(self.tls),
             perform_disk=self._open_disk(segment),
             perform_rdma=self._open_queue_pairs(segment),
-            told=self._told,
+            told=self.broker.take,
             perform_pull=self._open_puller(segment),
             links_max=links_that_fit(self._descriptors()),
             names_writers=bool(config.quotas),
@@ -290,16 +292,15 @@ class Node:
             own=self.incarnation,
             status=self._status.status,
             members=self._members,
-            perform=self._switchboard.perform,
+            broker=self.broker,
         )
         self.overlaps = Overlaps(
             shard=crew.directory,
             ring=lambda: crew.ring.current,
             member_of=crew.membership.member,
-            perform=self._switchboard.perform,
+            broker=self.broker,
         )
-        nursery.start_soon(keep, "gathering", self.gathering.run, self.log)
-        nursery.start_soon(keep, "overlaps", self.overlaps.run, self.log)
+        nursery.start_soon(keep, "broker", self.broker.run, self.log)
 
     def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
         crew = Crew(
@@ -566,6 +567,9 @@ class Node:
             log=self.log,
         )
 
+    def _perform(self, effect: Effect) -> None:
+        self._switchboard.perform(effect)
+
     def health(self) -> Health:
         """Return whether this node serves."""
         return self._status.health()
@@ -573,12 +577,6 @@ class Node:
     def figures(self) -> dict[str, int | float | str]:
         """Return named figures about this node."""
         return self._status.figures()
-
-    def _told(self, sender: int, told: Told) -> None:
-        if isinstance(told, OverlapTold):
-            self.overlaps.take(sender, told)
-        else:
-            self.gathering.take(sender, told)
 
     def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer a message for the node itself."""

@@ -1,7 +1,7 @@
 """Overlaps: which members hold the pages of a prompt, asked of the owners of their records.
 
 Owns    no record: each answer is read from directory shards when it is asked for.
-Hears   OverlapAsked, from clients, operators and nodes; OverlapTold, from the nodes that it asked.
+Hears   OverlapAsked, from clients, operators and nodes.
 Says    OverlapAsked, to owners; OverlapTold or Refused.
 Keeps   an answer says whether an absent page is absent for certain. Nodes ask each other about
         their shards only, so that no question goes round.
@@ -11,7 +11,6 @@ Limits  OVERLAP_KEYS_MAX keys, ASKERS_MAX questions at once, ROUNDS owners of a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -21,12 +20,12 @@ import numpy.typing as npt
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
 from peercache.model.member import ALIVE, Member
 from peercache.model.overlap import ANYWHERE, HOLDERS_MAX, Overlap
+from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
 from peercache.wire.messages.session import Refused
@@ -44,19 +43,7 @@ ROUNDS = 2
 ANSWER_S = 0.25
 """How long an owner may take; one that serves answers in milliseconds."""
 
-BUSY = "busy"
-
 Places = npt.NDArray[np.intp]
-
-
-@attrs.frozen(eq=False)
-class _Asked:
-    """A question that waits. owner: the node that alone may answer, about so many pages."""
-
-    owner: int
-    pages: int
-    answered: trio.Event = attrs.field(factory=trio.Event)
-    found: list[Overlap] = attrs.field(factory=list)
 
 
 @final
@@ -69,26 +56,13 @@ class Overlaps:
         shard: DirectoryShard,
         ring: Callable[[], HashRing],
         member_of: Callable[[int], Member | None],
-        perform: Callable[[Effect], None],
+        broker: MemberBroker,
     ) -> None:
-        """Read `shard`, and ask other owners on the ring. perform: sends."""
+        """Read `shard`, and ask other owners on the ring."""
         self._shard = shard
         self._ring = ring
         self._member_of = member_of
-        self._perform = perform
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Asked] = {}
-        self._askers = 0
-        self._nursery: trio.Nursery | None = None
-
-    async def run(self) -> None:
-        """Answer the questions of others until cancelled."""
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                await trio.sleep_forever()
-        finally:
-            self._nursery = None
+        self._broker = broker
 
     def ask(self, sender: Origin, asked: OverlapAsked) -> Message | None:
         """Take a question, which is answered when it is known; or refuse it."""
@@ -96,19 +70,15 @@ class Overlaps:
         if count > OVERLAP_KEYS_MAX:
             detail = f"{count} keys in one OverlapAsked, {OVERLAP_KEYS_MAX} at most"
             return Refused(asked.request, "malformed", detail)
-        if self._nursery is None or self._askers >= ASKERS_MAX:
-            return Refused(asked.request, BUSY, "too many ask this node which nodes hold pages")
-        self._askers += 1
-        self._nursery.start_soon(self._tell, sender, asked)
-        return None
 
-    def take(self, sender: int, told: OverlapTold) -> None:
-        """Take what an owner says; of other senders and to other questions nothing."""
-        asked = self._waiting.get(told.request)
-        if asked is None or asked.owner != sender or asked.answered.is_set():
-            return
-        asked.found.append(overlap_of(told, asked.pages))
-        asked.answered.set()
+        async def answer() -> OverlapTold:
+            keys = from_bytes(asked.keys)
+            told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
+            return OverlapTold(asked.request, told.holders, told.flags.tobytes(), told.whole)
+
+        return self._broker.answer_later(
+            sender, asked, answer, at_once_max=ASKERS_MAX, what="which nodes hold pages"
+        )
 
     async def overlap(self, keys: PageKeys) -> Overlap:
         """Return which members hold these pages; ask what this node's shard cannot know.
@@ -192,22 +162,7 @@ class Overlaps:
 
     async def _look(self, owner: int, keys: PageKeys, found: dict[int, Overlap]) -> None:
         """Ask one owner, which may not answer."""
-        number, asked = next(self._numbers), _Asked(owner, len(keys))
-        self._waiting[number] = asked
-        try:
-            self._perform(Send(owner, OverlapAsked(number, keys.tobytes(), shard_only=True)))
-            with trio.move_on_after(ANSWER_S):
-                await asked.answered.wait()
-        finally:
-            del self._waiting[number]
-        if asked.found:
-            found[owner] = asked.found[0]
-
-    async def _tell(self, sender: Origin, asked: OverlapAsked) -> None:
-        try:
-            keys = from_bytes(asked.keys)
-            told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
-            flags = told.flags.tobytes()
-            self._perform(Send(sender, OverlapTold(asked.request, told.holders, flags, told.whole)))
-        finally:
-            self._askers -= 1
+        question = OverlapAsked(0, keys.tobytes(), shard_only=True)
+        told = await self._broker.ask(owner, question, ANSWER_S)
+        if told is not None:
+            found[owner] = overlap_of(told, len(keys))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import attrs
 import trio
@@ -40,6 +40,7 @@ from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Listener
 from peercache.net.tls import ControlTls, control_url
 from peercache.node.admission import Admission
+from peercache.node.broker import Told
 from peercache.node.link_use import LINKS_MAX, LinkUse
 from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
@@ -72,10 +73,6 @@ WARN_AGAIN_S = 60.0
 STRANGER_BYTES_MAX = 64 * 1024
 """Longest message taken from a connection that has not said Hello: a Hello of the longest texts
 fits, and to decode a megabyte would cost this node a second for any connection."""
-
-
-Told: TypeAlias = StatusTold | OverlapTold
-"""What another node answers to a question of the node itself."""
 
 
 @final

@@ -19,11 +19,11 @@ from peercache.model.status import (
     decoded_statuses,
     encoded,
 )
+from peercache.node.broker import BUSY, MemberBroker
 from peercache.node.gathering import (
     ANSWER_S,
     ASKERS_MAX,
     AT_ONCE,
-    BUSY,
     FRESH_S,
     FRESH_STARTING_S,
     TOLD_BYTES_MAX,
@@ -47,11 +47,12 @@ class Cluster:
         self.asked: list[int] = []
         self.told: list[tuple[Origin, ClusterTold]] = []
         self.replies = replies
+        self.broker = MemberBroker(self.perform)
         self.gathering = Gathering(
             own=OWN,
             status=lambda *, detail: Status(name=f"own {detail}"),
             members=lambda: (member(OWN), *members),
-            perform=self.perform,
+            broker=self.broker,
         )
 
     def perform(self, effect: Effect) -> None:
@@ -66,7 +67,7 @@ class Cluster:
 
     def answer(self, node: int, asked: StatusAsked, sender: int = 0) -> None:
         told = StatusTold(asked.request, encoded(Status(name=f"n{node}:1", state="ok")))
-        self.gathering.take(sender or node, told)
+        self.broker.take(sender or node, told)
 
 
 def silent(node: int, asked: StatusAsked) -> None:
@@ -131,7 +132,7 @@ async def test_no_member_answers_for_another_one(autojump_clock: MockClock) -> N
     def lie(node: int, asked: StatusAsked) -> None:
         cluster.answer(node, asked, sender=9)
         cluster.answer(node, StatusAsked(asked.request + 100, detail=False))
-        cluster.gathering.take(node, StatusTold(asked.request, b"\xff"))
+        cluster.broker.take(node, StatusTold(asked.request, b"\xff"))
 
     cluster = Cluster(member(2), replies=lie)
 
@@ -163,7 +164,7 @@ async def test_operators_get_portions_and_too_many_are_refused(autojump_clock: M
     cluster = Cluster(member(2), member(3), replies=silent)
     cluster.replies = cluster.answer
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(cluster.gathering.run)
+        nursery.start_soon(cluster.broker.run)
         await trio.testing.wait_all_tasks_blocked()
         for number in range(ASKERS_MAX):
             assert cluster.gathering.ask(Origin(50, number), ClusterAsked(number, False, 1)) is None
@@ -207,7 +208,7 @@ async def test_a_node_that_starts_is_looked_at_again_soon(autojump_clock: MockCl
 
     def answer(node: int, asked: StatusAsked) -> None:
         told = encoded(Status(name=f"n{node}:1", state=next(states)))
-        cluster.gathering.take(node, StatusTold(asked.request, told))
+        cluster.broker.take(node, StatusTold(asked.request, told))
 
     cluster.replies = answer
     seen = []

@@ -18,7 +18,8 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import PageKeys, from_bytes
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP, RECORD, RESIDENT
-from peercache.node.overlaps import ANSWER_S, ASKERS_MAX, BUSY, ROUNDS, Overlaps
+from peercache.node.broker import BUSY, MemberBroker
+from peercache.node.overlaps import ANSWER_S, ASKERS_MAX, ROUNDS, Overlaps
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
 from peercache.wire.messages.session import Refused
 
@@ -50,11 +51,12 @@ class World:
         self.ring = HashRing(list(self.members), virtual_nodes=8, replicas=owners)
         now = trio.current_time()
         self.shard.on_message(SELF, ViewChanged(tuple(self.members.values())), now)
+        self.broker = MemberBroker(self.perform)
         self.overlaps = Overlaps(
             shard=self.shard,
             ring=lambda: self.ring,
             member_of=self.members.get,
-            perform=self.perform,
+            broker=self.broker,
         )
 
     def hold(self, keys: PageKeys) -> None:
@@ -77,7 +79,7 @@ class World:
         if effect.to not in self.silent:
             flags = bytes([RESIDENT]) * (len(asked.keys) // 16)
             whole = effect.to not in self.behind
-            self.overlaps.take(effect.to, OverlapTold(asked.request, (effect.to,), flags, whole))
+            self.broker.take(effect.to, OverlapTold(asked.request, (effect.to,), flags, whole))
 
     def owned_by(self, node: int, keys: PageKeys) -> list[bool]:
         owned: list[bool] = (self.ring.owners(keys) == node).any(axis=1).tolist()
@@ -176,7 +178,7 @@ async def test_questions_are_answered_in_bounds(shard_only: bool) -> None:
     assert isinstance(refused, Refused)  # Nothing runs yet.
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(world.overlaps.run)
+        nursery.start_soon(world.broker.run)
         await trio.testing.wait_all_tasks_blocked()
         long = OverlapAsked(8, bytes(16 * (OVERLAP_KEYS_MAX + 1)), shard_only)
         refused = world.overlaps.ask(CLIENT, long)
@@ -211,13 +213,13 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
         assert isinstance(effect.to, int)
         pages = len(effect.message.keys) // 16
         right, number = effect.to, effect.message.request
-        world.overlaps.take(5 - right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
-        world.overlaps.take(right, OverlapTold(number + 77, (9,), b"\1" * pages, whole=True))
-        world.overlaps.take(right, OverlapTold(number, (9,), b"\1" * (pages + 1), whole=True))
-        world.overlaps.take(right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
+        world.broker.take(5 - right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
+        world.broker.take(right, OverlapTold(number + 77, (9,), b"\1" * pages, whole=True))
+        world.broker.take(right, OverlapTold(number, (9,), b"\1" * (pages + 1), whole=True))
+        world.broker.take(right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
         lies.append(number)
 
-    world.overlaps._perform = perform
+    world.broker._perform = perform
     told = await world.overlaps.overlap(keys)
 
     assert len(lies) == 2
