@@ -162,7 +162,7 @@ class SimNode:
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0
         self.memory.may_write = self._has_reserved
-        for mailbox in self.crew.mailboxes.in_order:
+        for mailbox in self.crew.mailboxes.named().values():
             mailbox.messages_max = options.mailbox_messages
         self.gate = Gate(Sharing(0, frozenset({0})), None)
         self.admission = Admission(

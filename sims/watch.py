@@ -57,11 +57,11 @@ class BusyMailbox:
     network: Network
     rng: random.Random
 
-    async def wait(self, step: Callable[[], bool]) -> None:
+    async def wait(self, handle: Callable[[], bool]) -> None:
         """Wait as the mailbox does, perhaps a while later."""
         if self.chance and self.network.faults_on and self.rng.random() < self.chance:
             await trio.sleep(self.rng.expovariate(1 / BUSY_MEAN_S))
-        await self.mailbox.wait(step)
+        await self.mailbox.wait(handle)
 
     def take(self) -> tuple[Origin, Any] | None:
         """Return the oldest message, or None."""

@@ -1,14 +1,14 @@
 """The only loop of the control plane: one task an actor, one message or tick at a time.
 
 While an actor's task sleeps, the task that put a message into its mailbox may have it handled in
-its own turn of the loop (`Mailbox.serve`): a wake-up less for each actor on a message's way.
+its own turn of the loop (`Turn.handle`): a wake-up less for each actor on a message's way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import attrs
 import trio
@@ -33,14 +33,6 @@ Hears = TypeVar("Hears")
 
 
 @final
-@attrs.define(eq=False)
-class Turn:
-    """is_on: a task will `serve` mailboxes before the loop turns, so no actor need be woken."""
-
-    is_on: bool = False
-
-
-@final
 class Mailbox(Generic[Hears]):
     """The queue of one actor. Facts from inside the node are never dropped: each is the effect of
     a message that was let in, so they are as bounded as those are.
@@ -53,9 +45,10 @@ class Mailbox(Generic[Hears]):
         """Oldest first. Other tasks only look whether it is empty."""
         self._waiting_bytes = 0
         self._wake = trio.Event()
-        self._step: Callable[[], bool] | None = None
-        self.turn = Turn()
-        """Shared by all mailboxes that a task serves together."""
+        self.handle: Callable[[], bool] | None = None
+        """Has the actor handle one message, in the caller's turn; None while its task is awake."""
+        self.turn: Turn | None = None
+        """Of the mailboxes among which this one is; None alone."""
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -87,39 +80,58 @@ class Mailbox(Generic[Hears]):
         self._waiting_bytes -= size_bytes
         return sender, message
 
-    async def wait(self, step: Callable[[], bool] | None = None) -> None:
-        """Wait until something is there; meanwhile `serve` does it by calling `step`, if any."""
+    async def wait(self, handle: Callable[[], bool] | None = None) -> None:
+        """Wait until something is there, or until a `Turn` has had it handled by `handle`."""
         if not self.waiting:
             self._wake = trio.Event()
-            self._step = step
+            self.handle = handle
             try:
                 await self._wake.wait()
             finally:
-                self._step = None
-
-    def serve(self) -> bool:
-        """Have the oldest message handled at once; False if none waits, or the actor is at work."""
-        if not self.waiting or (step := self._step) is None:
-            return False
-        # What the actor does may come back to it: one message at a time.
-        self._step = None
-        try:
-            return step()
-        finally:
-            self._step = step
+                self.handle = None
 
     def wake(self) -> None:
-        """Wake the actor if something waits."""
-        if self.waiting:
-            self._wake.set()
+        """Wake the actor's task."""
+        self._wake.set()
 
     def _put(self, sender: Origin, message: Hears, size_bytes: int) -> None:
         if self._is_closed:
             return
         self.waiting.append((sender, message, size_bytes))
         self._waiting_bytes += size_bytes
-        if not self.turn.is_on:
+        if self.turn is None or not self.turn.is_on:
             self._wake.set()
+
+
+@final
+class Turn:
+    """The turn of a task that brings messages: all that follows from them is handled in it."""
+
+    def __init__(self, mailboxes: tuple[Mailbox[Any], ...]) -> None:
+        """Handle what waits in these mailboxes, in this order."""
+        self.is_on = False
+        """Whether these mailboxes are looked at before the loop goes on: no actor need be woken."""
+        self._mailboxes = mailboxes
+        for mailbox in mailboxes:
+            mailbox.turn = self
+
+    def handle(self, bring: Callable[..., None], *what: object) -> None:
+        """Call `bring(*what)`, and have what waits in mailboxes handled, without waking a task.
+
+        An exception of an actor is raised here: its state is not to be trusted any more.
+        """
+        self.is_on = True
+        try:
+            bring(*what)
+            for _ in range(TURN_MESSAGES):
+                # Most messages concern one actor, and most mailboxes are empty.
+                if not sum([box.handle() for box in self._mailboxes if box.waiting and box.handle]):
+                    break
+        finally:
+            self.is_on = False
+            for mailbox in self._mailboxes:
+                if mailbox.waiting:
+                    mailbox.wake()
 
 
 @final
@@ -137,8 +149,11 @@ async def run_actor(
 ) -> None:
     """Hand the actor one message, or one tick, at a time until cancelled.
 
+    Nothing else drains a mailbox into an actor: this task does it, or the `Turn` of another one
+    does it by `handle` while this one sleeps.
     `perform` never blocks: outboxes are bounded, and a drop is counted.
     """
+    is_at_work = False
 
     def step() -> bool:
         now = trio.current_time()
@@ -155,16 +170,23 @@ async def run_actor(
             perform(effect)
         return True
 
+    def handle() -> bool:
+        nonlocal is_at_work
+        if is_at_work:
+            # What the actor does has come back to it: one message at a time.
+            return False
+        is_at_work = True
+        try:
+            handled = step()
+        finally:
+            is_at_work = False
+        if (deadline := actor.deadline()) != sleep.deadline:
+            sleep.deadline = deadline
+        return handled
+
     while True:
         with trio.CancelScope(deadline=actor.deadline()) as sleep:
-
-            def serve(sleep: trio.CancelScope = sleep) -> bool:
-                served = step()
-                if (deadline := actor.deadline()) != sleep.deadline:
-                    sleep.deadline = deadline
-                return served
-
-            await mailbox.wait(serve)
+            await mailbox.wait(handle)
         for _ in range(TURN_MESSAGES):
             if not step():
                 break

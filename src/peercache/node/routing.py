@@ -33,12 +33,10 @@ from peercache.wire.messages.declared import Message, Receiver
 class NodeMailboxes:
     """One mailbox for each actor of a node.
 
-    The order of the fields is the order in which the switchboard serves them. The publisher comes
+    The order of the fields is the order in which a turn looks at them. The publisher comes
     before the directory: it answers a Commit, and what it tells other nodes takes time.
     """
 
-    turn: Turn = attrs.field(factory=Turn, init=False)
-    """The turn of all of them."""
     membership: Mailbox[MembershipHears] = attrs.field(factory=Mailbox, init=False)
     ring: Mailbox[RingHears] = attrs.field(factory=Mailbox, init=False)
     publisher: Mailbox[PublisherHears] = attrs.field(factory=Mailbox, init=False)
@@ -49,19 +47,16 @@ class NodeMailboxes:
     rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
     removal: Mailbox[RemovalHears] = attrs.field(factory=Mailbox, init=False)
     handover: Mailbox[HandoverHears] = attrs.field(factory=Mailbox, init=False)
-    in_order: tuple[Mailbox[Any], ...] = attrs.field(init=False)
+    turn: Turn = attrs.field(init=False)
 
-    @in_order.default
-    def _every_mailbox(self) -> tuple[Mailbox[Any], ...]:
-        every = tuple(self.named().values())
-        for mailbox in every:
-            mailbox.turn = self.turn
-        return every
+    @turn.default
+    def _of_all(self) -> Turn:
+        return Turn(tuple(self.named().values()))
 
     def named(self) -> dict[str, Mailbox[Any]]:
         """Return every mailbox by the name of its actor."""
         names = [field.name for field in attrs.fields(NodeMailboxes)]
-        return {name: getattr(self, name) for name in names if name not in ("turn", "in_order")}
+        return {name: getattr(self, name) for name in names if name != "turn"}
 
     def tell(self, told: Tell) -> None:
         """Put a fact from inside the node into its receiver's mailbox."""

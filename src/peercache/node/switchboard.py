@@ -29,7 +29,6 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import NamespaceNamed, PeerAnswered, RingBuilt
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import DropPair, OpenPair, RdmaEffect, ServeMemory
-from peercache.actors.runtime import TURN_MESSAGES
 from peercache.actors.storage_port import DiskEffect, Forget, Load, NoteUse, Spill
 from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.model.hash_ring import HashRing
@@ -169,13 +168,7 @@ class Switchboard:
 
     def _take_and_serve(self, pipe: int, raw: bytes) -> None:
         """Take one message in, and all that follows from it within this node."""
-        self._mailboxes.turn.is_on = True
-        try:
-            self._try(self._take, pipe, raw)
-            # An exception of an actor ends the node: its state is not to be trusted any more.
-            self._serve()
-        finally:
-            self._end_turn()
+        self._mailboxes.turn.handle(self._try, self._take, pipe, raw)
         # Behind the answers: their receivers are at work by now.
         self._count_received()
 
@@ -192,27 +185,7 @@ class Switchboard:
 
     def tell(self, told: Tell) -> None:
         """Hand an actor a fact that no message brought, and all that follows from it."""
-        self._mailboxes.turn.is_on = True
-        try:
-            self._mailboxes.tell(told)
-            self._serve()
-        finally:
-            self._end_turn()
-
-    def _serve(self) -> None:
-        """Have what waits in mailboxes handled, without waking a task."""
-        mailboxes = self._mailboxes.in_order
-        for _ in range(TURN_MESSAGES):
-            # Most messages concern one actor, and most mailboxes are empty.
-            if not sum([mailbox.serve() for mailbox in mailboxes if mailbox.waiting]):
-                break
-
-    def _end_turn(self) -> None:
-        """Wake the actors that still have messages, and those that get one from now on."""
-        self._mailboxes.turn.is_on = False
-        for mailbox in self._mailboxes.in_order:
-            if mailbox.waiting:
-                mailbox.wake()
+        self._mailboxes.turn.handle(self._mailboxes.tell, told)
 
     def _take(self, pipe: int, raw: bytes) -> None:
         if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:

@@ -81,4 +81,4 @@ def test_a_fact_lies_in_its_receivers_mailbox() -> None:
     boxes.tell(TellPool(ClientGone(7)))
 
     assert boxes.pool.take() == (SELF, ClientGone(7))
-    assert not any(len(box) for box in boxes.in_order)
+    assert not any(len(box) for box in boxes.named().values())
