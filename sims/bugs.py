@@ -32,7 +32,7 @@ from peercache.model.member import ALIVE
 from peercache.model.seal import ODD
 from peercache.net.asking import Conversation
 from peercache.net.outbox import Outbox
-from peercache.node import switchboard
+from peercache.node import envelopes
 from peercache.paths import home_tie, mirroring, reading, reserving, searching, writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
@@ -268,7 +268,7 @@ def _for_any_target(right: Any) -> Any:
     return decode
 
 
-SUCCESSOR_ACCEPTS: Patches = ((switchboard, "decode", _for_any_target),)
+SUCCESSOR_ACCEPTS: Patches = ((envelopes, "decode", _for_any_target),)
 
 
 def _keeps_to_itself(_: Any) -> Any:

@@ -12,7 +12,14 @@ import numpy as np
 import trio
 
 from peercache.actors.directory.authority import HEARD_MAX_S
-from peercache.actors.effects import Effect, Pull, StoreWords, TellDirectory, TellPublisher
+from peercache.actors.effects import (
+    Effect,
+    LocalEffect,
+    Pull,
+    StoreWords,
+    TellDirectory,
+    TellPublisher,
+)
 from peercache.actors.handover.giving import HANDED_OVER
 from peercache.actors.mailboxes import (
     TAKER,
@@ -25,6 +32,7 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.quotas import parse_quotas
 from peercache.config.settings import Config
@@ -41,6 +49,10 @@ from peercache.net.sockets import Listener
 from peercache.net.tls import ControlTls
 from peercache.node.admission import Admission
 from peercache.node.assembly import Crew
+from peercache.node.envelopes import Envelopes
+from peercache.node.inbound import Inbound
+from peercache.node.links import Links
+from peercache.node.reach import Reach
 from peercache.node.switchboard import Switchboard
 from peercache.observability.metrics import Metrics
 from peercache.paths.taking_over import arrived, reading_of
@@ -117,7 +129,6 @@ class SimNode:
         self.incarnation = incarnation_of(self.config.cluster, "", nonce)
         self.is_leaving = False
         self.metrics = Metrics()
-        self.links: list[SimLink] = []
         self._options = options
         self._truth = truth
         truth.living.add(self.incarnation)
@@ -252,27 +263,49 @@ class SimNode:
     async def _start(self, nursery: trio.Nursery) -> None:
         # A stream of its own: how long an actor is busy changes no other draw.
         rng = random.Random(f"busy/{self.incarnation}")
-        self.switchboard = Switchboard(
-            me=self.me,
+        self._nursery = nursery
+        boxes, member_of = self.crew.mailboxes, self.crew.membership.member
+        reach = Reach((), clock=trio.current_time)
+        envelopes = Envelopes(
+            incarnation=self.incarnation,
             cluster=self.config.cluster,
-            admission=self.admission,
-            granule=GRANULE,
-            segment_bytes=self.memory.pages.nbytes,
-            listener=cast("Listener", self.listener),
-            mailboxes=self.crew.mailboxes,
-            store_words=self._store_words,
-            member_of=self.crew.membership.member,
-            answer=self._answer,
             metrics=self.metrics,
             log=SimLog(self._trace, self.place.name),
+        )
+        inbound = Inbound(
+            envelopes=envelopes,
+            listener=cast("Listener", self.listener),
+            admission=self.admission,
+            mailboxes=boxes,
+            member_of=member_of,
+            answer=self._answer,
+            reach=reach,
+            segment_bytes=self.memory.pages.nbytes,
+        )
+        self.links = Links(
+            envelopes=envelopes,
+            mailboxes=boxes,
+            nursery=nursery,
+            me=self.me,
+            granule=GRANULE,
             gate=self.gate,
+            reach=reach,
+            told=lambda *_: None,
             open_link=self._open_link,
-            perform_disk=self.disk.perform,
-            perform_pull=lambda pull: nursery.start_soon(self._pull, pull),
-            in_thread=self._in_thread,
             links_max=self._options.links_max,
         )
-        await nursery.start(self.switchboard.run)
+        self.switchboard = Switchboard(
+            envelopes=envelopes,
+            mailboxes=boxes,
+            inbound=inbound,
+            links=self.links,
+            nursery=nursery,
+            gate=self.gate,
+            member_of=member_of,
+            perform_local=self._perform_local,
+            in_thread=self._in_thread,
+        )
+        nursery.start_soon(inbound.run)
         for watched in self.watched.values():
             busy = BusyMailbox(watched.mailbox, self._options.busy, self._network, rng)
             nursery.start_soon(run_actor, watched, cast("Mailbox[Any]", busy), self.perform)
@@ -349,7 +382,7 @@ class SimNode:
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
             dialled = self.crew.membership.dialled()
             always = set(self.config.discovery_addr) | dialled
-            self.switchboard.keep_links(kept | always, always=always)
+            self.links.keep(kept | always, always=always)
             await trio.sleep(HOUSEKEEPING_S)
 
     async def _in_thread(self, job: Callable[[], HashRing]) -> HashRing:
@@ -359,8 +392,14 @@ class SimNode:
         await self.place.awake()
         return made
 
-    def _store_words(self, effect: StoreWords) -> None:
-        self.memory.store_words(effect, trio.current_time())
+    def _perform_local(self, effect: LocalEffect) -> None:
+        if isinstance(effect, StoreWords):
+            self.memory.store_words(effect, trio.current_time())
+        elif isinstance(effect, Pull):
+            self._nursery.start_soon(self._pull, effect)
+        else:
+            assert not isinstance(effect, RdmaEffect), "no node of a run has devices"
+            self.disk.perform(effect)
 
     def _has_reserved(self, client: int, index: int) -> bool:
         """Return whether a client may write to a slot; a dead owner allows all."""
@@ -388,7 +427,6 @@ class SimNode:
             place=self.place,
             rng=self._rng,
         )
-        self.links.append(link)
         return cast("Link", link)
 
     def _ended(self) -> None:

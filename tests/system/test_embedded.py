@@ -43,7 +43,7 @@ def end_by_an_error(client: Client) -> None:
     assert own is not None
     assert own._token is not None
     assert own._node is not None
-    nursery = own._node._switchboard._started()
+    nursery = own._node._switchboard._nursery
 
     async def fail() -> None:
         raise ZeroDivisionError("a bug")

@@ -190,7 +190,10 @@ Tell: TypeAlias = (
     | TellRemoval | TellHandover
 )  # fmt: skip
 
-Effect: TypeAlias = Send | SendTo | StoreWords | BuildRing | Pull | Tell | DiskEffect | RdmaEffect
+LocalEffect: TypeAlias = StoreWords | Pull | DiskEffect | RdmaEffect
+"""What is done with the memory, the disk and the devices of this node."""
+
+Effect: TypeAlias = Send | SendTo | BuildRing | Tell | LocalEffect
 
 
 class StateActor(Protocol[Hears_contra]):

@@ -13,7 +13,6 @@ from peercache.actors.membership.actor import Membership
 from peercache.config.discovery import heads_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
-from peercache.model.member import Member
 from peercache.node import addresses
 from peercache.node.reach import Reach, resolved, routed_host
 from peercache.trust.files import LiveTls
@@ -36,7 +35,6 @@ class Advertising:
     """Follows names that resolve late and connections that show this node's address.
 
     is_fixed: whether the configuration says the address, so that only the head rank may change.
-    tell:     gives the new entry of this node to what has a copy of it.
     greet:    says Hello to discovery addresses once more.
     tls:      the certificates; nng does not tell a dialer why its handshake fails.
     """
@@ -46,7 +44,6 @@ class Advertising:
     reach: Reach
     is_fixed: bool
     perform: Callable[[Effect], None]
-    tell: Callable[[Member], None]
     greet: Callable[[Iterable[str]], None]
     log: Any
     known: dict[str, set[str]]
@@ -125,7 +122,6 @@ class Advertising:
         effects = self.membership.move(
             trio.current_time(), control=control, data=data, head_rank=rank
         )
-        self.tell(self.membership.me)
         for effect in effects:
             self.perform(effect)
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import trio
 
-from peercache.actors.effects import TellPool, TellRdma
+from peercache.actors.effects import Tell, TellPool, TellRdma
 from peercache.actors.mailboxes import ClientGone, ClientsConnected
 from peercache.config.settings import Config
 from peercache.model.descriptors import DescriptorShares, descriptors_max
@@ -25,7 +25,8 @@ from peercache.model.view import STATE_NAMES
 from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission
-from peercache.node.switchboard import WARN_AGAIN_S, Switchboard
+from peercache.node.envelopes import WARN_AGAIN_S
+from peercache.node.links import Links
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import SILENT
@@ -54,7 +55,8 @@ class Housekeeping:
         own_address: Callable[[], str],
         admission: Admission,
         listener: Listener,
-        switchboard: Switchboard,
+        links: Links,
+        tell: Callable[[Tell], None],
         members: Callable[[], Sequence[Member]],
         dialled: Callable[[], frozenset[str]],
         looks: Sequence[Callable[[], None]],
@@ -71,7 +73,8 @@ class Housekeeping:
         self._own_address = own_address
         self._admission = admission
         self._listener = listener
-        self._switchboard = switchboard
+        self._links = links
+        self._tell = tell
         self._members = members
         self._dialled = dialled
         self._looks = looks
@@ -116,9 +119,9 @@ class Housekeeping:
     def _end_exited_clients(self) -> None:
         for client in self._admission.exited():
             self._log.info("client.exited", client=name_of(client))
-            self._switchboard.tell(TellPool(ClientGone(client)))
+            self._tell(TellPool(ClientGone(client)))
         connected = frozenset(session.identity for session in self._admission.sessions.values())
-        self._switchboard.tell(TellRdma(ClientsConnected(connected)))
+        self._tell(TellRdma(ClientsConnected(connected)))
 
     def _follow_members(self, members: Sequence[Member]) -> None:
         """Log and count the members' states, and end the links to addresses without a member."""
@@ -135,7 +138,7 @@ class Housekeeping:
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
         # A link to a head shows whether it answers; one to a candidate waits for its Welcome.
         always = set(heads) | self._dialled()
-        self._switchboard.keep_links(kept | always, always=always)
+        self._links.keep(kept | always, always=always)
         for number, word in enumerate(STATE_NAMES):
             self._metrics.members.labels(word).set(sum(m.state == number for m in members))
 

@@ -16,12 +16,11 @@ from typing import final
 
 import trio
 
-from peercache.actors.effects import Effect, Pull, TellDisk, TellHandover
+from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellHandover
 from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
-from peercache.actors.storage_port import DiskEffect
 from peercache.config.discovery import heads_of, sources_of
 from peercache.config.quantities import format_address
 from peercache.config.settings import Config
@@ -49,11 +48,14 @@ from peercache.node.assembly import Crew
 from peercache.node.broker import MemberBroker
 from peercache.node.disk import DiskTroubles, NodeDisk, disk_settings_unused
 from peercache.node.draining import Drainer
+from peercache.node.envelopes import Envelopes
 from peercache.node.flushing import EMBEDDED_S, flush_disk
 from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
+from peercache.node.inbound import Inbound
 from peercache.node.keeping import keep
 from peercache.node.link_use import links_that_fit
+from peercache.node.links import Links
 from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.overlaps import Overlaps
 from peercache.node.owners import OwnersWatch
@@ -212,37 +214,18 @@ class Node:
         me = self._member(segment, control, rank, format_address(host, data_port))
         self._crew = crew = self._make_crew(segment, me)
         reach = Reach(heads_of(config.discovery_addr), clock=trio.current_time)
-        self.broker = MemberBroker(self._perform)
-        self._switchboard = switchboard = Switchboard(
-            me=me,
-            cluster=config.cluster,
-            admission=admission,
-            granule=config.granule,
-            segment_bytes=segment.layout.total_bytes,
-            listener=listener,
-            mailboxes=crew.mailboxes,
-            store_words=lambda put: segment.store_words(put.indices, put.values, put.seals),
-            member_of=crew.membership.member,
-            answer=self._answer,
-            metrics=self.metrics,
-            log=self.log,
-            gate=gate,
-            reach=reach,
-            tls=self._control_tls,
-            revocations=lambda: None if self.tls is None else message_of(self.tls),
-            perform_disk=self._open_disk(segment),
-            perform_rdma=self._open_queue_pairs(segment),
-            told=self.broker.take,
-            perform_pull=self._open_puller(segment),
-            links_max=links_that_fit(self._descriptors()),
-            names_writers=bool(config.quotas),
-        )
+        self._segment = segment
+        self._open_disk()
+        self._open_puller()
+        self._open_queue_pairs()
+        self._connect(nursery, listener, me, gate, reach)
         housekeeping = Housekeeping(
             config,
             own_address=lambda: crew.membership.me.control,
             admission=admission,
             listener=listener,
-            switchboard=switchboard,
+            links=self._links,
+            tell=self._switchboard.tell,
             members=self._members,
             dialled=crew.membership.dialled,
             looks=self._looks(crew),
@@ -252,8 +235,8 @@ class Node:
         )
         self._draining = self._drainer(crew, nursery)
         self._watch(crew, housekeeping, reach, admission, nursery)
-        await nursery.start(switchboard.run)
-        crew.start(nursery, switchboard.perform)
+        nursery.start_soon(self._inbound.run)
+        crew.start(nursery, self._switchboard.perform)
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)
@@ -264,6 +247,52 @@ class Node:
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
             http=http, local_secret=local_secret,
         )  # fmt: skip
+
+    def _connect(
+        self, nursery: trio.Nursery, listener: Listener, me: Member, gate: Gate, reach: Reach
+    ) -> None:
+        """Make what carries control messages: connections from others, links to others."""
+        config, crew = self.config, self._crew
+        assert self._admission is not None, "it is made before"
+        self.broker = MemberBroker(self._perform)
+        envelopes = Envelopes(
+            incarnation=self.incarnation, cluster=config.cluster, metrics=self.metrics, log=self.log
+        )
+        self._inbound = Inbound(
+            envelopes=envelopes,
+            listener=listener,
+            admission=self._admission,
+            mailboxes=crew.mailboxes,
+            member_of=crew.membership.member,
+            answer=self._answer,
+            reach=reach,
+            segment_bytes=self._segment.layout.total_bytes,
+            has_tls=self.tls is not None,
+            revocations=lambda: None if self.tls is None else message_of(self.tls),
+            names_writers=bool(config.quotas),
+        )
+        self._links = Links(
+            envelopes=envelopes,
+            mailboxes=crew.mailboxes,
+            nursery=nursery,
+            me=me,
+            granule=config.granule,
+            gate=gate,
+            reach=reach,
+            told=self.broker.take,
+            tls=self._control_tls,
+            links_max=links_that_fit(self._descriptors()),
+        )
+        self._switchboard = Switchboard(
+            envelopes=envelopes,
+            mailboxes=crew.mailboxes,
+            inbound=self._inbound,
+            links=self._links,
+            nursery=nursery,
+            gate=gate,
+            member_of=crew.membership.member,
+            perform_local=self._perform_local,
+        )
 
     def _look_after(
         self, nursery: trio.Nursery, housekeeping: Housekeeping, advertising: Advertising
@@ -325,8 +354,7 @@ class Node:
             reach=reach,
             is_fixed=addresses.is_host_fixed(self.config, bound_host),
             perform=self._switchboard.perform,
-            tell=self._switchboard.moved,
-            greet=self._switchboard.greet_again,
+            greet=self._links.greet_again,
             log=self.log,
             known=known,
             tls=self.tls,
@@ -376,18 +404,17 @@ class Node:
         self._switchboard.renew_tls()
         if tls.authorities_dropped != self._authorities_dropped:
             self._authorities_dropped = tls.authorities_dropped
-            self._switchboard.connect_anew()
+            self._switchboard.connect_again()
 
-    def _open_disk(self, segment: PublishedSegment) -> Callable[[DiskEffect], None] | None:
-        """Begin to open the disk tier, if configured; return the performer of its effects."""
+    def _open_disk(self) -> None:
+        """Begin to open the disk tier, if configured."""
         if not self.config.disk_enabled:
-            return None
+            return
 
         def tell(fact: DiskHears) -> None:
             self._switchboard.tell(TellDisk(fact))
 
-        self._disk = NodeDisk(self.config, segment, tell, self.log)
-        return self._disk.perform
+        self._disk = NodeDisk(self.config, self._segment, tell, self.log)
 
     def _drainer(self, crew: Crew, nursery: trio.Nursery) -> Drainer:
         """Return what drains this node when an operator says so."""
@@ -401,31 +428,43 @@ class Node:
             log=self.log,
         )
 
-    def _open_puller(self, segment: PublishedSegment) -> Callable[[Pull], None]:
-        """Return what reads the pages that other nodes hand over."""
+    def _open_puller(self) -> None:
+        """Make what reads the pages that other nodes hand over."""
 
         def tell(done: PullDone) -> None:
             self._switchboard.tell(TellHandover(done))
 
         self._puller = Puller(
-            self.config, segment, tls=self.tls, sharing=self.sharing, tell=tell, log=self.log
+            self.config, self._segment, tls=self.tls, sharing=self.sharing, tell=tell, log=self.log
         )
-        return self._puller.perform
 
-    def _open_queue_pairs(self, segment: PublishedSegment) -> Callable[[RdmaEffect], None] | None:
-        """Return what performs the effects of the rdma actor; None if the node serves no rdma."""
+    def _open_queue_pairs(self) -> None:
+        """Make what performs the effects of the rdma actor, if the node serves rdma."""
         if not self.config.may_use_rdma:
-            return None
+            return
         self._queue_pairs = DeviceQueuePairs(
             Settings.of(self.config),
-            segment,
+            self._segment,
             is_required=self.config.fabric == "rdma",
             tell=lambda fact: self._crew.mailboxes.rdma.tell(SELF, fact),
             rng=self._rng,
             metrics=self.metrics,
             log=self.log,
         )
-        return self._queue_pairs.perform
+
+    def _perform_local(self, effect: LocalEffect) -> None:
+        """Do what concerns the memory, the disk and the devices of this node."""
+        if isinstance(effect, StoreWords):
+            self._segment.store_words(effect.indices, effect.values, effect.seals)
+        elif isinstance(effect, Pull):
+            assert self._puller is not None, "a node that reads from no other takes no pages"
+            self._puller.perform(effect)
+        elif isinstance(effect, RdmaEffect):
+            assert self._queue_pairs is not None, "the rdma actor of a node without devices"
+            self._queue_pairs.perform(effect)
+        else:
+            assert self._disk is not None, "a disk tier that was never opened says nothing"
+            self._disk.perform(effect)
 
     def _member(self, segment: PublishedSegment, control: str, rank: int, data: str) -> Member:
         return Member(
@@ -490,7 +529,7 @@ class Node:
             own=self.incarnation,
             members=self._members,
             perform=self._switchboard.perform,
-            tell_clients=self._switchboard.tell_clients,
+            tell_clients=self._inbound.tell_clients,
             rng=self._rng,
             metrics=self.metrics,
         )
@@ -549,7 +588,7 @@ class Node:
         await self._flush()
         for effect in self._crew.membership.leave(trio.current_time()):
             self._switchboard.perform(effect)
-        await self._switchboard.flush(GOODBYE_S)
+        await self._links.flush(GOODBYE_S)
 
     async def _flush(self) -> None:
         """Write what is only in memory to disk, while the others still read from this node."""

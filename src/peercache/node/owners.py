@@ -16,7 +16,7 @@ from peercache.actors.directory.authority import ShardAuthority
 from peercache.actors.publisher.actor import Publisher
 from peercache.model.ids import name_of
 from peercache.model.member import Member
-from peercache.node.switchboard import WARN_AGAIN_S
+from peercache.node.envelopes import WARN_AGAIN_S
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 

@@ -25,7 +25,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, alone_s: float) -> tuple[Housekeepin
     parts: Any = SimpleNamespace()
     housekeeping = Housekeeping(
         Config.load({"discovery_addr": "127.0.0.1:5"}), own_address=str, admission=parts,
-        listener=parts, switchboard=parts, members=list, metrics=Metrics(), log=log,
+        listener=parts, links=parts, tell=parts, members=list, metrics=Metrics(), log=log,
         dialled=frozenset, looks=(),
     )  # fmt: skip
     return housekeeping, said
@@ -66,10 +66,10 @@ async def test_rdma_actor_hears_each_second_which_clients_are_connected(
         sessions=sessions, exited=list, overstaying=lambda *_, **__: []
     )
     listener: Any = SimpleNamespace(pipes=dict)
-    switchboard: Any = SimpleNamespace(tell=told.append, keep_links=lambda _, **__: None)
+    links: Any = SimpleNamespace(keep=lambda _, **__: None)
     housekeeping = Housekeeping(
-        Config(), own_address="", admission=admission, listener=listener, switchboard=switchboard,
-        members=list, metrics=Metrics(), log=get_logger(),
+        Config(), own_address="", admission=admission, listener=listener, links=links,
+        tell=told.append, members=list, metrics=Metrics(), log=get_logger(),
         dialled=frozenset, looks=(),
     )  # fmt: skip
 

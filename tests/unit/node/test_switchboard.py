@@ -36,6 +36,11 @@ from peercache.model.member import ALIVE, Member
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import Dialer, Listener
 from peercache.node.admission import Admission
+from peercache.node.envelopes import Envelopes
+from peercache.node.inbound import Inbound
+from peercache.node.link_use import LINKS_MAX
+from peercache.node.links import Links
+from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.node.switchboard import Switchboard
 from peercache.observability.log import get_logger
@@ -47,7 +52,15 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, Put
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
-from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
+from peercache.wire.messages.session import (
+    Hello,
+    Refused,
+    RevocationsTold,
+    SayHello,
+    Stats,
+    StatsAsked,
+    Welcome,
+)
 from tests.examples import examples
 from tests.pace import ends_within, until
 
@@ -73,12 +86,14 @@ class Board:
     """A switchboard with everything around it but the actors."""
 
     board: Switchboard
+    inbound: Inbound
+    links: Links
     admission: Admission
     mailboxes: NodeMailboxes
     metrics: Metrics
     address: str
     home: str
-    stored: list[StoreWords]
+    stored: list[Effect]
     members: dict[int, Member]
 
     def dropped(self, reason: str) -> int:
@@ -94,10 +109,17 @@ class Board:
 
 
 @asynccontextmanager
-async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
+async def running(
+    folder: Path,
+    incarnation: int = ME,
+    *,
+    gate: Any = None,
+    links_max: int = LINKS_MAX,
+    revoked: RevocationsTold | None = None,
+) -> AsyncIterator[Board]:
     """Run a switchboard on loopback."""
     token = trio.lowlevel.current_trio_token()
-    gate = Gate(Sharing.of(), None)
+    gate = gate or Gate(Sharing.of(), None)
     admission = Admission(
         cluster=CLUSTER, granule=16384, home=f"ipc://{folder}/home", local_secret=SECRET,
         gate=gate, probe=lambda home, name: LockProbe(home, name, Sharing.of()),
@@ -106,28 +128,52 @@ async def running(folder: Path, incarnation: int = ME) -> AsyncIterator[Board]:
     address = f"127.0.0.1:{listener.listen_tcp('listen', '127.0.0.1', 0)}"
     home = f"inproc://board-{next(NUMBERS)}"
     listener.listen_local(home)
-    metrics, stored, members = Metrics(), list[StoreWords](), dict[int, Member]()
-    mailboxes = NodeMailboxes()
-    board = Switchboard(
-        me=member(incarnation, address),
-        cluster=CLUSTER,
-        admission=admission,
-        granule=16384,
-        segment_bytes=4096,
+    metrics, stored = Metrics(), list[Effect]()
+    me = member(incarnation, address)
+    members = {incarnation: me}
+    mailboxes, reach = NodeMailboxes(), Reach((), clock=trio.current_time)
+    envelopes = Envelopes(
+        incarnation=incarnation, cluster=CLUSTER, metrics=metrics, log=get_logger()
+    )
+    inbound = Inbound(
+        envelopes=envelopes,
         listener=listener,
+        admission=admission,
         mailboxes=mailboxes,
-        store_words=stored.append,
         member_of=members.get,
         answer=lambda _, message: (
             Stats(message.request, {"pages": 3}) if isinstance(message, StatsAsked) else None
         ),
-        metrics=metrics,
-        log=get_logger(),
-        gate=gate,
+        reach=reach,
+        segment_bytes=4096,
+        revocations=lambda: revoked,
     )
     async with trio.open_nursery() as nursery:
-        await nursery.start(board.run)
-        yield Board(board, admission, mailboxes, metrics, address, home, stored, members)
+        links = Links(
+            envelopes=envelopes,
+            mailboxes=mailboxes,
+            nursery=nursery,
+            me=me,
+            granule=16384,
+            gate=gate,
+            reach=reach,
+            told=lambda *_: None,
+            links_max=links_max,
+        )
+        board = Switchboard(
+            envelopes=envelopes,
+            mailboxes=mailboxes,
+            inbound=inbound,
+            links=links,
+            nursery=nursery,
+            gate=gate,
+            member_of=members.get,
+            perform_local=stored.append,
+        )
+        nursery.start_soon(inbound.run)
+        yield Board(
+            board, inbound, links, admission, mailboxes, metrics, address, home, stored, members
+        )
         nursery.cancel_scope.cancel()
     listener.close()
 
@@ -364,7 +410,7 @@ def test_garbage_reaches_no_actor_and_raises_nothing(tmp_path: Path, data: st.Da
         async with running(tmp_path) as board:
             board.admission.admit(5, HERE, CLIENT, hello())
             before = sum(board.dropped(reason) for reason in REASONS)
-            board.board._take(5, raw)
+            board.inbound.take(5, raw)
             dropped = sum(board.dropped(reason) for reason in REASONS) - before
             found = board.waiting()
             assert dropped or found
@@ -407,13 +453,13 @@ async def test_an_answer_that_fails_costs_that_answer_only(
 ) -> None:
     """For want of a descriptor, or by a bug: the node serves what comes next."""
     async with running(tmp_path) as board:
-        answer = board.board._answer
+        answer = board.inbound._answer
 
         def fail_once(*asked: Any) -> Message | None:
-            monkeypatch.setattr(board.board, "_answer", answer)
+            monkeypatch.setattr(board.inbound, "_answer", answer)
             raise OSError(errno.EMFILE, "Too many open files")
 
-        monkeypatch.setattr(board.board, "_answer", fail_once)
+        monkeypatch.setattr(board.inbound, "_answer", fail_once)
         caller = calling(board)
         await caller.greet()
         caller.say(StatsAsked(4))
@@ -440,7 +486,7 @@ async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
     """Its end has been told already: the session would stay for ever."""
     async with running(tmp_path) as board:
         raw = encode(Envelope(CLIENT, 0, hello(namespace="n", geometry="g")), cluster=CLUSTER)
-        board.board._take(12345, raw)
+        board.inbound.take(12345, raw)
 
         assert board.admission.sessions == {}
         assert board.dropped("pipe_gone") >= 1
@@ -456,8 +502,8 @@ async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
         await until(lambda: len(there.mailboxes.membership) == 2)
 
         found = there.waiting()
-        await here.board.flush(5.0)
-        used = len(here.board._link_use)
+        await here.links.flush(5.0)
+        used = len(here.links)
 
     assert used == 1
     assert found == [("membership", Origin(ME, 0), beat)] * 2
@@ -501,7 +547,7 @@ async def test_links_to_unused_addresses_are_ended(tmp_path: Path) -> None:
         here.board.perform(Send(0x33, Put(1, b"")))
         await until(lambda: len(there.admission.sessions) == 1)
 
-        here.board.keep_links(set())
+        here.links.keep(set())
 
         await until(lambda: not there.admission.sessions)
 
@@ -532,7 +578,7 @@ async def test_flush_is_bounded(tmp_path: Path) -> None:
         board.board.perform(Send(0x22, Put(1, b"")))
 
         with ends_within():
-            await board.board.flush(0.05)
+            await board.links.flush(0.05)
 
 
 async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
@@ -557,11 +603,10 @@ async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
 
 async def test_links_are_bounded(tmp_path: Path) -> None:
     """New ones are left alone for a moment; beyond twice the bound a message is dropped."""
-    async with running(tmp_path) as board:
-        board.board._link_use.links_max = 2
+    async with running(tmp_path, links_max=2) as board:
         for number in range(5):
             board.members[number + 50] = member(number + 50, f"127.0.0.1:{number + 1}")
             board.board.perform(Send(number + 50, Put(1, b"")))
 
-        assert len(board.board._links) == 4
+        assert len(board.links) == 4
         assert board.dropped("links_full") == 1

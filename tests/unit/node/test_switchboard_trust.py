@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import attrs
 import trio
@@ -45,9 +44,8 @@ class FickleGate:
 
 async def test_a_link_to_a_revoked_peer_ends_and_is_not_made_again(tmp_path: Path) -> None:
     """The end that has dialled hangs up, too: the other one may be the thief."""
-    async with running(tmp_path) as one, running(tmp_path, OTHER) as two:
-        gate: Any = FickleGate()
-        one.board._gate = gate
+    gate = FickleGate()
+    async with running(tmp_path, gate=gate) as one, running(tmp_path, OTHER) as two:
         one.board.perform(SendTo(two.address, Heartbeat(member(ME, one.address), b"digest")))
         await until(lambda: len(two.admission.sessions) == 1)
 
@@ -71,12 +69,13 @@ async def test_a_link_to_a_peer_whose_certificate_expires_ends(tmp_path: Path) -
         one.board.perform(SendTo(two.address, Heartbeat(member(ME, one.address), b"digest")))
         await until(lambda: len(two.admission.sessions) == 1)
         (taken,) = two.admission.sessions
-        ((at, peer),) = one.board._answering.items()
+        (dialled,) = one.links._dialled.values()
+        assert dialled.peer is not None
 
-        one.board._answering[at] = attrs.evolve(peer, valid_until=time.time() + 60.0)
+        dialled.peer = attrs.evolve(dialled.peer, valid_until=time.time() + 60.0)
         one.board.end_expired()
         assert one.dropped(EXPIRED) == 0
-        one.board._answering[at] = attrs.evolve(peer, valid_until=time.time() - 1.0)
+        dialled.peer = attrs.evolve(dialled.peer, valid_until=time.time() - 1.0)
         one.board.end_expired()
 
         assert one.dropped(EXPIRED) == 1
@@ -93,7 +92,7 @@ async def test_every_connection_is_made_anew_where_an_authority_is_dropped(
         await until(lambda: len(two.admission.sessions) == 1)
         (taken,), (dialled,) = one.admission.sessions, two.admission.sessions
 
-        one.board.connect_anew()
+        one.board.connect_again()
 
         await until(lambda: taken not in one.admission.sessions)
         await until(lambda: len({*two.admission.sessions} - {dialled}) == 1)
@@ -103,14 +102,13 @@ async def test_clients_are_told_the_revoked_certificates_and_nodes_are_not(
     tmp_path: Path, calling: Calling
 ) -> None:
     """A client with its welcome, and again when the list changes."""
-    async with running(tmp_path) as one:
-        one.board._revocations = lambda: RevocationsTold(b"first")
+    async with running(tmp_path, revoked=RevocationsTold(b"first")) as one:
         client, node = calling(one), calling(one, OTHER)
         assert isinstance(await client.greet(), Welcome)
         assert await client.hear() == RevocationsTold(b"first")
         assert isinstance(await node.greet(is_node=True), Welcome)
 
-        one.board.tell_clients(RevocationsTold(b"second"))
+        one.inbound.tell_clients(RevocationsTold(b"second"))
 
         assert await client.hear() == RevocationsTold(b"second")
         # The next thing that a node hears is the answer.
