@@ -1,4 +1,4 @@
-"""The build that came before this one, made from the commit that `previous_build.txt` names."""
+"""An earlier build: the last release or, until there is one, the commit in `previous_build.txt`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def make_previous_build(folder: Path) -> str:
     python = environment / "bin" / "python"
     site = next(environment.glob("lib/python*/site-packages"))
     libraries = sysconfig.get_paths()["purelib"]
-    (site / "previous.pth").write_text(f"{sources / 'src'}\n{libraries}\n")
+    # In front of PYTHONPATH, which may name the sources of this build.
+    first = f"import sys; sys.path.insert(0, {str(sources / 'src')!r})"
+    (site / "previous.pth").write_text(f"{first}\n{libraries}\n")
     said = subprocess.run(
         [str(python), "-c", "import peercache; print(peercache.__file__)"],
         check=True, capture_output=True, text=True,

@@ -30,7 +30,7 @@ SETTLED = 1500
 def test_a_rolling_upgrade_from_the_build_before_keeps_the_hit_rate(tmp_path: Path) -> None:
     """Stop a node, start this build on its disk, next: engines of the build before read all along.
 
-    The build before knows no drain: SIGTERM, after its pages have gone to disk.
+    By SIGTERM, without a drain, after its pages have gone to disk.
     """
     previous = make_previous_build(tmp_path / "previous")
     with LocalCluster() as cluster, contextlib.ExitStack() as stack:

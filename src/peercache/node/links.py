@@ -103,7 +103,7 @@ class Links:
             return
         dialled.expected = expected
         if message.declared.since > dialled.wire:
-            # The build that came before drops it as noise; what it does not know, it lives without.
+            # The release before would drop it as noise; what it does not know, it lives without.
             self._envelopes.drop("wire_version", detail=type(message).__name__)
             return
         if raw := self._envelopes.encode(target, message):

@@ -104,7 +104,8 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     if version != ENVELOPE_VERSION or isinstance(version, bool):
         number = version if isinstance(version, int) else 0
         raise WrongVersion(
-            f"wire version {version!r}, ours are {versions_spoken()}: upgrade the older side",
+            f"wire version {version!r}, this build speaks {versions_spoken()}: "
+            "upgrade the older side",
             version=number,
         )
     if theirs != cluster:

@@ -10,15 +10,12 @@ for ever; a new message gets the next one.
 No promise depends on a message arriving, or arriving only once: every request carries a number
 that its answer repeats, and summaries repair messages that must not be lost.
 
-A build speaks WIRE_VERSION and the version before it. A version is a set of messages: a later one
-only appends, so what both ends know has the same bytes. Hello and Welcome tell which versions the
-ends speak, and a node sends no message to a peer whose version lacks it. A message that changes
-gets a new name, and a new tag.
+A build speaks WIRE_VERSION and, from the second release on, the version of the release before it. A
+version is a set of messages: a later one only appends, so what both ends know has the same bytes.
+Hello and Welcome carry the versions that the ends speak, and a node sends no message to a peer
+whose version lacks it. A message that changes gets a new name, and a new tag.
 
-Wire version 1 was the first. Version 2: a Hello proves its sender instead of carrying a shared
-secret, members have names and nonces, and removals go through the home node. Version 3: messages
-for operators, pages are handed over by a node that leaves, which members hold a prompt's pages, the
-changes of what a node holds, and pages that are retained.
+Version 3 is the first that is released: builds before it had 1 and 2, and are refused.
 """
 
 from __future__ import annotations
@@ -43,12 +40,12 @@ from peercache.wire.messages import (
 from peercache.wire.messages.declared import Declared, Message
 
 WIRE_VERSION = 3
-WIRE_VERSION_OLDEST = 2
-"""The versions that this build speaks: its own, and that of the build that came before."""
+WIRE_VERSION_OLDEST = 3
+"""The versions that this build speaks: its own, and that of the last release, once there is one."""
 
 ENVELOPE_VERSION = 2
 """The first number of an envelope: the version of its shape, which both ends must share to read a
-Hello at all. Wire version 2 brought this shape."""
+Hello at all."""
 
 
 def _in_order(*modules: ModuleType) -> tuple[type[Message], ...]:
@@ -73,6 +70,8 @@ MESSAGES = _in_order(
 
 def versions_spoken() -> str:
     """Return the wire versions of this build, for a sentence."""
+    if WIRE_VERSION_OLDEST == WIRE_VERSION:
+        return str(WIRE_VERSION)
     return f"{WIRE_VERSION_OLDEST} to {WIRE_VERSION}"
 
 

@@ -5,8 +5,8 @@
     python -m tests.contracts.frozen.record disk        after FORMAT_VERSION was raised
     python -m tests.contracts.frozen.record segment     after LAYOUT_VERSION was raised
 
-The files of version 1 were written by the build of commit c4b5e99. Never record anew to make a test
-pass: a changed format needs a new version number, and a file of its own beside the old one.
+Never record again to make a test pass: a changed format needs a new version number, and a file of
+its own in addition to the old one.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_a_page_is_retained_if_one_member_retains_it(remover: Remover) -> None:
 
 
 def test_members_that_say_nothing_of_a_retain_are_named(remover: Remover) -> None:
-    """One of the build before knows no Retain, and refuses it."""
+    """One that refuses the Retain does not count either."""
     remover.on_message(CLIENT, RETAIN, 10.0)
     remover.on_message(Origin(1), Retained(1, b"\2\2\0"), 10.1)
 

@@ -22,7 +22,7 @@ from peercache.node import admission as admission_module
 from peercache.node.admission import Admission
 from peercache.trust.identity import CertificateRole, Identity
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import WIRE_VERSION
+from peercache.wire.envelope import WIRE_VERSION, versions_spoken
 from peercache.wire.messages.declared import Role
 from peercache.wire.messages.session import OPERATOR, Hello
 
@@ -96,8 +96,16 @@ def lock_held(home: str, client: int = CLIENT) -> Iterator[subprocess.Popen[str]
 @pytest.mark.parametrize(
     ("hello", "reason", "said"),
     [
-        (attrs.evolve(FITTING, wire_oldest=7, wire_newest=9), "wire_version", ["7 to 9", "2 to 3"]),
-        (attrs.evolve(FITTING, wire_oldest=0, wire_newest=0), "wire_version", ["0 to 0", "2 to 3"]),
+        (
+            attrs.evolve(FITTING, wire_oldest=7, wire_newest=9),
+            "wire_version",
+            ["7 to 9", f"this node {versions_spoken()}:"],
+        ),
+        (
+            attrs.evolve(FITTING, wire_oldest=1, wire_newest=2),
+            "wire_version",
+            ["1 to 2", f"this node {versions_spoken()}:"],
+        ),
         (attrs.evolve(FITTING, granule=4096), "granule", ["4096", "16384"]),
         (attrs.evolve(FITTING, secret=b"guess"), "secret", ["secret"]),
         (attrs.evolve(FITTING, secret=b"a" * 31), "secret", ["secret"]),

@@ -24,8 +24,7 @@ OFFER_BYTES: Final = 32 * 2**20
 """Their bytes, unless one page has more: a quarter of a second of a slow network."""
 
 OFFER_S: Final = 8.0
-"""Silence after which a target is given up: longer than it may read (`taking.PULL_MAX_S`). It has
-died, or it is of the build before, which knows no offers."""
+"""Silence after which a target is given up: longer than it may read (`taking.PULL_MAX_S`)."""
 
 FULL_S: Final = 1.0
 """How soon a target without free room is asked again: it may have started just now, and not all of

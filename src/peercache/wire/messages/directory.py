@@ -145,7 +145,7 @@ class SummaryAsked:
     number: the least number that the summary may have; the stream goes on from there.
     """
 
-    declared: ClassVar = Declared(57, Receiver.PUBLISHER, NODES, since=3)
+    declared: ClassVar = Declared(57, Receiver.PUBLISHER, NODES)
 
     number: int
 

@@ -27,7 +27,7 @@ class DrainNode:
     within_s: the most time; 0 for the node's own `drain_s`.
     """
 
-    declared: ClassVar = Declared(49, Receiver.NODE, OPERATORS, since=3)
+    declared: ClassVar = Declared(49, Receiver.NODE, OPERATORS)
 
     request: int
     within_s: float
@@ -37,7 +37,7 @@ class DrainNode:
 class CancelDrain:
     """Ask a node that drains to go on serving."""
 
-    declared: ClassVar = Declared(50, Receiver.NODE, OPERATORS, since=3)
+    declared: ClassVar = Declared(50, Receiver.NODE, OPERATORS)
 
     request: int
 
@@ -47,7 +47,7 @@ class DrainAsked:
     """Ask a node how far its drain is."""
 
     # A node asks whether one that offers it pages drains.
-    declared: ClassVar = Declared(51, Receiver.NODE, OPERATORS_AND_NODES, since=3)
+    declared: ClassVar = Declared(51, Receiver.NODE, OPERATORS_AND_NODES)
 
     request: int
 
@@ -56,7 +56,7 @@ class DrainAsked:
 class DrainTold:
     """Answer a DrainNode, a CancelDrain or a DrainAsked: named figures."""
 
-    declared: ClassVar = Declared(52, Receiver.ASKER, NO_ROLE, since=3)
+    declared: ClassVar = Declared(52, Receiver.ASKER, NO_ROLE)
 
     request: int
     figures: dict[str, int | float | str]
@@ -77,7 +77,6 @@ class PagesOffered:
             Rule.OWN_RECORDS,
             Rule.OWN_NAMESPACE,
         ),
-        since=3,
     )
 
     number: int
@@ -93,7 +92,7 @@ class PagesTaken:
     removed meanwhile.
     """
 
-    declared: ClassVar = Declared(54, Receiver.HANDOVER, NODES, since=3)
+    declared: ClassVar = Declared(54, Receiver.HANDOVER, NODES)
 
     number: int
     states: bytes

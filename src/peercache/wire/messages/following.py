@@ -39,7 +39,7 @@ class ChangesAsked:
 
     # Every page of a node, of all namespaces: not for a client that is restricted to some.
     declared: ClassVar = Declared(
-        58, Receiver.PUBLISHER, CLIENTS_AND_OPERATORS, rules=(Rule.ALL_NAMESPACES,), since=3
+        58, Receiver.PUBLISHER, CLIENTS_AND_OPERATORS, rules=(Rule.ALL_NAMESPACES,)
     )
 
     request: int
@@ -60,7 +60,7 @@ class ChangesTold:
     row:     what to ask with next; ALL_ROWS: everything that was there has been told.
     """
 
-    declared: ClassVar = Declared(59, Receiver.ASKER, NO_ROLE, since=3)
+    declared: ClassVar = Declared(59, Receiver.ASKER, NO_ROLE)
 
     request: int
     incarnation: int

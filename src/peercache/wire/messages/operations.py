@@ -24,7 +24,7 @@ class StatusAsked:
     """Ask a node how it is. detail: with its threads, environment and settings."""
 
     # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
-    declared: ClassVar = Declared(45, Receiver.NODE, OPERATORS_AND_NODES, since=3)
+    declared: ClassVar = Declared(45, Receiver.NODE, OPERATORS_AND_NODES)
 
     request: int
     detail: bool
@@ -34,7 +34,7 @@ class StatusAsked:
 class StatusTold:
     """Answer a StatusAsked: a `model.status.Status`, encoded."""
 
-    declared: ClassVar = Declared(46, Receiver.ASKER, NO_ROLE, since=3)
+    declared: ClassVar = Declared(46, Receiver.ASKER, NO_ROLE)
 
     request: int
     status: bytes
@@ -44,7 +44,7 @@ class StatusTold:
 class ClusterAsked:
     """Ask a node how all members are, those behind the incarnation `after`; it asks each."""
 
-    declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS, since=3)
+    declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS)
 
     request: int
     detail: bool
@@ -55,7 +55,7 @@ class ClusterAsked:
 class ClusterTold:
     """Answer a ClusterAsked: some `model.status.MemberStatus`, encoded; `more` follow behind."""
 
-    declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE, since=3)
+    declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE)
 
     request: int
     statuses: bytes

@@ -22,7 +22,7 @@ class OverlapAsked:
     """
 
     # As a Lookup, and for other nodes too: where pages are, never what is in them.
-    declared: ClassVar = Declared(55, Receiver.NODE, EVERYONE, since=3)
+    declared: ClassVar = Declared(55, Receiver.NODE, EVERYONE)
 
     request: int
     keys: bytes
@@ -38,7 +38,7 @@ class OverlapTold:
     whole: that a page without a flag is absent. Otherwise it may be known to a node not heard.
     """
 
-    declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE, since=3)
+    declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE)
 
     request: int
     holders: tuple[int, ...]

@@ -28,7 +28,7 @@ class Retain:
 
     # As a removal: it keeps other pages of its namespace from room that they would have had.
     declared: ClassVar = Declared(
-        60, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), since=3, of_node=Receiver.POOL
+        60, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
     )
 
     request: int
@@ -45,7 +45,7 @@ class Retained:
     missed: the members that did not answer in time, and may retain pages all the same.
     """
 
-    declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES, since=3)
+    declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES)
 
     request: int
     states: bytes
