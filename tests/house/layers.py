@@ -64,7 +64,7 @@ LAYERS: dict[str, str] = {
     "cli.operate": "model trust config observability wire wire.messages net events node client cli",
     "cli.demo": "config observability '' cli",
     "cli.bench": "model config observability installation wire wire.messages trust actors "
-    "actors.disk storage net fabric.tcp rdma client cli",
+    "actors.disk storage net rdma client cli",
     "cli.doctor": "trust config observability installation memory rdma discovery node cli "
     "cli.bench",
 }

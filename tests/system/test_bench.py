@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from peercache.cli.bench import local, report
+from peercache.cli.bench import local, report, secured
 from peercache.cli.bench.command import DISK_SET_BYTES, WORKING_SET_BYTES
 from peercache.cli.bench.engine import Engine, EngineProcess, WorkingSet
 from peercache.cli.main import main
@@ -104,6 +107,23 @@ def test_the_engine_counts_the_bytes_that_are_wrong() -> None:
 
     assert engine.wrong_bytes([True, True, True, True]) == 1
     assert engine.wrong_bytes([True, False, True, True]) == 0
+
+
+def test_the_bare_encrypted_stream_carries_every_byte(tmp_path: Path) -> None:
+    """The limit that a get over TLS is compared with is a stream that works."""
+    sender, receiver = secured.Secured(tmp_path, "bench").pair()
+    source = WorkingSet(page_bytes=2**20 + 8, pages=2, batch=2).content()
+    target = np.zeros_like(source)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sending = threading.Thread(
+            target=secured.send_stream, args=(listener.getsockname()[1], source, sender)
+        )
+        sending.start()
+        rate = secured.receive_stream(listener, target, receiver)
+        sending.join(TIMEOUT_S)
+
+    assert rate > 0
+    assert np.array_equal(target, source)
 
 
 def test_both_hosts_compute_the_same_pages() -> None:

@@ -35,7 +35,6 @@ TLS_SOURCES = (
     "installation/_identity.c",
     "fabric/tcp/_tls.c",
     "fabric/tcp/_tls_context.c",
-    "fabric/tcp/_tls_pair.c",
 )
 """What is compiled into the library with OpenSSL, which an installation may lack."""
 

@@ -107,7 +107,7 @@ class Engine:
 
     def send_tls_stream(self, port: int, settings: dict[str, str]) -> None:
         """Feed an encrypted stream, in which PeerCache has no part."""
-        secured.send_stream(port, self.source, self.work.page_bytes, settings)
+        secured.send_stream(port, self.source, settings)
 
     def stream(self, *, seconds: float) -> None:
         """Load the machine with a raw tcp stream, in which PeerCache has no part."""

@@ -141,7 +141,7 @@ class _Measuring:
             self._engine.do("open", name=name, settings={**settings, **secured.client(name)})
 
     def _get_with_tls(self, *, busy: bool) -> None:
-        """Measure a get over TLS right after the one in clear text, and the bare pair."""
+        """Measure a get over TLS right after the one in clear text, and the bare stream."""
         do, seconds = self._engine.do, self._plan.seconds
         suffix = "_busy" if busy else ""
         do("store", client="tls-writer")
@@ -200,13 +200,13 @@ class _Measuring:
         return rate
 
     def _tls_stream_gb_s(self) -> float:
-        """Receive the engine's working set over a bare pair of OpenSSL."""
+        """Receive the engine's working set over a bare stream of Python's `ssl`."""
         target = np.ones(self._plan.work.total_bytes, np.uint8)
         sender, receiver = self._pair
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             sending = self._in_thread("send_tls_stream", port=port, settings=sender)
-            rate = receive_stream(listener, target, self._plan.work.page_bytes, receiver)
+            rate = receive_stream(listener, target, receiver)
             sending.join()
         return rate
 

@@ -1,25 +1,25 @@
-"""What TLS costs: a cluster with certificates, and a bare pair of OpenSSL, for `bench local`."""
+"""What TLS costs: a cluster with certificates, and a bare stream of Python's `ssl`."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime as dt
 import os
 import socket
+import ssl
+import time
 from pathlib import Path
 from typing import final
 
 from peercache.cli.bench.limits import Memory
-from peercache.config.settings import Config
-from peercache.errors import PeerCacheError
-from peercache.fabric.tcp.tls import TlsContext
-from peercache.installation.library import tls_function
 from peercache.trust.authority import CA_CERTIFICATE, Authority
-from peercache.trust.files import TlsFiles
 from peercache.trust.identity import CertificateRole, Identity
 
 LIFETIME = dt.timedelta(days=30)
 """Shorter ones are warned about in the log."""
+
+SEND_BYTES = 512 * 2**10
+RECEIVE_BYTES = 256 * 2**10
+"""What the fabric's own loops send and receive at once (`fabric/tcp/_tls.c`)."""
 
 Settings = dict[str, str]
 
@@ -55,40 +55,73 @@ class Secured:
         return {name: os.fspath(file) for name, file in files.items()}
 
 
-def send_stream(port: int, source: Memory, page_bytes: int, settings: Settings) -> None:
-    """Send the whole working set over one encrypted connection, page by page, once."""
-    send = tls_function(
-        "peercache_tls_pair_send",
-        ctypes.c_int,
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint64] * 2),
-    )
-    context = _context(settings, is_server=True)
+class _Bare:
+    """One end of a stream of Python's `ssl`, with sends and receives of the fabric's sizes."""
+
+    def __init__(self, stream: socket.socket, settings: Settings, *, is_server: bool) -> None:
+        """Shake hands."""
+        self._stream = stream
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(settings["tls_ca"])
+        context.load_cert_chain(settings["tls_cert"], settings["tls_key"])
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        while not self._is_ready():
+            self._receive()
+
+    def send(self, some: memoryview) -> None:
+        self._tls.write(some)
+        self._stream.sendall(self._outgoing.read())
+
+    def receive(self, into: memoryview) -> int:
+        """Return how many bytes came: those of one record at most."""
+        while not (count := self._decrypt(into)):
+            self._receive()
+        return count
+
+    def _decrypt(self, into: memoryview) -> int:
+        try:
+            return int(self._tls.read(len(into), into))
+        except ssl.SSLWantReadError:
+            return 0
+
+    def _is_ready(self) -> bool:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        finally:
+            self._stream.sendall(self._outgoing.read())
+        return True
+
+    def _receive(self) -> None:
+        count = self._stream.recv_into(self._buffer)
+        if not count:
+            raise ConnectionError("the encrypted stream ended early")
+        self._incoming.write(self._buffer[:count])
+
+
+def send_stream(port: int, source: Memory, settings: Settings) -> None:
+    """Send the whole working set over one encrypted connection, once."""
     with socket.create_connection(("127.0.0.1", port)) as stream:
-        if not send(context.handle, stream.fileno(), source.ctypes.data, len(source), page_bytes):
-            raise PeerCacheError("the encrypted stream broke off")
+        end = _Bare(stream, settings, is_server=True)
+        end.receive(memoryview(bytearray(1)))
+        for begin in range(0, len(source), SEND_BYTES):
+            end.send(source.data[begin : begin + SEND_BYTES])
 
 
-def receive_stream(
-    listener: socket.socket, target: Memory, page_bytes: int, settings: Settings
-) -> float:
+def receive_stream(listener: socket.socket, target: Memory, settings: Settings) -> float:
     """Receive one working set; return GB/s from the request on, after the handshake."""
-    receive = tls_function(
-        "peercache_tls_pair_receive",
-        ctypes.c_double,
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint64] * 2),
-    )
-    context = _context(settings, is_server=False)
     stream, _ = listener.accept()
     with stream:
-        seconds: float = receive(
-            context.handle, stream.fileno(), target.ctypes.data, len(target), page_bytes
-        )
-    if seconds <= 0:
-        raise PeerCacheError("the encrypted stream broke off")
-    return len(target) / seconds / 1e9
-
-
-def _context(settings: Settings, *, is_server: bool) -> TlsContext:
-    files = TlsFiles.load(Config.load(dict(settings)), is_node=is_server)
-    assert files is not None, "certificates were made above"
-    return TlsContext(files, is_server=is_server)
+        end = _Bare(stream, settings, is_server=False)
+        started = time.perf_counter()
+        end.send(memoryview(b"g"))
+        done = 0
+        while done < len(target):
+            done += end.receive(target.data[done:])
+        return len(target) / (time.perf_counter() - started) / 1e9
