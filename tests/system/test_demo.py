@@ -15,26 +15,25 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.cli.demo import disk_part, story
-from peercache.cli.demo.content import POISON, checked, content_of, contents_of, key_of, segments_of
-from peercache.cli.demo.reading import BATCH_PAGES
-from peercache.cli.demo.report import Reading, Report
-from peercache.cli.demo.screen import Screen
+from peercache.cli.demo import story
+from peercache.cli.demo.pages import (
+    BATCH_PAGES,
+    PAGE_BYTES,
+    POISON,
+    Reading,
+    content_of,
+    key_of,
+    read,
+)
+from peercache.cli.demo.report import Report, Screen
 from peercache.cli.processes import NodeFailed, NodeProcess, NodeProcesses
-from peercache.errors import DeadlineExceeded
+from peercache.errors import DeadlineExceeded, PeerCacheError
 from tests.pace import TIMEOUT_S
 
 KEYS = [key_of(page, run="test") for page in range(5)]
-SIZE = 4099  # not whole words
+SIZE = 4096
 
 Page = np.ndarray
-
-
-def bytes_at(address: int, size: int) -> Page:
-    """Return the memory at an address, writable."""
-    import ctypes
-
-    return np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8)
 
 
 @attrs.define
@@ -45,15 +44,13 @@ class FakeCache:
     answers: Callable[[list[bool]], list[bool]] = lambda answers: answers
     pages: int = 0
 
-    def batch_get_into(
-        self, keys: Sequence[str], segments: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[bool]:
-        """Fill the segments."""
-        for key, ((address, size),) in zip(keys, segments, strict=True):
-            page = self.spoil(self.pages, content_of(key, size).copy())
+    def batch_get(self, keys: Sequence[str], buffers: Sequence[Page]) -> list[bool]:
+        """Fill the buffers."""
+        for key, buffer in zip(keys, buffers, strict=True):
+            page = self.spoil(self.pages, content_of(key))
             self.pages += 1
             if page is not None:
-                bytes_at(address, size)[:] = page
+                buffer[:] = page
         return self.answers([True] * len(keys))
 
 
@@ -63,7 +60,7 @@ def read_with(
     """Read pages from a cache as the demo does."""
     reading = Reading("step", "shm", hits_expected=len(pages), misses_expected=0)
     keys = [key_of(page, run="x") for page in pages]
-    story.read(cache, keys, reading, check=lambda _: None, advance=lambda _: None, again_s=again_s)
+    read(cache.batch_get, keys, reading, check=lambda _: None, again_s=again_s)
     return reading
 
 
@@ -113,62 +110,59 @@ def flipped(at_page: int, at_byte: int) -> Callable[[int, Page], Page]:
 
 def test_content_follows_from_the_key_alone() -> None:
     """The same key gives the same bytes in any process; another key gives others."""
-    again = np.empty(SIZE // 8 * 8, np.uint8)
-
     assert content_of(KEYS[0], 16).tobytes() == content_of(KEYS[0], SIZE)[:16].tobytes()
-    assert (
-        content_of(KEYS[0], len(again), again).tobytes()
-        == content_of(KEYS[0], SIZE)[: len(again)].tobytes()
-    )
     assert len({content_of(key, SIZE).tobytes() for key in KEYS}) == len(KEYS)
-    assert contents_of(KEYS, SIZE)[3].tobytes() == content_of(KEYS[3], SIZE).tobytes()
     assert key_of(0, run="a") != key_of(0, run="b")
 
 
-def test_segments_are_the_rows_of_the_array() -> None:
-    """Each page has one run, at the address of its row."""
-    pages = contents_of(KEYS, SIZE)
+def right_pages() -> Page:
+    """Return the content of KEYS, a row each."""
+    return np.stack([content_of(key, SIZE) for key in KEYS])
 
-    for row, ((address, size),) in enumerate(segments_of(pages)):
-        assert bytes_at(address, size).tobytes() == pages[row].tobytes()
+
+def checked(answers: list[bool], found: Page) -> Reading:
+    """Return the reading of KEYS that came to this."""
+    reading = Reading("step", "shm", None, None)
+    reading.check(KEYS, answers, found)
+    return reading
 
 
 def test_check_counts_every_wrong_byte() -> None:
     """Three flipped bytes in two pages are three wrong bytes in two pages, wherever they are."""
-    found = contents_of(KEYS, SIZE)
+    found = right_pages()
     found[0, 0] ^= 1
     found[4, SIZE - 1] ^= 0x80
     found[4, 1000] ^= 0xFF
 
-    found_out = checked(KEYS, [True] * 5, found)
+    found_out = checked([True] * 5, found)
 
     assert (found_out.wrong_bytes, found_out.wrong_pages) == (3, 2)
-    assert (found_out.hits, found_out.misses) == (5, 0)
+    assert found_out.hits == 5
     assert found_out.verified_bytes == 5 * SIZE
 
 
 def test_check_ignores_what_a_miss_left_behind() -> None:
     """After a miss the destination is undefined, so it is neither right nor wrong."""
-    found = contents_of(KEYS, SIZE)
+    found = right_pages()
     found[2] = 0
 
-    found_out = checked(KEYS, [True, True, False, True, True], found)
+    found_out = checked([True, True, False, True, True], found)
 
-    assert (found_out.wrong_bytes, found_out.hits, found_out.misses) == (0, 4, 1)
+    assert (found_out.wrong_bytes, found_out.hits) == (0, 4)
 
 
 def test_hit_that_wrote_nothing_is_wrong() -> None:
     """A destination that still holds the poison is not the page."""
     found = np.full((5, SIZE), POISON, np.uint8)
 
-    assert checked(KEYS, [True] * 5, found).wrong_bytes > 5 * SIZE * 0.99
+    assert checked([True] * 5, found).wrong_bytes > 5 * SIZE * 0.99
 
 
 @pytest.mark.parametrize("answers", [[], [True] * 4, [True] * 6])
 def test_check_refuses_answers_that_are_not_one_a_key(answers: list[bool]) -> None:
     """A short list must not pass for misses."""
     with pytest.raises(ValueError, match="5 keys"):
-        checked(KEYS, answers, contents_of(KEYS, SIZE))
+        checked(answers, right_pages())
 
 
 def test_reading_of_a_right_cache_has_no_problem() -> None:
@@ -176,13 +170,13 @@ def test_reading_of_a_right_cache_has_no_problem() -> None:
     reading = read_with(FakeCache())
 
     assert (reading.hits, reading.wrong_bytes) == (40, 0)
-    assert reading.verified_bytes == 40 * story.PAGE_BYTES
+    assert reading.verified_bytes == 40 * PAGE_BYTES
     assert not reading.problems(op_timeout_s=60)
 
 
 def test_one_flipped_bit_is_a_problem() -> None:
     """One bit of forty mebibytes is found, in the last byte of the last page, too."""
-    reading = read_with(FakeCache(spoil=flipped(39, story.PAGE_BYTES - 1)))
+    reading = read_with(FakeCache(spoil=flipped(39, PAGE_BYTES - 1)))
 
     assert reading.wrong_bytes == 1
     assert any("1 wrong bytes" in problem for problem in reading.problems(op_timeout_s=60))
@@ -224,7 +218,7 @@ def test_budget_ends_a_reading_that_hangs() -> None:
     clock = story.Clock(until=-math.inf)
 
     with pytest.raises(DeadlineExceeded):
-        story.read(FakeCache(), KEYS, reading, check=clock.check, advance=lambda _: None)
+        read(FakeCache().batch_get, KEYS, reading, check=clock.check)
 
 
 def test_signal_is_remembered_and_the_second_raises_at_once() -> None:
@@ -243,8 +237,7 @@ def test_report_of_nothing_is_a_failure(capsys: pytest.CaptureFixture[str]) -> N
     """A demo that neither published nor read anything has not shown anything."""
     report = Report(2.0, page_bytes=4096, nodes=3)
 
-    with Screen(as_json=True) as screen:
-        screen.show(report)
+    Screen(as_json=True).show(report)
     shown = json.loads(capsys.readouterr().out)
 
     assert report.problems()
@@ -253,17 +246,16 @@ def test_report_of_nothing_is_a_failure(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_machines_get_the_figures_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """--json has the figures that a check of the demo reads, and nothing else on stdout."""
-    report = Report(2.0, page_bytes=10, nodes=3, pages_published=4, published_bytes=40, publish_s=1)
+    report = Report(2.0, page_bytes=10, nodes=3, pages_published=4, publish_s=1)
     for fabric, read_s in (("shm", 1e-8), ("tcp", 2e-8)):
         report.readings.append(Reading("s", fabric, 4, 0, hits=4, verified_bytes=40, read_s=read_s))
     # Slow, but not a measurement: its pages were to be misses.
     report.readings.append(Reading("t", "shm", 0, 2, misses=2, read_s=1))
 
-    with Screen(as_json=True) as screen:
-        screen.say("not for machines")
-        with screen.step("not for machines", 4) as advance:
-            advance(4)
-        screen.show(report)
+    screen = Screen(as_json=True)
+    with screen.step("not for machines", "nor this"):
+        pass
+    screen.show(report)
     shown = json.loads(capsys.readouterr().out)
 
     assert {
@@ -284,8 +276,7 @@ def test_people_get_the_problem_in_words(capsys: pytest.CaptureFixture[str]) -> 
         Reading("three nodes", "shm", 4, 0, hits=4, wrong_bytes=7, wrong_pages=1)
     )
 
-    with Screen(as_json=False) as screen:
-        screen.show(report)
+    Screen(as_json=False).show(report)
     shown = capsys.readouterr().out
 
     assert "7 wrong bytes in 1 hits" in shown
@@ -303,7 +294,7 @@ def test_pools_fit_into_the_shared_memory(free_mib: int, pool_mib: int) -> None:
 
 def test_too_little_shared_memory_is_said_before_anything_starts() -> None:
     """A container's default of 64 MiB is named, with the flag that changes it."""
-    with pytest.raises(story.TooLittleMemory, match=r"64 MiB free.*--shm-size"):
+    with pytest.raises(PeerCacheError, match=r"64 MiB free.*--shm-size"):
         story.pool_size_for(64 * 2**20)
 
 
@@ -420,7 +411,7 @@ def test_demo_runs_and_every_byte_is_right() -> None:
     assert shown["pages_read"] >= 4 * story.PAGES
     assert shown["misses"] >= story.PAGES
     from_disk = [s for s in shown["steps"] if s["step"] == "restarted, from disk"]
-    assert [s["hits"] for s in from_disk] == [2 * disk_part.PAGES] * 2
+    assert [s["hits"] for s in from_disk] == [2 * sum(map(len, story.OF_DISKS.values()))] * 2
     assert set(shown["gb_s"]) == {"shm", "tcp"}
     assert shown["seconds"] < story.BUDGET_S
 

@@ -27,7 +27,7 @@ COMPLETION = "_PEERCACHE_COMPLETE"
 peercache = LateGroup(
     help="Peer-to-peer L3 storage for SGLang's HiCache.",
     table={
-        "demo": ("peercache.cli.demo.command:demo", "Three nodes here, every byte checked."),
+        "demo": ("peercache.cli.demo.story:demo", "Three nodes here, every byte checked."),
         "bench": ("peercache.cli.bench.command:bench", "How fast pages move, beside the limits."),
         "doctor": ("peercache.cli.doctor.command:doctor", "What is wrong with this host."),
         "status": ("peercache.cli.operate.status:status", "How each member of a cluster is."),

@@ -1,9 +1,13 @@
-"""The steps of the demo.
+"""`peercache demo`: its steps.
 
 Three nodes A, B and C. Half of the pages are published through A, half through B, and read at the
 other nodes over each fabric. Then B is killed while readers go on: A's pages stay hits, B's become
 misses. Then B comes back, the client that was attached to it all the time sets its pages again, and
-everything is read once more. Every byte of every hit is checked. `disk_part` has the other steps.
+everything is read once more.
+
+Two more nodes D and E have small pools and a disk each. Twice as many pages are published as both
+pools hold. Then both are stopped and started again, with nothing in memory, and everything is read
+back from disk. Every byte of every hit is checked.
 """
 
 from __future__ import annotations
@@ -11,34 +15,55 @@ from __future__ import annotations
 import secrets
 import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
 
 import attrs
+import click
 
 from peercache import Client
-from peercache.cli.demo.content import contents_of, key_of, segments_of
-from peercache.cli.demo.reading import PAGE_BYTES, batches, read
-from peercache.cli.demo.report import Reading, Report
-from peercache.cli.demo.screen import Advance, Screen
+from peercache.cli.demo.pages import (
+    BATCH_PAGES,
+    PAGE_BYTES,
+    Pages,
+    Reading,
+    content_of,
+    key_of,
+    read,
+)
+from peercache.cli.demo.report import Report, Screen
+from peercache.cli.options import json_option
 from peercache.cli.processes import LOCAL, NodeProcess, NodeProcesses
 from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
 from peercache.observability.log import configure_logging
 
-PAGES = 256
 FABRICS = ("shm", "tcp")
 NODES = ("A", "B", "C")
+PAGES = 256
+OF_A, OF_B = range(PAGES // 2), range(PAGES // 2, PAGES)
+"""The pages that are published through A, and through B."""
 
 SHM_DIR = "/dev/shm"  # noqa: S108 - the kernel's shared memory
 
 POOL_SIZES = (512 * 2**20, 192 * 2**20)
 """Bytes of each pool: comfortable, or, where shared memory is short, for half of the pages with a
 third to spare."""
+
+DISK_POOL_BYTES = 32 * 2**20
+OF_DISKS = {"D": range(1000, 1064), "E": range(2000, 2064)}
+"""The pages that are published through each node with a disk: as many as both hold in memory."""
+
+DISK_BYTES = 512 * 2**20
+NEEDS_BYTES = 3 * DISK_BYTES
+"""Of the temporary folder, for both disks with room to spare."""
 
 BUDGET_S = 300.0
 """The whole demo takes a tenth of this; a demo that takes longer hangs, and has failed."""
@@ -56,25 +81,6 @@ WARM_ROUNDS = 3
 POLL_S = 0.05
 READ_BEFORE_KILL_S = 0.5
 EXIT_FAILED = 1
-
-Pages: TypeAlias = Sequence[int]
-Clients: TypeAlias = dict[tuple[str, str], Client]
-"""By node and fabric."""
-
-
-@attrs.define(eq=False)
-class TooLittleMemory(PeerCacheError):
-    """The shared memory of this machine does not hold three small pools."""
-
-    needs_bytes: int
-    free_bytes: int
-
-    def __str__(self) -> str:
-        """Return the sentence a person reads."""
-        return (
-            f"the demo needs {self.needs_bytes // 2**20} MiB in {SHM_DIR}, which has "
-            f"{self.free_bytes // 2**20} MiB free (in a container: docker run --shm-size=2g)"
-        )
 
 
 @attrs.define(eq=False)
@@ -104,7 +110,7 @@ class Clock:
 
 @attrs.define(eq=False)
 class Story:
-    """One run of the demo: its cluster, its clients, and its findings."""
+    """A part of the demo: its cluster, a client for each node and fabric, and what is found."""
 
     nodes: NodeProcesses
     screen: Screen
@@ -114,183 +120,37 @@ class Story:
     stack: ExitStack
     run: str = attrs.Factory(lambda: secrets.token_hex(4))
     running: dict[str, NodeProcess] = attrs.Factory(dict)
-    clients: Clients = attrs.Factory(dict)
+    clients: dict[tuple[str, str], Client] = attrs.Factory(dict)
 
-    @property
-    def pages_of_a(self) -> Pages:
-        """The pages that are published through A."""
-        return range(PAGES // 2)
-
-    @property
-    def pages_of_b(self) -> Pages:
-        """The pages that are published through B."""
-        return range(PAGES // 2, PAGES)
-
-    def keys(self, pages: Pages) -> list[str]:
-        """Return the keys of pages."""
-        return [key_of(page, run=self.run) for page in pages]
-
-    # --- steps ------------------------------------------------------------------------------------
-
-    def start_nodes(self) -> None:
-        """Start A, and B and C that join it; then a client for each node and fabric."""
-        with self.screen.step("starting three nodes", None):
-            self._start("A")
-            self._start("B", "C")
-            self.clients = self.open_clients(NODES, self.settings["cluster"])
-            self._await_members(len(NODES))
-        self.screen.say("three nodes serve, as processes of their own, and see each other")
-
-    def open_clients(self, nodes: Sequence[str], cluster: str) -> Clients:
-        """Return a client for each node and fabric; the story closes them at its end."""
-        clients = {}
-        for name in nodes:
-            for fabric in FABRICS:
-                client = Client.open(home=self.running[name].home, cluster=cluster, fabric=fabric)
-                self.stack.callback(client.close)
-                clients[name, fabric] = client
-        return clients
-
-    def publish(self, name: str, pages: Pages) -> None:
-        """Set pages through a node; each must be stored."""
-        client = self.clients[name, FABRICS[0]]
-        with self.screen.step(f"publishing through {name}", len(pages)) as advance:
-            for keys in batches(self.keys(pages)):
-                self.clock.check("publishing")
-                self.publish_batch(client, name, keys)
-                advance(len(keys))
-        self.screen.say(f"{len(pages)} pages of 1 MiB published through {name}")
-
-    def publish_batch(self, client: Client, name: str, keys: Sequence[str]) -> None:
-        """Set one batch, retry pages that were not stored at once, and add to the report."""
-        content = contents_of(keys, PAGE_BYTES)
-        until = time.monotonic() + SETTLE_S
-        while True:
-            started = time.monotonic()
-            stored = client.batch_set_from(keys, segments_of(content))
-            self.report.publish_s += time.monotonic() - started
-            if len(stored) == len(keys) and (all(stored) or time.monotonic() > until):
-                break
-            self.clock.check("publishing")
-            time.sleep(POLL_S)
-        if not all(stored):
-            missing = len(keys) - sum(stored)
-            self.report.failures.append(f"node {name} did not store {missing} pages")
-        self.report.pages_published += sum(stored)
-        self.report.published_bytes += sum(stored) * PAGE_BYTES
-
-    def read_everything(self, step: str, readers: dict[str, Pages], rounds: int = 1) -> None:
-        """Read pages at several nodes, over each fabric; every one must be a hit."""
-        total = rounds * sum(len(pages) for pages in readers.values())
-        for fabric in FABRICS:
-            reading = Reading(step, fabric, hits_expected=total, misses_expected=0)
-            self.report.readings.append(reading)
-            with self.screen.step(f"reading over {fabric}", total) as advance:
-                for name, pages in rounds * list(readers.items()):
-                    self.read(self.clients[name, fabric], pages, reading, advance)
-        self.screen.say(f"{step}: {total} pages read over each fabric")
-
-    def kill_b_under_readers(self) -> None:
-        """Kill B while C reads over each fabric, and read on until the cluster has noticed."""
-        dying = {
-            fabric: [
-                (Reading("B killed, A's pages", fabric, None, 0), self.pages_of_a, SETTLE_S),
-                (Reading("B killed, B's pages", fabric, None, None), self.pages_of_b, 0.0),
-            ]
-            for fabric in FABRICS
-        }
-        for part in (0, 1):
-            self.report.readings += [parts[part][0] for parts in dying.values()]
-        with self._reading_on(dying):
-            time.sleep(READ_BEFORE_KILL_S)
-            self.running["B"].kill()
-            self.screen.say(f"B killed (pid {self.running['B'].process.pid}), readers go on")
-            # Until the cluster has noticed, its memory may still be read, over shm.
-            self.await_(
-                "the cluster to notice that B is dead",
-                lambda: all(self.clients["C", each].stats()["members"] == 2 for each in FABRICS),
-            )
-        for fabric in FABRICS:
-            reading = Reading("B is gone", fabric, len(self.pages_of_a), len(self.pages_of_b))
-            self.report.readings.append(reading)
-            with self.screen.step(f"reading over {fabric}", PAGES) as advance:
-                client = self.clients["C", fabric]
-                self.read(client, self.pages_of_a, reading, advance)
-                self.read(client, self.pages_of_b, reading, advance, again_s=0.0)
-        self.screen.say("without B: A's pages are hits, B's are clean misses")
-
-    def set_again(self) -> None:
-        """Start B anew; the client that was attached to it all the time sets its pages again."""
-        client = self.clients["B", FABRICS[0]]
-        with self.screen.step("starting B again", None):
-            self._start("B")
-            self._await_members(len(NODES))
-            node = self.running["B"].ready["node"]
-            self.await_("B's client to find it", lambda: client.stats().get("home_node") == node)
-        self.screen.say("B started again, and its client has found it")
-        self.publish("B", self.pages_of_b)
-
-    # --- helpers ----------------------------------------------------------------------------------
-
-    def _start(self, *names: str) -> None:
-        """Start nodes that join those that run, all at once."""
+    def start(self, *names: str, **settings: str) -> None:
+        """Start nodes that join those that run, all at once; open clients for new ones."""
         self.clock.check(f"starting {' and '.join(names)}")
         others = [node.ready["control"] for node in self.running.values() if node.is_running]
-        discovery = {"discovery": ",".join(others)} if others else {}
+        settings |= {"discovery": ",".join(others)} if others else {}
         for name in names:
-            self.running[name] = self.nodes.launch(name, {**self.settings, **discovery})
+            self.running[name] = self.nodes.launch(name, {**self.settings, **settings})
         for name in names:
             self.nodes.await_ready(self.running[name], check=self.clock.check)
+            for fabric in FABRICS if (name, FABRICS[0]) not in self.clients else ():
+                home, cluster = self.running[name].home, self.settings["cluster"]
+                client = Client.open(home=home, cluster=cluster, fabric=fabric)
+                self.stack.callback(client.close)
+                self.clients[name, fabric] = client
 
-    def read(
-        self,
-        client: Client,
-        pages: Pages,
-        reading: Reading,
-        advance: Advance,
-        *,
-        again_s: float = SETTLE_S,
-    ) -> None:
-        """Read pages with a client, and check every byte."""
-        check = self.clock.check
-        read(client, self.keys(pages), reading, check=check, advance=advance, again_s=again_s)
+    def await_clients(self, what: str, **wanted: object) -> None:
+        """Wait until each client is attached to its node as it runs now, and has these figures."""
 
-    @contextmanager
-    def _reading_on(self, parts: dict[str, list[tuple[Reading, Pages, float]]]) -> Iterator[None]:
-        """Read at C again and again, in a thread a fabric, for the length of a block."""
-        stop = threading.Event()
-        failures: list[BaseException] = []
+        def are_well() -> bool:
+            for (name, _), client in self.clients.items():
+                stats = client.stats()
+                if stats.get("home_disk_problem") not in ("", None, "it is being opened"):
+                    raise DeadlineExceeded(f"the disk: {stats['home_disk_problem']}", 0.0)
+                wanted["home_node"] = self.running[name].ready["node"]
+                if any(stats.get(figure) != value for figure, value in wanted.items()):
+                    return False
+            return True
 
-        def go_on(fabric: str, advance: Advance) -> None:
-            try:
-                while not stop.is_set():
-                    for reading, pages, again_s in parts[fabric]:
-                        client = self.clients["C", fabric]
-                        self.read(client, pages, reading, advance, again_s=again_s)
-            except BaseException as error:  # the main thread raises it
-                failures.append(error)
-
-        with self.screen.step("reading while B dies", None) as advance:
-            threads = [
-                threading.Thread(target=go_on, args=(fabric, advance), daemon=True)
-                for fabric in parts
-            ]
-            for thread in threads:
-                thread.start()
-            try:
-                yield
-            finally:
-                stop.set()
-                for thread in threads:
-                    thread.join(BUDGET_S)
-        if failures:
-            raise failures[0]
-
-    def _await_members(self, count: int) -> None:
-        def all_see_all() -> bool:
-            return all(client.stats()["members"] == count for client in self.clients.values())
-
-        self.await_(f"all to see {count} nodes", all_see_all)
+        self.await_(what, are_well)
 
     def await_(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait for a condition, for a bounded time."""
@@ -301,12 +161,168 @@ class Story:
                 raise DeadlineExceeded(f"waiting for {what}", SETTLE_S)
             time.sleep(POLL_S)
 
+    def publish(self, name: str, pages: Sequence[int], done: str = "") -> None:
+        """Set pages through a node; all must be stored, and on its disk if it has one."""
+        client, report, has_disk = self.clients[name, FABRICS[0]], self.report, name in OF_DISKS
 
-def run_demo(*, as_json: bool, log_folder: str | None, more: Callable[[Story], None]) -> int:
-    """Run the demo and print its report; return 0 only if everything was as promised.
+        def are_stored(keys: Sequence[str], content: Sequence[Pages]) -> bool:
+            started = time.monotonic()
+            stored = client.batch_set(keys, content)
+            report.publish_s += time.monotonic() - started
+            return len(stored) == len(keys) and all(stored)
 
-    more: further steps, after those of `tell`.
-    """
+        def are_on_disk(count: int) -> bool:
+            return int(client.stats().get("home_disk_pages", 0)) >= count
+
+        with self.screen.step(f"publishing through {name}", done):
+            for first in range(0, len(pages), BATCH_PAGES):
+                keys = self._keys(pages[first : first + BATCH_PAGES])
+                stored = partial(are_stored, keys, [content_of(key) for key in keys])
+                self.await_(f"node {name} to store {len(keys)} pages", stored)
+                report.pages_published += len(keys)
+                if has_disk:
+                    written = partial(are_on_disk, first + len(keys))
+                    self.await_(f"node {name} to write {len(keys)} pages to its disk", written)
+
+    def read_everything(
+        self,
+        step: str,
+        readers: Mapping[str, Sequence[int]],
+        *,
+        rounds: int = 1,
+        done: str = "{step}: {total} pages read over each fabric",
+    ) -> None:
+        """Read pages at several nodes, over each fabric; every one must be a hit."""
+        total = rounds * sum(len(pages) for pages in readers.values())
+        with self.screen.step(f"reading, {step}", done.format(step=step, total=total)):
+            for fabric in FABRICS:
+                reading = self.reading(step, fabric, hits=total, misses=0)
+                for name, pages in rounds * list(readers.items()):
+                    self.read(name, pages, reading)
+
+    def reading(self, step: str, fabric: str, *, hits: int | None, misses: int | None) -> Reading:
+        """Return a new row of the report, with what it is expected to come to."""
+        self.report.readings.append(Reading(step, fabric, hits, misses))
+        return self.report.readings[-1]
+
+    def read(
+        self, name: str, pages: Sequence[int], reading: Reading, again_s: float = SETTLE_S
+    ) -> None:
+        """Read pages at a node, and check every byte."""
+        get = self.clients[name, reading.fabric].batch_get
+        read(get, self._keys(pages), reading, check=self.clock.check, again_s=again_s)
+
+    def _keys(self, pages: Sequence[int]) -> list[str]:
+        return [key_of(page, run=self.run) for page in pages]
+
+
+def tell(story: Story) -> None:
+    """Run the steps with three nodes."""
+    all_see_all = partial(story.await_clients, f"all to see {len(NODES)} nodes", members=len(NODES))
+    started = "three nodes serve, as processes of their own, and see each other"
+    with story.screen.step("starting three nodes", started):
+        story.start("A")
+        story.start("B", "C")
+        all_see_all()
+    story.publish("A", OF_A, f"{len(OF_A)} pages of 1 MiB published through A")
+    story.publish("B", OF_B, f"{len(OF_B)} pages of 1 MiB published through B")
+    story.read_everything("first read", {"C": range(PAGES), "B": OF_A, "A": OF_B})
+    # The kernel maps a peer's memory at the first touch, once: this is how fast reads stay.
+    story.read_everything("read again", {"C": range(PAGES)}, rounds=WARM_ROUNDS)
+    survived = "without B: A's pages are hits, B's are clean misses"
+    with story.screen.step("reading while B dies", survived):
+        _kill_b_under_readers(story)
+        for fabric in FABRICS:
+            reading = story.reading("B is gone", fabric, hits=len(OF_A), misses=len(OF_B))
+            story.read("C", OF_A, reading)
+            story.read("C", OF_B, reading, again_s=0.0)
+    with story.screen.step("starting B again", "B started again, and its client has found it"):
+        story.start("B")
+        all_see_all()
+    story.publish("B", OF_B, f"{len(OF_B)} pages of 1 MiB published through B")
+    story.read_everything("B's pages set again", {"C": range(PAGES)})
+
+
+def _kill_b_under_readers(story: Story) -> None:
+    """Kill B while C reads over each fabric, and read on until the cluster has noticed."""
+    # Pages of A must come, if need be later; pages of B come or not.
+    of_a = [story.reading("B killed, A's pages", each, hits=None, misses=0) for each in FABRICS]
+    of_b = [story.reading("B killed, B's pages", each, hits=None, misses=None) for each in FABRICS]
+    stop = threading.Event()
+
+    def go_on(of_a: Reading, of_b: Reading) -> None:
+        while not stop.is_set():
+            story.read("C", OF_A, of_a)
+            story.read("C", OF_B, of_b, again_s=0.0)
+
+    with ThreadPoolExecutor() as pool:
+        readers = [pool.submit(go_on, *both) for both in zip(of_a, of_b, strict=True)]
+        try:
+            time.sleep(READ_BEFORE_KILL_S)
+            story.running["B"].kill()
+            story.screen.say(f"B killed (pid {story.running['B'].process.pid}), readers go on")
+            # Until the cluster has noticed, its memory may still be read, over shm.
+            story.await_(
+                "the cluster to notice that B is dead",
+                lambda: all(story.clients["C", each].stats()["members"] == 2 for each in FABRICS),
+            )
+        finally:
+            stop.set()
+    for reader in readers:
+        reader.result()
+
+
+def tell_of_disks(story: Story) -> None:
+    """Run the steps with disks, or say that the temporary folder has no room for them."""
+    free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+    if free_bytes < NEEDS_BYTES:
+        story.screen.say(
+            f"the part with disks is left out: {tempfile.gettempdir()} has "
+            f"{free_bytes // 2**20} MiB free, and it wants {NEEDS_BYTES // 2**20}"
+        )
+        return
+    folder = story.stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-demo-disk-"))
+    # Before the folder goes.
+    story.stack.callback(_stop, story)
+
+    def start() -> None:
+        for name in OF_DISKS:
+            path = Path(folder) / name
+            path.mkdir(exist_ok=True)
+            story.start(name, **{"disk-path": str(path)})
+        story.await_clients("the disks", members=len(OF_DISKS), home_disk_open=1)
+
+    started = "two nodes with small pools serve, each with a disk of its own"
+    with story.screen.step("starting two nodes with disks", started):
+        start()
+    everything = [page for pages in OF_DISKS.values() for page in pages]
+    story.publish("D", OF_DISKS["D"])
+    fit = 2 * DISK_POOL_BYTES // PAGE_BYTES
+    published = f"{len(everything)} pages of 1 MiB published, of which {fit} fit in memory"
+    story.publish("E", OF_DISKS["E"], published)
+    with story.screen.step("starting both nodes again"):
+        _stop(story)
+        started_s = time.monotonic()
+        start()
+    took_s = time.monotonic() - started_s
+    story.screen.say(f"both nodes stopped, and serving again after {took_s:.1f} s, from disk")
+    story.read_everything(
+        "restarted, from disk",
+        dict.fromkeys(OF_DISKS, everything),
+        done="restarted: {total} pages read from disk over each fabric",
+    )
+
+
+def _stop(story: Story) -> None:
+    """Stop the nodes of a part, and wait until they have closed their disks."""
+    for node in story.running.values():
+        node.process.terminate()
+    for node in story.running.values():
+        node.process.wait(SETTLE_S)
+
+
+def run_demo(*, as_json: bool, log_folder: str | None) -> int:
+    """Run the demo and print its report; return 0 only if everything was as promised."""
     # A warning here would be about the node that the demo kills; an error would be a bug.
     configure_logging(log_format="console", level="error")
     clock = Clock(time.monotonic() + BUDGET_S)
@@ -315,45 +331,46 @@ def run_demo(*, as_json: bool, log_folder: str | None, more: Callable[[Story], N
     report = Report(Config().op_timeout_s + SLOWER_S, page_bytes=PAGE_BYTES, nodes=len(NODES))
     started = time.monotonic()
     screen = Screen(as_json=as_json)
-    with screen:
-        try:
-            settings = {
-                **LOCAL,
-                "cluster": f"demo-{secrets.token_hex(4)}",
-                "pool-size": str(pool_size_for(shutil.disk_usage(SHM_DIR).free)),
-                "shm-dir": SHM_DIR,
-            }
-            with NodeProcesses(log_folder=log_folder) as nodes, ExitStack() as stack:
-                story = Story(nodes, screen, report, settings, clock, stack)
-                tell(story)
-                more(story)
-        except (PeerCacheError, OSError) as error:
-            report.failures.append(str(error))
-        report.seconds = time.monotonic() - started
+    try:
+        settings = {
+            **LOCAL,
+            "cluster": f"demo-{secrets.token_hex(4)}",
+            "pool-size": str(pool_size_for(shutil.disk_usage(SHM_DIR).free)),
+            "shm-dir": SHM_DIR,
+        }
+        disks = {
+            "cluster": f"{settings['cluster']}-disks",
+            "pool-size": str(DISK_POOL_BYTES),
+            "disk-enabled": "true",
+            "disk-size": str(DISK_BYTES),
+            "disk-free-floor": "0",
+        }
+        with NodeProcesses(log_folder=log_folder) as nodes, ExitStack() as stack:
+            tell(Story(nodes, screen, report, settings, clock, stack))
+            tell_of_disks(Story(nodes, screen, report, {**settings, **disks}, clock, stack))
+    except (PeerCacheError, OSError) as error:
+        report.failures.append(str(error))
+    report.seconds = time.monotonic() - started
     screen.show(report)
     return EXIT_FAILED if report.problems() else 0
 
 
-def tell(story: Story) -> None:
-    """Run all steps."""
-    story.start_nodes()
-    story.publish("A", story.pages_of_a)
-    story.publish("B", story.pages_of_b)
-    elsewhere = {"C": range(PAGES), "B": story.pages_of_a, "A": story.pages_of_b}
-    story.read_everything("first read", elsewhere)
-    # The kernel maps a peer's memory at the first touch, once: this is how fast reads stay.
-    story.read_everything("read again", {"C": range(PAGES)}, rounds=WARM_ROUNDS)
-    story.kill_b_under_readers()
-    story.set_again()
-    story.read_everything("B's pages set again", {"C": range(PAGES)})
-
-
 def pool_size_for(free_bytes: int) -> int:
-    """Return the pool size of each node; raise TooLittleMemory if shared memory is too short."""
-    needs_bytes = 0
-    for size in POOL_SIZES:
-        # A tenth for the tables beside the pages.
-        needs_bytes = len(NODES) * size * 11 // 10
+    """Return the pool size of each node; raise if the shared memory holds no three small pools."""
+    # A tenth for the tables in addition to the pages.
+    needs = {size: len(NODES) * size * 11 // 10 for size in POOL_SIZES}
+    for size, needs_bytes in needs.items():
         if needs_bytes <= free_bytes:
             return size
-    raise TooLittleMemory(needs_bytes, free_bytes)
+    raise PeerCacheError(
+        f"the demo needs {needs[POOL_SIZES[-1]] // 2**20} MiB in {SHM_DIR}, which has "
+        f"{free_bytes // 2**20} MiB free (in a container: docker run --shm-size=2g)"
+    )
+
+
+@click.command
+@json_option
+@click.option("--keep-logs", metavar="FOLDER", help="Keep the logs of the nodes in this folder.")
+def demo(keep_logs: str | None, *, as_json: bool) -> int:
+    """Run a cluster on this machine, kill a node of it, and check every byte."""
+    return run_demo(as_json=as_json, log_folder=keep_logs)
