@@ -17,12 +17,12 @@ from peercache.actors.directory.holdings import Holdings
 from peercache.actors.effects import Send, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
-from peercache.actors.membership import view_log, view_merge
+from peercache.actors.membership import view_exchange
 from peercache.actors.pool import actor as pool
-from peercache.actors.pool import mirrors, on_disk, reservations
-from peercache.actors.pool.granting import Shares
+from peercache.actors.pool import answers, reservations
 from peercache.actors.pool.page_table import Page, PageTable
-from peercache.actors.promote.promotions import Promotions
+from peercache.actors.pool.reservations import Shares
+from peercache.actors.promote.actor import Promotions
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.actors.runtime import SELF, Mailbox
@@ -84,7 +84,7 @@ def _early(right: Any) -> Any:
         count = len(found.states)
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
         *published, told = self._commit_open(origin, commit, found)
-        changed = RecordsChanged(told.fact.records, on_disk.NO_DROPS)
+        changed = RecordsChanged(told.fact.records, answers.NO_DROPS)
         return [*effects, *published, TellPublisher(changed)]
 
     return grant
@@ -406,7 +406,7 @@ def _nothing_is_void(_: Any) -> Any:
     return is_void
 
 
-REMOVED_COMES_BACK: Patches = ((mirrors.Mirrors, "is_void", _nothing_is_void),)
+REMOVED_COMES_BACK: Patches = ((reservations.Mirrors, "is_void", _nothing_is_void),)
 
 
 SET_ORDER: Patches = ((searching.Search, "next_owners", _in_order_of_a_set),)
@@ -451,7 +451,7 @@ def _without_end(_: int) -> int:
 
 COUNTER_JUMP_BELIEVED: Patches = (
     (membership, "COUNTER_JUMP_MAX", _without_end),
-    (view_merge, "COUNTER_JUMP_MAX", _without_end),
+    (view_exchange, "COUNTER_JUMP_MAX", _without_end),
 )
 
 
@@ -558,5 +558,5 @@ def _the_newest_only(right: Any) -> Any:
 
 CHANGES_ON_A_WRONG_BASE: Patches = (
     (home_tie, "changed_view", _on_any_base),
-    (view_log.ViewLog, "since", _the_newest_only),
+    (view_exchange.ViewLog, "since", _the_newest_only),
 )

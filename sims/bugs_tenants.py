@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peercache.actors.disk.eviction import EvictionQueues
+from peercache.actors.disk.index import EvictionQueues
 from peercache.actors.pool import slots
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant, Tenants

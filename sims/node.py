@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import trio
 
-from peercache.actors.directory.authority import HEARD_MAX_S
+from peercache.actors.directory.holdings import HEARD_MAX_S
 from peercache.actors.effects import (
     Effect,
     LocalEffect,
@@ -20,7 +20,7 @@ from peercache.actors.effects import (
     TellDirectory,
     TellPublisher,
 )
-from peercache.actors.handover.giving import HANDED_OVER
+from peercache.actors.handover.actor import HANDED_OVER
 from peercache.actors.mailboxes import (
     TAKER,
     ClientGone,

@@ -10,7 +10,7 @@ import random
 
 import attrs
 
-from peercache.actors.pool.mirrors import LATELY_S
+from peercache.actors.pool.reservations import LATELY_S
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
 from peercache.model.hash_ring import AUTO
 from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX

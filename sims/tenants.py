@@ -10,8 +10,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.actors.disk.eviction import EvictionQueues
-from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.index import DiskIndex, EvictionQueues
 from peercache.actors.pool.actor import Pool
 from peercache.actors.tenants import Tenant
 from peercache.model.runs import I64

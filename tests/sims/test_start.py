@@ -9,8 +9,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.membership import candidates
-from peercache.actors.membership.view_log import ViewLog
+from peercache.actors.membership import addresses
+from peercache.actors.membership.view_exchange import ViewLog
 from sims import dying
 from sims.__main__ import main
 from sims.dying import AGREED_S
@@ -87,7 +87,7 @@ def test_a_start_that_takes_too_long_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bound can fail: one candidate at a time, and each a second."""
-    monkeypatch.setattr(candidates, "AT_ONCE_MAX", 0)
+    monkeypatch.setattr(addresses, "AT_ONCE_MAX", 0)
 
     assert main(["start", "--nodes", "10", "--ranks", "1", "--within", "3"]) == 1
     assert "nodes lack members" in capsys.readouterr().out

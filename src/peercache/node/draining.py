@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import attrs
 import trio
 
-from peercache.actors.handover.giving import HANDED_OVER, HANDING_OVER, SERVING, Giving
+from peercache.actors.handover.actor import HANDED_OVER, HANDING_OVER, SERVING, Giving
 from peercache.actors.mailboxes import DrainBegan, DrainCancelled
 from peercache.model import status
 from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.actors.directory.authority import ShardAuthority
+from peercache.actors.directory.holdings import ShardAuthority
 from peercache.actors.publisher.actor import Publisher
 from peercache.model.ids import name_of
 from peercache.model.member import Member

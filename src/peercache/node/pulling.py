@@ -13,7 +13,7 @@ import numpy as np
 import trio
 
 from peercache.actors.effects import Pull
-from peercache.actors.handover.taking import TAKINGS_MAX
+from peercache.actors.handover.actor import TAKINGS_MAX
 from peercache.actors.mailboxes import PullDone
 from peercache.config.settings import Config
 from peercache.fabric.shm import ShmFabric

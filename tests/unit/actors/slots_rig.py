@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from peercache.actors.pool.size_classes import Slot
-from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
+from peercache.actors.pool.slots import UNITS_ABOUT, Slot, SlotAllocator
 from peercache.actors.tenants import Tenant, Tenants
 
 

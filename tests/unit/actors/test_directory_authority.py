@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.authority import HEARD_MAX_S, TICK_S, WANTED_FIRST_S
+from peercache.actors.directory.holdings import HEARD_MAX_S, TICK_S, WANTED_FIRST_S
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import CommitAnswered, RecordsChanged, RingChanged
 from peercache.actors.origin import Origin

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.authority import (
+from peercache.actors.directory.holdings import (
     BEHIND_S,
     HEARD_MAX_S,
     HEARD_MEMBER_S,

@@ -8,7 +8,7 @@ import pytest
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.own_records import RETRIED_MAX, RETRY_S
+from peercache.actors.directory.holdings import RETRIED_MAX, RETRY_S
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.model.records import from_bytes
 from peercache.wire.messages.directory import Located, Lookup

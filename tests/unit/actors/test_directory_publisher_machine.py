@@ -24,7 +24,7 @@ from peercache.actors.directory import actor as directory
 from peercache.actors.mailboxes import Republish, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import streams, turning
+from peercache.actors.publisher import streams
 from peercache.model.member import DEAD
 from peercache.wire.messages.directory import (
     Acknowledged,
@@ -57,9 +57,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.patched.setattr(streams, "PENDING_MAX", 2)
             self.patched.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 3)
             self.patched.setattr(directory, "SWEEP_KEYS_MAX", 2)
-            self.patched.setattr(turning, "LOOKED_AT_MAX", 4)
-            self.patched.setattr(turning, "BIN_ROWS", 3)
-            self.patched.setattr(turning, "RINGS_MAX", 2)
+            self.patched.setattr(streams, "LOOKED_AT_MAX", 4)
+            self.patched.setattr(streams, "BIN_ROWS", 3)
+            self.patched.setattr(streams, "RINGS_MAX", 2)
             self.patched.setattr(publisher, "SCATTERED_OWNERS", 1)
             self.patched.setattr(publisher, "SCATTERED_ROWS_MAX", 2)
             self.patched.setattr(streams, "_ROWS_AT_FIRST", 16)

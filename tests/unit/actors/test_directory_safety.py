@@ -9,7 +9,7 @@ import pytest
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.authority import TICK_S
+from peercache.actors.directory.holdings import TICK_S
 from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.effects import Send
 from peercache.actors.mailboxes import RecordsChanged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from peercache.actors.directory import actor as directory
-from peercache.actors.directory import authority
+from peercache.actors.directory import holdings
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.model.member import DEAD
 from peercache.wire.messages.directory import (
@@ -197,7 +197,7 @@ def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
 
     before = is_behind(shard)
     heard(shard, A, summary_of(1, held), 1.0)
-    differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + authority.BEHIND_S)
+    differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + holdings.BEHIND_S)
     heard(shard, A, Put(2, held.tobytes()), 3.0)
     heard(shard, A, summary_of(2, held), 3.0)
     repaired = is_behind(shard, 3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peercache.actors.disk.removals import KEYS_MAX, NAMESPACES_MAX
+from peercache.actors.disk.open_index import KEYS_MAX, NAMESPACES_MAX
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import HeldAsked, PagesRemoved
 from peercache.actors.storage_port import DISK_ENTRY, DiskEnded, DiskOpened, Forget

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex
-from peercache.actors.disk.loads import DiskLoads
-from peercache.actors.disk.open_index import OpenIndex
+from peercache.actors.disk.open_index import DiskLoads, OpenIndex
 from peercache.actors.effects import Effect, TellPromote
 from peercache.actors.mailboxes import LoadWanted, PagesLoaded
 from peercache.actors.storage_port import DISK_DAMAGED, DISK_DONE, DISK_UNTRIED, Load, LoadDone

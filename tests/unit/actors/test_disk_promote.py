@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peercache.actors.promote.promotions import WantedPage
+from peercache.actors.promote.actor import WantedPage
 from peercache.actors.storage_port import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope

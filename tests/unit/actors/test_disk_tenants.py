@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.disk.actor import DiskTier
-from peercache.actors.disk.eviction import DONORS_MAX
-from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.index import DONORS_MAX, DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
 from peercache.actors.origin import Origin

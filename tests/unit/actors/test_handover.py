@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from peercache.actors.effects import Pull, Send, TellPool
-from peercache.actors.handover.actor import Handover
-from peercache.actors.handover.giving import (
+from peercache.actors.handover.actor import (
     AGAIN_S,
     FULL_MAX,
     FULL_S,
@@ -20,16 +19,15 @@ from peercache.actors.handover.giving import (
     OFFER_BYTES,
     OFFER_PAGES,
     OFFER_S,
-    SERVING,
-    UNFINISHED_S,
-    Batch,
-    cut,
-)
-from peercache.actors.handover.taking import (
     OFFERED_MAX,
     PULL_BASE_S,
     PULL_MAX_S,
+    SERVING,
     TAKINGS_MAX,
+    UNFINISHED_S,
+    Batch,
+    Handover,
+    cut,
 )
 from peercache.actors.mailboxes import (
     DrainBegan,

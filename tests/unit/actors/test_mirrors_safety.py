@@ -9,10 +9,8 @@ import numpy as np
 from peercache.actors.effects import Send
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.granting import Shares
-from peercache.actors.pool.mirrors import LATELY_S, LOOK_PART, Mirrors
-from peercache.actors.pool.size_classes import Slot
-from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.reservations import LATELY_S, LOOK_PART, Mirrors, Shares
+from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.ids import Incarnation
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED, Granted, ReserveMirror
 from tests.unit.actors.test_slots_mirrors import mirror, pool, put

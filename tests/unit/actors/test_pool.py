@@ -9,8 +9,7 @@ from peercache.actors.mailboxes import PagesCommitted, ReserveAhead
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import AHEAD_PAUSE_S
 from peercache.actors.pool.answers import AHEAD_MAX
-from peercache.actors.pool.granting import BATCH_PAGES_MAX
-from peercache.actors.pool.reservations import ENDED_MAX
+from peercache.actors.pool.reservations import BATCH_PAGES_MAX, ENDED_MAX
 from peercache.model.records import HAS_CHECKSUM, PAGE_BYTES_MAX, RESIDENT
 from peercache.wire.messages.pool import (
     ABORTED,

@@ -17,8 +17,8 @@ from peercache.actors.mailboxes import (
     TakeOver,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.pool import giving
-from peercache.actors.pool.mirrors import NEWCOMER_S
+from peercache.actors.pool import answers
+from peercache.actors.pool.reservations import NEWCOMER_S
 from peercache.model.keys import COPIES
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -194,7 +194,7 @@ def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bytes are those of the slots, of each size; mirrors are not among them."""
-    monkeypatch.setattr(giving, "PORTION_PAGES", 1)
+    monkeypatch.setattr(answers, "PORTION_PAGES", 1)
     rig = Taker()
     rig.mirror(7)
     rig.store(1, 2)

@@ -18,7 +18,7 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import PoolGrew
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.mirrors import LATELY_S, NAMESPACES_MAX, NEWCOMER_S, Mirrors
+from peercache.actors.pool.reservations import LATELY_S, NAMESPACES_MAX, NEWCOMER_S, Mirrors
 from peercache.model.ids import Incarnation
 from peercache.model.records import RECORD
 from peercache.wire.messages.pool import (

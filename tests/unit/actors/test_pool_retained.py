@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from peercache.actors.effects import Send, StoreWords, TellDirectory
 from peercache.actors.mailboxes import DrainChanged, GiveAsked, HeldAsked
 from peercache.actors.origin import Origin
-from peercache.actors.pool import retaining
+from peercache.actors.pool import page_table
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.retaining import LAPSES_MAX, RETAIN_MAX_S, STALE_ENDS_MIN
+from peercache.actors.pool.page_table import LAPSES_MAX, RETAIN_MAX_S, STALE_ENDS_MIN
 from peercache.model.ids import Incarnation
 from peercache.wire.messages.pool import RESERVED, Clear, Commit, Granted, Remove, Reserve
 from peercache.wire.messages.retain import NOT_HERE, OVER_QUOTA, RETAINED, Retain, Retained
@@ -223,7 +223,7 @@ def test_ends_are_bounded_when_most_pages_are_retained_no_longer(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool asserts the bound after each message: a node that exceeds it ends."""
-    monkeypatch.setattr(retaining, "STALE_ENDS_MIN", 4)
+    monkeypatch.setattr(page_table, "STALE_ENDS_MIN", 4)
     rig = Rig()
     rig.store(*range(12))
     rig.retain(*range(12))
@@ -240,7 +240,7 @@ def test_ends_are_bounded_when_most_pages_are_retained_no_longer(
 
 
 def test_ends_are_bounded_while_renewed_pages_lapse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaining, "STALE_ENDS_MIN", 0)
+    monkeypatch.setattr(page_table, "STALE_ENDS_MIN", 0)
     rig = Rig()
     rig.store(*range(8))
     rig.retain(*range(4), seconds=10)
@@ -257,7 +257,7 @@ def test_ends_are_bounded_while_renewed_pages_lapse(monkeypatch: pytest.MonkeyPa
 def test_many_pages_lapse_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tick is bounded; the next one is due later: a node whose tick is due at once ends."""
     assert LAPSES_MAX > 1
-    monkeypatch.setattr(retaining, "LAPSES_MAX", 3)
+    monkeypatch.setattr(page_table, "LAPSES_MAX", 3)
     rig = Rig()
     rig.store(*range(8))
     rig.retain(*range(8))

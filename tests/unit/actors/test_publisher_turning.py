@@ -9,10 +9,9 @@ from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import turning
+from peercache.actors.publisher import streams
 from peercache.actors.publisher.actor import Publisher
-from peercache.actors.publisher.streams import ABSENT, RecordTable
-from peercache.actors.publisher.turning import Turning
+from peercache.actors.publisher.streams import ABSENT, RecordTable, Turning
 from peercache.wire.messages.directory import Delete, Put, SummaryMatches
 from tests.unit.actors.lone_publisher import (
     ME,
@@ -36,8 +35,8 @@ from tests.unit.actors.record_cluster import NO_RECORDS, drops_of, key_of, recor
 
 def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows stand for a million."""
-    monkeypatch.setattr(turning, "LOOKED_AT_MAX", 64)
-    monkeypatch.setattr(turning, "BIN_ROWS", 50)
+    monkeypatch.setattr(streams, "LOOKED_AT_MAX", 64)
+    monkeypatch.setattr(streams, "BIN_ROWS", 50)
     monkeypatch.setattr(publisher, "HAND_OVER_ROWS_MAX", 64)
 
 
@@ -131,7 +130,7 @@ def test_a_page_dropped_while_it_moves_is_withdrawn_from_former_owners_too(
     """With the former rings remembered, and with too many of them to remember."""
     for rings_max in (16, 0):
         in_slices(monkeypatch)
-        monkeypatch.setattr(turning, "RINGS_MAX", rings_max)
+        monkeypatch.setattr(streams, "RINGS_MAX", rings_max)
         before, after = ring_of(A, B, C, replicas=1), ring_of(B, C, A, 14, replicas=1)
         made = publisher_in(before)
         commit = heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peercache.actors.pool.reservations import Reservation, Reservations
-from peercache.actors.pool.size_classes import Extent, SizeClass, Slot
+from peercache.actors.pool.slots import Extent, SizeClass, Slot
 from peercache.actors.tenants import Tenant
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED
 

@@ -7,9 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.granting import Shares
-from peercache.actors.pool.size_classes import Slot
-from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.reservations import Shares
+from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.eviction import DONOR_CHECK_EVERY
 from tests.examples import examples
 

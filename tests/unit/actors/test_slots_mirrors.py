@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.size_classes import HELD, MIRROR_AGE_FACTOR, Slot
-from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.slots import HELD, MIRROR_AGE_FACTOR, Slot, SlotAllocator
 from tests.examples import examples
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import Slot
 from peercache.actors.tenants import Tenant, Tenants
 from peercache.config.quotas import parse_quotas
 from peercache.model.keys import Namespace

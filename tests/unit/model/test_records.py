@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.actors.publisher.streams import RecordTable
-from peercache.actors.publisher.turning import Turning
+from peercache.actors.publisher.streams import RecordTable, Turning
 from peercache.model import records
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (

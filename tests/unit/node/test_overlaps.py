@@ -9,7 +9,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.authority import ShardAuthority
+from peercache.actors.directory.holdings import ShardAuthority
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin

@@ -32,9 +32,13 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.directory.authority import TICK_S, ShardAuthority
-from peercache.actors.directory.holdings import NAME_BYTES, Holdings
-from peercache.actors.directory.own_records import OwnRecords
+from peercache.actors.directory.holdings import (
+    NAME_BYTES,
+    TICK_S,
+    Holdings,
+    OwnRecords,
+    ShardAuthority,
+)
 from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (

@@ -1,13 +1,35 @@
-"""What one directory owner holds of one holder: the receiving end of a record stream."""
+"""Holdings: what a shard has of each holder and of the own pool, and whether that is all it owns.
+
+`Holdings` is the receiving end of a record stream. The own pool tells each change once, so what the
+table refuses is kept in `OwnRecords` and put again.
+
+Authority: only while a shard has all that it should own of every live holder, an absent key is no
+page. A holder is *in sync* for a ring while it has told all that this
+node owns of it on that ring, a summary has matched, each message since then has followed the one
+before, and the view has the holder alive. Authority needs all holders of the ring and all records
+of the own pool, and goes with the first doubt. What readers of the table see of it is one word and
+a time.
+
+After this process stood still, a summary counts only if the holder made it later than that: one
+that waited in a socket says nothing of what the holder stored meanwhile, and told this node in
+vain. The owner asks for a number that no earlier message of the stream can have.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import final
 
 import attrs
 
 from peercache.actors.directory.table import Change, DirectoryTable
-from peercache.model.records import Content
+from peercache.actors.mailboxes import RecordsChanged
+from peercache.model.hash_ring import HashRing
+from peercache.model.member import ALIVE
+from peercache.model.reads import TICK_AGE_MAX_S
+from peercache.model.records import DOUBTED_NUMBERS, NUMBERS_AHEAD_MAX, Content
 
 NAME_BYTES = 40
 """The first bytes of a record: key, holder, offset and generation. They name one commit."""
@@ -67,3 +89,245 @@ class Holdings:
         """Count and digests of the records, for comparison with the holder's own."""
         counts, digests = self.table.content(self.entry)
         return Content(int(counts.sum()), digests)
+
+
+RETRY_S = 0.25
+"""Pause before records without memory are put again: a full file system is full for longer."""
+
+RETRIED_MAX = 1024
+"""Records that are put again at once: a third of a millisecond."""
+
+
+@final
+@attrs.define(eq=False)
+class OwnRecords:
+    """The records of the own pool. retry_at: when to put again what is late; inf for never."""
+
+    held: Holdings
+    retry_at: float = math.inf
+    _late: dict[bytes, tuple[int, bytes]] = attrs.field(factory=dict)
+    """By key: generation and record of pages that the table lacks; the pool has all of them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the table lacks none of them."""
+        return not self._late
+
+    def change(self, changed: RecordsChanged, now: float) -> Iterator[Change]:
+        """Take what the pool says; yield what the table says of it."""
+        put = self.held.put(changed.records.tobytes())
+        yield put
+        if put.refused:
+            self._keep(changed)
+            self.retry_at = min(self.retry_at, now + RETRY_S)
+        elif self._late:
+            for key in changed.records["key"].tolist():
+                self._late.pop(key, None)
+        if len(changed.drops):
+            yield self.held.drop(changed.drops.tobytes())
+        if self._late:
+            self._forget(changed)
+
+    def retry(self, now: float) -> Change:
+        """Put some of the late records again."""
+        some = list(islice(self._late, RETRIED_MAX))
+        put = self.held.put(b"".join(self._late[key][1] for key in some))
+        if not put.refused:
+            for key in some:
+                del self._late[key]
+        self.retry_at = now + RETRY_S if self._late else math.inf
+        return put
+
+    def _keep(self, changed: RecordsChanged) -> None:
+        keys, generations = changed.records["key"].tolist(), changed.records["generation"].tolist()
+        for key, generation, record in zip(keys, generations, changed.records, strict=True):
+            if key not in self._late or self._late[key][0] < generation:
+                self._late[key] = generation, record.tobytes()
+
+    def _forget(self, changed: RecordsChanged) -> None:
+        drops = zip(
+            changed.drops["key"].tolist(), changed.drops["generation"].tolist(), strict=True
+        )
+        for key, generation in drops:
+            late = self._late.get(key)
+            if late is not None and late[0] <= generation:
+                del self._late[key]
+
+
+TICK_S = 0.025
+"""Between two ticks: a busy loop may be late by twice as much again before readers ask."""
+
+BEHIND_S = 30.0
+"""How long an owner says that it is behind because of one holder: one that differs without end
+must not double all questions."""
+
+WANTED_FIRST_S = 0.25
+WANTED_MAX_S = 4.0
+"""Pauses between two questions to a holder that is in doubt, the first and the longest. Most come
+into sync by themselves: a holder tells when it has handed over."""
+
+HEARD_MAX_S = 5.0
+HEARD_MEMBER_S = 0.4
+"""How long no summary of a holder may have come, and so much for each member: in a large cluster
+summaries are rare. A holder that cannot reach this node, though others reach both, is in doubt, and
+where no member reaches this node it has no authority by when they have it dead."""
+
+HEARD_LOOK_S = 1.0
+
+assert TICK_AGE_MAX_S > 2 * TICK_S, "one late tick would take all authority"
+
+
+@final
+@attrs.define(eq=False, kw_only=True)
+class ShardAuthority:
+    """Which holders are in sync. It looks at holdings and the view, and changes neither."""
+
+    incarnation: int
+    table: DirectoryTable
+    held: Mapping[int, Holdings]
+    states: Mapping[int, int] = attrs.field(factory=dict)
+    """The view: the state of each member."""
+    _ring: bytes = b""
+    _members: frozenset[int] = frozenset()
+    """The other members of the ring."""
+    _in_sync: set[int] = attrs.field(factory=set)
+    _behind: dict[int, float] = attrs.field(factory=dict)
+    """Holders of which this shard lacks records, the own pool among them, and since when."""
+    _wanted: dict[int, tuple[float, float]] = attrs.field(factory=dict)
+    """When to ask a holder in doubt for a summary, and the pause before the next time."""
+    _least: dict[int, int] = attrs.field(factory=dict)
+    """By holder of before the last own stall: the least number of a hand-over that counts."""
+    _has_stalled: bool = False
+    _granted: bytes = b""
+    _heard_look_at: float = 0.0
+
+    @property
+    def ring(self) -> bytes:
+        """The version of the ring for which an absent key is no page; b"" for none."""
+        return self._granted
+
+    @property
+    def doubted(self) -> int:
+        """How many other members of the ring are not in sync."""
+        return len(self._members) - len(self._in_sync)
+
+    def is_behind(self, now: float) -> bool:
+        """Return whether this shard lacks records of a holder: then "absent" is not certain."""
+        return any(now - since < BEHIND_S for since in self._behind.values())
+
+    def turn(self, ring: HashRing, now: float) -> None:
+        """Follow a ring: every holder must say that it has handed over what is owned on it."""
+        before, self._ring = self._members, ring.version
+        self._members = frozenset(ring.members) - {self.incarnation}
+        self._in_sync.clear()
+        for gone in before - self._members:
+            self._behind.pop(gone, None)
+            self._wanted.pop(gone, None)
+        for holder in sorted(self._members):
+            self._judge(holder, now)
+        self._decide()
+
+    def look(self, holder: int, now: float) -> None:
+        """Judge a holder anew, of which something was heard."""
+        if holder in self._members:
+            self._judge(holder, now)
+            self._decide()
+
+    def look_at_all(self, now: float) -> None:
+        """Judge every holder anew, after the view has changed."""
+        self._least = {h: number for h, number in self._least.items() if h in self.states}
+        for holder in sorted(self._members):
+            self._judge(holder, now)
+        self._decide()
+
+    def note_differing(self, holder: int, now: float) -> None:
+        """Note that records of a holder are missing, whether or not the ring has it."""
+        self._behind.setdefault(holder, now)
+        self.look(holder, now)
+
+    def note_matching(self, holder: int, now: float) -> None:
+        """Note that all of a holder is there that it has told."""
+        if holder not in self._members:
+            self._behind.pop(holder, None)
+        self.look(holder, now)
+
+    def note_own(self, *, is_whole: bool, now: float) -> None:
+        """Note whether the table has all records of the own pool."""
+        if is_whole == (self.incarnation not in self._behind):
+            return
+        if is_whole:
+            del self._behind[self.incarnation]
+        else:
+            self._behind[self.incarnation] = now
+        self._decide()
+
+    def forget(self, holder: int) -> None:
+        """Note that nothing is held of a holder any more: the view has none such that lives."""
+        self._behind.pop(holder, None)
+
+    def doubt_all(self, now: float) -> None:
+        """Ask all holders: this process stood still, and they may have stopped to wait for it."""
+        self._has_stalled = True
+        for holder, held in self.held.items():
+            held.is_whole = False
+            # Also above what was asked for before: that answer may lie in the socket by now.
+            number = max(held.number, self._least.get(holder, 0))
+            self._least[holder] = number + DOUBTED_NUMBERS
+        for holder in sorted(self._members):
+            self._wanted[holder] = (now, WANTED_FIRST_S)
+        self.look_at_all(now)
+
+    def note_false_number(self, holder: int, number: int) -> None:
+        """Note that a stream is at this number, and not at the much higher one that was held."""
+        if self.least(holder) > number + NUMBERS_AHEAD_MAX:
+            self._least[holder] = number + DOUBTED_NUMBERS
+
+    def least(self, holder: int) -> int:
+        """Return the least number of a hand-over that counts, 0 for any."""
+        # A holder that came later may have sent its first hand-over while this process stood still.
+        return self._least.get(holder, DOUBTED_NUMBERS if self._has_stalled else 0)
+
+    def due(self, now: float) -> list[int]:
+        """Return the holders to ask for a summary now."""
+        if now >= self._heard_look_at:
+            self._heard_look_at = now + HEARD_LOOK_S
+            self.look_at_all(now)
+        asked = []
+        for holder, (at, pause_s) in self._wanted.items():
+            held = self.held.get(holder)
+            # A holder whose records are whole tells by itself when it has handed over.
+            if at <= now and not (held is not None and held.is_whole):
+                asked.append(holder)
+                self._wanted[holder] = (now + pause_s, min(2 * pause_s, WANTED_MAX_S))
+        return asked
+
+    def _judge(self, holder: int, now: float) -> None:
+        held = self.held.get(holder)
+        heard_s = max(HEARD_MAX_S, HEARD_MEMBER_S * len(self._members))
+        if held is not None and now - held.heard_at > heard_s:
+            held.is_whole = False
+        if (
+            held is not None
+            and held.is_whole
+            and held.complete == self._ring
+            and self.states.get(holder) == ALIVE
+        ):
+            self._in_sync.add(holder)
+            self._behind.pop(holder, None)
+            self._wanted.pop(holder, None)
+            return
+        self._in_sync.discard(holder)
+        self._behind.setdefault(holder, now)
+        self._wanted.setdefault(holder, (now + WANTED_FIRST_S, WANTED_FIRST_S))
+
+    def _decide(self) -> None:
+        # Before the first ring there are no members, and the version to be granted is none.
+        has_all = len(self._in_sync) == len(self._members) and self.incarnation not in self._behind
+        granted = self._ring if has_all else b""
+        if granted == self._granted:
+            return
+        self._granted = granted
+        if granted:
+            self.table.grant(granted)
+        else:
+            self.table.revoke()

@@ -10,7 +10,7 @@ Says    PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked and HeldAsked 
         promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
 Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
         was removed is not told again. A place that the store may still write to stays taken.
-Limits  the bytes that wait to be written; those of `spills` and `removals`.
+Limits  the bytes that wait to be written; those of `spills` and `open_index`.
 
 Without a disk, before it is open and after it has ended, no page is on disk.
 """
@@ -24,17 +24,17 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.disk.flush import Flush
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.disk.loads import DiskLoads
-from peercache.actors.disk.open_index import OpenIndex, indexed_of
-from peercache.actors.disk.removals import (
+from peercache.actors.disk.open_index import (
     ANSWERS_MAX,
+    DiskLoads,
     EarlyRemovals,
+    OpenIndex,
     PendingRemoval,
     PendingRemovals,
+    indexed_of,
 )
-from peercache.actors.disk.spills import Spills
+from peercache.actors.disk.spills import Flush, Spills
 from peercache.actors.effects import Effect, TellPool, TellPromote
 from peercache.actors.mailboxes import (
     ColdestAsked,

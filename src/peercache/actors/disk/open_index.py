@@ -1,21 +1,52 @@
-"""The index of an open disk, and what follows from its changes: index rows go, the pool is told."""
+"""The index of an open disk, and what follows from its changes: index rows go, the pool is told.
+
+Removals: answers wait until the disk has forgotten. Nothing is written to a disk before it is open,
+so the order of early removals does not matter: all of them are one look-up and one removal when it
+opens, however many messages they came in.
+
+Loads: an entry is pinned as long as its page is loaded into a slot that the promote actor has
+reserved, so its place is not given out meanwhile.
+"""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final, final
 
 import attrs
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.effects import Effect, TellPool
-from peercache.actors.mailboxes import DiskIndexed, PagesForgotten, PagesSpilled
-from peercache.actors.storage_port import DiskOpened, Forget
+from peercache.actors.effects import Effect, TellPool, TellPromote
+from peercache.actors.mailboxes import (
+    DiskIndexed,
+    LoadWanted,
+    PagesForgotten,
+    PagesLoaded,
+    PagesSpilled,
+    RemovalDone,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.storage_port import (
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_FAILED,
+    DISK_LATE,
+    DISK_REPLACED,
+    DISK_UNTRIED,
+    DiskOpened,
+    Forget,
+    LateEnded,
+    Load,
+    LoadDone,
+)
 from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenants
+from peercache.model.keys import KEY, KEY_BYTES
 from peercache.model.quotas import QuotaRule
 from peercache.model.runs import I64, U64
 from peercache.observability.metrics import Metrics
+from peercache.wire.messages.pool import Clear, Remove, Removed
 
 PLACES_A_FORGET_MAX: Final = 4096
 """Places of one Forget: some milliseconds of the store's index."""
@@ -110,3 +141,212 @@ def indexed_of(opened: DiskOpened) -> DiskIndexed:
     index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
     index.load(opened.entries)
     return DiskIndexed(opened, index)
+
+
+ANSWERS_MAX: Final = 1024
+"""Removals that wait at once; those beyond are answered at once."""
+
+KEYS_MAX: Final = 2**18
+"""Pages of early removals, repeated or not: 4 MiB. Those beyond are lost."""
+
+NAMESPACES_MAX: Final = 1024
+"""Namespaces of early clears, each counted once: more than the models of a node."""
+
+
+@final
+@attrs.frozen(eq=False)
+class PendingRemoval:
+    """A removal whose index rows are being deleted. count: the pages that it removed."""
+
+    origin: Origin
+    message: Remove | Clear
+    count: int
+    until: float
+
+    def answer(self) -> Effect:
+        """Have the client answered, behind what the pool has still to publish."""
+        removed = Removed(self.message.request, self.count)
+        return TellPool(RemovalDone(self.origin, removed, self.message.patience_s))
+
+
+@final
+@attrs.define(eq=False)
+class PendingRemovals:
+    """The removals that wait for the disk, by their Forget's job."""
+
+    _pending: dict[int, PendingRemoval] = attrs.field(factory=dict)
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._pending)
+
+    def add(self, job: int, removal: PendingRemoval) -> None:
+        """Let a removal wait for its ForgetDone."""
+        self._pending[job] = removal
+
+    def done(self, job: int) -> list[Effect]:
+        """Answer the removal of this job, unless its patience was over before."""
+        removal = self._pending.pop(job, None)
+        return [] if removal is None else [removal.answer()]
+
+    def expire(self, now: float) -> list[Effect]:
+        """Answer the removals whose patience is over."""
+        over = [job for job, removal in self._pending.items() if removal.until <= now]
+        return [self._pending.pop(job).answer() for job in over]
+
+    def deadline(self) -> float:
+        """Return when the oldest patience is over; inf without removals."""
+        oldest = next(iter(self._pending.values()), None)
+        return inf if oldest is None else oldest.until
+
+
+@final
+@attrs.define(eq=False)
+class EarlyRemovals:
+    """The removals from before the disk is open; none once it is, or has ended."""
+
+    _keys: dict[int, bytearray] = attrs.field(factory=dict)
+    _keys_bytes: int = 0
+    _namespaces: dict[int, None] = attrs.field(factory=dict)
+    _is_over: bool = False
+
+    def add(self, message: Remove | Clear) -> None:
+        """Keep what is to go, as much of it as there is room for."""
+        if self._is_over:
+            return
+        if isinstance(message, Remove):
+            keys = message.keys[: KEYS_MAX * KEY_BYTES - self._keys_bytes]
+            if keys:
+                self._keys.setdefault(message.namespace, bytearray()).extend(keys)
+                self._keys_bytes += len(keys)
+        elif len(self._namespaces) < NAMESPACES_MAX:
+            self._namespaces[message.namespace] = None
+
+    def take(self, index: DiskIndex) -> Gone:
+        """End the entries of an index that was just loaded."""
+        gone = [index.of_namespaces(list(self._namespaces))]
+        for namespace, keys in self._keys.items():
+            written = index.find(bytes(keys))
+            written = written[written >= 0]
+            gone.append(written[index.are_of_space(written, namespace)])
+        self.stop()
+        return index.remove(np.unique(np.concatenate(gone)))
+
+    def stop(self) -> None:
+        """Keep nothing from now on."""
+        self._is_over = True
+        self._keys.clear()
+        self._keys_bytes = 0
+        self._namespaces.clear()
+
+
+LOST: Final = (
+    (DISK_DAMAGED, "damaged"),
+    (DISK_FAILED, "failed"),
+    (DISK_REPLACED, "overwritten"),
+)
+"""Outcomes after which a page is on disk no longer, and the reasons that metrics give."""
+
+
+@final
+@attrs.define(eq=False)
+class _Load:
+    """A job of the store. positions: of its pages in the LoadWanted; outcomes: of all of that."""
+
+    wanted: int
+    positions: I64
+    entries: I64
+    outcomes: bytearray
+    late: dict[int, None] = attrs.field(factory=dict)
+
+
+@final
+@attrs.define(eq=False)
+class DiskLoads:
+    """The loads in flight."""
+
+    open_index: OpenIndex
+    _loads: dict[int, _Load] = attrs.field(factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of loads in flight."""
+        return len(self._loads)
+
+    def begin(self, wanted: LoadWanted) -> list[Effect]:
+        """Load the pages that are still on disk; answer at once if there are none."""
+        count, index = len(wanted.lengths), self.open_index.index
+        outcomes = bytearray((DISK_UNTRIED,)) * count
+        if index is None:
+            return [_answer(wanted.job, outcomes)]
+        entries = index.find(wanted.keys)
+        for at in np.flatnonzero(entries < 0).tolist():
+            outcomes[at] = DISK_DAMAGED
+        there = np.flatnonzero(entries >= 0)
+        # A page that was stored anew in another length stays DISK_UNTRIED.
+        chosen = there[index.lengths(entries[there]) == wanted.lengths[there]]
+        if not len(chosen):
+            return [_answer(wanted.job, outcomes)]
+        entries = entries[chosen]
+        index.pin(entries)
+        job = self.open_index.next_job()
+        self._loads[job] = _Load(wanted.job, chosen, entries, outcomes)
+        load = Load(
+            job,
+            np.frombuffer(wanted.keys, KEY)[chosen].tobytes(),
+            np.full(len(chosen), wanted.namespace, np.uint64),
+            wanted.lengths[chosen].astype(np.uint64),
+            np.ascontiguousarray(index.rows(entries)["place"]),
+            wanted.offsets[chosen],
+            wanted.until,
+        )
+        return [load]
+
+    def done(self, done: LoadDone) -> list[Effect]:
+        """Take the outcome of a job: damaged pages leave the disk, the promote actor is told."""
+        load, index = self._loads[done.job], self.open_index.index
+        effects: list[Effect] = []
+        said = np.frombuffer(done.outcomes, np.uint8).copy()
+        if index is None:
+            said[said == DISK_DONE] = DISK_UNTRIED
+        else:
+            # A page that was removed while it was loaded must not come back.
+            said[(said == DISK_DONE) & ~index.is_held(load.entries)] = DISK_UNTRIED
+            for outcome, reason in LOST:
+                wrong = load.entries[said == outcome]
+                self.open_index.count_lost(reason, len(wrong))
+                if len(wrong):
+                    effects += self.open_index.forgotten(index.remove(wrong))
+        checksums = np.zeros(len(load.outcomes), np.uint64)
+        checksums[load.positions] = done.checksums
+        for at, outcome in zip(load.positions.tolist(), said.tolist(), strict=True):
+            load.outcomes[at] = outcome
+        load.late = dict.fromkeys(np.flatnonzero(said == DISK_LATE).tolist())
+        effects.append(_answer(load.wanted, load.outcomes, checksums))
+        if not load.late:
+            self._release(done.job)
+        return effects
+
+    def late_ended(self, job: int, indices: tuple[int, ...]) -> list[Effect]:
+        """Tell the promote actor of slots that are written to no longer."""
+        load = self._loads.get(job)
+        ended = [at for at in indices if load is not None and at in load.late]
+        if load is None or not ended:
+            return []
+        for at in ended:
+            del load.late[at]
+        if not load.late:
+            self._release(job)
+        positions = load.positions[ended].tolist()
+        return [TellPromote(LateEnded(load.wanted, tuple(positions)))]
+
+    def _release(self, job: int) -> None:
+        load, index = self._loads.pop(job), self.open_index.index
+        if index is not None:
+            index.touch(load.entries[index.is_held(load.entries)][::-1])
+            index.unpin(load.entries)
+
+
+def _answer(job: int, outcomes: bytearray, checksums: U64 | None = None) -> Effect:
+    if checksums is None:
+        checksums = np.zeros(len(outcomes), np.uint64)
+    return TellPromote(PagesLoaded(job, bytes(outcomes), checksums))

@@ -15,8 +15,8 @@ Keeps   its own entry is in its view, and alive until `leave`; it refutes every 
         none that was dead itself a moment ago. Peers get the entries in which their view differs,
         and no more: a peer whose view this node had lately is told what has changed since. A
         message costs what it changes, not the view.
-Limits  MEMBERS_MAX entries of a view; the limits of `candidates`, `found`, `tombstones`,
-        `reconnect`, `claims`, `exchange` and `view_log`; LEAVE_MAX goodbyes.
+Limits  MEMBERS_MAX entries of a view; the limits of `addresses`, `failure_detector` and
+        `view_exchange`; LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
 from peercache.actors.mailboxes import AddressesFound, MembershipHears, PeerAnswered, Republish
-from peercache.actors.membership.announcing import Announcing
-from peercache.actors.membership.candidates import Candidates
-from peercache.actors.membership.claims import Claims
-from peercache.actors.membership.exchange import ViewExchange
-from peercache.actors.membership.failure_detector import FailureDetector
-from peercache.actors.membership.places import Places
-from peercache.actors.membership.reconnect import Reconnect
-from peercache.actors.membership.tombstones import Tombstones
-from peercache.actors.membership.view_log import ViewLog
-from peercache.actors.membership.view_merge import (
+from peercache.actors.membership.addresses import Candidates, Places, Reconnect
+from peercache.actors.membership.failure_detector import Claims, FailureDetector, Tombstones
+from peercache.actors.membership.view_exchange import (
     COUNTER_JUMP_MAX,
+    Announcing,
+    ViewExchange,
+    ViewLog,
+    changes_asked,
     introduced,
     judge_view,
+    part_asked,
+    parts_of_sender,
     speaks_for_itself,
 )
-from peercache.actors.membership.view_parts import changes_asked, part_asked, parts_of_sender
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, View, is_live, is_newer, may_replace

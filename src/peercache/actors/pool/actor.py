@@ -20,9 +20,9 @@ Keeps   a record's word never moves; a byte under a committed record changes onl
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
         disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
         What was removed is not committed by a promote that was in flight, nor as a mirrored page
-        or one that was handed over, if it was read before (`mirrors`).
-Limits  BATCH_PAGES_MAX pages a Reserve; `granting.Shares` of the pool for pages that are reserved
-        and not committed, and AHEAD_PART of it for slots ahead.
+        or one that was handed over, if it was read before (`Mirrors`).
+Limits  BATCH_PAGES_MAX pages a Reserve; `Shares` of the pool for pages that are reserved and not
+        committed, and AHEAD_PART of it for slots ahead.
 
 The order of the effects is the promise: words go odd, then the records are withdrawn (or turned
 to ON_DISK, where the page is on disk), then the slots are granted.
@@ -76,34 +76,38 @@ from peercache.actors.mailboxes import (
     TakeOver,
 )  # fmt: skip
 from peercache.actors.origin import Origin
-from peercache.actors.pool.answers import asked_beside, committed, granted, refused
-from peercache.actors.pool.committing import commit_pages
-from peercache.actors.pool.figures import pool_figures, show_pool
-from peercache.actors.pool.giving import GivingOrder
-from peercache.actors.pool.granting import (
+from peercache.actors.pool.answers import (
+    NO_DROPS,
+    NO_RECORDS,
+    GivingOrder,
+    asked_beside,
+    changed,
+    committed,
+    demoted,
+    forgotten,
+    granted,
+    pool_figures,
+    promote_answer,
+    refused,
+    residents,
+    show_pool,
+    spilled,
+    unchanged,
+)
+from peercache.actors.pool.page_table import Page, PageTable, Retention
+from peercache.actors.pool.reservations import (
+    Mirrors,
+    Reservation,
+    Reservations,
     Shares,
     coldest_pages,
+    commit_pages,
     granules_of,
     held_pages,
     problem_of,
     states_ahead,
     take_slots,
 )
-from peercache.actors.pool.mirrors import Mirrors
-from peercache.actors.pool.on_disk import (
-    NO_DROPS,
-    NO_RECORDS,
-    changed,
-    demoted,
-    forgotten,
-    promote_answer,
-    residents,
-    spilled,
-    unchanged,
-)
-from peercache.actors.pool.page_table import Page, PageTable
-from peercache.actors.pool.reservations import Reservation, Reservations
-from peercache.actors.pool.retaining import Retention
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenant, Tenants

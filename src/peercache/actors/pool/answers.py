@@ -1,15 +1,52 @@
-"""The pool's answers to a client, or to the promote actor of its own node."""
+"""What the pool sends: answers to clients, changed records, pages of a drain, figures for metrics.
+
+A page has one record. It is RESIDENT while the page is in memory, else ON_DISK while the page is on
+disk. The pool alone numbers records, so the disk actor tells it the facts (`PagesSpilled`,
+`PagesForgotten`) and the pool decides what follows. Of pages in memory it notes under which length
+they are on disk (`Page.disk_length`), because eviction must know; of pages on disk only it keeps
+nothing, as the next fact of the disk actor says all that is needed.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import merge
+from typing import Final, final
 
-from peercache.actors.effects import Effect, Send, TellHandover, TellPromote, TellPublisher
-from peercache.actors.mailboxes import PROMOTER, TAKER, PagesCommitted, ReserveAhead
+import numpy as np
+
+from peercache.actors.effects import (
+    Effect,
+    Send,
+    TellDirectory,
+    TellDisk,
+    TellHandover,
+    TellPromote,
+    TellPublisher,
+)
+from peercache.actors.mailboxes import (
+    PROMOTER,
+    TAKER,
+    PagesCommitted,
+    PagesDemoted,
+    PagesSpilled,
+    PagesStored,
+    PagesToGive,
+    PromoteAnswered,
+    RecordsChanged,
+    ReserveAhead,
+    ResidentAsked,
+)
 from peercache.actors.origin import Origin
-from peercache.actors.pool.reservations import Reservation
-from peercache.model.records import Records
+from peercache.actors.pool.page_table import Page, PageTable
+from peercache.actors.pool.reservations import Reservation, Reservations
+from peercache.actors.pool.slots import HELD, Slot, SlotAllocator
+from peercache.model.keys import split_keys
+from peercache.model.records import DROP, RECORD, Records
+from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Commit, Committed, Granted, Reserve
+from peercache.wire.messages.promote import LATER, PROMOTED, Promoted
 from peercache.wire.messages.session import Refused
 
 AHEAD_MAX: Final = 4
@@ -63,3 +100,175 @@ def asked_beside(
         ReserveAhead(origin, Reserve(0, sequence, reservation.namespace, b"", reservation.lengths))
         for sequence in commit.ahead[:AHEAD_MAX]
     )
+
+
+NO_RECORDS: Final = np.empty(0, RECORD)
+NO_DROPS: Final = np.empty(0, DROP)
+
+
+def changed(records: Records, drops: Records) -> list[Effect]:
+    """Tell directory and publisher of records and drops, if there are any."""
+    if not len(records) and not len(drops):
+        return []
+    fact = RecordsChanged(records, drops)
+    return [TellDirectory(fact), TellPublisher(fact)]
+
+
+def spilled(pages: PageTable, fact: PagesSpilled) -> list[Effect]:
+    """Note of pages in memory that they are on disk; give all others an ON_DISK record."""
+    keys: list[bytes] = []
+    lengths: list[int] = []
+    for key, length in zip(split_keys(fact.keys), fact.lengths.tolist(), strict=True):
+        page = pages.find(key)
+        if page is None:
+            keys.append(key)
+            lengths.append(length)
+        else:
+            page.disk_length = length
+    return changed(pages.on_disk_records(keys, lengths), NO_DROPS)
+
+
+def forgotten(pages: PageTable, packed: bytes) -> list[Effect]:
+    """Note of pages in memory that they are on disk no longer; withdraw all others' records."""
+    gone: list[bytes] = []
+    for key in split_keys(packed):
+        page = pages.find(key)
+        if page is None:
+            gone.append(key)
+        else:
+            page.disk_length = 0
+    return changed(NO_RECORDS, pages.drops_of(gone))
+
+
+def demoted(pages: PageTable, evicted: list[Page], drops: Records) -> list[Effect]:
+    """Tell what eviction means: an ON_DISK record for each page on disk, a drop for the others."""
+    kept = [page for page in evicted if page.disk_length]
+    if not kept:
+        return changed(NO_RECORDS, drops)
+    lost = np.array([not page.disk_length for page in evicted], np.bool_)
+    keys = [page.key for page in kept]
+    records = pages.on_disk_records(keys, [page.disk_length for page in kept])
+    told = changed(records, drops[lost])
+    return [*told, TellDisk(PagesDemoted(b"".join(keys)))]
+
+
+def residents(pages: PageTable, packed: bytes) -> bytes:
+    """Return one byte a page: 1 where it is in memory."""
+    find = pages.find
+    return bytes(find(key) is not None for key in split_keys(packed))
+
+
+def unchanged(pages: PageTable, asked: ResidentAsked) -> bytes:
+    """Return one byte a page: 1 where it is in memory under the generation that is asked for."""
+    find = pages.find
+    generations = np.frombuffer(asked.generations, "<u8").tolist()
+    return bytes(
+        (page := find(key)) is not None and page.generation == generation
+        for key, generation in zip(split_keys(asked.keys), generations, strict=True)
+    )
+
+
+def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:
+    """Answer a reader with the records of this moment: a page evicted since is LATER."""
+    states = bytearray(asked.states)
+    found: list[Page] = []
+    for at, state in enumerate(states):
+        if state == PROMOTED:
+            page = pages.find(asked.keys[at])
+            if page is None:
+                states[at] = LATER
+            else:
+                found.append(page)
+    records = pages.records(found).tobytes()
+    return Send(asked.origin, Promoted(asked.request, bytes(states), records))
+
+
+PORTION_PAGES: Final = 1024
+"""Pages that are named at once: two milliseconds."""
+
+PORTION_BYTES: Final = 256 * 2**20
+"""Their bytes, unless one page has more: what is named early may be evicted before it is read."""
+
+
+@final
+class GivingOrder:
+    """The order in which pages are handed over; what changes meanwhile is looked at in its turn."""
+
+    def __init__(self, slots: SlotAllocator, granule: int) -> None:
+        """Take the pages of this moment; a copy of the list of slots, and no look at any page.
+
+        granule: bytes.
+        """
+        hottest_first = [list(held)[::-1] for held in slots.own_coldest_first()]
+        self.left = sum(map(len, hottest_first))
+        self._granule = granule
+        self._left_granules = sum(_granules(held[0]) * len(held) for held in hottest_first if held)
+        self._slots: Iterator[Slot] = merge(*hottest_first, key=lambda slot: -slot.touched)
+
+    def next(self, pages: PageTable, unfinished: int) -> PagesToGive:
+        """Return the next portion, by namespace."""
+        by_namespace: dict[int, list[Page]] = {}
+        count = size = 0
+        while count < PORTION_PAGES and size < PORTION_BYTES:
+            slot = next(self._slots, None)
+            if slot is None:
+                break
+            self.left -= 1
+            self._left_granules -= _granules(slot)
+            if slot.state != HELD or slot.is_mirror:
+                continue
+            (page,) = pages.in_slots([slot])
+            by_namespace.setdefault(page.namespace, []).append(page)
+            count, size = count + 1, size + page.length
+        groups = tuple(PagesStored(pages.records(some), tag) for tag, some in by_namespace.items())
+        return PagesToGive(groups, self.left, unfinished, self._left_granules * self._granule)
+
+
+def _granules(slot: Slot) -> int:
+    return slot.extent.size_class.granules
+
+
+_BYTE_STATES: Final = ("used", "reserved", "free")
+
+
+def pool_figures(
+    slots: SlotAllocator,
+    pages: PageTable,
+    reservations: Reservations,
+    granule: int,
+    page_bytes: int,
+) -> dict[str, int]:
+    """Return named figures; used + reserved + free is what is usable, to the byte."""
+    taken = slots.held_granules + slots.reserved_granules
+    return {
+        "pool_bytes": page_bytes,
+        "pool_bytes_usable": slots.usable * granule,
+        "pool_bytes_used": slots.held_granules * granule,
+        "pool_bytes_reserved": slots.reserved_granules * granule,
+        "pool_bytes_free": (slots.usable - taken) * granule,
+        "pool_bytes_stored": pages.stored_bytes,
+        "pool_bytes_mirrored": slots.mirror_granules * granule,
+        "pool_bytes_retained": sum(one.retained for one in slots.tenants.all()) * granule,
+        "pool_pages": len(pages),
+        "pool_size_classes": slots.class_count,
+        "pool_extents_reclaimed": slots.reclaims,
+        "pool_reservations": reservations.open_count,
+        "pool_clients": reservations.client_count,
+    }
+
+
+def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
+    """Compute the gauges of a pool when they are read: messages cost nothing for them."""
+    shown = {f"pool_bytes_{state}": metrics.pool_bytes.labels(state) for state in _BYTE_STATES}
+    shown |= {
+        "pool_pages": metrics.pool_pages,
+        "pool_bytes_mirrored": metrics.pool_bytes_mirrored,
+        "pool_bytes_retained": metrics.pool_bytes_retained,
+        "pool_reservations": metrics.reservations,
+    }
+    for figure, gauge in shown.items():
+        gauge.set_function(partial(_figure, read, figure))
+
+
+def _figure(read: Callable[[], dict[str, int]], name: str) -> float:
+    return read()[name]

@@ -1,4 +1,4 @@
-"""Reservations: which client may be writing where, and how each reservation ended.
+"""Reservations: slots granted to a writer, from its Reserve to the commit of its pages.
 
 A reservation is named by its client and the client's own sequence number. It ends once: by commit,
 abort, the client's word that it is over, or the exit of the client's process. There is no clock
@@ -6,17 +6,41 @@ here, because a client that was paused for an hour may still be writing.
 
 Messages come twice and late, so what has ended is remembered: the last outcomes of each client with
 what they said, everything older by one number below which nothing new begins.
+
+A client mirrors a page when it has read it from another host: it asks for a slot before it reads,
+and commits the verified bytes after that. They may be older than a removal: the removal came to
+this node first, and to the page's holder after the read. So a removal voids the mirrored pages of
+its namespace that are being written, and those whose slot is asked for while other members may
+still be removing. A removal tells each member for how long its sender waits for them.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from typing import Final, final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from peercache.actors.pool.size_classes import Slot
-from peercache.model.keys import KEY_BYTES
-from peercache.wire.messages.pool import ABORTED, COMMITTED, REFUSED_FULL, RESERVED
+from peercache.actors.mailboxes import PagesHeld, PagesStored
+from peercache.actors.pool.page_table import PackedPages, Page, PageTable
+from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.tenants import Tenant
+from peercache.model.keys import COPIES, KEY, KEY_BYTES, space_of, split_keys
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    RESERVED,
+    Commit,
+    Reserve,
+)
 
 ENDED_MAX: Final = 64
 """Outcomes remembered per client: far more than the calls it can have waiting for an answer."""
@@ -287,3 +311,347 @@ class Reservations:
 def _outcome(reservation: Reservation, states: bytes) -> Ended:
     """Return how a reservation ended: of pages without names there is nothing to tell."""
     return Ended(b"", b"") if reservation.is_ahead else Ended(reservation.keys, states)
+
+
+BATCH_PAGES_MAX = 2048
+"""Pages of one Reserve: the Committed that ends it has 65 bytes a page, 130 KiB."""
+
+AHEAD_PART = 8
+"""Slots may be reserved ahead in at most 1/8 of the pool, by all clients together: they are in use
+in the next moments, or come back within three seconds."""
+
+COLDEST_MAX = 1024
+"""Pages of one size that are looked at ahead of their eviction: a millisecond."""
+
+
+UNCOMMITTED_PART = 2
+"""The uncommitted pages of all writers together take at most 1/2 of the pool: writers that stop
+keep theirs for as long as they live."""
+
+
+@final
+@attrs.frozen
+class Shares:
+    """How many granules writers may hold uncommitted.
+
+    together_max: all of them; each_max: one of them, 0 for as many as are left of together_max.
+
+    Without `each_max` a writer's share is what it leaves to the others (the dynamic threshold of
+    shared buffers: Choudhury and Hahne, 1998): the first one may take half of what there is, a
+    second one half of the rest. So no number of writers that stop takes all of it.
+    """
+
+    together_max: int
+    each_max: int
+
+    @classmethod
+    def of(cls, *, granules: int, client_max: int) -> Shares:
+        """Divide a pool of so many granules. client_max: the setting, in granules."""
+        return cls(max(granules // UNCOMMITTED_PART, client_max), client_max)
+
+    def allow(self, size: int, *, own: int, together: int) -> bool:
+        """Return whether a writer may have one more page.
+
+        own, together: granules that this writer and all writers hold. One page is always allowed
+        while there is room for it, and any page to the only writer: else it could never be stored.
+        """
+        left = self.together_max - together - size
+        if not own:
+            return left >= 0 or not together
+        return left >= 0 and own + size <= (self.each_max or left)
+
+    def allow_all(self, size: int, count: int, own: int, together: int) -> bool:
+        """Return whether a writer may have `count` more pages, as `allow` would say one by one.
+
+        Each page leaves less than the one before, so the last one decides.
+        """
+        before = (count - 1) * size
+        left = self.together_max - together - before - size
+        return left >= 0 and own + before + size <= (self.each_max or left)
+
+
+def _one_size(states: bytearray, granules: list[int]) -> int:
+    """Return the granules of every page of a batch that is all RESERVED; 0 for any other batch."""
+    is_plain = states.count(RESERVED) == len(states) > 0
+    return granules[0] if is_plain and granules.count(granules[0]) == len(granules) else 0
+
+
+def take_slots(
+    slots: SlotAllocator,
+    states: bytearray,
+    granules: list[int],
+    *,
+    own: int,
+    shares: Shares | None,
+    untouched_since: int,
+    tenant: Tenant,
+) -> tuple[list[Slot | None], list[Slot]]:
+    """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
+
+    granules: of each page; own: granules that this client has reserved already.
+    shares:   None for slots ahead, which have a bound of their own.
+    """
+    taken: list[Slot | None] = [None] * len(states)
+    evicted: list[Slot] = []
+    if (size := _one_size(states, granules)) and (
+        shares is None or shares.allow_all(size, len(states), own, slots.reserved_granules)
+    ):
+        # What nearly every batch is.
+        many = slots.take_many(
+            size, len(states), untouched_since=untouched_since, evicted=evicted, tenant=tenant
+        )
+        taken[: len(many)] = many
+        states[len(many) :] = bytes((REFUSED_FULL,)) * (len(states) - len(many))
+        return taken, evicted
+    full: dict[int, None] = {}
+    take = slots.take
+    for index, state in enumerate(states):
+        if state != RESERVED:
+            continue
+        size = granules[index]
+        # A size without room stays so for the rest of the batch: looking again is slow.
+        slot = None
+        if size not in full and (
+            shares is None or shares.allow(size, own=own, together=slots.reserved_granules)
+        ):
+            slot = take(size, untouched_since=untouched_since, evicted=evicted, tenant=tenant)
+        if slot is None:
+            states[index] = REFUSED_FULL
+            full[size] = None
+        else:
+            taken[index] = slot
+            own += size
+    return taken, evicted
+
+
+def problem_of(reserve: Reserve, *, is_mirror: bool) -> str:
+    """Return what is malformed about a Reserve, a sentence for a person; "" for nothing.
+
+    is_mirror: its pages were asked of another host, by name.
+    """
+    count = len(reserve.lengths) // 8
+    if len(reserve.lengths) != count * 8 or len(reserve.keys) not in (0, count * KEY_BYTES):
+        return "keys and lengths do not agree"
+    if is_mirror and not reserve.keys:
+        return "no slots are reserved ahead for mirrored pages: it has to name them"
+    if count > BATCH_PAGES_MAX:
+        return f"{count} pages in one Reserve, {BATCH_PAGES_MAX} at most"
+    return ""
+
+
+def granules_of(lengths: list[int], granule: int) -> list[int]:
+    """Return how many granules each page of these lengths (bytes) takes."""
+    return [-(-length // granule) for length in lengths]
+
+
+def states_ahead(lengths: list[int], bytes_max: int, *, granules: int, usable: int) -> bytearray:
+    """Return what the pages of a Reserve without keys come to: a slot for each, or none for any.
+
+    granules: that would be reserved ahead, with these, of so many usable ones.
+    """
+    has_room = granules * AHEAD_PART <= usable
+    is_sane = all(0 < length <= bytes_max for length in lengths)
+    return bytearray((RESERVED if has_room and is_sane else REFUSED_FULL,)) * len(lengths)
+
+
+def coldest_pages(slots: SlotAllocator, pages: PageTable, full_part: float) -> list[PagesStored]:
+    """Return the eviction candidates of each size, once the pool is so full; by namespace."""
+    taken = slots.held_granules + slots.reserved_granules
+    if taken <= full_part * slots.usable:
+        return []
+    by_namespace: dict[int, list[Page]] = {}
+    for held in slots.coldest_first():
+        for page in pages.in_slots(islice(held, COLDEST_MAX)):
+            by_namespace.setdefault(page.namespace, []).append(page)
+    return [PagesStored(pages.records(some), tag) for tag, some in by_namespace.items()]
+
+
+def held_pages(slots: SlotAllocator, pages: PageTable) -> PagesHeld:
+    """Return all pages that are not on disk, retained ones first, then the hottest; for a stop."""
+    by_namespace: dict[int, list[Page]] = {}
+    for held in slots.own_coldest_first():
+        for page in reversed(pages.in_slots(held)):
+            if not page.disk_length:
+                by_namespace.setdefault(page.namespace, []).append(page)
+    groups = [PagesStored(pages.records(some), tag) for tag, some in by_namespace.items()]
+    return PagesHeld(tuple(groups))
+
+
+LATELY_S: Final = 10.0
+"""No mirrored page takes the place of a page that was read or stored within this time."""
+
+LOOK_PART: Final = 1 / 8
+"""How exact that is: the part of that time between two notes of the pool's count of touches."""
+
+CLOCKS_DIFFER: Final = 1.2
+"""A member that removes waits by its own clock, for an answer that takes time too."""
+
+NEWCOMER_S: Final = 2.5
+"""How long a new node mirrors nothing: removals of before its time, with the usual deadline of a
+call, are under way elsewhere and come to this node no more."""
+
+NAMESPACES_MAX: Final = 1024
+"""Namespaces whose removals are kept apart; beyond that the oldest ones count for all."""
+
+
+@final
+@attrs.define(eq=False)
+class Mirrors:
+    """The rules for mirrored pages of one pool.
+
+    granules_max: what all of them may have; lately_s: how long a page that was touched stays.
+    """
+
+    granules_max: int
+    lately_s: float = LATELY_S
+    _void_until: dict[int, float] = attrs.field(factory=dict)
+    """By namespace: what is asked for until then is void."""
+    _all_void_until: float = -math.inf
+    _looks: deque[tuple[float, int]] = attrs.field(factory=deque)
+    """When, and how many touches there had been."""
+
+    def started(self, now: float) -> None:
+        """Note that the node has begun to have room; only the first time counts."""
+        if self._all_void_until == -math.inf:
+            self._all_void_until = now + NEWCOMER_S
+
+    def removed(self, namespace: int, patience_s: float, now: float) -> None:
+        """Note that pages of a namespace are being removed by all members within `patience_s`."""
+        until = now + max(patience_s, 0.0) * CLOCKS_DIFFER
+        if namespace == COPIES:
+            self._all_void_until = max(self._all_void_until, until)
+            return
+        until = max(until, self._void_until.pop(namespace, -math.inf))
+        self._void_until[namespace] = until
+        if len(self._void_until) > NAMESPACES_MAX:
+            oldest = next(iter(self._void_until))
+            self._all_void_until = max(self._all_void_until, self._void_until.pop(oldest))
+
+    def is_void(self, namespace: int, asked_at: float) -> bool:
+        """Return whether a page whose slot was asked for then may have been removed since."""
+        # A name may have been cleared whole, by its space tag.
+        tags = [namespace, space_of(namespace)]
+        if namespace == space_of(namespace):
+            # Of a page from another node no more is known: it may be of every geometry.
+            tags += [tag for tag in self._void_until if space_of(tag) == namespace]
+        until = max(self._void_until.get(tag, -math.inf) for tag in tags)
+        return max(until, self._all_void_until) >= asked_at
+
+    def begin(self, now: float, clock: int) -> int:
+        """Return the touch after which a page counts as touched lately; clock: touches so far."""
+        if not self._looks or self._looks[-1][0] + self.lately_s * LOOK_PART <= now:
+            self._looks.append((now, clock))
+        while len(self._looks) > 1 and self._looks[1][0] + self.lately_s <= now:
+            self._looks.popleft()
+        at, touches = self._looks[0]
+        return touches if at + self.lately_s <= now else -1
+
+    def take_slots(
+        self,
+        slots: SlotAllocator,
+        states: bytearray,
+        granules: list[int],
+        *,
+        own: int,
+        shares: Shares,
+        untouched_since: int,
+        tenant: Tenant,
+    ) -> tuple[list[Slot | None], list[Slot]]:
+        """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted.
+
+        granules: of each page; own: granules that this client has reserved already.
+        untouched_since: no page that was touched later goes.
+        """
+        taken: list[Slot | None] = [None] * len(states)
+        evicted: list[Slot] = []
+        full: dict[int, None] = {}
+        for index, state in enumerate(states):
+            if state != RESERVED:
+                continue
+            size, slot = granules[index], None
+            if size not in full and shares.allow(size, own=own, together=slots.reserved_granules):
+                slot = slots.take_mirror(
+                    size,
+                    most=self.granules_max,
+                    untouched_since=untouched_since,
+                    evicted=evicted,
+                    tenant=tenant,
+                )
+            if slot is None:
+                states[index] = REFUSED_FULL
+                full[size] = None
+            else:
+                taken[index] = slot
+                own += size
+        return taken, evicted
+
+
+def commit_pages(
+    slots: SlotAllocator, pages: PageTable, reservation: Reservation, commit: Commit
+) -> tuple[bytes, PackedPages | None]:
+    """Hold the written pages and enter them; return the state of each page, and those entered.
+
+    It goes from the last page to the first, which so becomes the hottest: a chain loses its tail
+    first. What was not written, or is here already, gives its slot back.
+    """
+    keys = split_keys(reservation.keys)
+    lengths: list[int] = np.frombuffer(reservation.lengths, "<u8").tolist()
+    checksums: list[int] = np.frombuffer(commit.checksums, "<u8").tolist()
+    last_first = [slot for slot in reversed(reservation.slots) if slot is not None]
+    is_whole = len(last_first) == len(keys) == commit.written.count(1)
+    if is_whole and pages.are_new(keys):
+        # What nearly every batch is, in a third of the time.
+        slots.hold(last_first)
+        pages.add(keys[::-1], last_first, lengths[::-1], reservation.namespace, checksums[::-1])
+        return bytes((COMMITTED,)) * len(keys), _batch(reservation, commit.checksums)
+    told = (keys, lengths, checksums)
+    states = _page_by_page(slots, pages, reservation, commit.written, told)
+    made = np.frombuffer(states, np.uint8) == COMMITTED
+    return states, _batch(reservation, commit.checksums, made) if made.any() else None
+
+
+def _page_by_page(
+    slots: SlotAllocator,
+    pages: PageTable,
+    reservation: Reservation,
+    written: bytes,
+    told: tuple[Sequence[bytes], Sequence[int], Sequence[int]],
+) -> bytes:
+    keys, lengths, checksums = told
+    states = bytearray(reservation.states)
+    for index in range(len(keys) - 1, -1, -1):
+        slot: Slot | None = reservation.slots[index]
+        rival = pages.find(keys[index])
+        if slot is None:
+            if rival is not None and states[index] == HERE:
+                slots.touch(rival.slot)
+        elif not written[index]:
+            states[index] = ABORTED
+            slots.release(slot)
+        elif rival is not None:
+            # Another client was faster: its commit stays, and this copy is dropped.
+            slots.release(slot)
+            fits = rival.length == lengths[index]
+            states[index] = HERE if fits else REFUSED_SIZE
+            if fits:
+                slots.touch(rival.slot)
+        else:
+            states[index] = COMMITTED
+            slots.hold([slot])
+            one = slice(index, index + 1)
+            pages.add(keys[one], [slot], lengths[one], reservation.namespace, checksums[one])
+    return bytes(states)
+
+
+def _batch(
+    reservation: Reservation, checksums: bytes, chosen: npt.NDArray[np.bool_] | None = None
+) -> PackedPages:
+    """Return pages of a reservation, packed: all of them, or those that are chosen."""
+    keys, offsets, lengths = reservation.keys, reservation.offsets, reservation.lengths
+    if chosen is not None:
+        keys = np.frombuffer(keys, KEY)[chosen].tobytes()
+        offsets, lengths, checksums = (
+            np.frombuffer(packed, "<u8")[chosen].tobytes()
+            for packed in (offsets, lengths, checksums)
+        )
+    return PackedPages(reservation.namespace, keys, offsets, lengths, checksums)

@@ -11,7 +11,7 @@ Keeps   what a stream's digest covers is exactly what was sent to its owner and 
         former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
         a commit is answered exactly once, as soon as all owners that are not lagging know it.
 Limits  HAND_OVER_ROWS_MAX, FORMER_RINGS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those
-        of `pending`, `streams`, `turning` and `following`.
+        of `pending`, `streams` and `following`.
 
 Nothing is sent to this node itself: its shard hears the pool directly. It counts as no owner that
 has acknowledged.
@@ -49,9 +49,10 @@ from peercache.actors.publisher.streams import (
     RecordTable,
     Rows,
     Sent,
+    Turning,
+    by_owner,
     newest_of,
 )
-from peercache.actors.publisher.turning import Turning, by_owner
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
     BUCKETS,

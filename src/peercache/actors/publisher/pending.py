@@ -26,8 +26,8 @@ from peercache.actors.publisher.streams import (
     OutgoingStream,
     RecordTable,
     Rows,
+    by_owner,
 )
-from peercache.actors.publisher.turning import by_owner
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import keys_of
 from peercache.wire.messages.pool import Committed

@@ -1,11 +1,13 @@
-"""Waiters: many readers that wait for the same pages."""
+"""Promote: many readers that wait for the same pages, and pages that are not read yet."""
 
 from __future__ import annotations
+
+from math import inf
 
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import PromoteAnswered
 from peercache.actors.origin import Origin
-from peercache.actors.promote.waiters import WAITERS_MAX, Waiter, Waiters
+from peercache.actors.promote.actor import READ_WITHIN_S, WAITERS_MAX, UnreadPages, Waiter, Waiters
 from peercache.wire.messages.promote import LATER, LOST, PROMOTED
 
 A, B = b"A" * 16, b"B" * 16
@@ -71,3 +73,33 @@ def test_waiters_are_bounded() -> None:
         assert admit(waiters, reader, A, until=1.0) == []
 
     assert answers(admit(waiters, WAITERS_MAX, A, until=1.0)) == [(WAITERS_MAX, bytes((LATER,)))]
+
+
+def test_pages_promoted_for_two_readers_are_read_when_both_have() -> None:
+    """The first of them asks for more: the second may still be reading."""
+    unread = UnreadPages()
+    unread.add(1.0, 100, {7: None, 8: None})
+
+    unread.read_by(7)
+    once = unread.size
+    unread.read_by(7)
+    unread.read_by(8)
+
+    assert (once, unread.size) == (100, 0)
+
+
+def test_pages_that_are_not_read_lose_their_protection() -> None:
+    """A reader that died, or a wish, holds nothing for long; what was read is not counted twice."""
+    unread = UnreadPages()
+    unread.add(1.0, 100, {})
+    unread.add(2.0, 10, {7: None})
+    unread.read_by(7)
+    due = unread.deadline()
+
+    unread.expire(1.0 + READ_WITHIN_S)
+    left = unread.size
+    unread.expire(3.0)
+
+    assert due == 1.0 + READ_WITHIN_S
+    assert (left, unread.size) == (0, 0)
+    assert unread.deadline() == inf

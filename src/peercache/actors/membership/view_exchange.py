@@ -1,0 +1,358 @@
+"""View exchange: what this node sends of its view, to whom, and what it merges of others'. Pure.
+
+Log: a digest names the set of live entries. So "what changed since the view had this digest" is
+exact: a peer that has it needs those entries and no others. A digest that the log does not know, or
+from which too much has changed, is answered as ever: by comparing, or with the whole view, cut into
+messages of a bounded size.
+
+Merge: how two entries merge is a law (`model/view.py`). Which entries to merge is judged here: a
+member heard lately is not dead, only the judges of a member end it, and none that comes back itself
+just now; a tombstone stays, and an address has one holder. Otherwise one node that was cut off, and
+comes back with a view full of dead members, would empty every view until the last of them has
+refuted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, final
+
+import attrs
+
+from peercache.actors.effects import Effect, TellDirectory, TellHandover, TellRemoval, TellRing
+from peercache.actors.mailboxes import ViewChanged
+from peercache.actors.membership.failure_detector import Tombstones
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
+from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
+
+LOG_MAX: Final = 1024
+"""Changes remembered: those of a start of a thousand nodes, or of hours of a steady cluster."""
+
+TOLD_MAX: Final = 64
+"""Entries told as changes, 20 KB at most: beyond, views are compared."""
+
+BEHIND_BEATS: Final = 3
+"""Heartbeats for which a peer counts as behind whose view this node had; then it may differ by more
+than what is told in heartbeats, and the views are compared."""
+
+
+@final
+class ViewLog:
+    """The last changes of a view, and where in them each digest was left."""
+
+    def __init__(self, *, heartbeat_s: float) -> None:
+        """Know no change."""
+        self._recent_s = BEHIND_BEATS * heartbeat_s
+        self._changes: deque[int] = deque()  # incarnations, oldest first
+        self._forgotten = 0
+        self._left: dict[bytes, tuple[int, float]] = {}  # by digest: how many changes came before
+
+    def __len__(self) -> int:
+        """Return how many changes are remembered."""
+        return len(self._changes)
+
+    def changed(self, before: bytes, after: bytes, touched: Iterable[int], now: float) -> None:
+        """Note that these entries have changed, and the view's digest with them."""
+        if before == after:
+            return  # Entries of the ended: no peer has to hear of them.
+        self._left.pop(before, None)
+        self._left[before] = (self._forgotten + len(self._changes), now)
+        self._changes.extend(touched)
+        while len(self._changes) > LOG_MAX:
+            self._changes.popleft()
+            self._forgotten += 1
+        while self._left and next(iter(self._left.values()))[0] < self._forgotten:
+            del self._left[next(iter(self._left))]
+
+    def was(self, digest: bytes, now: float) -> bool:
+        """Tell whether the view had this digest lately: who has it still is behind this node."""
+        left = self._left.get(digest)
+        return left is not None and now - left[1] < self._recent_s
+
+    def since(self, digest: bytes) -> list[int] | None:
+        """Return the entries that changed since the view had this digest; None if not known."""
+        left = self._left.get(digest)
+        count = 0 if left is None else self._forgotten + len(self._changes) - left[0]
+        if not 0 < count <= 4 * TOLD_MAX:
+            return None
+        changed = dict.fromkeys(self._changes[at - count] for at in range(count))
+        return list(changed) if len(changed) <= TOLD_MAX else None
+
+
+PART_BYTES_MAX = 192 * 1024
+"""Bytes of the entries in one message, three quarters of what a message may have: about 1,200."""
+
+PART_MEMBERS_MAX = 1024
+"""Entries in one message: their decoding takes a few milliseconds."""
+
+MEMBER_BYTES_ABOUT = 80
+"""What an entry takes beside its texts: four numbers and the heads of all fields."""
+
+
+def parts_of(members: Iterable[Member]) -> list[tuple[Member, ...]]:
+    """Cut entries into parts, in their order, each for one message."""
+    parts: list[list[Member]] = []
+    room = 0
+    for member in members:
+        size = bytes_of(member)
+        if size > room or len(parts[-1]) >= PART_MEMBERS_MAX:
+            parts.append([])
+            room = PART_BYTES_MAX
+        parts[-1].append(member)
+        room -= size
+    return [tuple(part) for part in parts]
+
+
+def parts_of_sender(me: Member, others: Iterable[Member]) -> list[tuple[Member, ...]]:
+    """Cut entries into parts that each begin with the sender's own: it says whose the others are.
+
+    Entries of one address stand together, so that a successor is seen with its predecessor.
+    """
+    ordered = sorted(others, key=lambda member: (member.control, member.incarnation))
+    return [(me, *part) for part in parts_of(ordered)] or [(me,)]
+
+
+def part_asked(view: View, asked: ViewAsked) -> ViewShared:
+    """Return the part of the view that a client asks for."""
+    if not asked.after and asked.digest == view.digest():
+        return ViewShared(asked.request, ())
+    left = [member for member in view.live() if member.incarnation > asked.after]
+    parts = parts_of(left)
+    return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
+
+
+def changes_asked(view: View, log: ViewLog, asked: ViewChangesAsked) -> ViewChanges:
+    """Return what a client needs that holds an earlier view of this node's, or of an equal one."""
+    digest = view.digest()
+    if asked.digest == digest:
+        return ViewChanges(asked.request, digest, digest, (), ())
+    changed = log.since(asked.digest)
+    if changed is None:
+        return ViewChanges(asked.request, b"", digest, (), ())
+    found = [(incarnation, view.get(incarnation)) for incarnation in changed]
+    live = tuple([entry for _, entry in found if entry is not None and is_live(entry)])
+    gone = tuple([i for i, entry in found if entry is None or not is_live(entry)])
+    return ViewChanges(asked.request, asked.digest, digest, live, gone)
+
+
+def bytes_of(member: Member) -> int:
+    """Return how many bytes an entry takes at most."""
+    texts = (member.host_name, member.control, member.data, member.boot_id, member.segment)
+    length = sum([len(text.encode()) for text in (*texts, member.name)])
+    return length + len(member.nonce) + MEMBER_BYTES_ABOUT
+
+
+COUNTER_JUMP_MAX = 2**16
+"""How far a member's counter may be ahead in another node's view: further than a member refutes
+while two sides do not hear each other. A counter at the end of its range could not be refuted."""
+
+
+@final
+@attrs.frozen
+class JudgedView:
+    """What follows from a view.
+
+    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members that may well live.
+    to_meet: addresses at which members may be that this node does not know, or holds dead.
+    unmet:   the entries among them that are live, and newer than what this node knows.
+    """
+
+    merged: list[Member]
+    doubted: list[Member]
+    to_meet: list[str]
+    unmet: list[Member]
+
+
+def speaks_for_itself(sender: int, member: Member) -> bool:
+    """Tell whether `sender` brings its own entry, in a state that only a member itself reports."""
+    return member.incarnation == sender and member.state in (ALIVE, LEFT)
+
+
+def introduced(
+    member: Member,
+    *,
+    me: int,
+    view: View,
+    tombstones: Tombstones,
+    live_at: Mapping[str, Collection[int]],
+) -> list[Member]:
+    """Return the entries that follow from a node's own message that it lives at its address.
+
+    live_at: the incarnations of the other live members at each control address.
+    """
+    known = view.get(member.incarnation)
+    if known is None and tombstones.holds(member):
+        return [tombstones.as_dead(member)]
+    if known is not None or member.state != ALIVE:
+        return [member]
+    # One process binds an address, so the member that had it before is gone. Judged at first sight
+    # only: two nodes that advertise one address by mistake would end each other for ever.
+    before = [view.get(other) for other in sorted(live_at.get(member.control, ()))]
+    return [member] + [
+        attrs.evolve(other, state=DEAD)
+        for other in before
+        if other is not None and other.incarnation != me
+    ]
+
+
+def judge_view(
+    theirs: Mapping[int, Member],
+    *,
+    sender: int,
+    me: int,
+    view: View,
+    tombstones: Tombstones,
+    live_at: Mapping[str, Collection[int]],
+    heard_lately: Callable[[int], bool],
+    is_master: bool,
+    is_back: bool,
+) -> JudgedView:
+    """Part the entries of a known `sender`'s view: to merge, to doubt, and to look for.
+
+    heard_lately: whether a message of the member itself came within suspect_s.
+    is_master:    whether the sender is a master: what others say of third nodes is not believed.
+    is_back:      whether this node held the sender dead until lately: it comes from another side of
+                  a partition, and has not heard yet who lives on this one.
+    """
+    holders = {member.control: member.incarnation for member in theirs.values() if is_live(member)}
+    judged = JudgedView([], [], [], [])
+    for incarnation, entry in theirs.items():
+        mine = view.get(incarnation)
+        if incarnation == me:
+            continue
+        if incarnation == sender:
+            if speaks_for_itself(sender, entry):
+                judged.merged.extend(
+                    introduced(entry, me=me, view=view, tombstones=tombstones, live_at=live_at)
+                )
+        elif mine is None:
+            if is_live(entry):
+                judged.to_meet.append(entry.control)
+                judged.unmet.append(entry)
+        elif not is_newer(entry, mine):
+            if is_master and is_live(entry) and not is_live(mine):
+                # It may live, and not know what is said of it: its own answer lets it refute. The
+                # masters cannot tell it, for they do not believe this node about others.
+                judged.to_meet.append(entry.control)
+        elif entry.counter > mine.counter + COUNTER_JUMP_MAX:
+            continue
+        elif entry.state in (SUSPECT, DEAD) and (
+            is_live(mine)
+            and (is_back or heard_lately(incarnation))
+            and holders.get(entry.control, incarnation) == incarnation
+        ):
+            judged.doubted.append(entry)
+        elif is_master:
+            judged.merged.append(entry)
+        elif is_live(entry) and not is_live(mine):
+            judged.to_meet.append(entry.control)
+            judged.unmet.append(entry)
+    return judged
+
+
+SHARES_PER_BEAT: Final = 4
+"""Answers with entries to one peer in one heartbeat: an exchange takes two, a heal three."""
+
+DIFFERING_MAX: Final = 64
+"""Peers remembered whose views differ: each is asked in a turn of its own, and says so again."""
+
+BUSY_BEATS: Final = 3
+"""Heartbeats between two questions while there are addresses to try: their answers come first."""
+
+
+@final
+class ViewExchange:
+    """The bounds of what is said, and the peers whose views are other ones."""
+
+    def __init__(self, *, turn_s: float, heartbeat_s: float) -> None:
+        """Ask one peer in `turn_s`."""
+        self._turn_s = turn_s
+        self._busy_s = BUSY_BEATS * heartbeat_s
+        self._shares: dict[int, int] = {}
+        self._differing: dict[int, bytes] = {}  # the next to be asked first
+        self._asked_at = float("-inf")
+
+    def __len__(self) -> int:
+        """Return with how many peers something was shared in this heartbeat."""
+        return len(self._shares)
+
+    def may_share(self, peer: int) -> bool:
+        """Count an answer to a peer; False if it has had enough in this heartbeat."""
+        sent = self._shares.get(peer, 0)
+        if sent >= SHARES_PER_BEAT or len(self._shares) >= MEMBERS_MAX:
+            return False
+        self._shares[peer] = sent + 1
+        return True
+
+    def next_beat(self) -> None:
+        """Begin to count anew."""
+        self._shares.clear()
+
+    def differs(self, peer: int, digest: bytes) -> None:
+        """Note that a peer's view is another one, as of its last message."""
+        self._differing.pop(peer, None)
+        if len(self._differing) < DIFFERING_MAX:
+            self._differing[peer] = digest
+
+    def next_peer(self, now: float, *, own: bytes, members: View, is_busy: bool) -> int | None:
+        """Return the peer to ask in what its view differs, or None in this turn.
+
+        own: this view's digest: what the last answer brought may be all.
+        """
+        if now - self._asked_at < (self._busy_s if is_busy else self._turn_s):
+            return None
+        while self._differing:
+            peer = next(iter(self._differing))
+            if self._differing.pop(peer) != own and peer in members:
+                self._asked_at = now
+                return peer
+        return None
+
+
+ANNOUNCED_AT_ONCE_MAX: Final = 64
+"""Members of a view each change of which is told at once: that takes less than a tenth of a
+millisecond."""
+
+ANNOUNCE_GAP_S: Final = 0.1
+"""Least time between two announcements of a larger view: a thousand members that come within some
+seconds are not a thousand rings."""
+
+
+@final
+class Announcing:
+    """When the view was told last, and when it is to be told again.
+
+    due: when a change that was not told yet is to be told; inf if there is none.
+    """
+
+    def __init__(self, metrics: Metrics | None) -> None:
+        """Have told nothing."""
+        self._metrics = metrics
+        self._told_at = -math.inf
+        self.due = math.inf
+
+    def changed(self, view: View, now: float) -> list[Effect]:
+        """Tell a change, or let it wait."""
+        if len(view) > ANNOUNCED_AT_ONCE_MAX and now - self._told_at < ANNOUNCE_GAP_S:
+            self.due = self._told_at + ANNOUNCE_GAP_S
+            return []
+        return self.tell(view, now)
+
+    def tell(self, view: View, now: float) -> list[Effect]:
+        """Tell the view."""
+        self._told_at, self.due = now, math.inf
+        changed = ViewChanged(view.members())
+        if self._metrics is not None:
+            for state, name in enumerate(STATE_NAMES):
+                count = sum([member.state == state for member in changed.members])
+                self._metrics.members.labels(state=name).set(count)
+        return [
+            TellRing(changed),
+            TellDirectory(changed),
+            TellRemoval(changed),
+            TellHandover(changed),
+        ]
