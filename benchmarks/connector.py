@@ -24,8 +24,8 @@ from blake3 import blake3
 
 from peercache.client.client import Client
 from peercache.connector import ConnectorMetadata, RemoteKVConnector
-from peercache.connector.buffers import KVBuffers
-from peercache.connector.page_store import ClientPages
+from peercache.connector.connector import KVBuffers
+from peercache.connector.metadata import ClientPages
 from peercache.content.chain import Chain, in_namespace
 from peercache.model.keys import Namespace, PageKeys
 from peercache.model.runs import I64

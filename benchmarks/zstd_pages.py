@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.ttft_engine import PAGE_TOKENS
 from benchmarks.ttft_sglang import FULL
-from peercache.connector.page_file import Zstd
+from peercache.connector.folder import Zstd
 from tests.integration.processes import Child
 from tests.integration.tiny_llama import write_tiny_llama
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peercache.connector.folder import folder_store
-from peercache.connector.page_store import OpenStore, PageStore, cluster_store
+from peercache.connector.metadata import OpenStore, PageStore, cluster_store
 from peercache.model.keys import KEY, Namespace, PageKeys
 from peercache.model.runs import PageRuns
 from tests.pace import TIMEOUT_S

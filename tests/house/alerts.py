@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from peercache.observability.objectives import OBJECTIVES, Objective
+from peercache.observability.latency import OBJECTIVES, Objective
 
 JOB = "peercache"
 GOOD_BEFORE_M = 10

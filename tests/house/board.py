@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from peercache.observability.objectives import OBJECTIVES, Objective
+from peercache.observability.latency import OBJECTIVES, Objective
 
 ON = 'job=~"$job",instance=~"$instance"'
 WINDOW = "$__rate_interval"

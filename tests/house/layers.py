@@ -59,7 +59,7 @@ LAYERS: dict[str, str] = {
     "sglang": "model config observability events client engines",
     "lmcache": "model observability client engines",
     "vllm": "model observability client engines",
-    "connector": "model content config observability memory events client",
+    "connector": "model content config observability memory events client engines",
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net events node client cli",
     "cli.demo": "config observability '' cli",

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from peercache.observability.latency import LATENCY_BUCKETS_S
+from peercache.observability.latency import LATENCY_BUCKETS_S, OBJECTIVES
 from peercache.observability.metrics import STARTED, Metrics
-from peercache.observability.objectives import OBJECTIVES
 from tests.house import alerts, board
 from tests.house.reference_pages import ROOT, labels_of_metrics
 

@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from peercache.sglang.attached import object_keys
+from peercache.sglang.pages import object_keys
 from tests.integration.sglang_pools import flat_page
 from tests.integration.sglang_rig import DTYPE, PAGE_TOKENS, WAIT_S, Shape, ranks
 

@@ -16,7 +16,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics, StorageMe
 import peercache.sglang.store as store_module
 from peercache.observability.log import LOGGER
 from peercache.sglang import PeerCacheStore
-from peercache.sglang.stats import BatchTally
+from peercache.sglang.store import BatchTally
 from tests.integration.sglang_fakes import FakeCluster
 from tests.integration.sglang_pools import PAGE_TOKENS, filled, host_pool, page_hash
 from tests.integration.test_sglang_store import KEYS, SLOTS, open_store

@@ -33,7 +33,7 @@ def engines_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake_lmcache.install(monkeypatch)
     yield
     fake_vllm.forget()
-    for name in ("peercache.lmcache", "peercache.lmcache.adapter", "peercache.lmcache.addresses"):
+    for name in ("peercache.lmcache", "peercache.lmcache.adapter"):
         sys.modules.pop(name, None)
 
 
@@ -54,6 +54,6 @@ def test_one_hash_is_another_page_in_every_engine() -> None:
     """Even under one namespace's name, where all engines give a page the same hash."""
     digests = {engine: space.digest() for engine, space in spaces("shared").items()}
     keys = {engine: page_keys([HASH.hex()], digest)[0] for engine, digest in digests.items()}
-    addresses = importlib.import_module("peercache.lmcache.addresses").Addresses("shared")
+    addresses = importlib.import_module("peercache.lmcache.adapter").Addresses("shared")
     keys["lmcache"] = addresses.of([fake_lmcache.ObjectKey(HASH)], [""])[0]
     assert len(set(map(bytes, keys.values()))) == len(keys), keys

@@ -23,7 +23,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from peercache.errors import ConfigError, Rejected
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.pages import HostPages
-from peercache.sglang.stats import PENDING_MAX, BatchTally
+from peercache.sglang.store import PENDING_MAX, BatchTally
 from tests.integration.sglang_fakes import BrokenClient, FakeBackedStore, FakeCluster
 from tests.integration.sglang_pools import (
     EVERY_POOL,

@@ -25,9 +25,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from peercache.client.report import tell_moved
 from peercache.sglang import PeerCacheStore
-from peercache.sglang.attached import object_keys
-from peercache.sglang.head_groups import HeadGroups, UncutPool
-from peercache.sglang.pages import HostPages
+from peercache.sglang.namespace import HeadGroups, UncutPool
+from peercache.sglang.pages import HostPages, object_keys
 from tests.integration.sglang_fakes import FakeCluster
 from tests.integration.sglang_pools import (
     PAGE_TOKENS,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from peercache.http.history import STEP_S
-from peercache.http.watching import Watching
+from peercache.http.history import STEP_S, Watching
 from peercache.model.status import MemberStatus
 from peercache.wire.messages.draining import CancelDrain, DrainNode
 from tests.pace import TIMEOUT_S, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from peercache.client.following import follow_cluster
 from peercache.connector.followed_blocks import FollowedBlocks
-from peercache.connector.page_store import cluster_store
+from peercache.connector.metadata import cluster_store
 from peercache.events.blocks import BlockRemoved, BlockStored
 from peercache.events.publishing import BlockPublisher
 from peercache.model.keys import Namespace

@@ -14,8 +14,7 @@ import pytest
 
 from peercache.client.following import follow_cluster
 from peercache.client.operator import Target
-from peercache.events.cluster import ClusterFollower
-from peercache.events.following import Index
+from peercache.events.following import ClusterFollower, Index
 from peercache.model.changes import IN_FILES, IN_MEMORY
 from peercache.model.keys import Namespace, page_keys
 from tests.pace import wait_until

@@ -24,8 +24,7 @@ from peercache.client.following import follow_cluster
 from peercache.client.operator import Target
 from peercache.connector import ConnectorMetadata, RemoteKVConnector, cluster_store
 from peercache.content.chain import Chain, in_namespace
-from peercache.events.cluster import ClusterFollower
-from peercache.events.following import Index
+from peercache.events.following import ClusterFollower, Index
 from peercache.manager.remote import RemoteKVManager
 from peercache.model.records import ON_DISK, RESIDENT
 from tests.pace import wait_until

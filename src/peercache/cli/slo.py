@@ -17,7 +17,7 @@ import click
 from peercache.cli.options import json_option
 from peercache.cli.terminal import console, print_json, table, tell
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
-from peercache.observability.objectives import Counts, Told, added, counts_of, judged, since
+from peercache.observability.latency import Counts, Told, added, counts_of, judged, since
 
 EXIT_MISSED = 1
 NODE = "127.0.0.1:31997"

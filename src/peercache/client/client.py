@@ -34,8 +34,8 @@ from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_ke
 from peercache.model.overlap import Overlap
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
-from peercache.observability.calls import current
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
+from peercache.observability.log import current
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of

@@ -1,4 +1,4 @@
-"""Follow what the nodes of a cluster hold: `events.cluster` with an operator's connections."""
+"""Follow what the nodes of a cluster hold: `events.following` with an operator's connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 from peercache.client.operator import Operator, Target
 from peercache.errors import DeadlineExceeded, PeerCacheError, PeerUnreachable
-from peercache.events.cluster import ClusterFollower
+from peercache.events.following import ClusterFollower
 
 LIVE = ("alive", "suspect")
 """States of members to follow: what a suspect one holds, only it can tell."""

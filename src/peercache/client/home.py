@@ -24,8 +24,7 @@ from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.net.breaker import Breakers
 from peercache.net.tls import ControlTls, control_url
-from peercache.observability.metrics import Metrics
-from peercache.observability.reports import ClientReport
+from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie

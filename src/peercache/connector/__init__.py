@@ -2,8 +2,7 @@
 
 from peercache.connector.connector import RemoteKVConnector
 from peercache.connector.folder import folder_store
-from peercache.connector.metadata import ConnectorMetadata
-from peercache.connector.page_store import cluster_store
+from peercache.connector.metadata import ConnectorMetadata, cluster_store
 from peercache.connector.queues import AsyncKVPrefetchQueue, AsyncKVStoreQueue
 
 __all__ = [

@@ -5,39 +5,440 @@ Writes   A page is written beside the others and renamed into its place when it 
          the rename, and its folder after it; without, a power failure may leave a torn file.
 Reads    Each chunk is verified before it is copied. A torn or changed file is a miss, and goes.
 Faults   Errors that pass (a busy or stale share) are tried again; others are misses, and logged.
+
+Room     The files' bytes are bounded; those used longest ago go first (`FolderRoom`).
+Format   One page as a file:
+
+    block 0     header of HEADER_BYTES: magic, version, codec, chunk size, key, length of the page,
+                then stored length and xxh3_64 of each chunk, and the xxh3_64 of all that
+    then        each chunk of the page, as the codec stores it, from a multiple of BLOCK on
+
+Checksums are those of the page's own bytes, so they also prove a decompression right. Blocks suit
+O_DIRECT. Numbers are little-endian.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import itertools
+import mmap
 import os
+import re
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Any, Protocol, TypeVar, final
+
+import attrs
+import numpy as np
+import xxhash
 
 from peercache.config.quantities import parse_size
-from peercache.connector.folder_room import WRITING, FolderRoom
-from peercache.connector.page_file import (
-    HEADER_BYTES,
-    Codec,
-    EnginePage,
-    NoPage,
-    Room,
-    Zstd,
-    page_length,
-    read_page,
-    write_page,
-)
-from peercache.connector.page_store import OpenStore
+from peercache.connector.metadata import OpenStore
 from peercache.errors import ConfigError
+from peercache.memory.copying import Pieces, Side, scatter
 from peercache.model.keys import PageKeys
-from peercache.model.runs import PageRuns
+from peercache.model.runs import U64, PageRuns
 from peercache.observability.log import WarnOnce, get_logger
+
+BLOCK = 4096
+"""Of O_DIRECT: no device wants more."""
+
+MAGIC = b"PCkv"
+VERSION = 1
+_FIXED = struct.Struct("<4sHHI16sQ")
+_CHUNK = struct.Struct("<IQ")
+HEADER_BYTES = BLOCK
+CHUNKS_MAX = (HEADER_BYTES - _FIXED.size - 8) // _CHUNK.size
+CHUNK_BYTES = 4 * 2**20
+PAGE_BYTES_MAX = CHUNKS_MAX * CHUNK_BYTES
+
+RAW, ZSTD = 0, 1
+"""Codecs."""
+
+WORTH = 15 / 16
+"""Of a page's bytes: what compresses to more is stored as it is, and read without a codec."""
+
+
+class NoPage(Exception):
+    """A file is no page, or not this one. is_damaged: it never will be one again."""
+
+    def __init__(self, problem: str, *, is_damaged: bool) -> None:
+        """Say what is wrong."""
+        super().__init__(problem)
+        self.is_damaged = is_damaged
+
+
+class Codec(Protocol):
+    """Compresses chunks; used by one thread at a time."""
+
+    def compress(self, raw: memoryview) -> bytes:
+        """Return a chunk as it is stored."""
+
+    def decompress(self, stored: memoryview, length: int) -> bytes:
+        """Return the chunk of `length` bytes. Raises what the library raises."""
+
+
+@final
+class Zstd:
+    """The codec of the extra `zstd`."""
+
+    def __init__(self, level: int) -> None:
+        """Make one. ConfigError: the library is missing."""
+        try:
+            import zstandard  # noqa: PLC0415 - only a folder that compresses needs it
+        except ImportError as error:
+            raise ConfigError(
+                "zstd_level", "zstandard is not installed: pip install 'peercache-kv[zstd]'"
+            ) from error
+        self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=False)
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._length_of = zstandard.frame_content_size
+
+    def compress(self, raw: memoryview) -> bytes:
+        """Return a chunk as it is stored."""
+        compressed: bytes = self._compressor.compress(raw)
+        return compressed
+
+    def decompress(self, stored: memoryview, length: int) -> bytes:
+        """Return the chunk of `length` bytes. Raises what the library raises."""
+        # The library makes room for what the frame says, whatever is allowed.
+        if self._length_of(stored) != length:
+            raise ValueError("the frame has another length")
+        raw: bytes = self._decompressor.decompress(stored)
+        return raw
+
+
+@final
+class Room:
+    """Aligned memory of one thread, for a chunk on its way between a file and the engine."""
+
+    def __init__(self) -> None:
+        """Map it: a chunk, and the header."""
+        self._map = mmap.mmap(-1, CHUNK_BYTES + HEADER_BYTES)
+        self.chunk = memoryview(self._map)[:CHUNK_BYTES]
+        self.header = memoryview(self._map)[CHUNK_BYTES:]
+        self.chunk_address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+@attrs.frozen(eq=False)
+class EnginePage:
+    """A page in the engine's memory: (runs,) addresses and sizes."""
+
+    addresses: U64
+    sizes: U64
+
+    @property
+    def length(self) -> int:
+        """The bytes of the page."""
+        return int(self.sizes.sum())
+
+
+def write_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec | None) -> int:
+    """Write a page into an empty file; return the file's bytes. Raises OSError.
+
+    A page that does not get smaller is stored as it is, whatever the codec.
+    """
+    length = place.length
+    if not 0 < length <= PAGE_BYTES_MAX:
+        raise NoPage(f"a page of {length} bytes, at most {PAGE_BYTES_MAX}", is_damaged=False)
+    side = Side(place.addresses, place.sizes)
+    chunks, end = _write_chunks(fd, side, length, room, codec)
+    used = RAW if codec is None else ZSTD
+    if used == ZSTD and (not chunks or sum(stored for stored, _ in chunks) > length * WORTH):
+        os.ftruncate(fd, 0)
+        chunks, end = _write_chunks(fd, side, length, room, None)
+        used = RAW
+    header = _FIXED.pack(MAGIC, VERSION, used, CHUNK_BYTES, key, length)
+    header += b"".join(_CHUNK.pack(*chunk) for chunk in chunks)
+    header = header.ljust(HEADER_BYTES - 8, b"\0")
+    room.header[:] = header + struct.pack("<Q", xxhash.xxh3_64_intdigest(header))
+    _write_all(fd, room.header, 0)
+    return end
+
+
+def page_length(fd: int) -> int:
+    """Return the bytes of the page that a file says it has, unverified; 0 of what is no page."""
+    raw = os.pread(fd, _FIXED.size, 0)
+    if len(raw) < _FIXED.size or not raw.startswith(MAGIC):
+        return 0
+    length: int = _FIXED.unpack(raw)[5]
+    return length
+
+
+def read_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec | None) -> None:
+    """Read a page into its place, chunk by chunk, each verified before it is copied.
+
+    NoPage: this file is not the page of that key and length. Raises OSError.
+    """
+    length = place.length
+    used, chunks = _header(fd, key, length, room)
+    if used == ZSTD and codec is None:
+        raise NoPage("it is compressed, and zstandard is not here", is_damaged=False)
+    side = Side(place.addresses, place.sizes)
+    offset = HEADER_BYTES
+    for number, (stored, checksum) in enumerate(chunks):
+        begin = number * CHUNK_BYTES
+        size = min(CHUNK_BYTES, length - begin)
+        wanted = room.chunk[: _blocks(stored)]
+        if _read_all(fd, wanted, offset) < stored:
+            raise NoPage("the file is too short", is_damaged=True)
+        offset += len(wanted)
+        raw: Any = room.chunk[:stored]
+        if used == ZSTD and codec is not None:
+            raw = _decompressed(codec, raw, size)
+        if len(raw) != size or xxhash.xxh3_64_intdigest(raw) != checksum:
+            raise NoPage("the checksum is wrong", is_damaged=True)
+        copied = _copy(side, begin, size, raw, room, to_engine=True)
+        if copied != size:
+            raise NoPage("the engine's memory is not there", is_damaged=False)
+
+
+def _header(fd: int, key: bytes, length: int, room: Room) -> tuple[int, list[tuple[int, int]]]:
+    """Return the codec, and (stored bytes, checksum) of each chunk of a page that fits."""
+    if _read_all(fd, room.header, 0) < HEADER_BYTES:
+        raise NoPage("the header is too short", is_damaged=True)
+    raw = bytes(room.header)
+    (checksum,) = struct.unpack_from("<Q", raw, HEADER_BYTES - 8)
+    if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
+        raise NoPage("the header's checksum is wrong", is_damaged=True)
+    magic, version, used, chunk_bytes, of_key, of_length = _FIXED.unpack_from(raw)
+    if (magic, version, chunk_bytes) != (MAGIC, VERSION, CHUNK_BYTES) or used not in {RAW, ZSTD}:
+        raise NoPage("it has another format", is_damaged=False)
+    if of_key != key:
+        raise NoPage("it is the page of another key", is_damaged=True)
+    if of_length != length:
+        raise NoPage(f"it has {of_length} bytes, {length} are asked for", is_damaged=False)
+    count = -(-length // CHUNK_BYTES)
+    chunks = [_CHUNK.unpack_from(raw, _FIXED.size + i * _CHUNK.size) for i in range(count)]
+    if any(stored > CHUNK_BYTES for stored, _ in chunks):
+        raise NoPage("a chunk is too long", is_damaged=True)
+    return used, chunks
+
+
+def _write_chunks(
+    fd: int, side: Side, length: int, room: Room, codec: Codec | None
+) -> tuple[list[tuple[int, int]], int]:
+    """Return (stored bytes, checksum) of each chunk, and where the file ends.
+
+    No chunks: one of them does not get smaller.
+    """
+    chunks, offset = [], HEADER_BYTES
+    for begin in range(0, length, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, length - begin)
+        raw = room.chunk[:size]
+        if _copy(side, begin, size, raw, room, to_engine=False) != size:
+            raise NoPage("the engine's memory is not there", is_damaged=False)
+        checksum = xxhash.xxh3_64_intdigest(raw)
+        stored = size
+        # What grows does not fit in the room; the whole page is then stored as it is.
+        if codec is not None and len(compressed := codec.compress(raw)) <= size:
+            stored = len(compressed)
+            room.chunk[:stored] = compressed
+        elif codec is not None:
+            return [], 0
+        blocks = _blocks(stored)
+        room.chunk[stored:blocks] = bytes(blocks - stored)
+        _write_all(fd, room.chunk[:blocks], offset)
+        chunks.append((stored, checksum))
+        offset += blocks
+    return chunks, offset
+
+
+def _decompressed(codec: Codec, stored: memoryview, size: int) -> bytes:
+    try:
+        return codec.decompress(stored, size)
+    except Exception as error:  # The library's own class, and MemoryError for absurd lengths.
+        raise NoPage(f"it does not decompress: {error}", is_damaged=True) from error
+
+
+def _copy(side: Side, begin: int, size: int, raw: Any, room: Room, *, to_engine: bool) -> int:
+    """Copy a chunk between the engine and the room, or from `raw` bytes; return the bytes."""
+    address = room.chunk_address
+    if isinstance(raw, bytes):
+        address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
+    ours: Pieces = np.array([[address, size]], np.uint64)
+    return scatter(side.cut(begin, begin + size), ours, to_segment=not to_engine)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _read_all(fd: int, into: memoryview, offset: int) -> int:
+    """Return the bytes read, fewer than asked for at the file's end."""
+    total = 0
+    while into:
+        count = os.preadv(fd, [into], offset)
+        total += count
+        if count % BLOCK or not count:
+            break
+        into, offset = into[count:], offset + count
+    return total
+
+
+SWEEP_PART = 16
+"""A sweep is due when a process has written 1/16 of the cap, and leaves 15/16 of it: several
+processes on one folder exceed the cap by 1/16 each at most."""
+
+SWEEP_S = 60.0
+"""And this often: other processes write, too."""
+
+CLOSE_S = 5.0
+LEFT_OVER_S = 3600.0
+"""A file that was being written so long ago is what a killed process left."""
+
+PAGE_NAME = re.compile(r"[0-9a-f]{32}")
+SHELF_NAME = re.compile(r"[0-9a-f]{2}")
+WRITING = ".writing"
+"""The folder of files that are being written."""
+LOCK = ".lock"
+
+
+@final
+class FolderRoom:
+    """Keeps the files of a folder below a number of bytes, the least recently used go first.
+
+    When a page was used last is its file's time of change, so that restarts and other processes on
+    the folder know it too. Sweeps run in a thread of their own, in one process at a time where
+    the file system has locks; two at once remove more than they must, and break nothing.
+    """
+
+    def __init__(self, root: Path, bytes_max: int, warn: WarnOnce) -> None:
+        """Count what is there, and start the thread."""
+        self._root = root
+        self._max = bytes_max
+        self._warn_once = warn
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._reserved = 0
+        self._written = 0
+        self._found = 0
+        self.sweep()
+        self._thread = threading.Thread(target=self._work, name="peercache-sweep", daemon=True)
+        self._thread.start()
+
+    def take(self, size: int) -> bool:
+        """Reserve room for a file; return False if there is none before a sweep."""
+        with self._changed:
+            has_room = self._found + self._written + self._reserved + size <= self._max
+            if has_room:
+                self._reserved += size
+            if not has_room or self._written > self._max // SWEEP_PART:
+                self._changed.notify_all()
+        return has_room
+
+    def settle(self, size: int, written: int) -> None:
+        """End a reservation of `size` bytes: so many of them were written."""
+        with self._changed:
+            self._reserved -= size
+            self._written += written
+
+    def used(self) -> int:
+        """Return the bytes that are counted."""
+        with self._changed:
+            return self._found + self._written + self._reserved
+
+    def close(self) -> None:
+        """End the thread; one that waits for a share that hangs is left alone."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+
+    def sweep(self) -> None:
+        """Count the files, and remove the oldest of them where they are too many."""
+        with self._changed:
+            written_before = self._written
+        try:
+            found = self._swept()
+        except OSError as error:
+            self._warn_once(
+                "connector.sweep_failed", error.errno, path=str(self._root), error=str(error)
+            )
+            return
+        with self._changed:
+            self._found = found
+            # What was written meanwhile may be counted twice, until the next sweep.
+            self._written -= written_before
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_closed and not self._is_due():
+                    self._changed.wait(SWEEP_S)
+                if self._is_closed:
+                    return
+            begun = time.monotonic()
+            self.sweep()
+            with self._changed:
+                # A folder that cannot be made smaller is not swept in a circle.
+                if not self._is_closed and self._is_due():
+                    self._changed.wait(max(1.0, time.monotonic() - begun))
+
+    def _is_due(self) -> bool:
+        return self._written > self._max // SWEEP_PART or self._found > self._max
+
+    def _swept(self) -> int:
+        with (self._root / LOCK).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                may_remove = True
+            except BlockingIOError:
+                may_remove = False
+            except OSError:  # A file system without locks.
+                may_remove = True
+            files = self._files()
+            total = sum(size for _, size, _ in files)
+            if not may_remove or total <= self._max - self._max // SWEEP_PART:
+                return total
+            for _, size, path in sorted(files):
+                _remove(path)
+                total -= size
+                if total <= self._max - self._max // SWEEP_PART:
+                    break
+            return total
+
+    def _files(self) -> list[tuple[float, int, str]]:
+        """Return (used last, bytes, path) of each page; remove what killed processes left."""
+        files = []
+        for shelf in os.scandir(self._root):
+            if SHELF_NAME.fullmatch(shelf.name):
+                files += [
+                    (stat.st_mtime, stat.st_size, entry.path)
+                    for entry in os.scandir(shelf.path)
+                    if PAGE_NAME.fullmatch(entry.name) and (stat := _stat(entry)) is not None
+                ]
+        for entry in os.scandir(self._root / WRITING):
+            stat = _stat(entry)
+            if stat is not None and time.time() - stat.st_mtime > LEFT_OVER_S:
+                _remove(entry.path)
+        return files
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except FileNotFoundError:  # Another process has removed it.
+        return None
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108 - a path object a file costs more than the call
+
 
 MARKER = ".peercache-pages"
 """A file that says whose folder this is: files in it are removed, so no other folder will do."""

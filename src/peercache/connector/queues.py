@@ -14,8 +14,7 @@ from typing import Any, final
 
 import attrs
 
-from peercache.connector.connector import RemoteKVConnector
-from peercache.connector.core import Core, PageMapping, checked, span_of
+from peercache.connector.connector import Core, PageMapping, RemoteKVConnector, checked, span_of
 from peercache.connector.metadata import whole_number
 from peercache.content.chain import Chain
 from peercache.content.tokens import TokenIds, Tokens

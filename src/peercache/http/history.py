@@ -1,19 +1,25 @@
-"""History: what the members of the cluster counted in the last quarter of an hour.
+"""History: what the members of the cluster counted lately, asked for while something looks at it.
 
-Owns    one row of rates for each member and step, and the row of their sum.
-Limits  POINTS steps, and HISTORY_BYTES_MAX: members beyond count in the sum only.
+Owns    one row of rates for each member and step, and the row of their sum: `History`.
+Hears   requests for pages, and the clock: `Watching`.
+Says    questions to the members, through the node's gatherer.
+Keeps   a cluster that nothing looks at, and that is not small, asks nothing of its members.
+Limits  POINTS steps, and HISTORY_BYTES_MAX: members beyond count in the sum only. One question to
+        all members each STEP_S, WATCHED_S after the last look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias, final
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Final, Protocol, TypeAlias, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from peercache.model.status import Latencies, MemberStatus, Status
+from peercache.observability.log import get_logger
 from peercache.observability.reasons import MISS_REASONS
 
 STEP_S = 5.0
@@ -217,3 +223,59 @@ class History:
 
 def _unknown() -> npt.NDArray[np.float32]:
     return np.full((POINTS, len(COLUMNS)), np.nan, np.float32)
+
+
+WATCHED_S = POINTS * STEP_S
+"""A page that was looked at this long ago has nothing left to show."""
+
+SMALL_MEMBERS_MAX = 16
+"""Up to this many members are always watched, so that the first look shows what led to it: all of
+them ask each other at most 48 times a second in all."""
+
+
+class Gather(Protocol):
+    """Asks all members how they are."""
+
+    def __call__(self, *, detail: bool = False) -> Awaitable[Sequence[MemberStatus]]:
+        """Return every member; those that do not answer in a second, too."""
+
+
+@final
+class Watching:
+    """What a node with an HTTP port knows of all members."""
+
+    def __init__(self, gather: Gather) -> None:
+        """Ask nothing yet."""
+        self.history = History()
+        self._gather = gather
+        self._looked_at = float("-inf")
+        self._members = 0
+
+    async def members(self, *, detail: bool = False) -> Sequence[MemberStatus]:
+        """Return every member for a page, by its name."""
+        self._looked_at = trio.current_time()
+        members = _without_past(await self._gather(detail=detail))
+        return sorted(members, key=lambda member: member.status.name)
+
+    async def run(self) -> None:
+        """Take a step of history each STEP_S until cancelled."""
+        while True:
+            now = trio.current_time()
+            if self._members <= SMALL_MEMBERS_MAX or now - self._looked_at <= WATCHED_S:
+                try:
+                    await self._step()
+                except Exception:
+                    # What cannot be gathered is no reason to end a node that serves.
+                    get_logger().exception("http.history_failed")
+            await trio.sleep(max(0.1, now + STEP_S - trio.current_time()))
+
+    async def _step(self) -> None:
+        members = _without_past(await self._gather())
+        self._members = len(members)
+        self.history.take(trio.current_time(), members)
+
+
+def _without_past(members: Sequence[MemberStatus]) -> list[MemberStatus]:
+    """Return members without those of which a later start answers at the same address."""
+    living = {member.status.name for member in members if member.answers}
+    return [member for member in members if member.answers or member.status.name not in living]

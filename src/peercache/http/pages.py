@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from peercache.http.dashboard import PageFacts, absent_page, cluster_page, node_page, templates
-from peercache.http.gateway import Application
-from peercache.http.watching import Watching
+from peercache.http.history import Watching
+from peercache.http.server import Application
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
 from peercache.model.overlap import Overlap

@@ -1,7 +1,7 @@
 """The prefix index over HTTP: how much of a prompt lies where, as JSON, described by OpenAPI.
 
 Hears   POST with a prompt as token ids or as page hashes; GET for the engines that are followed.
-Says    a `manager.answers.FoundPrefix`; in words what is wrong with a question; 503 while busy.
+Says    a `manager.gpu_blocks.FoundPrefix`; in words what is wrong with a question; 503 while busy.
 Keeps   nothing: an answer is made from the directory and from the engines' events, now.
 Limits  QUESTIONS_MAX questions at once, before their bodies are read; BODY_BYTES_MAX, TOKENS_MAX,
         PAGES_MAX each; BODY_S, ANSWER_S.
@@ -27,8 +27,7 @@ from starlette.routing import Route
 from peercache.content.chain import DTYPES, OTHER_NAMES, Chain, in_namespace
 from peercache.content.tokens import TOKEN, TOKEN_MAX, TokenIds, token_ids
 from peercache.errors import InvalidRequest
-from peercache.manager.answers import FoundPrefix, prefix_of
-from peercache.manager.gpu_blocks import GpuBlocks, OnGpu
+from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, OnGpu, prefix_of
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
 from peercache.model.overlap import Overlap
 

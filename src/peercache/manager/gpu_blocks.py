@@ -10,11 +10,18 @@ Keeps   an engine is known only while nothing of its events was missed: otherwis
         dropped, and it says why until it has cleared its cache or is followed from its beginning.
 Limits  BLOCKS_MAX blocks, and as many hashes of an engine; ENGINES_MAX engines, GROUPS_MAX groups
         of layers of each. Nothing holds the lock for more than PART blocks.
+
+Engines with several kinds of layers (hybrid models) keep the blocks of each kind as a group of its
+own, and evict them apart. A prefix is usable if every group has what the next token reads: of full
+attention all blocks, of a sliding window the last ones, of a recurrent state the last one. The
+rules are those of vLLM 0.32 (`find_longest_cache_hit` of its `HybridKVCacheCoordinator`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from enum import Enum, unique
 from threading import Lock
 from typing import Any, TypeAlias, final
 
@@ -22,7 +29,84 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.manager.layer_groups import HeldBlocks, Needs, needs_of, usable_tokens
+from peercache.model.ids import name_of
+from peercache.model.overlap import Overlap
+from peercache.model.records import ON_DISK, RESIDENT
+
+
+@unique
+class Needs(Enum):
+    """What of a group's blocks a prefix needs."""
+
+    ALL = "all of them"
+    WINDOW = "those of its window"
+    STATE = "the last one"
+
+
+_NEEDS = {
+    "": Needs.ALL,
+    "full_attention": Needs.ALL,
+    "mla_attention": Needs.ALL,
+    "sink_full_attention": Needs.ALL,
+    "sliding_window": Needs.WINDOW,
+    "sliding_window_mla": Needs.WINDOW,
+    "mamba": Needs.STATE,
+}
+"""By the kind that an event names; events of engines with one group name none."""
+
+
+def needs_of(kind: str, window: int) -> Needs | None:
+    """Return what a prefix needs of a group; None: no rule is known for this kind.
+
+    window: in tokens, of a sliding window.
+    """
+    needs = _NEEDS.get(kind)
+    return None if needs is Needs.WINDOW and window < 1 else needs
+
+
+@attrs.frozen
+class HeldBlocks:
+    """Which blocks of a prompt a group has.
+
+    held:         (blocks,) bool, from the first block of the prompt on; those behind are absent.
+    block_tokens: tokens of each. window: in tokens; 0 unless a window is needed.
+    """
+
+    needs: Needs
+    block_tokens: int
+    window: int
+    held: npt.NDArray[np.bool_]
+
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """Return for 0, 1, … blocks whether this group can go on behind so many: (blocks + 1,)."""
+        count = np.arange(len(self.held) + 1)
+        enough = np.ones(len(count), np.bool_)
+        if self.needs is Needs.STATE:
+            enough[1:] = self.held
+            return enough
+        # Of each number of blocks, how many at its end are held without a gap.
+        absent = np.where(self.held, 0, count[1:])
+        trailing = count[1:] - np.maximum.accumulate(absent)
+        wanted = count[1:]
+        if self.needs is Needs.WINDOW:
+            # The next token reads the window - 1 tokens before it.
+            wanted = np.minimum(wanted, -(-(self.window - 1) // self.block_tokens))
+        enough[1:] = trailing >= wanted
+        return enough
+
+
+def usable_tokens(groups: Sequence[HeldBlocks]) -> int:
+    """Return the longest prefix, in tokens, that all groups can go on behind.
+
+    It ends where a block of every group ends.
+    """
+    step = math.lcm(*(group.block_tokens for group in groups))
+    count = min(len(group.held) * group.block_tokens for group in groups) // step
+    enough = np.ones(count + 1, np.bool_)
+    for group in groups:
+        enough &= group.usable()[:: step // group.block_tokens][: count + 1]
+    return int(np.flatnonzero(enough)[-1]) * step
+
 
 BLOCKS_MAX = 2**20
 """Different blocks of all engines: about 300 MB in blocks of 16 tokens."""
@@ -482,3 +566,83 @@ def _bits(mask: int) -> Iterator[int]:
     while mask:
         yield mask & -mask
         mask &= mask - 1
+
+
+@attrs.frozen
+class OnNode:
+    """How much of a prompt one node has. A page may be in its memory and on its disk.
+
+    node:          its HOST:PORT, or its incarnation where the view has not named it.
+    incarnation:   16 hexadecimal digits.
+    prefix_pages:  leading pages that it has, on any tier; prefix_tokens: the same in tokens, 0
+                   where the question was about page hashes.
+    memory_prefix_pages: leading pages that it has in memory.
+    memory_pages, disk_pages: pages that it has, wherever in the prompt.
+    """
+
+    node: str
+    incarnation: str
+    prefix_pages: int
+    prefix_tokens: int
+    memory_prefix_pages: int
+    memory_pages: int
+    disk_pages: int
+
+
+@attrs.frozen
+class FoundPrefix:
+    """How much of a prompt lies where, now: a hint, that promises no later read.
+
+    pages:         whole pages of the prompt; page_tokens: tokens of each, 0 for page hashes.
+    stored_pages:  leading pages that some node has, on any tier; stored_tokens: in tokens.
+    memory_pages:  leading pages that some node has in memory.
+    whole:         that what is not named is absent. False: a node that may know more was not heard.
+    nodes:         those that have any page, the longest prefix first.
+    engines:       every engine whose events are followed, in the order of the settings.
+    """
+
+    pages: int
+    page_tokens: int
+    stored_pages: int
+    stored_tokens: int
+    memory_pages: int
+    whole: bool
+    nodes: tuple[OnNode, ...]
+    engines: tuple[OnGpu, ...]
+
+
+def prefix_of(
+    overlap: Overlap,
+    *,
+    page_tokens: int,
+    named: Callable[[int], str],
+    engines: Sequence[OnGpu] = (),
+) -> FoundPrefix:
+    """Return an answer. named: HOST:PORT of a member, "" where it is not known."""
+    runs, in_memory = overlap.run().tolist(), overlap.run(RESIDENT).tolist()
+    memory, disk = overlap.pages(RESIDENT).tolist(), overlap.pages(ON_DISK).tolist()
+    nodes = [
+        OnNode(
+            named(holder) or name_of(holder),
+            name_of(holder),
+            runs[row],
+            runs[row] * page_tokens,
+            in_memory[row],
+            memory[row],
+            disk[row],
+        )
+        for row, holder in enumerate(overlap.holders)
+        if memory[row] or disk[row]
+    ]
+    nodes.sort(key=lambda node: (-node.prefix_pages, -node.memory_prefix_pages, node.node))
+    stored = overlap.stored()
+    return FoundPrefix(
+        overlap.flags.shape[1],
+        page_tokens,
+        stored,
+        stored * page_tokens,
+        overlap.stored(RESIDENT),
+        overlap.whole,
+        tuple(nodes),
+        tuple(engines),
+    )

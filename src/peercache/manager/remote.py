@@ -19,9 +19,8 @@ import numpy as np
 from peercache.config.engines import EngineEvents
 from peercache.content.chain import Chain, in_namespace
 from peercache.content.tokens import Tokens, token_ids
-from peercache.manager.answers import FoundPrefix, prefix_of
 from peercache.manager.following import Follower
-from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, prefix_of
 from peercache.model.keys import Key, Namespace, PageKeys
 from peercache.model.overlap import Overlap
 

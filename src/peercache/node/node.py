@@ -67,8 +67,7 @@ from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Switchboard
 from peercache.node.web import Web
 from peercache.observability.log import get_logger
-from peercache.observability.metrics import Metrics
-from peercache.observability.reports import absorb
+from peercache.observability.metrics import Metrics, absorb
 from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.trust.etcd import EtcdFiles

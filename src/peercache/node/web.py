@@ -10,9 +10,9 @@ import trio
 
 from peercache.config.settings import Config
 from peercache.http.access import Access
+from peercache.http.history import Watching
 from peercache.http.pages import Health, IndexParts, Pages
 from peercache.http.server import serve_http
-from peercache.http.watching import Watching
 from peercache.installation.distribution import version
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import GpuBlocks

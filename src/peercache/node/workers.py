@@ -9,8 +9,8 @@ import attrs
 
 from peercache.model.ids import name_of
 from peercache.model.status import LISTED_MAX, Worker
+from peercache.observability.metrics import PEER_FABRIC, is_increase
 from peercache.observability.reasons import FABRICS
-from peercache.observability.reports import PEER_FABRIC, is_increase
 from peercache.wire.messages.session import Counted
 
 TRACKED_MAX = 1024

@@ -18,14 +18,17 @@ from peercache.model.keys import PageKeys
 from peercache.model.prefix import BLOCK_GROUPS, Mask, Prefix, SidePages, prefix_of
 from peercache.model.runs import I64, PageRuns
 from peercache.observability import reasons
-from peercache.sglang.attached import KV_POOL, Attachment, object_keys, pool_name
 from peercache.sglang.namespace import PageSpaces
 from peercache.sglang.pages import (
     BATCH_PAGES,
+    KV_POOL,
+    Attachment,
     FlatPages,
     HostPages,
     StagedPages,
     UnusableBatch,
+    object_keys,
+    pool_name,
 )
 
 Refuse = Callable[[str, int, str], None]

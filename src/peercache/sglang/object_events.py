@@ -18,12 +18,11 @@ from typing import Any, Final, final
 
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
-from peercache.events.cluster import AskedNode, ClusterFollower
-from peercache.events.following import Index, NodeChanges
+from peercache.events.following import AskedNode, ClusterFollower, Index, NodeChanges
 from peercache.events.objects import ObjectNames, ObjectPublisher
 from peercache.model.changes import GONE
 from peercache.model.keys import page_keys_of
-from peercache.sglang.head_groups import HeadGroups, UncutPool
+from peercache.sglang.namespace import HeadGroups, UncutPool
 
 HOME: Final = "home"
 

@@ -6,6 +6,10 @@ Hears   vLLM's scheduler, one call at a time; from 0.33 on a thread that polls t
 Keeps   no method raises, for that would end vLLM's EngineCore, and none but `drain_jobs` waits.
         Each job gets one result. A chunk is told as loaded where its page was verified.
 Limits  those of the lanes and of the client's deadlines, which bound `drain_jobs` too.
+
+The scheduler asks key by key, and may not wait: the first answer to a key is "later", and a step's
+questions become one call a request, in a thread (`Lookups`). A verdict holds until its request has
+finished.
 """
 
 from __future__ import annotations
@@ -14,26 +18,103 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import vllm
-from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from peercache.client.client import Client
 from peercache.client.report import reporting
-from peercache.engines.harmless import harmless
-from peercache.engines.lanes import CallLane
-from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
+from peercache.engines.lanes import CallLane, harmless
+from peercache.engines.late_client import PATIENCE_PART, REASONS, LateClient, engine_config
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
-from peercache.vllm.computing import configuration_of_caller, weights_of
-from peercache.vllm.figures import definitions, stats_of
-from peercache.vllm.lookups import Lookups
-from peercache.vllm.namespace import namespace_of
+from peercache.vllm.namespace import configuration_of_caller, namespace_of, weights_of
+
+HOME_LOST: Final = "vllm:kv_offload_peercache_home_lost"
+HOME_ANSWERED: Final = "vllm:kv_offload_peercache_home_answered_seconds"
+
+LABELS: Final = ("home", "namespace")
+
+
+def definitions() -> dict[str, Any]:
+    """Return what vLLM has to know of each metric before it comes."""
+    return {
+        HOME_LOST: OffloadingGaugeMetadata(
+            documentation="1 while the home node is lost for this reason.",
+            labelnames=(*LABELS, "reason"),
+        ),
+        HOME_ANSWERED: OffloadingGaugeMetadata(
+            documentation="Seconds since the home node answered last.", labelnames=LABELS
+        ),
+    }
+
+
+def stats_of(status: Mapping[str, Any]) -> Any:
+    """Return vLLM's figures of a status of `LateClient`."""
+    stats = OffloadingConnectorStats()
+    labels = tuple(status[name] for name in LABELS)
+    for reason in REASONS:
+        # A gauge that is not set again keeps its value.
+        stats.set_gauge(HOME_LOST, int(status["reason"] == reason), (*labels, reason))
+    if status["last_success_s"] is not None:
+        stats.set_gauge(HOME_ANSWERED, status["last_success_s"], labels)
+    return stats
+
+
+REQUESTS_MAX = 65536
+"""Requests that are remembered; more than vLLM ever schedules, so only lost ends come to it."""
+
+
+@final
+class Lookups:
+    """Verdicts by request and key. But for `settle`, one call at a time."""
+
+    def __init__(self, ask: Callable[[str, list[bytes]], None]) -> None:
+        """Ask by `ask`, which does not wait, and has `settle` called for each key in the end."""
+        self._ask = ask
+        self._verdicts: dict[str, dict[bytes, bool | None]] = {}
+        self._batch: dict[str, list[bytes]] = {}
+
+    def verdict(self, request: str, key: bytes) -> bool | None:
+        """Return whether a chunk is held; None where that is not known yet."""
+        known = self._verdicts.get(request)
+        if known is None:
+            if len(self._verdicts) >= REQUESTS_MAX:
+                return False
+            known = self._verdicts[request] = {}
+        if key not in known:
+            known[key] = None
+            self._batch.setdefault(request, []).append(key)
+        return known[key]
+
+    def flush(self) -> None:
+        """Ask for what came in this step."""
+        batch, self._batch = self._batch, {}
+        for request, keys in batch.items():
+            self._ask(request, keys)
+
+    def settle(self, request: str, keys: Iterable[bytes], *, held: Iterable[bool]) -> None:
+        """Keep verdicts, unless the request has finished. Any thread may call it."""
+        if (known := self._verdicts.get(request)) is not None:
+            known.update(zip(keys, held, strict=True))
+
+    def forget(self, request: str) -> None:
+        """Drop a request that has finished."""
+        self._verdicts.pop(request, None)
+        self._batch.pop(request, None)
+
 
 LOAD_THREADS = 4
 """A load that waits for a slow peer keeps no other load waiting."""

@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from peercache.cli.main import main
-from tests.unit.observability.test_objectives import exposition
+from tests.unit.observability.test_latency import exposition
 
 Served = Callable[..., str]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from peercache.connector import ConnectorMetadata, RemoteKVConnector
-from peercache.connector.page_store import PageStore
+from peercache.connector.metadata import PageStore
 from peercache.model.keys import PageKeys
 from peercache.model.runs import PageRuns
 from tests.pace import TIMEOUT_S

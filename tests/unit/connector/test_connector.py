@@ -340,7 +340,7 @@ def test_memory_stays_registered_while_a_hung_call_may_write(
     store: MemoryPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that hangs at the end is left with what it uses, and `close` returns."""
-    monkeypatch.setattr("peercache.connector.core.CLOSE_S", 0.05)
+    monkeypatch.setattr("peercache.connector.connector.CLOSE_S", 0.05)
     engine = Engine(store)
     store.go.clear()
     hung, _ = engine.connector.store_kv_async("a", mapping_of(PAGES), TOKENS)

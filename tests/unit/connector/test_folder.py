@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from peercache.connector import folder_store, page_file
-from peercache.connector.folder import FolderPages
-from peercache.connector.folder_room import WRITING
+from peercache.connector import folder, folder_store
+from peercache.connector.folder import WRITING, FolderPages
 from peercache.errors import ConfigError
 from peercache.model.keys import KEY, Namespace, PageKeys
 from peercache.model.runs import PageRuns
@@ -81,22 +80,21 @@ def test_pages_outlive_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("chunk", [8192, page_file.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk", [8192, folder.CHUNK_BYTES])
 def test_every_changed_byte_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int, chunk: int
 ) -> None:
     """A flipped bit anywhere but in the padding is never served, and the file goes."""
-    monkeypatch.setattr(page_file, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(folder, "CHUNK_BYTES", chunk)
     pages = pages_of(1) & 15  # So that it compresses.
     store = opened(tmp_path, zstd_level=level, threads=1)
     assert store.set_from(KEYS[:1], runs_of(pages)) == [True]
     (file,) = files_of(tmp_path)
     whole = file.read_bytes()
     chunks = -(-PAGE // chunk)
-    fixed = page_file._FIXED.size
+    fixed = folder._FIXED.size
     stored = [
-        page_file._CHUNK.unpack_from(whole, fixed + i * page_file._CHUNK.size)[0]
-        for i in range(chunks)
+        folder._CHUNK.unpack_from(whole, fixed + i * folder._CHUNK.size)[0] for i in range(chunks)
     ]
     begins = np.cumsum([4096, *(-(-size // 4096) * 4096 for size in stored)])
     used = [(0, 4096), *zip(begins, stored, strict=False)]
@@ -192,7 +190,7 @@ def test_a_frame_of_absurd_length_is_a_miss(
 ) -> None:
     """A frame that claims gigabytes allocates nothing."""
     bomb = zstandard.ZstdCompressor().compress(bytes(2**26))
-    monkeypatch.setattr(page_file.Zstd, "compress", lambda _self, _raw: bomb)
+    monkeypatch.setattr(folder.Zstd, "compress", lambda _self, _raw: bomb)
     store = opened(tmp_path, zstd_level=1)
     assert len(bomb) < PAGE
     assert store.set_from(KEYS[:1], runs_of(pages_of(1))) == [True]

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from peercache.engines.harmless import harmless
+from peercache.engines.lanes import harmless
 from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_config, level_named
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import Namespace

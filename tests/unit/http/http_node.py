@@ -13,10 +13,9 @@ import trio
 from peercache.config.quantities import parse_address
 from peercache.config.settings import Config
 from peercache.http.access import Access
-from peercache.http.gateway import Application
+from peercache.http.history import Watching
 from peercache.http.pages import Health, Pages
-from peercache.http.server import serve_http
-from peercache.http.watching import Watching
+from peercache.http.server import Application, serve_http
 from peercache.model.status import OK as SERVES
 from peercache.model.status import MemberStatus, Status
 from peercache.observability.log import get_logger

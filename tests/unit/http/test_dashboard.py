@@ -13,11 +13,17 @@ import pytest
 import trio
 import trio.testing
 
-from peercache.http import watching as watching_module
-from peercache.http.charts import LINES_MAX, area_chart, decade_chart, line_chart
-from peercache.http.dashboard import written_count, written_share, written_time
-from peercache.http.history import POINTS, STEP_S
-from peercache.http.watching import SMALL_MEMBERS_MAX, WATCHED_S, Watching
+from peercache.http import history as watching_module
+from peercache.http.dashboard import (
+    LINES_MAX,
+    area_chart,
+    decade_chart,
+    line_chart,
+    written_count,
+    written_share,
+    written_time,
+)
+from peercache.http.history import POINTS, SMALL_MEMBERS_MAX, STEP_S, WATCHED_S, Watching
 from peercache.model.status import Detail, MemberStatus, PeerStatus, Status, Thread, Worker
 from tests.unit.http.http_node import ask, served
 from tests.unit.http.statuses import (

@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 from peercache.config.quantities import parse_address
 from peercache.content.chain import Chain, in_namespace
 from peercache.http import pages
-from peercache.http.gateway import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
 from peercache.http.pages import IndexParts, Pages
 from peercache.http.prefix import (
     BODY_S,
@@ -28,6 +27,7 @@ from peercache.http.prefix import (
     PrefixIndex,
     openapi,
 )
+from peercache.http.server import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.overlap import Overlap

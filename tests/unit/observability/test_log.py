@@ -1,10 +1,11 @@
-"""Warnings that are written once."""
+"""The log: warnings that are written once, and the number of a call in lines and questions."""
 
 from __future__ import annotations
 
 import io
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,15 @@ from typing import Any
 import pytest
 
 from peercache.observability import log
-from peercache.observability.log import WARNED_FORGET_S, WarnOnce
+from peercache.observability.log import (
+    REQUEST_BITS,
+    WARNED_FORGET_S,
+    WarnOnce,
+    call_of,
+    current,
+    get_logger,
+    request_of,
+)
 
 
 @contextmanager
@@ -135,3 +144,50 @@ def test_keys_that_a_peer_invents_fill_neither_memory_nor_log(
     assert before == 3
     assert len(written.lines) == 5
     assert len(warn_once._written) == 2
+
+
+@pytest.fixture
+def in_call() -> Iterator[int]:
+    """Be in call 17; leave it afterwards."""
+    current.number = 17
+    yield 17
+    current.number = 0
+
+
+def test_a_question_names_its_call(in_call: int) -> None:
+    """And stays apart from the client's other questions, also of the same call."""
+    first, second = request_of(5), request_of(6)
+
+    assert call_of(first) == call_of(second) == in_call
+    assert first != second
+    assert call_of(request_of(2**REQUEST_BITS + 5)) == in_call
+
+
+def test_a_question_of_no_call_names_none() -> None:
+    """The tie to the home node asks on a thread of its own."""
+    assert request_of(5) == 5
+    assert call_of(5) == 0
+
+
+@pytest.mark.usefixtures("in_call")
+def test_other_threads_are_in_no_call() -> None:
+    """Calls run side by side."""
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(current.number))
+    thread.start()
+    thread.join()
+
+    assert seen == [0]
+
+
+def test_a_log_line_names_the_call_that_it_is_written_in(
+    in_call: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a line of code where it is written; and no line outside of a call does."""
+    caplog.set_level(logging.INFO, logger="peercache")
+    get_logger(client="c").warning("client.call_refused", operation="get")
+    current.number = 0
+    get_logger(client="c").warning("client.call_refused", operation="get")
+
+    assert f"call={in_call}" in caplog.messages[0]
+    assert "call=" not in caplog.messages[1]

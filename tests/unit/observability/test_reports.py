@@ -8,9 +8,8 @@ from prometheus_client import Metric
 from peercache.client.tables import NOT_OPENED
 from peercache.memory.table_reading import REASONS
 from peercache.observability.latency import CALL, PLACES
-from peercache.observability.metrics import Metrics
+from peercache.observability.metrics import CALLS_MAX, PEERS_MAX, ClientReport, Metrics, absorb
 from peercache.observability.reasons import TABLE_FAILURES
-from peercache.observability.reports import CALLS_MAX, PEERS_MAX, ClientReport, absorb
 from peercache.wire.messages.session import Counted
 
 

@@ -159,10 +159,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Have the next test import the tier anew."""
-    for name in (
-        "peercache.vllm",
-        "peercache.vllm.tier",
-        "peercache.vllm.figures",
-        "peercache.vllm.computing",
-    ):
+    for name in ("peercache.vllm", "peercache.vllm.tier", "peercache.vllm.namespace"):
         sys.modules.pop(name, None)

@@ -21,8 +21,7 @@ def vllm_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def digest(*given: Any, name: str = "", reset: str = "", engine: Any = None, **other: Any) -> bytes:
     """Return the digest of an engine's namespace."""
-    from peercache.vllm.computing import weights_of
-    from peercache.vllm.namespace import namespace_of
+    from peercache.vllm.namespace import namespace_of, weights_of
 
     chunk_bytes, version = given or (4096, "0.32.0")
     config = fake_vllm.spec(**other).config
@@ -104,7 +103,7 @@ def test_the_version_and_the_size_separate() -> None:
 
 def test_lookups_of_requests_that_never_end_do_not_grow() -> None:
     """A lost end of a request costs its memory once, and no more than the bound."""
-    from peercache.vllm.lookups import REQUESTS_MAX, Lookups
+    from peercache.vllm.tier import REQUESTS_MAX, Lookups
 
     lookups = Lookups(lambda request, keys: None)
     for number in range(REQUESTS_MAX):

@@ -117,7 +117,7 @@ class Counted:
     """Report to the home node what a client has counted since its last report.
 
     counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": by what it is read.
-    calls:   how long batch calls took, n × 5 bytes (`observability.reports.CALL`).
+    calls:   how long batch calls took, n × 5 bytes (`observability.metrics.CALL`).
     """
 
     declared: ClassVar = Declared(31, Receiver.NODE, WRITERS)
