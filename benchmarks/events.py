@@ -37,7 +37,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.records import DROP, RECORD, RESIDENT, Records
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.following import ChangesTold
+from peercache.wire.messages.directory import ChangesTold
 
 ME = 5
 BATCH = 32

@@ -25,7 +25,7 @@ from peercache.rdma.rail import Abilities
 from peercache.rdma.registrar import DIRECT_CHUNK_BYTES, Registered
 from peercache.rdma.verbs import Verbs
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.session import ChannelOpened, OpenChannel
 
 READS_AT_ONCE = 16
 SEALS_ADDRESS = 2**50

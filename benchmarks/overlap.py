@@ -53,8 +53,7 @@ from peercache.node.broker import MemberBroker
 from peercache.node.overlaps import Overlaps
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.directory import Lookup, Put
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
+from peercache.wire.messages.directory import Lookup, OverlapAsked, OverlapTold, Put
 
 NODES = 16
 TOKENS = 32_768

@@ -19,7 +19,7 @@ import trio
 
 from peercache.actors.publisher import following
 from peercache.events.following import Index, NodeFollower
-from peercache.wire.messages.following import ALL_ROWS, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ChangesTold
 from peercache.wire.messages.pool import Remove
 from sims import determinism
 from sims.clock import VirtualClock

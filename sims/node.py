@@ -34,7 +34,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaEffect
 from peercache.actors.runtime import SELF, Mailbox, run_actor
-from peercache.config.quotas import parse_quotas
+from peercache.config.entries import parse_quotas
 from peercache.config.settings import Config
 from peercache.memory.client_lock import LockProbe
 from peercache.model.hash_ring import HashRing
@@ -58,7 +58,7 @@ from peercache.observability.metrics import Metrics
 from peercache.paths.taking_over import arrived, reading_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.draining import DrainAsked, DrainTold
+from peercache.wire.messages.membership import DrainAsked, DrainTold
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks

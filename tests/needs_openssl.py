@@ -5,8 +5,7 @@ An installation from source leaves TLS out where OpenSSL's headers are missing, 
 
 import pytest
 
-from peercache.installation.distribution import PACKAGE
-from peercache.installation.library import TLS_LIBRARY
+from peercache.installation.library import PACKAGE, TLS_LIBRARY
 
 if not (PACKAGE / TLS_LIBRARY).exists():
     pytest.skip("compiled without OpenSSL: install libssl-dev", allow_module_level=True)

@@ -18,8 +18,7 @@ from peercache.actors.rdma_port import (
     RdmaServes,
     ServeMemory,
 )
-from peercache.wire.messages.rdma import NO_PATH, ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import NO_PATH, ChannelOpened, OpenChannel, Refused
 
 PAGES_ADDRESS, SEALS_ADDRESS = 2**40, 2**41
 GRANULE = 4096

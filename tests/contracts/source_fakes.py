@@ -22,10 +22,10 @@ import h11
 import trio
 import trustme
 
-from peercache.config.discovery import DnsAddress, EtcdAddress, KubernetesAddress, parse_source
+from peercache.config.entries import DnsAddress, EtcdAddress, KubernetesAddress, parse_source
 from peercache.config.quantities import parse_address
-from peercache.discovery.dns import DnsSource
 from peercache.discovery.etcd import EtcdSource
+from peercache.discovery.finder import DnsSource
 from peercache.discovery.kubernetes import ApiServer, KubernetesSource
 from peercache.discovery.port import AddressSource
 

@@ -63,10 +63,18 @@ from peercache.wire.messages.membership import (
     ViewCompared,
     ViewShared,
 )
-from peercache.wire.messages.pool import Commit, Committed, Granted, Remove, Removed, Reserve
-from peercache.wire.messages.promote import PROMOTED, Promote, Promoted
-from peercache.wire.messages.rdma import OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.pool import (
+    PROMOTED,
+    Commit,
+    Committed,
+    Granted,
+    Promote,
+    Promoted,
+    Remove,
+    Removed,
+    Reserve,
+)
+from peercache.wire.messages.session import OpenChannel, Refused
 from tests.contracts.actor_codec import ActorCodec
 
 ME, PEER, CLIENT = 0x11, 0x22, Origin(0x77, 5)

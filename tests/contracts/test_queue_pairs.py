@@ -31,8 +31,7 @@ from peercache.observability.metrics import Metrics
 from peercache.rdma.channels import Channel, ClientRail
 from peercache.rdma.rail import Settings, open_rails
 from peercache.rdma.serving import DeviceQueuePairs
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 from tests.contracts.fake_queue_pairs import FakeQueuePairs
 from tests.pace import ends_within
 from tests.rdma.fake_device import FakeRail, World, rng

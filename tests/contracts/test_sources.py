@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peercache.discovery import dns, etcd, finder, kubernetes, resolving, web
+from peercache.discovery import etcd, finder, kubernetes, port
 from peercache.discovery.finder import Finder
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
@@ -46,7 +46,7 @@ def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Asked
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again at once: what is tested is what happens, and not when."""
-    monkeypatch.setattr(dns, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(finder, "ASK_AGAIN_S", 0.05)
     for module in (etcd, kubernetes):
         monkeypatch.setattr(module, "GAP_MIN_S", 0.02)
         monkeypatch.setattr(module, "GAP_MAX_S", 0.05)
@@ -129,8 +129,8 @@ async def test_source_that_hangs_is_a_failure_and_holds_up_no_other_work(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop turns meanwhile, and the last addresses stay."""
-    monkeypatch.setattr(web, "REQUEST_S", 0.5)
-    monkeypatch.setattr(resolving, "RESOLVE_S", 0.5)
+    monkeypatch.setattr(port, "REQUEST_S", 0.5)
+    monkeypatch.setattr(port, "RESOLVE_S", 0.5)
     asked.has(FEW)
     async with following(asked) as told:
         await until(lambda: told.hosts == set(FEW))

@@ -12,7 +12,7 @@ import pytest
 import trio
 import yaml
 
-from peercache.config.discovery import KubernetesAddress, parse_source
+from peercache.config.entries import KubernetesAddress, parse_source
 from peercache.discovery import kubernetes
 from peercache.discovery.kubernetes import KubernetesSource
 from peercache.discovery.port import SourceFailed

@@ -16,8 +16,15 @@ from peercache.memory.client_lock import ClientLock
 from peercache.model.keys import Namespace
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode
-from peercache.wire.messages.pool import Abort, Clear, Commit, LiveReservations, Remove, Reserve
-from peercache.wire.messages.retain import Retain
+from peercache.wire.messages.pool import (
+    Abort,
+    Clear,
+    Commit,
+    LiveReservations,
+    Remove,
+    Reserve,
+    Retain,
+)
 from peercache.wire.messages.session import Stats, StatsAsked
 from tests.examples import examples
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise

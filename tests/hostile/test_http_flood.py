@@ -11,7 +11,7 @@ import trio
 from peercache.config.quantities import parse_address
 from peercache.http import server
 from peercache.http.server import ADDRESS_PART
-from peercache.model.descriptors import HTTP_MAX
+from peercache.model.process import HTTP_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.unit.http.http_node import ask, served

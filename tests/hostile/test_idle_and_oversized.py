@@ -25,8 +25,7 @@ from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescrip
 from peercache.node.admission import STRANGER_S, Admission
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX, decode
-from peercache.wire.messages.membership import Join
-from peercache.wire.messages.operations import StatusAsked, StatusTold
+from peercache.wire.messages.membership import Join, StatusAsked, StatusTold
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,

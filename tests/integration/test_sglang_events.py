@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peercache.config.engines import EngineEvents
+from peercache.config.entries import EngineEvents
 from peercache.events.blocks import decode
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import KNOWN, GpuBlocks, OnGpu

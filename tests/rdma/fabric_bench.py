@@ -24,8 +24,7 @@ from peercache.rdma.rail import Rail, Settings
 from peercache.rdma.serving import ChannelServer
 from peercache.rdma.verbs import Verbs, load
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import NO_PATH, ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import NO_PATH, ChannelOpened, OpenChannel, Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owner, member_of
 from tests.contracts.fakes import words_at
 

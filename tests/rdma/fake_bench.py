@@ -15,7 +15,7 @@ from peercache.observability.metrics import Metrics
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.serving import ChannelServer
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import OpenChannel
+from peercache.wire.messages.session import OpenChannel
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,

@@ -22,8 +22,7 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.rights import Session, refusal
 from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.rdma import OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import OpenChannel, Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, published_segment
 from tests.contracts.fakes import FakeFabric
 from tests.rdma.fake_bench import CLIENT, FakeBench

@@ -19,8 +19,7 @@ from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE
 from peercache.rdma import channels
 from peercache.rdma.channels import Channel
 from peercache.rdma.memory import Block, Blocks
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import ChannelOpened, ChannelsHeld, Refused
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,

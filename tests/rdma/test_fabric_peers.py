@@ -19,8 +19,7 @@ from peercache.observability.reasons import NO_MEMORY, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import channels
 from peercache.rdma.registrar import Registered
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination
 from tests.contracts.fakes import FakeFabric
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within

@@ -21,7 +21,7 @@ from peercache.rdma import device
 from peercache.rdma.channels import ClientRail
 from peercache.rdma.fabric import REFUSED_S
 from peercache.rdma.rail import Settings
-from peercache.wire.messages.rdma import ChannelOpened
+from peercache.wire.messages.session import ChannelOpened
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,

@@ -27,7 +27,7 @@ from peercache.observability.metrics import Metrics
 from peercache.rdma.rail import Settings
 from peercache.rdma.registrar import RegistrationFailed
 from peercache.rdma.serving import DeviceQueuePairs
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.session import ChannelOpened, OpenChannel
 from tests.pace import ends_within
 from tests.rdma.fake_device import FakeRail, VerbsError, World, rng
 

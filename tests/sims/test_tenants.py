@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peercache.config.quotas import parse_quotas
+from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace
 from peercache.wire.messages.pool import Reserve
 from sims.canaries import hunt

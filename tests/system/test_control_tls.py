@@ -19,11 +19,10 @@ import pytest
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
-from peercache.model.changes import from_bytes
 from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import Namespace
 from peercache.model.member import ALIVE, Member
-from peercache.model.records import RECORD
+from peercache.model.records import RECORD, changes_from_bytes
 from peercache.net.sockets import Dialer, reached
 from peercache.net.tls import ControlTls
 from peercache.node.node import Node
@@ -31,12 +30,18 @@ from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import WIRE_VERSION, Envelope
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Lookup, Put
-from peercache.wire.messages.following import ChangesAsked, ChangesTold
+from peercache.wire.messages.directory import ChangesAsked, ChangesTold, Lookup, Put
 from peercache.wire.messages.membership import Join, ViewAsked, ViewShared
 from peercache.wire.messages.pool import Clear, Removed, Reserve
-from peercache.wire.messages.rdma import OpenChannel
-from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked, Welcome
+from peercache.wire.messages.session import (
+    Hello,
+    OpenChannel,
+    Refused,
+    SayHello,
+    Stats,
+    StatsAsked,
+    Welcome,
+)
 from tests.certificates import Certificates
 from tests.contracts.frozen.record import sample
 from tests.hostile.strangers import metric
@@ -227,7 +232,7 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
         assert isinstance(reader.ask(StatsAsked(3)), Stats)
         told = reader.ask(ChangesAsked(4, 0, 0, 0, 0.0))
         assert isinstance(told, ChangesTold), told
-        assert len(from_bytes(told.held)) == len(keys)
+        assert len(changes_from_bytes(told.held)) == len(keys)
     with Speaker(node, cluster.name, certificates.client("narrow", "ours")) as narrow:
         refused = narrow.ask(hello(cluster.name, namespace="theirs"))
         assert isinstance(refused, Refused), refused

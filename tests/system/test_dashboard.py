@@ -12,7 +12,7 @@ import trio
 
 from peercache.http.history import STEP_S, Watching
 from peercache.model.status import MemberStatus
-from peercache.wire.messages.draining import CancelDrain, DrainNode
+from peercache.wire.messages.membership import CancelDrain, DrainNode
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read
 from tests.system.test_draining import operating, told

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
+from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode, DrainTold
 from peercache.wire.messages.session import OPERATOR, Welcome
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read

@@ -15,8 +15,8 @@ import pytest
 from peercache.client.following import follow_cluster
 from peercache.client.operator import Target
 from peercache.events.following import ClusterFollower, Index
-from peercache.model.changes import IN_FILES, IN_MEMORY
 from peercache.model.keys import Namespace, page_keys
+from peercache.model.records import IN_FILES, IN_MEMORY
 from tests.pace import wait_until
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 

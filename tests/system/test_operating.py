@@ -15,7 +15,7 @@ from peercache.cli import main as cli
 from peercache.config.settings import Config
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
 from peercache.trust.files import LiveTls
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.certificates import Certificates
 from tests.pace import TIMEOUT_S, wait_until

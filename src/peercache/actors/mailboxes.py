@@ -21,6 +21,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire.messages.directory import (
     Acknowledged,
+    ChangesAsked,
     Delete,
     Disputed,
     Doubted,
@@ -34,12 +35,13 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
-from peercache.wire.messages.draining import DrainTold, PagesOffered, PagesTaken
-from peercache.wire.messages.following import ChangesAsked
 from peercache.wire.messages.membership import (
+    DrainTold,
     Heartbeat,
     HeartbeatSeen,
     Join,
+    PagesOffered,
+    PagesTaken,
     ViewAsked,
     ViewChangesAsked,
     ViewCompared,
@@ -52,15 +54,16 @@ from peercache.wire.messages.pool import (
     Committed,
     Granted,
     LiveReservations,
+    Promote,
     Remove,
     Removed,
     Reserve,
     ReserveMirror,
+    Retain,
+    Retained,
     Touched,
 )
-from peercache.wire.messages.promote import Promote
-from peercache.wire.messages.rdma import ChannelsHeld, OpenChannel
-from peercache.wire.messages.retain import Retain, Retained
+from peercache.wire.messages.session import ChannelsHeld, OpenChannel
 
 # --- membership -----------------------------------------------------------------------------------
 

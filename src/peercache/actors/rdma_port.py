@@ -11,8 +11,7 @@ from typing import Protocol, TypeAlias
 import attrs
 
 from peercache.actors.origin import Origin
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 
 # --- effects: rdma → queue pairs ------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from peercache.model.keys import Namespace
-from peercache.model.quotas import Amount, QuotaRule, rule_of
+from peercache.model.room import Amount, QuotaRule, rule_of
 from peercache.model.runs import I64, U64
 from peercache.model.seal import SPACE_MASK
 

@@ -13,10 +13,9 @@ from peercache.cli.options import Callback, json_option
 from peercache.cli.terminal import console, print_json, table
 from peercache.errors import ConfigError, Rejected
 from peercache.trust.authority import CA_CERTIFICATE, CA_KEY, Authority
-from peercache.trust.certificates import CertificateFacts, certificates_in, facts_of
+from peercache.trust.certificates import CertificateFacts, certificates_in, facts_of, lists_in
 from peercache.trust.files import REVOKED_NAME, common_name_of
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.trust.revocation import lists_in
 
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 365

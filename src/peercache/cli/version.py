@@ -7,7 +7,7 @@ import json
 import click
 
 from peercache.cli.options import json_option
-from peercache.installation.distribution import version as distribution_version
+from peercache.installation.library import version as distribution_version
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, versions_spoken
 
 

@@ -18,7 +18,7 @@ from peercache.fabric.port import Fabric, RegistersMemory
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
 from peercache.memory.client_lock import ClientLock
-from peercache.memory.huge_pages import hugetlbfs_folders
+from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace

@@ -28,19 +28,18 @@ from peercache.client.report import current as current_call
 from peercache.client.report import tell_missed, tell_moved
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
-from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
+from peercache.model.process import ForkGuard
 from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.observability.log import current
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
-from peercache.wire.messages.pool import Clear, Remove, Removed
-from peercache.wire.messages.retain import RETAINED, Retain, Retained
+from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
+from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Stats, StatsAsked
 
 RETURN_MARGIN_S = 0.01

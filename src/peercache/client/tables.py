@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from peercache.errors import PeerCacheError, PeerUnreachable
-from peercache.memory.attached_table import AttachedTable
-from peercache.memory.table_reading import TORN, Unusable
+from peercache.memory.table_reading import TORN, AttachedTable, Unusable
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.model.reads import Looked

@@ -3,27 +3,29 @@
 Later sources win: defaults, the TOML file, the environment (`PEERCACHE_POOL_SIZE`), then flags,
 keyword arguments or SGLang's extra-config JSON. A configuration is read once, validated as a whole,
 and frozen.
+
+Each value keeps its source, which an error about it names. `RELATIONS` has what settings must be
+beside each other.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import attrs
 
-from peercache.config.engines import EngineEvents
-from peercache.config.other_names import REMOVED, SGLANG_KEYS
-from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
-from peercache.config.relations import LOOPBACK, RELATIONS, UNNAMED_PORT
-from peercache.config.sources import Given, from_environment, read_toml
+from peercache.config.entries import EngineEvents, is_source
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, is_loopback, parse_address
 from peercache.config.table import (
     DEVICES,
     ENGINES,
+    ENVIRONMENT_PREFIX,
     FILE,
     FOLDER,
     HOME,
@@ -47,7 +49,199 @@ from peercache.config.table import (
     setting,
 )
 from peercache.errors import ConfigError
-from peercache.model.quotas import QuotaRule
+from peercache.model.room import QuotaRule
+
+REMOVED = {
+    "credentials": "is gone: a secret that all share tells no process apart. Use certificates "
+    "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
+}
+"""Settings of earlier builds, and what to use instead: one that is left over protects nothing."""
+
+SGLANG_KEYS = frozenset(
+    {
+        "backend_name",
+        "module_path",
+        "class_name",
+        "interface_v1",
+        "allocator",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    }
+)
+"""Keys of SGLang's extra-config JSON that are SGLang's own."""
+
+
+LOOPBACK = "127.0.0.1"
+
+HTTP_WAYS_OUT = (
+    "other hosts reach that address: without certificates it wants http_open = true, which shows "
+    "/metrics and /healthz only, or insecure = NAME"
+)
+
+UNNAMED_PORT = -1
+"""Stands for the port that an address does not name."""
+
+WAYS_OUT = (
+    "give the node a certificate (`peercache certs` makes it; tls_ca, tls_cert, tls_key), or, for "
+    "a trial in which every process that connects may read every page, set insecure = NAME"
+)
+"""What the error about an open address tells to do."""
+
+RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (
+        "pool_size",
+        "wants at least one granule",
+        lambda config: config.pool_size >= config.granule,
+    ),
+    (
+        "suspect_s",
+        "wants more than 2 heartbeat_s",
+        lambda config: config.suspect_s > 2 * config.heartbeat_s,
+    ),
+    ("dead_s", "wants more than suspect_s", lambda config: config.dead_s > config.suspect_s),
+    (
+        "tls_ca",
+        "tls_ca, tls_cert and tls_key go together: set all three, or none",
+        lambda config: len({bool(config.tls_ca), bool(config.tls_cert), bool(config.tls_key)}) == 1,
+    ),
+    (
+        "etcd_cert",
+        "etcd_cert and etcd_key go together: set both, or none",
+        lambda config: bool(config.etcd_cert) == bool(config.etcd_key),
+    ),
+    (
+        "discovery_addr",
+        "names etcd:// beside etcd_ca or etcd_cert, which is clear text: write etcds:// for TLS",
+        lambda config: (
+            not (config.etcd_ca or config.etcd_cert)
+            or not any(entry.startswith("etcd://") for entry in config.discovery_addr)
+        ),
+    ),
+    (
+        "insecure",
+        "is for trials without certificates: leave it out, or leave out tls_ca, tls_cert, tls_key",
+        lambda config: not (config.insecure and config.has_tls),
+    ),
+    (
+        "listen",
+        f"other hosts reach that address; {WAYS_OUT}",
+        lambda config: config.is_open or is_loopback(config.listen_address()[0]),
+    ),
+    (
+        "discovery_addr",
+        f"names another host, and this node listens on loopback only; {WAYS_OUT}",
+        lambda config: config.is_open or all(map(_is_on_this_host, config.discovery_addr)),
+    ),
+    (
+        "http_listen",
+        HTTP_WAYS_OUT,
+        lambda config: (
+            config.is_open or config.http_open or is_loopback(_host_of(config.http_listen))
+        ),
+    ),
+    (
+        "http_listen",
+        "says something else than metrics_port: leave one of them out",
+        lambda config: not config.http_listen or _is_one_port(config),
+    ),
+    (
+        "fabric",
+        "rdma does not encrypt; beside TLS it wants rdma_clear_text = true",
+        lambda config: config.fabric != "rdma" or config.may_use_rdma,
+    ),
+    (
+        "disk_path",
+        "wants a folder where disk_enabled is true",
+        lambda config: bool(config.disk_path) or not config.disk_enabled,
+    ),
+)
+"""What settings must be beside each other: the one to name, the problem, and the check."""
+
+
+def _is_one_port(config: Any) -> bool:
+    _, port = parse_address(config.http_listen, default_port=UNNAMED_PORT)
+    is_off = config.metrics_port == 0
+    return config.metrics_port == -1 or (not is_off and port in (UNNAMED_PORT, config.metrics_port))
+
+
+def _host_of(http_listen: str) -> str:
+    return parse_address(http_listen or LOOPBACK, default_port=UNNAMED_PORT)[0]
+
+
+def _is_on_this_host(address: str) -> bool:
+    return not is_source(address) and is_loopback(parse_address(address)[0])
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the same library under its name before 3.11
+    import tomli as tomllib
+
+MISSPELT = 0.78
+"""How similar to a setting a variable must be, without the prefix, to be taken for a mistake. Other
+tools set variables under the same prefix, and so does Kubernetes for a service of this name:
+PEERCACHE_SERVICE_PORT is 0.75 like metrics_port."""
+
+
+@final
+@attrs.define(eq=False)
+class Given:
+    """The values that were given, and the source of each: the last source of a name wins."""
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    _sources: dict[str, str] = attrs.field(factory=dict)
+
+    def add(
+        self, values: Mapping[str, Any], source_of: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """Take values over those of earlier sources. source_of: of a setting's name."""
+        self.values |= values
+        self._sources |= {name: source_of(name) for name in values}
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """Return the error with the source of the value that it names.
+
+        A flag or an argument has the setting's own name, which the error says anyway.
+        """
+        source = self._sources.get(error.name, "")
+        return ConfigError(error.name, f"{error.problem} (in {source})") if source else error
+
+
+def from_environment(
+    environment: Mapping[str, str], known: Collection[str], removed: Collection[str]
+) -> dict[str, str]:
+    """Return the values of settings that variables hold; raise ConfigError for a misspelt one."""
+    found = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        is_spelt = environment_name(name) == variable
+        if is_spelt and (name in known or name in removed):
+            found[name] = value
+        elif meant := get_close_matches(name, known, n=1, cutoff=MISSPELT):
+            problem = f"no setting has this variable: is {environment_name(meant[0])} meant?"
+            raise ConfigError(variable, problem)
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the settings of a TOML file; raise ConfigError for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            settings: dict[str, Any] = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("config", f"cannot read {path}: {error}") from error
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise ConfigError("config", f"{path} has a table [{name}]: settings stand in none")
+    return settings
+
 
 DEFAULT_METRICS_PORT = 31997
 

@@ -13,9 +13,13 @@ from typing import Any
 import attrs
 
 from peercache.config import quantities
-from peercache.config.discovery import parse_discovery
-from peercache.config.engines import parse_engines, written_engines
-from peercache.config.quotas import parse_quotas, written_quotas
+from peercache.config.entries import (
+    parse_discovery,
+    parse_engines,
+    parse_quotas,
+    written_engines,
+    written_quotas,
+)
 from peercache.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PEERCACHE_"

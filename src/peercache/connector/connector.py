@@ -19,12 +19,19 @@ import attrs
 import numpy as np
 
 from peercache.connector.metadata import ConnectorMetadata, StoredPages, seconds
-from peercache.content.chain import Chain, Digests, in_namespace, page_keys_of
-from peercache.content.tokens import TokenIds, Tokens, token_ids
+from peercache.content.chain import (
+    Chain,
+    Digests,
+    TokenIds,
+    Tokens,
+    in_namespace,
+    page_keys_of,
+    token_ids,
+)
 from peercache.engines.lanes import Lane, QueuedTransfer
 from peercache.errors import InvalidRequest
-from peercache.model.fork_guard import ForkGuard
 from peercache.model.keys import PageKeys
+from peercache.model.process import ForkGuard
 from peercache.model.runs import I64, U64, PageRuns
 from peercache.observability.log import WarnOnce, get_logger
 

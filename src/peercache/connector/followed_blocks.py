@@ -30,7 +30,7 @@ from peercache.connector.metadata import StoredPages
 from peercache.events.blocks import BlockRemoved, BlockStored, Hash
 from peercache.events.following import Index, NodeChanges
 from peercache.events.publishing import BlockPublisher
-from peercache.model.changes import GONE
+from peercache.model.records import GONE
 
 BLOCKS_MAX: Final = 200_000
 """Blocks that are remembered, those stored last: with 64 tokens each some 120 MB."""

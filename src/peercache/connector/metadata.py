@@ -10,8 +10,7 @@ import attrs
 import numpy as np
 
 from peercache.client.client import Client
-from peercache.content.chain import Chain, Digests
-from peercache.content.tokens import TokenIds
+from peercache.content.chain import Chain, Digests, TokenIds
 from peercache.errors import InvalidRequest
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
 from peercache.model.runs import PageRuns

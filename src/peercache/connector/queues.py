@@ -16,8 +16,7 @@ import attrs
 
 from peercache.connector.connector import Core, PageMapping, RemoteKVConnector, checked, span_of
 from peercache.connector.metadata import whole_number
-from peercache.content.chain import Chain
-from peercache.content.tokens import TokenIds, Tokens
+from peercache.content.chain import Chain, TokenIds, Tokens
 from peercache.errors import InvalidRequest
 
 PENDING = -1

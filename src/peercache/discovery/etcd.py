@@ -17,10 +17,17 @@ from typing import Any, final
 
 import trio
 
-from peercache.config.discovery import EtcdAddress
-from peercache.discovery.port import SourceFailed, Tell, printable, reading
-from peercache.discovery.resolving import Resolver
-from peercache.discovery.web import OK, Request, WebServer
+from peercache.config.entries import EtcdAddress
+from peercache.discovery.port import (
+    OK,
+    Request,
+    Resolver,
+    SourceFailed,
+    Tell,
+    WebServer,
+    printable,
+    reading,
+)
 from peercache.errors import ConfigError
 
 LEASE_S = 30

@@ -1,4 +1,8 @@
-"""The finder: follows every source of a node, for as long as the node runs."""
+"""The finder: follows every source of a node, for as long as the node runs.
+
+`DnsSource` is dns://NAME:PORT: all addresses of a name, such as that of a headless service, asked
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,49 @@ from typing import Any, final
 
 import trio
 
-from peercache.config.discovery import DnsAddress, EtcdAddress, SourceAddress
-from peercache.discovery.dns import DnsSource
+from peercache.config.entries import DnsAddress, EtcdAddress, SourceAddress
+from peercache.config.quantities import format_address
 from peercache.discovery.etcd import EtcdSource
 from peercache.discovery.kubernetes import ApiServer, KubernetesSource
-from peercache.discovery.port import AddressSource, SourceFailed, cleaned, printable
+from peercache.discovery.port import (
+    AddressSource,
+    Lookup,
+    Resolver,
+    SourceFailed,
+    Tell,
+    cleaned,
+    looked_up,
+    printable,
+)
 from peercache.observability.metrics import Metrics
+
+ASK_AGAIN_S = 10.0
+"""How often a name is asked: the system's resolver does not tell how long its answer holds, and a
+new node knocks itself."""
+
+
+@final
+class DnsSource:
+    """The addresses of one name."""
+
+    def __init__(self, address: DnsAddress, lookup: Lookup = looked_up) -> None:
+        """Ask the system's resolver."""
+        self._address = address
+        self._resolver = Resolver(address.text, lookup)
+
+    @property
+    def text(self) -> str:
+        """The entry of `discovery_addr`."""
+        return self._address.text
+
+    async def follow(self, tell: Tell) -> None:
+        """Tell all addresses, again and again; raise SourceFailed."""
+        name, port = self._address.name, self._address.port
+        while True:
+            hosts = await self._resolver.resolve(name, port)
+            tell([format_address(host, port) for host in hosts])
+            await trio.sleep(ASK_AGAIN_S)
+
 
 AGAIN_MIN_S = 1.0
 AGAIN_MAX_S = 30.0

@@ -19,11 +19,19 @@ from urllib.parse import quote
 import attrs
 import trio
 
-from peercache.config.discovery import KubernetesAddress
+from peercache.config.entries import KubernetesAddress
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address
-from peercache.discovery.port import SourceFailed, Tell, printable, reading
-from peercache.discovery.resolving import Resolver
-from peercache.discovery.web import OK, Request, WebAnswer, WebServer
+from peercache.discovery.port import (
+    OK,
+    Request,
+    Resolver,
+    SourceFailed,
+    Tell,
+    WebAnswer,
+    WebServer,
+    printable,
+    reading,
+)
 from peercache.errors import ConfigError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import attrs
 import msgspec
 
-from peercache.content.tokens import token_ids
+from peercache.content.chain import token_ids
 from peercache.errors import InvalidRequest, RemoteProtocolError
 
 GPU: Final = "GPU"

@@ -1,6 +1,6 @@
 """Follow what nodes hold: one node's changes, an index of many nodes, and a whole cluster.
 
-`NodeFollower` is the follower's end of `wire.messages.following`, without I/O. What it returns is
+`NodeFollower` is the follower's end of `wire.messages.directory`, without I/O. What it returns is
 applied in its order: after a gap, a restart or too long a pause the node tells everything anew.
 
 `ClusterFollower` has a thread a node, and one iterator over what all of them tell. A reader that is
@@ -21,10 +21,10 @@ import attrs
 import numpy as np
 
 from peercache.errors import PeerCacheError, RemoteProtocolError
-from peercache.model.changes import CHANGE, GONE, Changes, from_bytes
 from peercache.model.keys import PageKeys
+from peercache.model.records import CHANGE, GONE, Changes, changes_from_bytes
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
 
 PAGES_MAX: Final = 50_000_000
 """Pages of an index, over all nodes: some ten gigabytes. Those beyond are left out: an index that
@@ -39,7 +39,7 @@ class NodeChanges:
     anew:     all that was told of this node before is void; first of all where its store is lost.
     is_gone:  the node does not answer any more: it holds nothing that can be read.
     is_whole: all that was there when the follower began has been told by now.
-    changes:  (n,) `model.changes.CHANGE`, in their order.
+    changes:  (n,) `model.records.CHANGE`, in their order.
     """
 
     node: str
@@ -68,7 +68,7 @@ class NodeFollower:
     def take(self, told: ChangesTold) -> NodeChanges | None:
         """Take an answer; None if it tells nothing. Raises RemoteProtocolError for a wrong one."""
         self._failures = 0
-        changes, held = from_bytes(told.changes), from_bytes(told.held)
+        changes, held = changes_from_bytes(told.changes), changes_from_bytes(told.held)
         if not told.anew:
             missed = told.after - self._after - len(changes)
             if told.incarnation != self._incarnation or missed or told.row < self._row:

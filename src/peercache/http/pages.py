@@ -20,7 +20,7 @@ from peercache.http.history import Watching
 from peercache.http.server import Application
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
 

@@ -24,12 +24,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from peercache.content.chain import DTYPES, OTHER_NAMES, Chain, in_namespace
-from peercache.content.tokens import TOKEN, TOKEN_MAX, TokenIds, token_ids
+from peercache.content.chain import (
+    DTYPES,
+    OTHER_NAMES,
+    TOKEN,
+    TOKEN_MAX,
+    Chain,
+    TokenIds,
+    in_namespace,
+    token_ids,
+)
 from peercache.errors import InvalidRequest
 from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, OnGpu, prefix_of
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 
 QUESTIONS_MAX = 8
 """Bodies of 2 MiB that are held at once."""

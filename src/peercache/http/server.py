@@ -33,7 +33,7 @@ from peercache.config.quantities import format_address
 from peercache.config.settings import DEFAULT_METRICS_PORT
 from peercache.errors import AddressTaken, Rejected
 from peercache.http.access import Access, HttpClient
-from peercache.model.descriptors import HTTP_MAX
+from peercache.model.process import HTTP_MAX
 from peercache.observability.log import get_logger
 
 REQUEST_BYTES_MAX = 16 * 1024  # The limit of common servers; a probe needs one line.

@@ -14,7 +14,7 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, final
 
-from peercache.config.engines import EngineEvents
+from peercache.config.entries import EngineEvents
 from peercache.errors import ConfigError
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.observability.log import get_logger

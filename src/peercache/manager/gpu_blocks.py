@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.model.ids import name_of
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 from peercache.model.records import ON_DISK, RESIDENT
 
 

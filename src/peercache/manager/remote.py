@@ -16,13 +16,12 @@ from typing import Protocol, final
 
 import numpy as np
 
-from peercache.config.engines import EngineEvents
-from peercache.content.chain import Chain, in_namespace
-from peercache.content.tokens import Tokens, token_ids
+from peercache.config.entries import EngineEvents
+from peercache.content.chain import Chain, Tokens, in_namespace, token_ids
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, prefix_of
 from peercache.model.keys import Key, Namespace, PageKeys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 
 
 class Store(Protocol):

@@ -88,7 +88,7 @@ struct record {
 _Static_assert(sizeof(struct row) == 64, "a line of the processor's cache");
 _Static_assert(sizeof(struct record) == 56, "as in model/records.py");
 _Static_assert(sizeof(struct table) <= PAGE_BYTES, "a header is one page");
-_Static_assert(offsetof(struct table, removals) == 272, "as in memory/attached_table.py");
+_Static_assert(offsetof(struct table, removals) == 272, "as in memory/table_reading.py");
 
 static inline uint64_t mixed(uint64_t word)
 {

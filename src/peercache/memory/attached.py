@@ -23,8 +23,7 @@ import numpy as np
 
 from peercache.errors import PeerUnreachable, Rejected
 from peercache.memory.copying import copy_pages, kernel_copies
-from peercache.memory.fork_release import let_go_in_children
-from peercache.memory.kernel import Bytes, address_of, prefault, unfault
+from peercache.memory.kernel import Bytes, address_of, let_go_in_children, prefault, unfault
 from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
 from peercache.memory.seals import SealTable
 from peercache.model.ids import Incarnation, name_of

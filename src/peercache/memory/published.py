@@ -7,6 +7,11 @@ Keeps   only `store_words` changes a seal: the word by one aligned 8-byte store,
         start or while populating, never a bus error later.
         The words of slots that were never reserved are zero, which no record carries.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for the populating thread.
+
+The directory's table is a file of the same kind next to the segment; what is in it belongs to the
+directory actor. Files that dead processes left behind are removed: a file whose lock can be taken
+has no owner. They are unlinked by name, never truncated, written or reused: a process that still
+has one mapped keeps reading the old bytes.
 """
 
 from __future__ import annotations
@@ -17,19 +22,28 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from peercache.errors import AddressTaken, PoolTooLarge
-from peercache.memory.fork_release import let_go_in_children
-from peercache.memory.kernel import Bytes, prefault, unfault
-from peercache.memory.layout import Header, Layout, boot_id, pack_header, segment_name
+from peercache.errors import AddressTaken, PoolTooLarge, Rejected
+from peercache.memory.kernel import Bytes, let_go_in_children, prefault, unfault
+from peercache.memory.layout import (
+    Header,
+    Layout,
+    boot_id,
+    is_node_file,
+    pack_header,
+    segment_name,
+    table_name,
+)
 from peercache.memory.seals import SealStore
-from peercache.model.fork_guard import ForkGuard
 from peercache.model.ids import Incarnation
+from peercache.model.process import ForkGuard
 from peercache.model.runs import I64, U64
 from peercache.model.seal import SEAL, Seals
+from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
@@ -210,3 +224,94 @@ def _too_large(path: Path, layout: Layout) -> PoolTooLarge:
 def _free_bytes(folder: str | os.PathLike[str]) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+GROUP_READS_MODE = 0o640
+"""Clients of the group read, and the owner alone writes."""
+
+
+@final
+class TableFile:
+    """An empty file for a table, locked. file: its descriptor."""
+
+    def __init__(self, path: Path, file: int) -> None:
+        """Own a locked file; use `create`."""
+        self.path = path
+        self.file = file
+        self._fork = ForkGuard()
+
+    @classmethod
+    def create(
+        cls, folder: str | os.PathLike[str], incarnation: Incarnation, sharing: Sharing | None
+    ) -> TableFile:
+        """Make the file; raises AddressTaken where it is there already, OSError, ConfigError."""
+        path = Path(folder) / table_name(incarnation)
+        file = create_locked(path)
+        try:
+            if sharing is not None:
+                sharing.open_to_group(file, GROUP_READS_MODE)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        return cls(path, file)
+
+    def close(self) -> None:
+        """Remove the name; the table lives on where it is mapped. May be repeated."""
+        if self.file < 0 or self._fork.is_child:
+            return
+        self.path.unlink(missing_ok=True)
+        os.close(self.file)
+        self.file = -1
+
+
+def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = None) -> list[str]:
+    """Unlink the segments and tables of dead processes; return their names, sorted.
+
+    sharing: whose files may go; None is this process's user and root.
+    Never raises for a single file: one that cannot be looked at stays.
+    """
+    try:
+        folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # What makes the segment there says so.
+    except OSError as error:
+        get_logger().warning("segment.scan_failed", shm_dir=str(shm_dir), reason=str(error))
+        return []
+    try:
+        return _removed(folder, sharing or Sharing.of())
+    finally:
+        os.close(folder)
+
+
+def _removed(folder: int, sharing: Sharing) -> list[str]:
+    removed = []
+    for name in sorted(name for name in os.listdir(folder) if is_node_file(name)):
+        try:
+            if _remove_if_dead(name, folder, sharing):
+                removed.append(name)
+        except (OSError, Rejected) as error:  # noqa: PERF203 - one bad file must not keep the others
+            # Gone meanwhile, another user's, or no segment at all.
+            get_logger().debug("segment.leftover_kept", name=name, reason=str(error))
+    if removed:
+        get_logger().info("segment.leftovers_removed", names=removed)
+    return removed
+
+
+def _remove_if_dead(name: str, folder: int, sharing: Sharing) -> bool:
+    file = sharing.open_file(name, os.O_RDONLY, folder=folder, what=f"the segment {name}")
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False  # Its owner lives.
+        # Only while we hold the lock of the very file that has the name may the name go. A node
+        # that is just starting waits for this lock, then sees that its name is gone, and tries
+        # again; without this look, we could remove the name of that second file.
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not os.path.samestat(named, os.fstat(file)):
+            return False
+        os.unlink(name, dir_fd=folder)
+        return True
+    finally:
+        os.close(file)

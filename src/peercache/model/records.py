@@ -4,6 +4,8 @@ A record says which incarnation holds a page, where in its published memory, and
 generation. Records are hints: only the generation word beside the bytes decides. Order exists only
 within one holder, by `generation`: every change of a page's record (commit, demote, promote) takes
 a new number, twice a per-node sequence, so it is always even.
+
+Followers of a node are sent *changes* of what it holds, in 24 bytes each.
 """
 
 from __future__ import annotations
@@ -112,3 +114,30 @@ class Content:
     def digest(self) -> int:
         """Return the digest of the whole set."""
         return int(np.bitwise_xor.reduce(self.buckets))
+
+
+CHANGE = np.dtype(
+    [
+        ("key", "V16"),
+        ("length", "<u4"),
+        ("tier", "<u4"),
+    ]
+)
+"""A page, its length in bytes, and where it lies from now on: IN_MEMORY, IN_FILES or GONE."""
+CHANGE_BYTES = CHANGE.itemsize
+
+GONE = 0
+"""Tier: the node holds the page no longer, for whatever reason; its length is 0."""
+IN_MEMORY = RESIDENT
+"""Tier: the page is in the node's published memory, whether it is on its disk too or not."""
+IN_FILES = ON_DISK
+"""Tier: the page is on the node's disk only."""
+
+Changes: TypeAlias = npt.NDArray[np.void]
+
+assert CHANGE_BYTES == 24, CHANGE_BYTES
+
+
+def changes_from_bytes(blob: bytes) -> Changes:
+    """Return the changes that came as one byte string."""
+    return np.frombuffer(blob, CHANGE)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from peercache.config.discovery import heads_of
+from peercache.config.entries import heads_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError, Rejected

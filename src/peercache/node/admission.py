@@ -16,9 +16,9 @@ from typing import final
 
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, lock_name
-from peercache.model.descriptors import OF_ONE_CERTIFICATE
 from peercache.model.ids import incarnation_of, name_of
 from peercache.model.keys import Namespace
+from peercache.model.process import OF_ONE_CERTIFICATE
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.trust.identity import CertificateRole, Identity

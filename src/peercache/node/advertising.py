@@ -10,13 +10,13 @@ import trio
 
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
-from peercache.config.discovery import heads_of
+from peercache.config.entries import heads_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.node import addresses
 from peercache.node.reach import Reach, resolved, routed_host
+from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
-from peercache.trust.handshake import client_context, shake_hands
 
 LOOK_S = 0.5
 """How soon a new address is told; a look compares a few words."""

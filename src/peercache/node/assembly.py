@@ -23,7 +23,7 @@ from peercache.actors.rdma.actor import RdmaActor
 from peercache.actors.removal.actor import Remover
 from peercache.actors.ring.actor import RingActor
 from peercache.actors.runtime import NamedActor, run_actor
-from peercache.config.discovery import heads_of
+from peercache.config.entries import heads_of
 from peercache.config.settings import Config
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member

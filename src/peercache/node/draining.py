@@ -11,7 +11,7 @@ import trio
 from peercache.actors.handover.actor import HANDED_OVER, HANDING_OVER, SERVING, Giving
 from peercache.actors.mailboxes import DrainBegan, DrainCancelled
 from peercache.model import status
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode
+from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode
 
 LEAVING: Final = "leaving"
 """After the hand-over: the node tells so, and stops."""

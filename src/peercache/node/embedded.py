@@ -11,7 +11,7 @@ import trio
 
 from peercache.config.settings import Config
 from peercache.errors import DeadlineExceeded, PeerCacheError
-from peercache.model.fork_guard import ForkGuard
+from peercache.model.process import ForkGuard
 from peercache.node.keeping import describe
 from peercache.node.node import Node
 from peercache.node.ready import Ready

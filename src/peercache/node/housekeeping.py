@@ -18,9 +18,9 @@ import trio
 from peercache.actors.effects import Tell, TellPool, TellRdma
 from peercache.actors.mailboxes import ClientGone, ClientsConnected
 from peercache.config.settings import Config
-from peercache.model.descriptors import DescriptorShares, descriptors_max
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.process import DescriptorShares, descriptors_max
 from peercache.model.view import STATE_NAMES
 from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
 from peercache.net.sockets import Listener

@@ -11,18 +11,16 @@ import trio
 from peercache.config.quantities import written_size
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, PeerCacheError, PoolTooLarge
-from peercache.memory import huge_pages
-from peercache.memory.layout import Layout
-from peercache.memory.limits import (
+from peercache.memory import kernel
+from peercache.memory.kernel import (
     IN_MEMORY,
     filesystem_of,
     host_memory,
     own_cgroup_memory,
     text_of,
 )
-from peercache.memory.published import PublishedSegment
-from peercache.memory.stale_segments import remove_leftovers
-from peercache.memory.table_file import TableFile
+from peercache.memory.layout import Layout
+from peercache.memory.published import PublishedSegment, TableFile, remove_leftovers
 from peercache.model.ids import Incarnation
 from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
@@ -37,8 +35,8 @@ def publish(
     """Create the segment, after the segments of dead nodes are removed."""
     folder, huge_page_bytes = config.shm_dir, 0
     if config.hugepages != "off":
-        folder = huge_pages.folder_for(config.hugepages, config.hugepages_dir)
-        huge_page_bytes = huge_pages.SIZES[config.hugepages]
+        folder = kernel.folder_for(config.hugepages, config.hugepages_dir)
+        huge_page_bytes = kernel.SIZES[config.hugepages]
         if config.pool_size < huge_page_bytes:
             raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
     try:
@@ -49,7 +47,7 @@ def publish(
             _expect_memory(config)
         else:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
-            huge_pages.expect_enough(config.hugepages, layout)
+            kernel.expect_enough(config.hugepages, layout)
         segment = PublishedSegment.create(
             folder,
             incarnation=incarnation,

@@ -30,13 +30,12 @@ from peercache.fabric.tcp.server import serve_pages
 from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
-from peercache.memory.fork_release import serving_at
+from peercache.memory.kernel import serving_at
 from peercache.memory.layout import boot_id
-from peercache.memory.published import PublishedSegment
-from peercache.memory.table_file import TableFile
-from peercache.model.descriptors import DescriptorShares, descriptors_max
+from peercache.memory.published import PublishedSegment, TableFile
 from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
+from peercache.model.process import DescriptorShares, descriptors_max
 from peercache.model.status import encoded
 from peercache.net.peers import Gate
 from peercache.net.sockets import Listener
@@ -70,7 +69,7 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, absorb
 from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
-from peercache.trust.etcd import EtcdFiles
+from peercache.trust.contexts import EtcdFiles
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing

@@ -27,7 +27,12 @@ from peercache.model.member import ALIVE, Member
 from peercache.model.overlap import ANYWHERE, HOLDERS_MAX, Overlap
 from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
+from peercache.wire.messages.directory import (
+    OVERLAP_KEYS_MAX,
+    OverlapAsked,
+    OverlapTold,
+    overlap_of,
+)
 from peercache.wire.messages.session import Refused
 
 TURN_KEYS = 512

@@ -18,7 +18,7 @@ from peercache.actors.mailboxes import PullDone
 from peercache.config.settings import Config
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.memory.huge_pages import hugetlbfs_folders
+from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import name_of

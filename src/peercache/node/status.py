@@ -11,7 +11,7 @@ import numpy as np
 
 from peercache.config.settings import Config
 from peercache.http.pages import Health
-from peercache.installation.distribution import version
+from peercache.installation.library import version
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE
 from peercache.model.status import (

@@ -13,11 +13,11 @@ from peercache.http.access import Access
 from peercache.http.history import Watching
 from peercache.http.pages import Health, IndexParts, Pages
 from peercache.http.server import serve_http
-from peercache.installation.distribution import version
+from peercache.installation.library import version
 from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 from peercache.node.gathering import Gathering
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls

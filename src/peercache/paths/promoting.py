@@ -13,7 +13,7 @@ from peercache.model.keys import PageKeys
 from peercache.model.records import RECORD, RESIDENT, Records
 from peercache.paths.searching import Mask, Whereabouts
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.promote import LOST, PROMOTED, Promote, Promoted
+from peercache.wire.messages.pool import LOST, PROMOTED, Promote, Promoted
 
 PROMOTE_KEYS_MAX = 2048
 """Keys of one question; the answer has as many records at most: 114 KiB."""

@@ -38,7 +38,7 @@ from peercache.rdma.plan import (
 )
 from peercache.rdma.queue_pair import PSN_MAX, Completions, QpEnd, Sizes
 from peercache.rdma.rail import Rail
-from peercache.wire.messages.rdma import ChannelOpened, ChannelsHeld, OpenChannel
+from peercache.wire.messages.session import ChannelOpened, ChannelsHeld, OpenChannel
 
 PORTIONS_AT_ONCE = 2
 """One portion is in flight while the next is queued behind it, so the link never idles."""

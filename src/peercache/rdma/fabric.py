@@ -35,8 +35,7 @@ from peercache.rdma.plan import ReadProgress
 from peercache.rdma.rail import Rail
 from peercache.rdma.reading import Leased, Poller, Share, Transfer, Unprepared, drive, shares_of
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, ChannelsHeld
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import NO_PATH, NO_RDMA, ChannelOpened, ChannelsHeld, Refused
 
 EXCHANGE_S = 0.2
 """Longest wait for a node's end of a channel; a breaker opens after a longer silence."""

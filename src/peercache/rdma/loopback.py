@@ -31,7 +31,7 @@ from peercache.rdma.queue_pair import PSN_MAX, SUCCESS, Completion, Completions,
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.serving import ChannelServer
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.rdma import ChannelOpened, OpenChannel
+from peercache.wire.messages.session import ChannelOpened, OpenChannel
 
 READ_S = 30.0
 """Longest wait for a batch: only a link that loses packets needs so long."""

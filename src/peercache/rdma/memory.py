@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.memory.kernel import address_of, populate_range
-from peercache.model.fork_guard import ForkGuard
+from peercache.model.process import ForkGuard
 from peercache.observability.log import get_logger
 from peercache.rdma.key_table import MemoryKeys, Piece
 from peercache.rdma.registrar import (

@@ -12,7 +12,7 @@ from typing import Any, final
 import attrs
 
 from peercache.config.settings import Config
-from peercache.model.fork_guard import ForkGuard
+from peercache.model.process import ForkGuard
 from peercache.rdma import device, neighbours
 from peercache.rdma.device import Chosen
 from peercache.rdma.memory import Regions

@@ -44,8 +44,7 @@ from peercache.rdma.memory import Region
 from peercache.rdma.queue_pair import PSN_MAX, QpEnd, QueuePair, Sizes
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.rdma.verbs import outlives_fork
-from peercache.wire.messages.rdma import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel
-from peercache.wire.messages.session import Refused
+from peercache.wire.messages.session import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel, Refused
 
 SEALS_S = 10.0
 """Longest wait for the registration of the seals: at most 0.8 % of the size of the pool."""

@@ -20,8 +20,8 @@ from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.events.following import AskedNode, ClusterFollower, Index, NodeChanges
 from peercache.events.objects import ObjectNames, ObjectPublisher
-from peercache.model.changes import GONE
 from peercache.model.keys import page_keys_of
+from peercache.model.records import GONE
 from peercache.sglang.namespace import HeadGroups, UncutPool
 
 HOME: Final = "home"

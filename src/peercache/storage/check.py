@@ -37,8 +37,7 @@ from peercache.storage.layout import (
     parse_slot,
     slab_name,
 )
-from peercache.storage.scan import consistent
-from peercache.storage.slab_files import SlabFiles
+from peercache.storage.slab_files import SlabFiles, consistent
 
 Entries = npt.NDArray[np.void]
 

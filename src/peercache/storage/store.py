@@ -47,8 +47,7 @@ from peercache.errors import ConfigError
 from peercache.model.runs import U64
 from peercache.observability.log import get_logger
 from peercache.storage.folder import Folder, claim
-from peercache.storage.index_file import IndexWriter, remove_index
-from peercache.storage.index_load import load_index
+from peercache.storage.index_file import IndexWriter, load_index, remove_index
 from peercache.storage.jobs import Job, Unit, Workers
 from peercache.storage.mover import PageMover, units_of
 from peercache.storage.slab_files import NO_ROOM, SlabFiles

@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from peercache.errors import ConfigError
 from peercache.model.keys import DEFAULT_NAME, Namespace
-from peercache.trust.certificates import certificates_in, facts_of
+from peercache.trust.certificates import LISTS_BYTES_MAX, certificates_in, facts_of
 from peercache.trust.files import REVOKED_NAME, common_name_of
 from peercache.trust.identity import (
     SCHEME,
@@ -38,7 +38,6 @@ from peercache.trust.identity import (
     parse_identity,
     until_uri,
 )
-from peercache.trust.revocation import LISTS_BYTES_MAX
 
 CA_CERTIFICATE = "ca.crt"
 CA_KEY = "ca.key"

@@ -20,7 +20,7 @@ from peercache.trust.sharing import Sharing
 if TYPE_CHECKING:
     import ssl
 
-    from peercache.trust.revocation import Revocations
+    from peercache.trust.certificates import Revocations
 
 FILE_BYTES_MAX = 2**20
 """Longest file that is read; certificates have some kilobytes."""
@@ -128,7 +128,7 @@ class LiveTls:
         A list of an authority that is not trusted is logged, and revokes nothing: its
         certificates are refused without it. It stays behind when the authority is replaced.
         """
-        from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
+        from peercache.trust.certificates import Revocations  # noqa: PLC0415 - as above
 
         self._config = config
         self._is_node = is_node
@@ -292,8 +292,10 @@ class LiveTls:
         return is_changed
 
     def _use(self, files: TlsFiles) -> None:
-        from peercache.trust.certificates import is_any_dropped  # noqa: PLC0415 - as above
-        from peercache.trust.revocation import Revocations  # noqa: PLC0415 - as above
+        from peercache.trust.certificates import (  # noqa: PLC0415 - as above
+            Revocations,
+            is_any_dropped,
+        )
 
         if files.ca_pem != self.files.ca_pem:
             self.authorities_dropped += is_any_dropped(self.files.ca_pem, files.ca_pem)
@@ -309,7 +311,7 @@ class LiveTls:
             return error
 
     def _use_list(self, told: str | ConfigError, *, is_start: bool) -> bool:
-        from peercache.trust.revocation import UNKNOWN_AUTHORITY  # noqa: PLC0415 - as above
+        from peercache.trust.certificates import UNKNOWN_AUTHORITY  # noqa: PLC0415 - as above
 
         try:
             if isinstance(told, ConfigError):

@@ -24,19 +24,7 @@ from types import ModuleType
 
 import attrs
 
-from peercache.wire.messages import (
-    directory,
-    draining,
-    following,
-    membership,
-    operations,
-    overlap,
-    pool,
-    promote,
-    rdma,
-    retain,
-    session,
-)
+from peercache.wire.messages import directory, membership, pool, session
 from peercache.wire.messages.declared import Declared, Message
 
 WIRE_VERSION = 3
@@ -61,10 +49,7 @@ def _is_message(kind: object) -> bool:
     return isinstance(kind, type) and isinstance(getattr(kind, "declared", None), Declared)
 
 
-MESSAGES = _in_order(
-    directory, draining, following, membership, operations, overlap, pool, promote, rdma, retain,
-    session,
-)  # fmt: skip
+MESSAGES = _in_order(directory, membership, pool, session)
 """Every message of the wire; the place of each is its tag."""
 
 

@@ -50,12 +50,21 @@ from peercache.actors.storage_port import (
     SpillDone,
 )
 from peercache.model.ids import Incarnation
-from peercache.model.quotas import QuotaRule
 from peercache.model.records import ON_DISK, RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
+from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import RESERVED, Clear, Commit, Granted, Remove, Removed, Reserve
-from peercache.wire.messages.promote import Promote, Promoted
+from peercache.wire.messages.pool import (
+    RESERVED,
+    Clear,
+    Commit,
+    Granted,
+    Promote,
+    Promoted,
+    Remove,
+    Removed,
+    Reserve,
+)
 from sims.content import content_of, version_of
 from sims.store import Image, Store
 

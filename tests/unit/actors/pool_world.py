@@ -34,8 +34,8 @@ from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.reservations import Reservation
 from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
 from peercache.model.ids import Incarnation
-from peercache.model.quotas import QuotaRule
 from peercache.model.records import DROP, RECORD, RESIDENT
+from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     COMMITTED,

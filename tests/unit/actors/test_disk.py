@@ -15,7 +15,7 @@ from peercache.actors.storage_port import (
     Load,
     Spill,
 )
-from peercache.wire.messages.promote import LOST, PROMOTED, Promoted
+from peercache.wire.messages.pool import LOST, PROMOTED, Promoted
 from tests.unit.actors.disk_world import (
     CLIENT,
     GRANULE,

@@ -24,7 +24,7 @@ from peercache.actors.storage_port import (
 )
 from peercache.model.records import RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
-from peercache.wire.messages.promote import Promoted
+from peercache.wire.messages.pool import Promoted
 from tests.examples import examples
 from tests.unit.actors.disk_world import GRANULE, LENGTH, DiskWorld, key
 

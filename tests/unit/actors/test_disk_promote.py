@@ -8,7 +8,7 @@ from peercache.actors.promote.actor import WantedPage
 from peercache.actors.storage_port import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promoted
+from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promoted
 from tests.unit.actors.disk_world import CLIENT, GRANULE, LENGTH, POOL, abort, filled, key, reserve
 
 REASONS = {DISK_DAMAGED: "damaged", DISK_FAILED: "failed", DISK_REPLACED: "overwritten"}

@@ -15,7 +15,7 @@ from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
 from peercache.actors.origin import Origin
 from peercache.actors.storage_port import DiskOpened
 from peercache.actors.tenants import OTHERS, Tenants
-from peercache.config.quotas import parse_quotas
+from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace
 from peercache.observability.metrics import Metrics
 from tests.examples import examples

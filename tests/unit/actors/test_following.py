@@ -16,10 +16,18 @@ from peercache.actors.origin import Origin
 from peercache.actors.publisher import following
 from peercache.actors.publisher.actor import Publisher
 from peercache.events.following import Index, NodeFollower
-from peercache.model.changes import GONE, IN_FILES, IN_MEMORY, from_bytes
 from peercache.model.keys import KEY
-from peercache.model.records import DROP, ON_DISK, RESIDENT, Records
-from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.model.records import (
+    DROP,
+    GONE,
+    IN_FILES,
+    IN_MEMORY,
+    ON_DISK,
+    RESIDENT,
+    Records,
+    changes_from_bytes,
+)
+from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
 from peercache.wire.messages.session import Refused
 from tests.unit.actors.lone_publisher import ME, A, commit_of, publisher_in, ring_of
 from tests.unit.actors.record_cluster import NO_DROPS, NO_RECORDS, key_of, records_of
@@ -70,7 +78,7 @@ def remove(made: Publisher, records: Records, now: float = 1.0) -> None:
 
 
 def keys_in(blob: bytes) -> list[bytes]:
-    return cast("list[bytes]", from_bytes(blob)["key"].tolist())
+    return cast("list[bytes]", changes_from_bytes(blob)["key"].tolist())
 
 
 def publisher() -> Publisher:
@@ -102,7 +110,7 @@ def test_changes_are_told_in_their_order_with_their_tier() -> None:
 
     answer = asked(made, ChangesAsked(2, ME, begun.after, begun.row, 1.0), 2.0)
 
-    changes = from_bytes(answer.changes)
+    changes = changes_from_bytes(answer.changes)
     assert changes["tier"].tolist() == [IN_MEMORY, IN_FILES, GONE]
     assert changes["length"].tolist() == [int(stored["length"][0])] * 2 + [0]
     assert set(keys_in(answer.changes)) == {key_of(1)}

@@ -47,7 +47,7 @@ from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Rec
 from peercache.model.status import Draining
 from peercache.node.draining import Drainer
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.draining import (
+from peercache.wire.messages.membership import (
     DrainAsked,
     DrainNode,
     DrainTold,

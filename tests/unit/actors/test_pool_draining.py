@@ -27,6 +27,7 @@ from peercache.wire.messages.pool import (
     REFUSED_DRAINING,
     REFUSED_FULL,
     RESERVED,
+    RETAINED,
     Clear,
     Commit,
     Committed,
@@ -34,8 +35,8 @@ from peercache.wire.messages.pool import (
     Remove,
     Reserve,
     ReserveMirror,
+    Retain,
 )
-from peercache.wire.messages.retain import RETAINED, Retain
 from tests.unit.actors.test_pool_mirrors import CLIENT, GRANULE, NODE, Rig, key
 
 INSIDE = Origin(0)

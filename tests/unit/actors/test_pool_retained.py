@@ -18,8 +18,19 @@ from peercache.actors.pool import page_table
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.page_table import LAPSES_MAX, RETAIN_MAX_S, STALE_ENDS_MIN
 from peercache.model.ids import Incarnation
-from peercache.wire.messages.pool import RESERVED, Clear, Commit, Granted, Remove, Reserve
-from peercache.wire.messages.retain import NOT_HERE, OVER_QUOTA, RETAINED, Retain, Retained
+from peercache.wire.messages.pool import (
+    NOT_HERE,
+    OVER_QUOTA,
+    RESERVED,
+    RETAINED,
+    Clear,
+    Commit,
+    Granted,
+    Remove,
+    Reserve,
+    Retain,
+    Retained,
+)
 from tests.examples import examples
 
 GRANULE = 4096

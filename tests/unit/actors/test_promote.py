@@ -8,7 +8,7 @@ from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import PromoteAnswered
 from peercache.actors.origin import Origin
 from peercache.actors.promote.actor import READ_WITHIN_S, WAITERS_MAX, UnreadPages, Waiter, Waiters
-from peercache.wire.messages.promote import LATER, LOST, PROMOTED
+from peercache.wire.messages.pool import LATER, LOST, PROMOTED
 
 A, B = b"A" * 16, b"B" * 16
 

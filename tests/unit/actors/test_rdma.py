@@ -27,15 +27,15 @@ from peercache.actors.rdma_port import (
     RdmaServes,
     ServeMemory,
 )
-from peercache.wire.messages.rdma import (
+from peercache.wire.messages.session import (
     BUSY,
     NO_RDMA,
     TOO_MANY,
     ChannelOpened,
     ChannelsHeld,
     OpenChannel,
+    Refused,
 )
-from peercache.wire.messages.session import Refused
 from tests.contracts.fake_queue_pairs import FakeQueuePairs
 from tests.examples import examples
 

@@ -13,8 +13,7 @@ from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import PATIENCE_MAX_S, PENDING_MAX, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
-from peercache.wire.messages.pool import Clear, Remove, Removed
-from peercache.wire.messages.retain import Retain, Retained
+from peercache.wire.messages.pool import Clear, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 CLIENT = Origin(0x77, pipe=4)

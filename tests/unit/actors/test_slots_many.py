@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peercache.actors.pool.reservations import Shares
 from peercache.actors.pool.slots import Slot, SlotAllocator
-from peercache.model.eviction import DONOR_CHECK_EVERY
+from peercache.model.room import DONOR_CHECK_EVERY
 from tests.examples import examples
 
 STEPS = st.lists(

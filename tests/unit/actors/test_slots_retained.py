@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peercache.actors.pool.slots import Slot
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.config.quotas import parse_quotas
+from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace
 from tests.examples import examples
 from tests.unit.actors.slots_rig import Rig

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peercache.actors.mailboxes import NamespaceNamed
 from peercache.actors.pool.slots import Slot
 from peercache.actors.tenants import OTHERS, TENANTS_MAX, Tenant, Tenants
-from peercache.config.quotas import parse_quotas, written_quotas
+from peercache.config.entries import parse_quotas, written_quotas
 from peercache.model.keys import Namespace
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import REFUSED_FULL, Granted

@@ -14,10 +14,9 @@ import pytest
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.client.tables import NOT_OPENED, TABLES_MAX, Tables
-from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
-from peercache.memory.table_file import TableFile
-from peercache.memory.table_reading import TORN
+from peercache.memory.published import TableFile
+from peercache.memory.table_reading import TORN, AttachedTable
 from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
 from peercache.observability.metrics import Metrics

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from peercache.connector.block_events import block_stored
 from peercache.connector.metadata import StoredPages
-from peercache.content.chain import Chain, page_keys_of
-from peercache.content.tokens import token_ids
+from peercache.content.chain import Chain, page_keys_of, token_ids
 from peercache.events.blocks import EventBatch, decode, encode
 
 

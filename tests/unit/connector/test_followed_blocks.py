@@ -12,11 +12,10 @@ import pytest
 from peercache.connector import followed_blocks
 from peercache.connector.followed_blocks import FollowedBlocks
 from peercache.connector.metadata import StoredPages
-from peercache.content.chain import Chain, page_keys_of
-from peercache.content.tokens import token_ids
+from peercache.content.chain import Chain, page_keys_of, token_ids
 from peercache.events.blocks import BlockEvent, BlockRemoved, BlockStored
 from peercache.events.following import NodeChanges
-from peercache.model.changes import CHANGE, GONE, IN_FILES, IN_MEMORY
+from peercache.model.records import CHANGE, GONE, IN_FILES, IN_MEMORY
 
 CHAIN = Chain("m", "int8", 2, {})
 DIGESTS = CHAIN.digests(range(20))

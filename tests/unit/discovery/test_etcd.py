@@ -11,13 +11,13 @@ import pytest
 import trio
 import trustme
 
-from peercache.config.discovery import parse_source
+from peercache.config.entries import parse_source
 from peercache.config.settings import Config
 from peercache.discovery import etcd
 from peercache.discovery.finder import source_of
 from peercache.discovery.port import SourceFailed
 from peercache.errors import ConfigError
-from peercache.trust.etcd import EtcdFiles
+from peercache.trust.contexts import EtcdFiles
 from tests.contracts.source_fakes import PORT, FakeEtcd
 from tests.pace import TIMEOUT_S, ends_within, until
 

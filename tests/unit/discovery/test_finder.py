@@ -12,10 +12,9 @@ import pytest
 import structlog
 import trio
 
-from peercache.config.discovery import parse_source
-from peercache.discovery.dns import DnsSource
+from peercache.config.entries import parse_source
 from peercache.discovery.etcd import EtcdSource
-from peercache.discovery.finder import AGAIN_MAX_S, Finder, source_of
+from peercache.discovery.finder import AGAIN_MAX_S, DnsSource, Finder, source_of
 from peercache.discovery.kubernetes import KubernetesSource
 from peercache.discovery.port import SourceFailed, Tell
 from peercache.observability.metrics import Metrics

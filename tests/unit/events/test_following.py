@@ -13,9 +13,9 @@ import pytest
 from peercache.errors import DeadlineExceeded, PeerUnreachable, RemoteProtocolError
 from peercache.events import following as cluster_module
 from peercache.events.following import ClusterFollower, Index, NodeChanges, NodeFollower
-from peercache.model.changes import CHANGE, GONE, IN_FILES, IN_MEMORY
 from peercache.model.keys import KEY
-from peercache.wire.messages.following import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.model.records import CHANGE, GONE, IN_FILES, IN_MEMORY
+from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
 from tests.pace import TIMEOUT_S, wait_until
 
 NODE, OTHER = "h1:7400", "h2:7400"

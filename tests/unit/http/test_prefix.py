@@ -30,7 +30,7 @@ from peercache.http.prefix import (
 from peercache.http.server import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import Namespace, PageKeys, page_keys
-from peercache.model.overlap import Overlap
+from peercache.model.prefix import Overlap
 from peercache.model.records import ON_DISK, RESIDENT
 from tests.system.nodes import capture_logs
 from tests.unit.http.http_node import served

@@ -29,7 +29,7 @@ from peercache.http.server import (
     Scope,
     Send,
 )
-from peercache.model.descriptors import HTTP_MAX
+from peercache.model.process import HTTP_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
 from tests.system.nodes import capture_logs

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from peercache.errors import BrokenInstallation
-from peercache.installation import distribution
-from peercache.installation.distribution import refuse_other_project
+from peercache.installation import library
+from peercache.installation.library import refuse_other_project
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: 0.8.4\n"
 
@@ -100,10 +100,10 @@ def test_version_is_that_of_our_own_distribution(
     installed(tmp_path, "peercache_kv")
     monkeypatch.syspath_prepend(tmp_path)
 
-    read_now = distribution.version.__wrapped__
+    read_now = library.version.__wrapped__
 
     found = read_now()
-    monkeypatch.setattr(distribution, "NAME", "peercache-of-no-such-name")
+    monkeypatch.setattr(library, "NAME", "peercache-of-no-such-name")
 
     assert found == "0.8.4"
     assert read_now() == "unknown"

@@ -12,9 +12,9 @@ import pytest
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.errors import BrokenInstallation
 from peercache.installation import library
-from peercache.installation.distribution import PACKAGE
 from peercache.installation.library import (
     LIBRARY,
+    PACKAGE,
     TLS_LIBRARY,
     Begin,
     checked_library,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from peercache.config.engines import EngineEvents
+from peercache.config.entries import EngineEvents
 from peercache.errors import ConfigError
 from peercache.events.blocks import BlockStored
 from peercache.events.publishing import BlockPublisher

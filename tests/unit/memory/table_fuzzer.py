@@ -16,9 +16,8 @@ from collections import Counter
 import numpy as np
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.memory.attached_table import AttachedTable
-from peercache.memory.table_file import TableFile
-from peercache.memory.table_reading import REASONS, Unusable
+from peercache.memory.published import TableFile
+from peercache.memory.table_reading import REASONS, AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.records import RECORD
 

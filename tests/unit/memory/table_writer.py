@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.memory.table_file import TableFile
+from peercache.memory.published import TableFile
 from peercache.model.ids import Incarnation
 from peercache.model.records import DROP, RECORD, Records
 

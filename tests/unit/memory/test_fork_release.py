@@ -14,11 +14,9 @@ import numpy as np
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import is_node_file, segment_name, table_name
-from peercache.memory.published import PublishedSegment
-from peercache.memory.stale_segments import remove_leftovers
-from peercache.memory.table_file import TableFile
+from peercache.memory.published import PublishedSegment, TableFile, remove_leftovers
+from peercache.memory.table_reading import AttachedTable
 from peercache.model.ids import Incarnation
 from tests.pace import wait_until
 from tests.system.nodes import free_port, script

@@ -13,9 +13,9 @@ import pytest
 
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
-from peercache.memory import huge_pages
+from peercache.memory import kernel
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.huge_pages import Supply, folder_for, missing, mounted, supplies
+from peercache.memory.kernel import Supply, folder_for, missing, mounted, supplies
 from peercache.memory.layout import (
     GIB_PAGE_BYTES,
     HUGE_PAGE_BYTES,
@@ -25,7 +25,7 @@ from peercache.memory.layout import (
     parse_header,
     segment_name,
 )
-from peercache.memory.stale_segments import remove_leftovers
+from peercache.memory.published import remove_leftovers
 from peercache.model.ids import Incarnation
 from peercache.node.memory import publish
 
@@ -247,4 +247,4 @@ def test_promise_of_huge_pages_is_kept_against_others(hugetlbfs: Path) -> None:
 
     assert first.populate(8 * HUGE_PAGE_BYTES) == 8 * HUGE_PAGE_BYTES
     first.close()
-    assert huge_pages.supplies()
+    assert kernel.supplies()

@@ -15,8 +15,7 @@ import pytest
 
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.layout import segment_name
-from peercache.memory.published import PublishedSegment
-from peercache.memory.stale_segments import remove_leftovers
+from peercache.memory.published import PublishedSegment, remove_leftovers
 from peercache.model.ids import Incarnation
 from peercache.trust.sharing import Sharing
 
@@ -136,7 +135,7 @@ def test_no_created_segment_is_lost_while_others_remove_leftovers(shm_dir: Path)
     """Two processes remove leftovers without pause while this one creates segments."""
     script = (
         "import sys\n"
-        "from peercache.memory.stale_segments import remove_leftovers\n"
+        "from peercache.memory.published import remove_leftovers\n"
         "print('ready', flush=True)\n"
         "while True: remove_leftovers(sys.argv[1])\n"
     )

@@ -19,10 +19,9 @@ import pytest
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.errors import Rejected
-from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
-from peercache.memory.table_file import TableFile
-from peercache.memory.table_reading import KEYS_MAX, TORN, TableReader, Unusable
+from peercache.memory.published import TableFile
+from peercache.memory.table_reading import KEYS_MAX, TORN, AttachedTable, TableReader, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.reads import TICK_AGE_MAX_S, Looked
 from sims.tables import HOLDER_BYTES, header_of

@@ -12,9 +12,8 @@ import attrs
 import pytest
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.memory.attached_table import AttachedTable
-from peercache.memory.table_file import TableFile
-from peercache.memory.table_reading import TORN, Unusable
+from peercache.memory.published import TableFile
+from peercache.memory.table_reading import TORN, AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
 from peercache.model.records import RECORD_BYTES

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
-from peercache.memory.table_reading import TORN, Unusable
+from peercache.memory.table_reading import TORN, AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.records import from_bytes
 from peercache.trust.sharing import Sharing

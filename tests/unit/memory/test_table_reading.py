@@ -15,11 +15,9 @@ import pytest
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.errors import ConfigError, PeerUnreachable, Rejected
-from peercache.memory.attached_table import AttachedTable
 from peercache.memory.layout import table_name
-from peercache.memory.stale_segments import remove_leftovers
-from peercache.memory.table_file import TableFile
-from peercache.memory.table_reading import TORN, TableReader, Unusable
+from peercache.memory.published import TableFile, remove_leftovers
+from peercache.memory.table_reading import TORN, AttachedTable, TableReader, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import RECORD, Records, from_bytes

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.memory.attached_table import AttachedTable
-from peercache.memory.table_file import TableFile
+from peercache.memory.published import TableFile
+from peercache.memory.table_reading import AttachedTable
 from peercache.model.ids import Incarnation
 from peercache.model.records import RECORD_BYTES, Records
 from sims.tables import header_of, make_index_anew

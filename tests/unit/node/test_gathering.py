@@ -30,7 +30,7 @@ from peercache.node.gathering import (
     Gathering,
     portion,
 )
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import Refused
 
 OWN = 1

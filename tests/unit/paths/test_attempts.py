@@ -14,7 +14,7 @@ from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Located
-from peercache.wire.messages.promote import Promote
+from peercache.wire.messages.pool import Promote
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 

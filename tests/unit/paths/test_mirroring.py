@@ -30,9 +30,9 @@ from peercache.wire.messages.pool import (
     Abort,
     Commit,
     Granted,
+    Promote,
     ReserveMirror,
 )
-from peercache.wire.messages.promote import Promote
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, World, content_of, named
 

@@ -10,7 +10,7 @@ from peercache.model.records import ON_DISK, from_bytes
 from peercache.observability import reasons
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Disputed, Lookup
-from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
+from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promote, Promoted
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, World, content_of, named
 

@@ -7,8 +7,7 @@ from peercache.observability import reasons
 from peercache.paths.locating import EXISTS_TRUSTS_S
 from peercache.paths.steps import Post, ReadTable
 from peercache.wire.messages.directory import Lookup
-from peercache.wire.messages.pool import Touched
-from peercache.wire.messages.promote import Promote
+from peercache.wire.messages.pool import Promote, Touched
 from tests.unit.paths.pages import named
 from tests.unit.paths.world import Node, World
 

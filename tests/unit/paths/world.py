@@ -48,15 +48,19 @@ from peercache.wire.messages.directory import Disputed, Located, Lookup
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
+    LATER,
+    LOST,
+    PROMOTED,
     RESERVED,
     Abort,
     Commit,
     Committed,
     Granted,
+    Promote,
+    Promoted,
     Reserve,
     ReserveMirror,
 )
-from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote, Promoted
 from tests.unit.paths.got import Got, Page, scatter
 from tests.unit.paths.pages import PAGE, content_of, named, runs_of
 

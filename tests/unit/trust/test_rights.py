@@ -26,13 +26,10 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.directory import Put, Repair
-from peercache.wire.messages.draining import PagesOffered
-from peercache.wire.messages.following import ChangesAsked
-from peercache.wire.messages.membership import Heartbeat, Join
-from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror
-from peercache.wire.messages.rdma import OpenChannel
-from peercache.wire.messages.retain import Retain
+from peercache.wire.messages.directory import ChangesAsked, Put, Repair
+from peercache.wire.messages.membership import Heartbeat, Join, PagesOffered
+from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
+from peercache.wire.messages.session import OpenChannel
 from tests.contracts.frozen.record import sample
 
 ME, OTHER = 7, 8

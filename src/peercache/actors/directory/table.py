@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.installation.library import function
-from peercache.model.fork_guard import ForkGuard
 from peercache.model.keys import KEY_BYTES
+from peercache.model.process import ForkGuard
 from peercache.model.records import BUCKETS, RECORD_BYTES
 
 ROWS_MAX = 2**27
@@ -319,7 +319,7 @@ class DirectoryTable:
 
 def _let_go(table: int, ahead: int | None, fork: ForkGuard) -> None:
     if fork.is_child:
-        return  # A shared table is not there any more (`memory.fork_release`).
+        return  # A shared table is not there any more (`memory.kernel`).
     if ahead is not None:
         _ahead_end(ahead)
     _free(table)

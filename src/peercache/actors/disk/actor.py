@@ -64,7 +64,7 @@ from peercache.actors.storage_port import (
     SpillDone,
 )
 from peercache.model.keys import KEY, KEY_BYTES, split_keys
-from peercache.model.quotas import QuotaRule
+from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove
 

@@ -33,8 +33,8 @@ from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, UNBOUND, Slab, SlabAllocator, slot_blocks
 from peercache.actors.storage_port import DISK_ENTRY
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
 from peercache.model.keys import COPIES, SPACE_BITS, space_of
+from peercache.model.room import COLDER_FACTOR, DONOR_CHECK_EVERY
 from peercache.model.runs import I64, U64
 
 FREE, WRITING, HELD, ENDED = 0, 1, 2, 3

@@ -43,7 +43,7 @@ from peercache.actors.storage_port import (
 from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenants
 from peercache.model.keys import KEY, KEY_BYTES
-from peercache.model.quotas import QuotaRule
+from peercache.model.room import QuotaRule
 from peercache.model.runs import I64, U64
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove, Removed

@@ -51,7 +51,7 @@ from peercache.model.keys import space_of
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.draining import DrainAsked, DrainTold, PagesOffered, PagesTaken
+from peercache.wire.messages.membership import DrainAsked, DrainTold, PagesOffered, PagesTaken
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,

@@ -113,8 +113,8 @@ from peercache.actors.tenant_metrics import TenantMetrics
 from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import covers, space_of, split_keys
-from peercache.model.quotas import QuotaRule
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
+from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -132,9 +132,10 @@ from peercache.wire.messages.pool import (
     Removed,
     Reserve,
     ReserveMirror,
+    Retain,
+    Retained,
     Touched,
 )  # fmt: skip
-from peercache.wire.messages.retain import Retain, Retained
 
 AHEAD_PAUSE_S: Final = 0.001
 """Pause between the answer to a Commit and the slots that it asked for ahead: the client that has

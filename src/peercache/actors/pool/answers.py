@@ -45,8 +45,15 @@ from peercache.actors.pool.slots import HELD, Slot, SlotAllocator
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP, RECORD, Records
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import Commit, Committed, Granted, Reserve
-from peercache.wire.messages.promote import LATER, PROMOTED, Promoted
+from peercache.wire.messages.pool import (
+    LATER,
+    PROMOTED,
+    Commit,
+    Committed,
+    Granted,
+    Promoted,
+    Reserve,
+)
 from peercache.wire.messages.session import Refused
 
 AHEAD_MAX: Final = 4

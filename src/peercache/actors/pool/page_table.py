@@ -44,8 +44,16 @@ from peercache.model.records import (
 )
 from peercache.model.runs import U64
 from peercache.model.seal import SEAL, SEAL_BYTES, SPACE_MASK
-from peercache.wire.messages.pool import HERE, REFUSED_SIZE, REFUSED_TOO_LARGE, REPEATED, RESERVED
-from peercache.wire.messages.retain import NOT_HERE, OVER_QUOTA, RETAINED
+from peercache.wire.messages.pool import (
+    HERE,
+    NOT_HERE,
+    OVER_QUOTA,
+    REFUSED_SIZE,
+    REFUSED_TOO_LARGE,
+    REPEATED,
+    RESERVED,
+    RETAINED,
+)
 
 _ONE: Final = np.uint64(1)
 

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.eviction import COLDER_FACTOR, DONOR_CHECK_EVERY
+from peercache.model.room import COLDER_FACTOR, DONOR_CHECK_EVERY
 
 MIRROR_AGE_FACTOR: Final = 4
 """A mirrored page counts as so many times as old as it is: its bytes are elsewhere too. Yet one

@@ -55,14 +55,17 @@ from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     COMMITTED,
     HERE,
+    LATER,
+    LOST,
+    PROMOTED,
     REFUSED_FULL,
     RESERVED,
     Commit,
     Committed,
     Granted,
+    Promote,
     Reserve,
 )
-from peercache.wire.messages.promote import LATER, LOST, PROMOTED, Promote
 
 READ_WITHIN_S: Final = 0.25
 """How long a reader has to read its portion; afterwards its pages count as any other page."""

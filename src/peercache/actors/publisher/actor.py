@@ -65,6 +65,7 @@ from peercache.model.records import (
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
     Acknowledged,
+    ChangesAsked,
     Delete,
     Doubted,
     Put,
@@ -74,7 +75,6 @@ from peercache.wire.messages.directory import (
     SummaryMatches,
     SummaryWanted,
 )
-from peercache.wire.messages.following import ChangesAsked
 
 SLICE_S = 0.05
 """Pause between two slices of re-publishing: the rate is kept over this time."""

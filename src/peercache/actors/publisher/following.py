@@ -21,9 +21,8 @@ import numpy as np
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.streams import RecordTable
-from peercache.model.changes import CHANGE, GONE, Changes
-from peercache.model.records import ON_DISK, RESIDENT, Records
-from peercache.wire.messages.following import (
+from peercache.model.records import CHANGE, GONE, ON_DISK, RESIDENT, Changes, Records
+from peercache.wire.messages.directory import (
     ALL_ROWS,
     CHANGES_A_MESSAGE_MAX,
     ChangesAsked,

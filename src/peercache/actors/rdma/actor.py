@@ -32,15 +32,15 @@ from peercache.actors.rdma_port import (
     RdmaServes,
     ServeMemory,
 )
-from peercache.wire.messages.rdma import (
+from peercache.wire.messages.session import (
     BUSY,
     NO_PATH,
     NO_RDMA,
     TOO_MANY,
     ChannelsHeld,
     OpenChannel,
+    Refused,
 )
-from peercache.wire.messages.session import Refused
 
 CHANNELS_MAX = 8192
 """Queue pairs of a node: a hundred clients with sixteen channels over five rails. A device has room

@@ -25,8 +25,7 @@ from peercache.actors.mailboxes import RemovalDone, RemovalHears, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
-from peercache.wire.messages.pool import Clear, Remove, Removed
-from peercache.wire.messages.retain import NOT_HERE, Retain, Retained
+from peercache.wire.messages.pool import NOT_HERE, Clear, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 PENDING_MAX: Final = 256

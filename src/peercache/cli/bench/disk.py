@@ -41,8 +41,7 @@ from peercache.model.records import RECORD, RESIDENT
 from peercache.storage.folder import open_folder
 from peercache.storage.index_file import load_entries, open_index, store_entries
 from peercache.storage.mover import UNIT_BYTES
-from peercache.storage.scan import consistent
-from peercache.storage.slab_files import SlabFiles
+from peercache.storage.slab_files import SlabFiles, consistent
 from peercache.storage.store import DiskStore, PoolMemory
 
 ROUNDS: Final = 3

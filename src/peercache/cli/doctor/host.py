@@ -16,10 +16,15 @@ from peercache.cli.doctor.speed import measure
 from peercache.cli.doctor.trust import look_at_trust
 from peercache.config.settings import Config
 from peercache.errors import BrokenInstallation
-from peercache.installation.distribution import version
-from peercache.installation.library import load, load_tls
-from peercache.memory.huge_pages import mounted, supplies
-from peercache.memory.limits import filesystem_of, host_memory, own_cgroup_memory, text_of
+from peercache.installation.library import load, load_tls, version
+from peercache.memory.kernel import (
+    filesystem_of,
+    host_memory,
+    mounted,
+    own_cgroup_memory,
+    supplies,
+    text_of,
+)
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 
 _CAP_IPC_LOCK = 14

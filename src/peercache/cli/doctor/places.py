@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from peercache.cli.doctor.facts import AddressFact, DiskFact, SourceFact
-from peercache.config.discovery import EtcdAddress, KubernetesAddress, hosts_to_ask, sources_of
+from peercache.config.entries import EtcdAddress, KubernetesAddress, hosts_to_ask, sources_of
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.discovery.kubernetes import ApiServer

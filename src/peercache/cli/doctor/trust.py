@@ -5,12 +5,12 @@ from __future__ import annotations
 import ssl
 
 from peercache.cli.doctor.facts import JoinFact, TrustFact
-from peercache.config.discovery import heads_of
+from peercache.config.entries import heads_of
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.observability.log import get_logger
+from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
-from peercache.trust.handshake import client_context, shake_hands
 
 JOINS_MAX = 8
 """Nodes to join that are asked."""

@@ -16,7 +16,7 @@ from peercache.cli.doctor.facts import (
     packet_bytes,
 )
 from peercache.config.quantities import written_size
-from peercache.memory.huge_pages import SIZES, more
+from peercache.memory.kernel import SIZES, more
 from peercache.memory.layout import Layout
 from peercache.node.standalone import DESCRIPTORS_MIN
 from peercache.rdma.device import ROCE_V2

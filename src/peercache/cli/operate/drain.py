@@ -12,7 +12,7 @@ from peercache.cli.options import json_option
 from peercache.cli.terminal import print_json
 from peercache.client.operator import Operator
 from peercache.errors import DeadlineExceeded, PeerUnreachable
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
+from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode, DrainTold
 
 LOOK_S = 0.3
 """Between two lines of progress."""

@@ -14,7 +14,7 @@ from peercache.cli.operate.connecting import complete_members, target_of, target
 from peercache.cli.options import json_option
 from peercache.client.following import follow_cluster
 from peercache.events.following import NodeChanges
-from peercache.model.changes import GONE, IN_FILES, IN_MEMORY
+from peercache.model.records import GONE, IN_FILES, IN_MEMORY
 
 KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
 """What a change is called, by its tier."""

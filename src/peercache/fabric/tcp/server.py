@@ -32,7 +32,7 @@ from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, Patience, ServingThread
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
-from peercache.model.descriptors import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
+from peercache.model.process import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import SILENT

@@ -24,7 +24,7 @@ from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import TlsPeer, TlsSession
 from peercache.installation.library import function
-from peercache.model.fork_guard import ForkGuard
+from peercache.model.process import ForkGuard
 from peercache.model.seal import Seals
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics

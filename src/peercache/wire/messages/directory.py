@@ -1,12 +1,29 @@
-"""Messages about location records: between holders and owners, and from readers."""
+"""Messages about what nodes hold: location records, changes for followers, overlap of prompts.
+
+A follower asks again and again, and the node keeps nothing about it between two questions: it names
+the last change that it knows, and how far it has read what was there before. So a follower that is
+slow, was stopped or has lost its connection costs the node nothing, and sees in the next answer
+whether it has missed something.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import attrs
+import numpy as np
 
-from peercache.wire.messages.declared import CLIENTS, NO_ROLE, NODES, Declared, Receiver, Rule
+from peercache.model.prefix import HOLDERS_MAX, Overlap
+from peercache.wire.messages.declared import (
+    CLIENTS,
+    CLIENTS_AND_OPERATORS,
+    EVERYONE,
+    NO_ROLE,
+    NODES,
+    Declared,
+    Receiver,
+    Rule,
+)
 
 
 @attrs.frozen
@@ -157,3 +174,102 @@ class SummaryMatches:
     declared: ClassVar = Declared(30, Receiver.PUBLISHER, NODES)
 
     number: int
+
+
+CHANGES_A_MESSAGE_MAX: Final = 4096
+"""Changes of one ChangesTold, and as many rows of what is held: 192 KiB of the 256 accepted."""
+
+ALL_ROWS: Final = 2**32
+"""The row of a follower that has read everything that was there when it began."""
+
+
+@attrs.frozen
+class ChangesAsked:
+    """Ask a node for the changes of what it holds, behind those that the follower knows.
+
+    incarnation: of the node that numbered `after`; any other one begins anew.
+    after:       the number of the last change known; 0: none, begin anew.
+    row:         as in the last answer: how far what is held has been told.
+    patience_s:  how long the node may wait for a change where there is nothing to tell.
+    """
+
+    # Every page of a node, of all namespaces: not for a client that is restricted to some.
+    declared: ClassVar = Declared(
+        58, Receiver.PUBLISHER, CLIENTS_AND_OPERATORS, rules=(Rule.ALL_NAMESPACES,)
+    )
+
+    request: int
+    incarnation: int
+    after: int
+    row: int
+    patience_s: float
+
+
+@attrs.frozen
+class ChangesTold:
+    """Answer a ChangesAsked: apply `changes` in their order, then `held`.
+
+    anew:    what this follower has been told before is void: it knows nothing but this answer.
+    after:   the number of the last of these changes.
+    changes: n × CHANGE (`model.records`).
+    held:    n × CHANGE: pages that are there as of change `after`, in no order.
+    row:     what to ask with next; ALL_ROWS: everything that was there has been told.
+    """
+
+    declared: ClassVar = Declared(59, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    incarnation: int
+    anew: bool
+    after: int
+    changes: bytes
+    held: bytes
+    row: int
+
+
+OVERLAP_KEYS_MAX = 2048
+"""Keys of one OverlapAsked: 128k tokens in pages of 64. A longer one is refused."""
+
+
+@attrs.frozen
+class OverlapAsked:
+    """Ask a node which members hold these pages, and on which tier.
+
+    shard_only: as far as its own shard knows: one node asks another one so.
+    """
+
+    # As a Lookup, and for other nodes too: where pages are, never what is in them.
+    declared: ClassVar = Declared(55, Receiver.NODE, EVERYONE)
+
+    request: int
+    keys: bytes
+    shard_only: bool
+
+
+@attrs.frozen
+class OverlapTold:
+    """Answer an OverlapAsked.
+
+    holders: the incarnations that hold any of the pages.
+    flags: RESIDENT and ON_DISK of each page, a byte each: those of the first holder, then the next.
+    whole: that a page without a flag is absent. Otherwise it may be known to a node not heard.
+    """
+
+    declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    holders: tuple[int, ...]
+    flags: bytes
+    whole: bool
+
+
+def overlap_of(answer: object, pages: int) -> Overlap:
+    """Return what was told about so many pages; of anything else than that: nothing is known."""
+    if (
+        not isinstance(answer, OverlapTold)
+        or len(answer.holders) > HOLDERS_MAX
+        or len(answer.flags) != len(answer.holders) * pages
+    ):
+        return Overlap.unknown(pages)
+    flags = np.frombuffer(answer.flags, np.uint8).reshape(len(answer.holders), pages)
+    return Overlap(answer.holders, flags, answer.whole)

@@ -1,4 +1,11 @@
-"""Messages between members: joining, heartbeats, views."""
+"""Messages between members, and of the people who run them: views, draining, status.
+
+A drained node hands its pages over: a target reads the pages that it is offered out of the
+offerer's memory, as any reader.
+
+A status travels as one byte string (`model.status.encoded`): it gains fields with every version,
+and nodes of two versions read from each other what both know.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,16 @@ from typing import ClassVar
 import attrs
 
 from peercache.model.member import Member
-from peercache.wire.messages.declared import EVERYONE, NO_ROLE, NODES, Declared, Receiver, Rule
+from peercache.wire.messages.declared import (
+    EVERYONE,
+    NO_ROLE,
+    NODES,
+    OPERATORS,
+    OPERATORS_AND_NODES,
+    Declared,
+    Receiver,
+    Rule,
+)
 
 
 @attrs.frozen
@@ -103,3 +119,124 @@ class ViewChanges:
     digest: bytes
     view: tuple[Member, ...]
     gone: tuple[int, ...]
+
+
+@attrs.frozen
+class DrainNode:
+    """Ask a node to take no more pages, hand over those it has, and leave; again: to say how far.
+
+    within_s: the most time; 0 for the node's own `drain_s`.
+    """
+
+    declared: ClassVar = Declared(49, Receiver.NODE, OPERATORS)
+
+    request: int
+    within_s: float
+
+
+@attrs.frozen
+class CancelDrain:
+    """Ask a node that drains to go on serving."""
+
+    declared: ClassVar = Declared(50, Receiver.NODE, OPERATORS)
+
+    request: int
+
+
+@attrs.frozen
+class DrainAsked:
+    """Ask a node how far its drain is."""
+
+    # A node asks whether one that offers it pages drains.
+    declared: ClassVar = Declared(51, Receiver.NODE, OPERATORS_AND_NODES)
+
+    request: int
+
+
+@attrs.frozen
+class DrainTold:
+    """Answer a DrainNode, a CancelDrain or a DrainAsked: named figures."""
+
+    declared: ClassVar = Declared(52, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    figures: dict[str, int | float | str]
+
+
+@attrs.frozen
+class PagesOffered:
+    """Offer a node pages of the sender: it may read them, and keep what it has room for.
+
+    records: of the sender's own pages in memory, all of one namespace.
+    """
+
+    declared: ClassVar = Declared(
+        53,
+        Receiver.HANDOVER,
+        NODES,
+        rules=(
+            Rule.OWN_RECORDS,
+            Rule.OWN_NAMESPACE,
+        ),
+    )
+
+    number: int
+    namespace: int
+    records: bytes
+
+
+@attrs.frozen
+class PagesTaken:
+    """Answer a PagesOffered: a state a page (`wire.messages.pool`).
+
+    COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
+    removed meanwhile.
+    """
+
+    declared: ClassVar = Declared(54, Receiver.HANDOVER, NODES)
+
+    number: int
+    states: bytes
+
+
+@attrs.frozen
+class StatusAsked:
+    """Ask a node how it is. detail: with its threads, environment and settings."""
+
+    # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
+    declared: ClassVar = Declared(45, Receiver.NODE, OPERATORS_AND_NODES)
+
+    request: int
+    detail: bool
+
+
+@attrs.frozen
+class StatusTold:
+    """Answer a StatusAsked: a `model.status.Status`, encoded."""
+
+    declared: ClassVar = Declared(46, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    status: bytes
+
+
+@attrs.frozen
+class ClusterAsked:
+    """Ask a node how all members are, those behind the incarnation `after`; it asks each."""
+
+    declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS)
+
+    request: int
+    detail: bool
+    after: int
+
+
+@attrs.frozen
+class ClusterTold:
+    """Answer a ClusterAsked: some `model.status.MemberStatus`, encoded; `more` follow behind."""
+
+    declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    statuses: bytes
+    more: bool

@@ -1,4 +1,8 @@
-"""Messages to a pool: writing pages, touching and removing them."""
+"""Messages to a pool: writing, touching and removing pages, promoting and retaining them.
+
+A reader asks a holder for pages on its disk. The holder loads them into its pool and answers with
+fresh records; then the reader reads them as any page.
+"""
 
 from __future__ import annotations
 
@@ -207,3 +211,81 @@ class ReserveMirror:
     namespace: int
     keys: bytes
     lengths: bytes
+
+
+PROMOTED = 0
+"""The page is in memory now: its record is in the answer."""
+LATER = 1
+"""On disk and not loaded yet: beyond this answer's portion, or the patience was over. Ask again."""
+LOST = 2
+"""Neither in memory nor on disk: removed, damaged, or the disk has failed."""
+
+
+@attrs.frozen
+class Promote:
+    """Ask a holder to load pages from its disk into its memory, the first of them first.
+
+    patience_s: how long the answer may wait for the disk; 0 wants no answer, and the holder loads
+                as many as its rate for such wishes allows.
+    """
+
+    declared: ClassVar = Declared(32, Receiver.PROMOTE, CLIENTS)
+
+    request: int
+    keys: bytes
+    patience_s: float
+
+
+@attrs.frozen
+class Promoted:
+    """Answer a Promote: a state a key, and the records, in key order, of pages now in memory."""
+
+    declared: ClassVar = Declared(33, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    states: bytes
+    records: bytes
+
+
+# What became of a page of a Retain; one byte each in `states`. The greatest of all members holds.
+NOT_HERE = 0
+"""No member that answered has the page in memory."""
+OVER_QUOTA = 1
+"""It is there, and its namespace retains as much as it may."""
+RETAINED = 2
+"""It is as was asked for: retained, or with 0 seconds no longer."""
+
+
+@attrs.frozen
+class Retain:
+    """Ask a client's home node to keep these pages where they are, or a holder to keep its own.
+
+    namespace:  the tag of their namespace; pages of another name are left as they are.
+    seconds:    for how long, from when a holder hears of it; 0 lets them go.
+    patience_s: how long the home node may wait for the other members.
+    """
+
+    # As a removal: it keeps other pages of its namespace from room that they would have had.
+    declared: ClassVar = Declared(
+        60, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
+    )
+
+    request: int
+    namespace: int
+    keys: bytes
+    seconds: float
+    patience_s: float = 0.0
+
+
+@attrs.frozen
+class Retained:
+    """Answer a Retain: a state a page.
+
+    missed: the members that did not answer in time, and may retain pages all the same.
+    """
+
+    declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES)
+
+    request: int
+    states: bytes
+    missed: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from peercache.cli.doctor.report import as_text
 from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, judge
 from peercache.config.settings import Config
 from peercache.errors import BrokenInstallation
-from peercache.memory.limits import cgroup_memory
+from peercache.memory.kernel import cgroup_memory
 from tests.unit.cli.doctor.test_verdicts import GIB, HOST, worst
 
 DISK = DiskFact(path="/data/peercache", wanted=100 * GIB, room=200 * GIB)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peercache.config.discovery import (
+from peercache.config.entries import (
     DnsAddress,
     EtcdAddress,
     KubernetesAddress,

@@ -1,4 +1,4 @@
-"""Descriptors: how many of its process's each kind of connection to a node may take.
+"""The process: the guard of what a forked child must not use, and the shares of its descriptors.
 
 Anything that can connect to a node takes a descriptor. The shares grow with the process's limit
 (RLIMIT_NOFILE). Together with the links that a node dials (a quarter, `node.link_use`) they are
@@ -8,10 +8,30 @@ less than the whole, so that files always find one, and so does an engine in the
 from __future__ import annotations
 
 import math
+import os
 import resource
 from typing import final
 
 import attrs
+
+
+@final
+class ForkGuard:
+    """Remembers the process that made an object.
+
+    A forked child gets a copy of the object, but not its threads, and a lock in it may be held for
+    ever. Devices, files and connections still belong to the parent.
+    """
+
+    def __init__(self) -> None:
+        """Take the current process as the owner; `owner` is its pid."""
+        self.owner = os.getpid()
+
+    @property
+    def is_child(self) -> bool:
+        """Return whether this process is a fork of the owner."""
+        return os.getpid() != self.owner
+
 
 DATA_MAX = 4096
 """Admitted connections of the data port: 16 channels of 256 engine ranks. Each costs a task, too

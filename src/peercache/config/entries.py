@@ -1,11 +1,14 @@
-"""What `discovery_addr` names: nodes by their addresses, and sources that give addresses.
+"""Entries: settings that name several things, `discovery_addr`, `engine_events` and the quotas.
 
-A source is written as a URL: `dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`
-(`etcds://` over TLS), `k8s://SERVICE[.NAMESPACE][:PORT]`.
+`discovery_addr` names nodes by their addresses, and sources that give addresses, as URLs:
+`dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX` (`etcds://` over TLS),
+`k8s://SERVICE[.NAMESPACE][:PORT]`. `engine_events` names engines that publish which blocks they
+have on their GPU. A quota is NAME=SHARE[/DISK_SHARE][,priority=N], one rule a namespace or pattern.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -14,10 +17,13 @@ import attrs
 
 from peercache.config.quantities import (
     DEFAULT_CONTROL_PORT,
+    exact_size,
     format_address,
     parse_address,
     parse_names,
+    parse_size,
 )
+from peercache.model.room import PRIORITY_MAX, RULES_MAX, Amount, QuotaRule
 
 ETCD_PORT = 2379
 """The port that IANA lists for clients of etcd."""
@@ -176,3 +182,119 @@ def _named(text: str, rest: str, default_port: int, wanted: str) -> tuple[str, i
         return parse_address(rest, default_port=default_port)
     except ValueError as error:
         raise ValueError(f"{text!r} {wanted}") from error
+
+
+ENGINES_MAX = 64
+"""Engines whose events one process follows."""
+
+_ENTRY = re.compile(r"([A-Za-z0-9_.:-]{1,64})=([^+\s]+)(?:\+([^+\s]+))?", re.ASCII)
+_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})|ipc:///\S{1,100}")
+
+
+@attrs.frozen
+class EngineEvents:
+    """Where an engine publishes its KV events.
+
+    name:     for answers and logs. endpoint: of its publisher, tcp://HOST:PORT or ipc:///PATH.
+    replay:   where it sends events again; "" where it has no such endpoint.
+    """
+
+    name: str
+    endpoint: str
+    replay: str = ""
+
+    def __str__(self) -> str:
+        """Return it as the setting has it."""
+        return f"{self.name}={self.endpoint}{self.replay and '+' + self.replay}"
+
+
+def parse_engines(value: Any) -> tuple[EngineEvents, ...]:
+    """Return engines, from a list or a string with commas; raise ValueError."""
+    if isinstance(value, tuple) and all(isinstance(one, EngineEvents) for one in value):
+        return value
+    entries = [_engine(text) for text in parse_names(value, of="NAME=ENDPOINT")]
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise ValueError("names an engine twice")
+    if len(entries) > ENGINES_MAX:
+        raise ValueError(f"names more than {ENGINES_MAX} engines")
+    return tuple(entries)
+
+
+def written_engines(value: tuple[EngineEvents, ...]) -> str:
+    """Return the setting as `parse_engines` reads it."""
+    return ",".join(map(str, value))
+
+
+def _engine(text: str) -> EngineEvents:
+    found = _ENTRY.fullmatch(text)
+    if found is None or not all(map(_is_endpoint, filter(None, found.group(2, 3)))):
+        raise ValueError(
+            f"has {text!r:.80}: an engine is NAME=tcp://HOST:PORT, or with the endpoint that "
+            "sends events again NAME=tcp://HOST:PORT+tcp://HOST:PORT"
+        )
+    return EngineEvents(found[1], found[2], found[3] or "")
+
+
+def _is_endpoint(text: str) -> bool:
+    found = _ENDPOINT.fullmatch(text)
+    return found is not None and (not found[2] or 0 < int(found[2]) < 2**16)
+
+
+_WANTED = "NAME=20%, NAME=4GiB or NAME=20%/40%,priority=1, with ';' between them"
+
+
+def parse_quotas(value: Any) -> tuple[QuotaRule, ...]:
+    """Return rules from a list of texts, or from one text with semicolons."""
+    if isinstance(value, str):
+        items = value.split(";")
+    elif isinstance(value, (list, tuple)):
+        items = [str(item) for item in value]
+    else:
+        raise TypeError(f"wants {_WANTED}")
+    rules = tuple([_rule(item.strip()) for item in items if item.strip()])
+    patterns = [rule.pattern for rule in rules]
+    if len(rules) > RULES_MAX:
+        raise ValueError(f"wants at most {RULES_MAX} rules")
+    for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"{pattern!r} has two rules")
+    for tier in ("pool", "disk"):
+        parts = [getattr(rule, tier).part for rule in rules if rule.is_exact]
+        if math.fsum(parts) > 1 + 1e-9:
+            raise ValueError(f"the shares of the {tier} come to {math.fsum(parts):.0%} in all")
+    return rules
+
+
+def written_quotas(rules: tuple[QuotaRule, ...]) -> str:
+    """Return rules as `parse_quotas` reads them."""
+    return ";".join(map(_written, rules))
+
+
+def _rule(text: str) -> QuotaRule:
+    match = re.fullmatch(r"([^=;,]+)=([^/,=]+)(?:/([^/,=]+))?(?:,\s*priority=(\d{1,9}))?", text)
+    if match is None:
+        raise ValueError(f"{text!r}: wants {_WANTED}")
+    pool = _amount(match[2])
+    priority = int(match[4] or 0)
+    if priority > PRIORITY_MAX:
+        raise ValueError(f"{text!r}: a priority is at most {PRIORITY_MAX}")
+    return QuotaRule(match[1].strip(), pool, _amount(match[3]) if match[3] else pool, priority)
+
+
+def _amount(text: str) -> Amount:
+    match = re.fullmatch(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*", text, re.ASCII)
+    if match is None:
+        return Amount(size_bytes=parse_size(text))
+    if float(match[1]) > 100:
+        raise ValueError(f"{text!r} is more than all of it")
+    return Amount(part=float(match[1]) / 100)
+
+
+def _written(rule: QuotaRule) -> str:
+    amounts = "/".join(map(_written_amount, dict.fromkeys((rule.pool, rule.disk))))
+    return f"{rule.pattern}={amounts}" + (f",priority={rule.priority}" if rule.priority else "")
+
+
+def _written_amount(amount: Amount) -> str:
+    return exact_size(amount.size_bytes) if amount.size_bytes else f"{amount.part * 100:.15g}%"

@@ -1,14 +1,29 @@
-"""The shares of a process's descriptors: together they leave some."""
+"""The process: what a forked child knows of its owner, and the shares of its descriptors."""
 
 from __future__ import annotations
 
 import math
+import os
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.model.descriptors import DATA_MAX, HALVES_MAX, HTTP_MAX, DescriptorShares
+from peercache.model.process import DATA_MAX, HALVES_MAX, HTTP_MAX, DescriptorShares, ForkGuard
 from peercache.node.link_use import LINK_DESCRIPTORS, LINKS_MIN, links_that_fit
+
+
+def test_only_a_fork_is_a_child() -> None:
+    """The owner is never a child, also after it has forked."""
+    guard = ForkGuard()
+    child = os.fork()
+    if not child:
+        os._exit(7 if guard.is_child else 0)
+
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert not guard.is_child
+
 
 FEWEST = 256
 """With less a node does not start."""

@@ -1,8 +1,10 @@
-"""Quotas: which part of a node's pool and disk each namespace is sure of, and which gives first.
+"""Room: which page sizes and which namespaces give room to which, in pool and disk.
 
-A rule names namespaces by a pattern. Each namespace that fits has the rule's shares for itself.
-What is sure never comes to more than the whole: exact names get their part first, and names that
-fit a pattern get what is left, in the order in which the node meets them.
+Pool and disk follow these rules, each with an allocator of its own (ADR 0013). A size takes room
+from another, colder one. A quota names namespaces by a pattern, and which part of a node's pool and
+disk each of them is sure of: each namespace that fits has the rule's shares for itself. What is
+sure never comes to more than the whole: exact names get their part first, and names that fit a
+pattern get what is left, in the order in which the node meets them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,16 @@ from fnmatch import fnmatchcase
 from typing import Final, final
 
 import attrs
+
+COLDER_FACTOR: Final = 2
+"""A size takes room from another whose pages are this many times older than its own oldest.
+
+With 2, room that has just moved is not worth moving back: n sizes in equal use settle.
+"""
+
+DONOR_CHECK_EVERY: Final = 16
+"""Evictions of a size between two looks at all others, of which there may be hundreds."""
+
 
 PRIORITY_MAX: Final = 100
 
