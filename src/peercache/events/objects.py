@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from peercache.errors import LocalProtocolError
-from peercache.events.endpoints import Readers
+from peercache.events.publishing import Readers
 from peercache.observability.log import get_logger
 
 SEQUENCE: Final = struct.Struct(">Q")

@@ -13,11 +13,15 @@ import pytest
 import zmq
 
 from peercache.errors import ConfigError, InvalidRequest
-from peercache.events import endpoints
+from peercache.events import publishing
 from peercache.events.blocks import SEQUENCE_END, AllBlocksCleared, frames_of, sequence_of
-from peercache.events.endpoints import FRAME_BYTES_MAX, SUBSCRIPTIONS_MAX, is_on_this_host
 from peercache.events.objects import ObjectNames, ObjectPublisher
-from peercache.events.publishing import BlockPublisher
+from peercache.events.publishing import (
+    FRAME_BYTES_MAX,
+    SUBSCRIPTIONS_MAX,
+    BlockPublisher,
+    is_on_this_host,
+)
 from tests.pace import wait_until
 
 ANY = "tcp://127.0.0.1:*"
@@ -129,13 +133,13 @@ def test_endless_subscriptions_cost_bounded_memory_and_no_reader(
 ) -> None:
     """The socket is closed and opened again: a reader connects again by itself."""
     kept: list[int] = []
-    drop = endpoints.Readers._drop
+    drop = publishing.Readers._drop
 
     def noted(readers: Any, opened: Any) -> None:
         kept.append(readers._subscriptions)
         drop(readers, opened)
 
-    monkeypatch.setattr(endpoints.Readers, "_drop", noted)
+    monkeypatch.setattr(publishing.Readers, "_drop", noted)
     with (
         closing(make(ANY)) as publisher,
         connected(zmq.SUB, publisher.endpoint) as reader,
