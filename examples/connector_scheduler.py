@@ -3,10 +3,10 @@
     python -m peercache.node --insecure trial --home ipc:///tmp/trial.ipc &
     python examples/connector_scheduler.py ipc:///tmp/trial.ipc insecure=trial
 
-Further arguments are settings of PeerCache. Those of a trial stand for a node without certificates.
+Further arguments are settings of PeerCache, here those for a node without certificates.
 
-The model is a function that fills a page from its tokens, so that every byte can be checked. What
-a scheduler has to do for the connector are the lines that name `prefetches` and `stores`.
+The model is a function that fills a page from its tokens, so that every byte can be checked. The
+lines with `prefetches` and `stores` are what a scheduler has to do for the connector.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PAGE_TOKENS = 16
 LAYERS = 4
 ITEM_BYTES = 4096
 STEP_S = 0.001
-"""What one step of the model takes."""
+"""The duration of one step of the model."""
 
 
 class Pool:
-    """The engine's KV pages: a buffer a layer, and the indices that are free."""
+    """The engine's KV pages: one buffer for each layer, and the free indices."""
 
     def __init__(self, pages: int) -> None:
-        """Make room for so many pages."""
+        """Allocate buffers for this number of pages."""
         self.layers = [np.zeros((pages, ITEM_BYTES), np.uint8) for _ in range(LAYERS)]
         self.free = deque(range(pages))
 
@@ -48,7 +48,7 @@ class Pool:
         return [self.free.popleft() for _ in range(count)]
 
     def release(self, pages: list[int]) -> None:
-        """Take pages back."""
+        """Free pages."""
         self.free.extend(pages)
 
     def kv_args(self) -> SimpleNamespace:
@@ -60,7 +60,7 @@ class Pool:
         )
 
     def compute(self, page: int, tokens: list[int]) -> None:
-        """Stand in for the model: each layer's bytes follow from the tokens."""
+        """Simulate the model: the tokens determine the bytes of each layer."""
         for number, layer in enumerate(self.layers):
             layer[page] = (sum(tokens) + number) % 251
 
@@ -92,13 +92,13 @@ class Scheduler:
         self.reused = self.computed = self.wrong = 0
 
     def submit(self, req_id: str, tokens: list[int]) -> None:
-        """Take a request, and look for its prefix."""
+        """Accept a request, and look up its prefix."""
         self.prompts[req_id] = tokens
         if not self.prefetches.add(req_id, tokens):
             self._run(req_id, [])
 
     def step(self) -> None:
-        """Poll both queues, then let the model work."""
+        """Poll both queues, then run a step of the model."""
         begun = time.perf_counter()
         prefetched = self.prefetches.poll()
         stored = self.stores.poll()
@@ -110,11 +110,11 @@ class Scheduler:
         time.sleep(STEP_S)
 
     def is_idle(self) -> bool:
-        """Return whether nothing is under way."""
+        """Return whether no transfer is in progress."""
         return not self.prefetches and not self.stores
 
     def _run(self, req_id: str, had: list[int]) -> None:
-        """Compute what the prefetch did not bring, and store it."""
+        """Compute the tokens that were not prefetched, and store them."""
         tokens = self.prompts.pop(req_id)
         whole = len(tokens) // PAGE_TOKENS
         parts = [tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS] for i in range(whole)]

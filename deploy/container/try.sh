@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Build the image and run it: a node as uid 65532 that says it is well, and leaves at SIGTERM.
+# Build the image and run it: a node as uid 65532 that reports that it is healthy, and leaves at SIGTERM.
 #
-#   try.sh       as root, with mmdebstrap, buildah and podman; 125 where they are missing
+#   try.sh       as root, with mmdebstrap, buildah and podman; exit status 125 if they are missing
 #
-# It needs no container engine's service and no registry: the base is made from Debian's packages and
+# It needs no container service and no registry: the base is built from Debian's packages and
 # kept in the user's cache folder. Images and containers go to a folder that is removed at the end.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-not_here() { echo "cannot be tried here: $*" >&2; exit 125; }
+not_here() { echo "cannot run here: $*" >&2; exit 125; }
 [ "$(id -u)" = 0 ] || not_here "this is not root"
 for tool in mmdebstrap buildah podman unshare; do
     command -v $tool >/dev/null || not_here "there is no $tool"
 done
-# podman wants a name space of mounts of its own, in which it may hide cgroups that it cannot use.
+# podman needs its own mount namespace, in which it may hide cgroups that it cannot use.
 if [ "${PEERCACHE_TRY_INSIDE:-}" != 1 ]; then
     PEERCACHE_TRY_INSIDE=1 exec unshare --mount --propagation private "$0" "$@"
 fi
@@ -41,7 +41,7 @@ buildah "${storage[@]}" add --quiet "$container" "$base" / >/dev/null
 buildah "${storage[@]}" commit --quiet "$container" localhost/base >/dev/null
 buildah "${storage[@]}" rm "$container" >/dev/null
 
-# This machine's way to PyPI: its certificates and pip's settings.
+# This machine's access to PyPI: its certificates and pip's settings.
 way=(--volume /etc/ssl/certs:/etc/ssl/certs:ro)
 [ -e /etc/pip.conf ] && way+=(--volume /etc/pip.conf:/etc/pip.conf:ro)
 for folder in ${PIP_FIND_LINKS:-}; do [ -d "$folder" ] && way+=(--volume "$folder:$folder:ro"); done
@@ -51,7 +51,7 @@ buildah "${storage[@]}" bud --quiet "${way[@]}" --ignorefile deploy/container/ig
     { cat "$work/log" >&2; exit 1; }
 "${podman[@]}" images --format '{{.Repository}} {{.Size}}' localhost/peercache
 
-# Limits that this shell may set: podman's own may be beyond them.
+# Limits that this shell may set: podman's defaults may exceed them.
 files=$(ulimit -Hn)
 [ "$files" != unlimited ] || files=65536
 "${podman[@]}" run --detach --name $name --cgroups=disabled --network=host --shm-size 256m \

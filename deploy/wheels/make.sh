@@ -11,7 +11,7 @@ out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 architectures=("${@:-x86_64}")
 [ $# -gt 0 ] || architectures=(x86_64 aarch64)
-glibc=2.17 # manylinux_2_17: what pip of every Linux of the last ten years takes.
+glibc=2.17 # manylinux_2_17: accepted by pip on every Linux of the last ten years.
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -20,7 +20,7 @@ python="$work/build/bin/python"
 "$python" -m pip --disable-pip-version-check --quiet install \
     build wheel "ziglang>=0.13" "auditwheel>=6" 2>"$work/log" || { cat "$work/log" >&2; exit 1; }
 
-# What setup.py and OpenSSL's build call: each is zig with another name.
+# The commands that setup.py and OpenSSL's build call: each is zig under another name.
 mkdir "$work/compilers"
 compiler() {
     printf '#!/bin/sh\nexec "%s" -m ziglang %s "$@"\n' "$python" "$2" >"$work/compilers/$1"
@@ -37,7 +37,7 @@ compiler ranlib ranlib
 sdist=$(ls -t "$out"/*.tar.gz | head -n 1)
 for architecture in "${architectures[@]}"; do
     openssl=$(deploy/wheels/openssl.sh "$architecture" "$work/compilers")
-    # From the sdist, so that a file that it lacks is noticed. _PYTHON_HOST_PLATFORM names the platform
+    # From the sdist, so that a missing file is noticed. _PYTHON_HOST_PLATFORM names the platform
     # that is built for; `-g0`, because zig would write this machine's folders.
     mkdir "$work/$architecture" && tar -xzf "$sdist" -C "$work/$architecture" --strip-components 1
     (
@@ -46,7 +46,7 @@ for architecture in "${architectures[@]}"; do
             CFLAGS="-g0 -I$openssl/include" LDFLAGS="-s -L$openssl/lib" PEERCACHE_STATIC_OPENSSL=1 \
             "$python" -m build --wheel --outdir dist .
     ) >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
-    # auditwheel reads which symbols of the C library are wanted, and refuses what is too new.
+    # auditwheel checks the required symbols of the C library, and refuses newer ones.
     "$python" -m auditwheel show "$work/$architecture"/dist/*.whl >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
     grep -q "\"manylinux_2_17_$architecture\"" "$work/log" || { cat "$work/log" >&2; exit 1; }
     "$python" -m wheel tags --remove --python-tag py3 --abi-tag none \

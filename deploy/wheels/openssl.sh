@@ -5,7 +5,7 @@
 #
 # It prints the folder that has include/ and lib/. Sources and fixes are those of Debian stable; apt
 # checks their signatures. What was built is kept in the user's cache folder by its version: some
-# minutes of one core the first time. It wants dpkg-dev, perl and make.
+# minutes of one core the first time. It requires dpkg-dev, perl and make.
 set -euo pipefail
 architecture=$1 compilers=$2
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/peercache/openssl"
@@ -42,10 +42,10 @@ done
 [ -n "$version" ] || { cat "$work/log" >&2; exit 1; }
 
 # A wheel brings neither OpenSSL's modules nor its configuration, and must not load a host's.
-# Hidden names cannot meet those of another OpenSSL in an engine's process.
+# Hidden symbols cannot conflict with those of another OpenSSL in an engine's process.
 features=(no-shared no-module no-dso no-engine no-legacy no-apps no-tests no-docs no-autoload-config
     enable-ktls "CFLAGS=-O3 -fPIC -fvisibility=hidden")
-# What it is made with is part of its name.
+# The build inputs are part of its name.
 digest=$(cat "$compilers/version" - <<<"${features[*]}" | sha256sum | cut -c1-8)
 made="$cache/$version-$architecture-$digest"
 if ! [ -e "$made/lib/libssl.a" ]; then

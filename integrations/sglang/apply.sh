@@ -15,16 +15,16 @@ else
     package=$target/python/sglang
 fi
 if ! [ -e "$package/srt/mem_cache/storage/backend_factory.py" ]; then
-    echo "$package is no SGLang with storage backends" >&2
+    echo "$package is not an SGLang with storage backends" >&2
     exit 1
 fi
 if [ -e "$package/srt/mem_cache/storage/peercache" ]; then
-    echo "$package has the backend already" >&2
+    echo "$package already has the backend" >&2
     exit 1
 fi
-# All or nothing: a patch that does not fit leaves every file as it was.
+# All or nothing: a patch that does not apply leaves every file unchanged.
 patch --dry-run -s -p$strip -d "$target" <"$here/sglang-0.5.23.patch" || {
-    echo "the patch is for SGLang 0.5.23, and does not fit $package" >&2
+    echo "the patch is for SGLang 0.5.23, and does not apply to $package" >&2
     exit 1
 }
 patch -s -p$strip -d "$target" <"$here/sglang-0.5.23.patch"
