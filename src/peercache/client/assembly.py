@@ -28,8 +28,7 @@ from peercache.net.peers import Gate
 from peercache.net.tls import ControlTls
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
-from peercache.observability.metrics import Metrics
-from peercache.observability.reports import ClientReport
+from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer

@@ -38,7 +38,7 @@ from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 from peercache.wire.messages.session import OPERATOR, Hello, Refused, Welcome
 
 TIMEOUT_S = 5.0

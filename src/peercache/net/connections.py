@@ -18,7 +18,7 @@ from peercache.net.breaker import Breakers
 from peercache.net.peers import Peer, Transport
 from peercache.net.sockets import Dialer, reached
 from peercache.net.tls import ControlTls
-from peercache.observability.calls import request_of
+from peercache.observability.log import request_of
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

@@ -24,8 +24,8 @@ import trio
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked, OverlapTold
+from peercache.wire.messages.directory import OverlapAsked, OverlapTold
+from peercache.wire.messages.membership import ClusterAsked, StatusAsked, StatusTold
 from peercache.wire.messages.session import Refused
 
 BUSY = "busy"

@@ -8,8 +8,7 @@ from typing import Any, final
 
 from peercache.errors import LocalProtocolError
 from peercache.model.ids import name_of
-from peercache.observability.calls import call_of
-from peercache.observability.log import WarnOnce
+from peercache.observability.log import WarnOnce, call_of
 from peercache.observability.metrics import Metrics
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope

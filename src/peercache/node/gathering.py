@@ -25,7 +25,7 @@ from peercache.model.status import (
 from peercache.model.view import STATE_NAMES, is_live
 from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.operations import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
 
 ANSWER_S = 1.0
 """How long a member may take; a node that serves answers in milliseconds."""

@@ -28,9 +28,8 @@ from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.draining import DrainTold
-from peercache.wire.messages.operations import StatusTold
-from peercache.wire.messages.overlap import OverlapTold
+from peercache.wire.messages.directory import OverlapTold
+from peercache.wire.messages.membership import DrainTold, StatusTold
 from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
 

@@ -21,7 +21,7 @@ from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew, Pull
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
-from peercache.config.discovery import heads_of, sources_of
+from peercache.config.entries import heads_of, sources_of
 from peercache.config.quantities import format_address
 from peercache.config.settings import Config
 from peercache.discovery.finder import Finder, source_of
@@ -74,9 +74,16 @@ from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.draining import CancelDrain, DrainAsked, DrainNode, DrainTold
-from peercache.wire.messages.operations import ClusterAsked, StatusAsked, StatusTold
-from peercache.wire.messages.overlap import OverlapAsked
+from peercache.wire.messages.directory import OverlapAsked
+from peercache.wire.messages.membership import (
+    CancelDrain,
+    ClusterAsked,
+    DrainAsked,
+    DrainNode,
+    DrainTold,
+    StatusAsked,
+    StatusTold,
+)
 from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
 
 GOODBYE_S = 0.5

@@ -24,7 +24,7 @@ from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
 from peercache.model.member import ALIVE, Member
-from peercache.model.overlap import ANYWHERE, HOLDERS_MAX, Overlap
+from peercache.model.prefix import ANYWHERE, HOLDERS_MAX, Overlap
 from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (

@@ -16,7 +16,7 @@ from peercache.errors import PeerCacheError, Rejected
 from peercache.model.member import Member
 from peercache.model.view import View
 from peercache.net.breaker import Breakers
-from peercache.observability.reports import ClientReport
+from peercache.observability.metrics import ClientReport
 from peercache.paths.cluster import Cluster
 from peercache.paths.reading import Touches
 from peercache.paths.reserving import ClientReservations

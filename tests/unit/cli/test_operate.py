@@ -38,7 +38,7 @@ from peercache.model.status import (
     unanswered,
 )
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.operations import StatusAsked, StatusTold
+from peercache.wire.messages.membership import StatusAsked, StatusTold
 from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked
 from tests.pace import TIMEOUT_S
 from tests.unit.net.peers import CLUSTER, Peer

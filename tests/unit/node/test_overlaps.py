@@ -20,7 +20,12 @@ from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP, RECORD, RESIDENT
 from peercache.node.broker import BUSY, MemberBroker
 from peercache.node.overlaps import ANSWER_S, ASKERS_MAX, ROUNDS, Overlaps
-from peercache.wire.messages.overlap import OVERLAP_KEYS_MAX, OverlapAsked, OverlapTold, overlap_of
+from peercache.wire.messages.directory import (
+    OVERLAP_KEYS_MAX,
+    OverlapAsked,
+    OverlapTold,
+    overlap_of,
+)
 from peercache.wire.messages.session import Refused
 
 OWN = 1

@@ -15,8 +15,7 @@ from peercache.errors import PeerCacheError
 from peercache.model.member import Member
 from peercache.model.records import RECORD
 from peercache.net.breaker import Breakers
-from peercache.observability.metrics import Metrics
-from peercache.observability.reports import ClientReport
+from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import VIEW_PARTS_MAX, Tie
 from peercache.paths.reading import Touches
