@@ -47,6 +47,10 @@ TIMEOUT_S = 5.0
 CONNECT_S = 2.0
 """How long an address may take to be reached."""
 
+SLICE_S = 0.1
+"""Longest wait between two looks at a connection: a program may follow a hundred nodes, each with a
+question that waits for what changes."""
+
 TURN_S = 0.005
 """Between the end of a connection and the next Hello."""
 
@@ -259,6 +263,7 @@ class Operator:
             gate=self._gate,
             name_of_peer=lambda _: None,
             tls=self._tls,
+            slice_s=SLICE_S,
         )
 
     def _note_refusal(self, _: int, refused: Refused) -> None:

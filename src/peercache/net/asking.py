@@ -23,7 +23,7 @@ import attrs
 
 from peercache.errors import Rejected
 from peercache.net.breaker import Breakers
-from peercache.net.connections import BURST_MESSAGES, Connections, Dialled, Kind, most_kept
+from peercache.net.connections import BURST_MESSAGES, SLICE_S, Connections, Dialled, Kind, most_kept
 from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import UnusableAddress, reached
 from peercache.net.tls import ControlTls
@@ -32,11 +32,6 @@ from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
 
 CONNECT_TIMEOUT_S = 0.25
 """How long a greeting waits for a connection."""
-
-SLICE_S = 0.02
-"""Longest wait between two looks at the connections: nng reports a broken one on a thread of its
-own, which cannot wake a poll. A connection that is not there after this time is probed: the kernel
-knows a refusal, nng does not tell it."""
 
 LAST_TURN_S = 0.02
 """How long a turn may last beyond the deadline, for what arrived while this thread slept."""
@@ -169,7 +164,7 @@ class Conversation(Generic[Kind]):
         left_s = self._until - self._connections.clock()
         # One more turn then: if it was this thread that slept, the answers are there.
         self._is_last = left_s <= 0
-        return min(max(left_s, 0.0), SLICE_S)
+        return min(max(left_s, 0.0), self._connections.slice_s)
 
     def turn(self, readable: Iterable[tuple[int, int]]) -> None:
         """Take the messages of the connections that a poll names, then check every connection."""
@@ -404,11 +399,13 @@ class Asker:
         gate: Gate,
         name_of_peer: Callable[[int], str | None],
         tls: ControlTls | None = None,
+        slice_s: float = SLICE_S,
     ) -> None:
         """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
 
         gate:         judges each process that answers, as the node `name_of_peer(peer)`.
         name_of_peer: the name in a peer's certificate; None for one that is not known yet.
+        slice_s:      longest wait between two looks at the connections.
         """
         self.breakers = breakers
         self._clock = clock
@@ -427,6 +424,7 @@ class Asker:
             on_refused=on_refused,
             on_unasked=on_unasked,
             kept_max=most_kept(),
+            slice_s=slice_s,
         )
         self.post = self.connections.post
         self.drain = self.connections.drain

@@ -47,6 +47,11 @@ AT_ONCE_PART = 2
 """Questions of one `ask` that are under way at once: half as many as connections are kept, so that
 the four threads of an engine use half of its open files. The others follow as answers come."""
 
+SLICE_S = 0.02
+"""Longest wait between two looks at the connections: nng reports a broken one on a thread of its
+own, which cannot wake a poll. A connection that is not there after this time is probed: the kernel
+knows a refusal, nng does not tell it."""
+
 BURST_MESSAGES = 64
 """Messages taken from one connection before the others get a turn: a peer may go on sending."""
 
@@ -98,17 +103,20 @@ class Connections(Generic[Kind]):
         on_refused: Callable[[int, Refused], None],
         on_unasked: Callable[[int, Message], None],
         kept_max: int = KEPT_MAX,
+        slice_s: float = SLICE_S,
     ) -> None:
         """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
 
         connect:    dials an address to reach a peer, without waiting; None where that cannot be.
         on_unasked: takes each message that answers no pending question.
         kept_max:   idle connections that are kept.
+        slice_s:    longest wait between two looks at the connections.
         """
         self.breakers = breakers
         self.clock = clock
         self.refused = on_refused
         self.unasked = on_unasked
+        self.slice_s = slice_s
         self._identity = identity
         self._cluster = cluster
         self.hello_for = hello_for

@@ -11,9 +11,9 @@ import attrs
 import pytest
 
 from peercache.model.member import ALIVE, Member
-from peercache.net.asking import SLICE_S, Conversation, Enough
+from peercache.net.asking import Conversation, Enough
 from peercache.net.breaker import STALL_S, Breakers
-from peercache.net.connections import BURST_MESSAGES, OF_ONE_MAX, Connections
+from peercache.net.connections import BURST_MESSAGES, OF_ONE_MAX, SLICE_S, Connections
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
@@ -523,6 +523,14 @@ def test_the_refusal_of_another_question_is_not_this_ones_answer() -> None:
 
     assert isinstance(exchange.answers[0], Located)
     assert side.unasked == [(7, late)]
+
+
+def test_who_waits_long_may_look_less_often() -> None:
+    """An operator's program follows many nodes, each with a question that waits for changes."""
+    side = Side()
+    side.connections.slice_s = 5 * SLICE_S
+
+    assert side.ask(7).wait_s() == 5 * SLICE_S
 
 
 def test_an_address_is_probed_within_the_deadline() -> None:
