@@ -203,9 +203,9 @@ class Membership:
             case ViewShared(_, members):
                 return self._on_view(sender, members, now)
             case ViewAsked():
-                return [Send(_way_back(sender), part_asked(self._view, message))]
+                return [Send(_reply_target(sender), part_asked(self._view, message))]
             case ViewChangesAsked():
-                return [Send(_way_back(sender), changes_asked(self._view, self._log, message))]
+                return [Send(_reply_target(sender), changes_asked(self._view, self._log, message))]
             case ViewCompared(buckets):
                 return self._on_compared(sender, buckets)
             case PeerAnswered(address, member):
@@ -341,7 +341,7 @@ class Membership:
         """Tell a member the digest of this view, or that it is held dead, so that it refutes."""
         known = self._view.get(sender.identity)
         if known is None or is_live(known):
-            return [Send(_way_back(sender), HeartbeatSeen(self._view.digest()))]
+            return [Send(_reply_target(sender), HeartbeatSeen(self._view.digest()))]
         # Its answer comes before its refutation: what a master of another side says of this one's
         # members is not believed until then, and it must have heard of them by then.
         told = self._share(sender, (self._me, known))
@@ -379,7 +379,7 @@ class Membership:
     def _ask(self, to: Origin) -> list[Effect]:
         if not self._exchange.may_share(to.identity):
             return []
-        return [Send(_way_back(to), ViewCompared(self._view.bucket_digests()))]
+        return [Send(_reply_target(to), ViewCompared(self._view.bucket_digests()))]
 
     def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
         theirs = {member.incarnation: member for member in members}
@@ -581,8 +581,8 @@ class Membership:
         if not self._exchange.may_share(to.identity):
             return []
         parts = parts_of_sender(self._me, members[1:])
-        return [Send(_way_back(to), ViewShared(0, part)) for part in parts]
+        return [Send(_reply_target(to), ViewShared(0, part)) for part in parts]
 
 
-def _way_back(sender: Origin) -> int | Origin:
+def _reply_target(sender: Origin) -> int | Origin:
     return sender if sender.pipe else sender.identity
