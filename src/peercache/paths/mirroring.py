@@ -6,7 +6,7 @@ later readers find them on their own host, and readers elsewhere have one holder
 
 The order matters. A page that was removed from every member must not come back: a removal that the
 home node hears of after it gave the slot voids it, and one that it heard of shortly before, too
-(`actors.pool.mirrors`). What was read before the slot was given might be older than that.
+(`actors.pool.reservations`). What was read before the slot was given might be older than that.
 
 A mirrored page has the key by which it was verified: the holder's seal said so. Its bytes never
 stand for another key, whatever namespace the engine's next weights have.

@@ -1,1 +1,1 @@
-"""Every control message, one file a conversation."""
+"""Every control message, one file for each subject."""
