@@ -1,4 +1,8 @@
-"""The rules of language that a machine can check; each is shown to fail on a small offender."""
+"""The rules of language that a machine can check; each is shown to fail on a small offender.
+
+`DIALECT` is checked in the documentation that is written by hand. The code, its docstrings and the
+parts that `make docs` writes from them follow later.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.reference_pages import LEVELS, PAGES, ROOT, log_events
+from tests.house.reference_pages import BEGIN, END, LEVELS, PAGES, ROOT, log_events
 
 READ = ("src", "sims", "tests", "benchmarks", "examples", "docs")
 READ_AT_THE_TOP = ("*.md", "Makefile", "*.py", "*.toml", ".ci/*", "*.yml", "*.yaml")
@@ -21,6 +25,36 @@ VAGUE = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 """Words that hide which component acts. (Put together here, so that this file holds none.)"""
+
+DIALECT = {
+    r"told|tells?|telling": "sends, reports, notifies, returns, shows; told apart: separates",
+    r"hears?|heard": "receives, is notified",
+    r"says": "reports, shows, states, explains",
+    r"patience": "timeout",
+    r"beside": "next to, compared with, in addition to, with",
+    r"anew": "again",
+    r"lies|lying": "is on, is stored at; of a member: forged record",
+    r"liars?": "Byzantine member, attacker",
+    r"mend(?:s|ed|ing)?": "fix",
+    r"stands? still|standing still|stood still": "hangs, is paused",
+    r"believes?|believed": "trusts, accepts",
+    r"vouch(?:es|ed)?": "verifies, validates",
+    r"is sure of|are sure of": "is guaranteed",
+    r"is none|are none|that are some": "is invalid, is not a, valid",
+    r"to be had": "available",
+    r"for ever": "forever, permanently",
+    r"shall": "must, should",
+}
+"""Words that a reader would not search for, and what the documentation of other projects has."""
+
+BY_HAND = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+
+NOT_PROSE = (
+    rf"^{re.escape(BEGIN)}$.*?^{re.escape(END)}$",  # Follows from the code.
+    r"^ *```.*?^ *```$",
+    r"`[^`]*`",  # The name of a setting, a message, a file.
+    r"(?<=\])\([^)\s]*\)",  # Where a link leads: pages keep their file names.
+)
 
 MADE_BY_TOOLS = {"__pycache__", "peercache_kv.egg-info", "peercache.egg-info"}
 
@@ -63,6 +97,36 @@ def vague_words(text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         if VAGUE.search(line):
             yield f"{number}: {line.strip()}"
+
+
+def prose_of(text: str) -> str:
+    """Return a page without code, link targets and made parts; lines keep their numbers."""
+    for pattern in NOT_PROSE:
+        text = re.sub(
+            pattern, lambda cut: "\n" * cut[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL
+        )
+    return text
+
+
+def dialect_in(text: str) -> Iterator[str]:
+    """Yield each line of prose with a word of the dialect, and what to write instead."""
+    for number, line in enumerate(prose_of(text).splitlines(), start=1):
+        for words, better in DIALECT.items():
+            for found in re.findall(rf"\b(?:{words})\b", line, re.IGNORECASE):
+                yield f"{number}: {found!r}, write: {better}: {line.strip()}"
+
+
+def written_by_hand() -> Iterator[tuple[Path, str]]:
+    """Yield the current pages with their text: decisions and releases are records of their time."""
+    for name in BY_HAND:
+        text = (ROOT / name).read_text()
+        if name == "CHANGELOG.md":
+            before, _, rest = text.partition("\n## Unreleased\n")
+            text = f"{before}\n## Unreleased\n{rest.partition(chr(10) + '## ')[0]}"
+        yield ROOT / name, text
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if page.parent.name != "adr":
+            yield page, page.read_text()
 
 
 def log_calls(tree: ast.AST) -> Iterator[ast.expr]:
@@ -124,6 +188,60 @@ def test_a_vague_word_is_found(text: str) -> None:
 def test_words_that_only_look_vague_pass() -> None:
     """The rule looks at whole words."""
     assert not list(vague_words("a message body, an empty body; any bodyguard"))
+
+
+def test_the_documentation_has_words_that_a_search_engine_finds() -> None:
+    """Machines send, receive, report and return; a wait has a timeout."""
+    pages = list(written_by_hand())
+
+    found = [
+        f"{page.relative_to(ROOT)}:{line}" for page, text in pages for line in dialect_in(text)
+    ]
+
+    assert len(pages) > 40
+    assert not found, f"{len(found)}\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The node tells the others.",
+        "An owner hears of it.\nThe log says so.",
+        "The call waits for a whole patience.",
+        "It stands beside the pool, and is read anew.",
+        "The page lies on disk.",
+        "A liar is believed when it has told everything.",
+        "Mend the disk of a node that stood still.",
+        "A namespace is sure of a share, for ever.",
+        f"{BEGIN}\n\n{END}\n\nSpilled text lies behind a made part.",
+        "What [a liar](security.md) can do.",
+    ],
+)
+def test_a_word_of_the_dialect_is_found(text: str) -> None:
+    """A rule that cannot fail protects nothing."""
+    assert list(dialect_in(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`patience_s`, and the event `anew`",
+        "```text\nbeside\n```",
+        f"{BEGIN}\n\n| a liar | beside |\n\n{END}",
+        "[find a prefix](ask-where-a-prefix-lies.md#over-http)",
+        "A recommended amendment, families, satellites, shallow",
+    ],
+)
+def test_names_code_and_made_parts_keep_their_words(text: str) -> None:
+    """The code is not changed by a rule for prose."""
+    assert not list(dialect_in(text))
+
+
+def test_what_to_write_instead_is_no_word_of_the_dialect() -> None:
+    """A failure proposes words that pass."""
+    proposed = " ".join(better.replace("told apart:", "") for better in DIALECT.values())
+
+    assert not list(dialect_in(proposed))
 
 
 def test_log_events_are_named_after_their_component() -> None:
