@@ -37,7 +37,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.records import DROP, RECORD, RESIDENT, Records
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.directory import ChangesTold
+from peercache.wire.messages.directory import ReportChanges
 
 ME = 5
 BATCH = 32
@@ -137,12 +137,12 @@ class Node:
         committed = PagesCommitted(CLIENT, 1, 1, b"", records, empty, 1.0)
         self.publisher.on_message(Origin(ME), committed, self.now)
 
-    def told(self) -> ChangesTold:
+    def told(self) -> ReportChanges:
         """Ask, and return the answer after it went over the wire."""
         question = self.follower.question(0.0)
         effects = self.publisher.on_message(ROUTER, question, self.now)
         message = decode(self.encoded(effects), cluster=CLUSTER).message
-        assert isinstance(message, ChangesTold)
+        assert isinstance(message, ReportChanges)
         return message
 
     def encoded(self, effects: list[Effect]) -> bytes:
@@ -175,7 +175,7 @@ class Node:
         count, started = 0, time.thread_time()
         for raw in self.raw:
             told = decode(raw, cluster=CLUSTER).message
-            assert isinstance(told, ChangesTold)
+            assert isinstance(told, ReportChanges)
             batch = self.follower.take(told)
             assert batch is not None, "each answer tells something"
             self.index.apply(batch)

@@ -17,7 +17,7 @@ from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Lookup, Put
-from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.membership import ShareView
 
 RUNS = 2000
 REPEATS = 5
@@ -34,7 +34,7 @@ def main() -> None:
     messages: dict[str, Message] = {
         "Lookup of 32 keys": Lookup(1, bytes(32 * 16)),
         "Put of 64 records": Put(1, np.zeros(64 * 56, np.uint8).tobytes()),
-        "view of 100 members": ViewShared(0, (member,) * 100),
+        "view of 100 members": ShareView(0, (member,) * 100),
     }
     with pynng.Pair0(listen="inproc://handover") as near, pynng.Pair0() as far:
         far.dial("inproc://handover")

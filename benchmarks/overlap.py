@@ -53,7 +53,7 @@ from peercache.node.broker import MemberBroker
 from peercache.node.overlaps import Overlaps
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
-from peercache.wire.messages.directory import Lookup, OverlapAsked, OverlapTold, Put
+from peercache.wire.messages.directory import Lookup, Put, ReportOverlap, RequestOverlap
 
 NODES = 16
 TOKENS = 32_768
@@ -117,10 +117,10 @@ class Cluster:
         target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
         raw = encode(Envelope(sender, target, effect.message), cluster=CLUSTER)
         message = decode(raw, cluster=CLUSTER).message
-        if isinstance(message, OverlapAsked):
+        if isinstance(message, RequestOverlap):
             assert self.nodes[target].ask(Origin(sender, PIPE), message) is None
         else:
-            assert isinstance(message, OverlapTold), message
+            assert isinstance(message, ReportOverlap), message
             self.brokers[target].take(sender, message)
 
 

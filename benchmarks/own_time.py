@@ -36,7 +36,7 @@ READS = 200
 WORD = 2
 """The generation of every page."""
 TURNS = 4
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 OWNER = Member(
     incarnation=1, counter=1, state=ALIVE, head_rank=0, host_name="instant",
@@ -111,7 +111,7 @@ class Batch:
 
     def get(self) -> ReadOutcome:
         """Get the batch, as a client does."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         names = page_keys(self._keys, self._digest)
         steps = self._reader.get(names, self._runs, self._cluster, until)
         try:
@@ -142,7 +142,7 @@ class Batch:
         for _ in range(TURNS):
             started = time.thread_time()
             for _ in range(READS):
-                self._fabric.read(self._wanted, time.monotonic() + PATIENCE_S)
+                self._fabric.read(self._wanted, time.monotonic() + TIMEOUT_S)
             best = min(best, time.thread_time() - started)
         return best / READS / BATCH * 1e6
 

@@ -6,7 +6,7 @@
 Two SGLang engines on the CPU, each at home with a node of its own. The first one computes prompts
 and stores their pages: `cold`. It ends, and the second one answers the same prompts, which it has
 never seen, from the first one's node: `warm`, over tcp and then, with a store that is attached
-anew, over shared memory. Its device holds one prompt, so each prompt evicts the one before it to
+again, over shared memory. Its device holds one prompt, so each prompt evicts the one before it to
 the engine's own host memory, and asking for that one again gives `host memory`.
 
 A time is that from the request to the first of the streamed tokens. All tokens must be equal in

@@ -142,7 +142,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "table-rebuilt-at-class-change",
-        "words count by slot, and start anew when an extent changes its class",
+        "words count by slot, and start again when an extent changes its class",
         20,
         patches=bugs.TABLE_REBUILT,
     ),

@@ -32,7 +32,7 @@ from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
-from peercache.paths.reading import Loads, Reader
+from peercache.paths.reading import HolderLoad, Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -146,7 +146,7 @@ class SimClient:
             ring=lambda: self.tie.cluster.ring,
             truth=truth,
         )
-        loads = Loads(salt=self.identity, clock=place.now)
+        loads = HolderLoad(salt=self.identity, clock=place.now)
         locator = Locator(
             cache=self.cache,
             breakers=self.breakers,

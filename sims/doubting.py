@@ -25,7 +25,7 @@ import trio
 
 from peercache.model.hash_ring import AUTO
 from peercache.net.breaker import STALL_S
-from peercache.paths.writing import PUBLISH_PATIENCE_S, RESEND_PART
+from peercache.paths.writing import PUBLISH_TIMEOUT_S, RESEND_FRACTION
 from sims import determinism
 from sims.client import SimClient
 from sims.clock import VirtualClock
@@ -41,12 +41,12 @@ LOOK_S = 0.0007
 LOST_S = 0.004
 """How long nothing comes through: what is lost is asked about 0.02 s after it was sent."""
 
-STOPPED_S = PUBLISH_PATIENCE_S + 0.1
+STOPPED_S = PUBLISH_TIMEOUT_S + 0.1
 """How long an owner is stopped: sets give it up."""
 
 CUT_S = STOPPED_S + 0.2
 
-REPEATED_S = RESEND_PART * STALL_S + PUBLISH_PATIENCE_S + 0.05
+REPEATED_S = RESEND_FRACTION * STALL_S + PUBLISH_TIMEOUT_S + 0.05
 """How long a home node stands still: a Commit is sent to it twice."""
 
 ASKED_S = 0.0004

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from peercache.actors.effects import Effect, Send
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.publisher.following import changes_of
-from peercache.wire.messages.directory import ChangesTold
+from peercache.wire.messages.directory import ReportChanges
 from sims.memory import Truth
 from sims.trace import Violation
 
@@ -19,7 +19,7 @@ def note_told(publisher: Publisher, effects: Sequence[Effect], truth: Truth) -> 
     """Note what a node holds at the change that it tells last; a number stands for one state."""
     for effect in effects:
         told = effect.message if isinstance(effect, Send) else None
-        if isinstance(told, ChangesTold) and told.after == publisher._following._last:
+        if isinstance(told, ReportChanges) and told.after == publisher._following._last:
             held = _held(publisher)
             if truth.followed.setdefault((told.incarnation, told.after), held) != held:
                 raise Violation("followed", f"change {told.after} stands for two states")

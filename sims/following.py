@@ -19,7 +19,7 @@ import trio
 
 from peercache.actors.publisher import following
 from peercache.events.following import Index, NodeFollower
-from peercache.wire.messages.directory import ALL_ROWS, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ReportChanges
 from peercache.wire.messages.pool import Remove
 from sims import determinism
 from sims.clock import VirtualClock
@@ -38,11 +38,11 @@ TOLD = 5
 NONE, LOSS, AWAY, DEATH = FAULTS = ("none", "loss", "away", "death")
 ROUNDS = 16
 STEP_S = 0.3
-PATIENCE_S, ANSWER_S, RETRY_S = 0.2, 0.3, 0.1
+TIMEOUT_S, ANSWER_S, RETRY_S = 0.2, 0.3, 0.1
 LOST_S = 1.0
 """How long nothing comes through."""
 AWAY_S = following.FOLLOWED_S + 3.0
-DEAD_S = 2 * (PATIENCE_S + ANSWER_S) + RETRY_S + 0.2
+DEAD_S = 2 * (TIMEOUT_S + ANSWER_S) + RETRY_S + 0.2
 """When nothing may be left of a dead node: two questions without an answer."""
 
 
@@ -71,7 +71,7 @@ class Router:
     def __init__(self, world: World) -> None:
         """Know nothing."""
         self.index = Index()
-        self.compared = self.anew = 0
+        self.compared = self.again = 0
         self.away_until = 0.0
         self._world = world
 
@@ -85,24 +85,24 @@ class Router:
             batch = follower.failed() if told is None else follower.take(told)
             if batch is not None:
                 self.index.apply(batch)
-                self.anew += batch.anew and not batch.is_gone
+                self.again += batch.again and not batch.is_gone
             if told is not None and told.row >= ALL_ROWS:
                 self._compare(address, told)
             if follower.is_silent:
                 await trio.sleep(RETRY_S)
 
-    async def _ask(self, follower: NodeFollower, address: str) -> ChangesTold | None:
+    async def _ask(self, follower: NodeFollower, address: str) -> ReportChanges | None:
         client = self._world.clients["c-n1"]
         found = [m for m in client.cluster.members.values() if m.control == address]
         if not found:
             await trio.sleep(RETRY_S)
             return None
-        until = client.place.now() + PATIENCE_S + ANSWER_S
-        question = (found[0].incarnation, follower.question(PATIENCE_S))
+        until = client.place.now() + TIMEOUT_S + ANSWER_S
+        question = (found[0].incarnation, follower.question(TIMEOUT_S))
         [answer] = await client.asker.ask([question], until)
-        return answer if isinstance(answer, ChangesTold) else None
+        return answer if isinstance(answer, ReportChanges) else None
 
-    def _compare(self, address: str, told: ChangesTold) -> None:
+    def _compare(self, address: str, told: ReportChanges) -> None:
         held = self._world.truth.followed.get((told.incarnation, told.after))
         if held is None:
             return  # More was there than fitted into the answer.
@@ -134,7 +134,7 @@ async def _run(world: World) -> None:
         for number in range(ROUNDS):
             await _round(world, router, number, rng)
         assert router.compared > ROUNDS, "the index was hardly ever compared"
-        assert router.anew > ROUNDS // 2, "followers never had to begin anew"
+        assert router.again > ROUNDS // 2, "followers never had to begin again"
         nursery.cancel_scope.cancel()
 
 

@@ -20,7 +20,7 @@ from peercache.wire.codec import encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Repair, StreamSummary
-from peercache.wire.messages.membership import Join, ViewShared
+from peercache.wire.messages.membership import Join, ShareView
 from peercache.wire.messages.session import Hello
 from sims.network import TO_LISTENER
 from sims.node import CLUSTER, SimNode
@@ -110,13 +110,13 @@ class Impostor:
             for other in heard_by.crew.membership.view.live()
             if other.incarnation != me.incarnation and rng.random() < 0.5
         ]
-        return me, ViewShared(0, (me, *others))
+        return me, ShareView(0, (me, *others))
 
     def _inventions(self, heard_by: SimNode, named: SimNode) -> Lie:
         """Tell of members that there are not."""
         del heard_by
         me = named.crew.membership.me
-        return me, ViewShared(0, (me, *(self._invented() for _ in range(INVENTED_MAX))))
+        return me, ShareView(0, (me, *(self._invented() for _ in range(INVENTED_MAX))))
 
     def _join(self, heard_by: SimNode, named: SimNode) -> Lie:
         """Join as a member that there is not, at an address where no such process answers."""

@@ -29,7 +29,7 @@ IN_FLIGHT_MAX = 2048
 HEALED_WITHIN_S = 0.5
 """When the faults stop, what they held back arrives within this time."""
 
-LOCAL_LATENCY_PART = 0.1
+LOCAL_LATENCY_FRACTION = 0.1
 """Of the latency, between two processes of one host."""
 
 
@@ -344,7 +344,7 @@ class Network:
     def _latency(self, *, local: bool) -> float:
         options = self._options
         drawn = options.latency_min_s + self._rng.expovariate(1 / options.latency_mean_s)
-        return drawn * LOCAL_LATENCY_PART if local else drawn
+        return drawn * LOCAL_LATENCY_FRACTION if local else drawn
 
     def _way(self, source: str, target: str) -> Way:
         way = self._ways.get((source, target))

@@ -48,7 +48,7 @@ from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import Listener
 from peercache.net.tls import ControlTls
 from peercache.node.admission import Admission
-from peercache.node.assembly import Crew
+from peercache.node.assembly import NodeActors
 from peercache.node.envelopes import Envelopes
 from peercache.node.inbound import Inbound
 from peercache.node.links import Links
@@ -58,7 +58,7 @@ from peercache.observability.metrics import Metrics
 from peercache.paths.taking_over import arrived, reading_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import DrainAsked, DrainTold
+from peercache.wire.messages.membership import ReportDrainState, RequestDrainState
 from sims.disk import SimDisk
 from sims.link import SimLink
 from sims.locks import Locks
@@ -155,7 +155,7 @@ class SimNode:
             nonce=nonce,
         )
         file = table_file(place.name)
-        self.crew = Crew(
+        self.crew = NodeActors(
             self.config,
             self.me,
             page_bytes=granules * GRANULE,
@@ -318,8 +318,8 @@ class SimNode:
     def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer nodes that ask whether this one drains; no client of a run asks for figures."""
         del sender
-        if isinstance(message, DrainAsked):
-            return DrainTold(message.request, {"state": self.crew.handover.giving.state})
+        if isinstance(message, RequestDrainState):
+            return ReportDrainState(message.request, {"state": self.crew.handover.giving.state})
         return None
 
     def perform(self, effect: Effect) -> None:

@@ -37,11 +37,11 @@ from peercache.paths.reading import Touches
 from peercache.paths.steps import Ask, Greet, Post
 from peercache.wire.envelope import WIRE_VERSION
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     Join,
-    ViewChanges,
-    ViewCompared,
-    ViewShared,
+    ReportViewChanges,
+    ShareView,
 )
 from peercache.wire.messages.session import Welcome
 from sims.dying import Death, die
@@ -199,7 +199,7 @@ class _Node:
         """Take a message off the wire: handle it when the loop comes to it."""
         if not self.is_up:
             return
-        entries = len(message.view) if isinstance(message, ViewShared) else 0
+        entries = len(message.view) if isinstance(message, ShareView) else 0
         costs = self.start.costs
 
         def handle() -> None:
@@ -251,14 +251,14 @@ class _Node:
 
     def count(self, message: Any) -> None:
         told = 0
-        if isinstance(message, (ViewShared, ViewChanges)):
+        if isinstance(message, (ShareView, ReportViewChanges)):
             told = len(message.view)
             size = sum([self.start.size_of(member) for member in message.view])
-            size += 40 + 9 * len(message.gone) if isinstance(message, ViewChanges) else 0
+            size += 40 + 9 * len(message.gone) if isinstance(message, ReportViewChanges) else 0
         elif isinstance(message, (Heartbeat, Join)):
             size = self.bytes_of_me
         else:
-            size = len(message.buckets) if isinstance(message, ViewCompared) else 16
+            size = len(message.buckets) if isinstance(message, CompareView) else 16
         self.sent += 1
         self.sent_bytes += size + HEADER_BYTES
         self.start.kinds[type(message).__name__] += 1
@@ -442,7 +442,7 @@ class Start:
 
     def is_dial(self, message: Any) -> bool:
         """Return whether a message is the one that is sent to a candidate, with a greeting."""
-        return isinstance(message, ViewShared) and len(message.view) == 1
+        return isinstance(message, ShareView) and len(message.view) == 1
 
     def greet(self, dialler: _Node, address: str) -> None:
         """Say Hello at an address; the Welcome tells the dialler which member is there."""

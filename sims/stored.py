@@ -31,7 +31,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import from_bytes, split_keys
 from peercache.model.member import SUSPECT
 from peercache.model.view import is_live
-from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Delete,
     HandedOver,
@@ -106,7 +106,7 @@ def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
         if spoken_of is None:
             continue
         is_known = answer.published * records.RECORD_BYTES >= len(answer.records)
-        stopped = [] if is_known else truth.stopped_for(PUBLISH_PATIENCE_S)
+        stopped = [] if is_known else truth.stopped_for(PUBLISH_TIMEOUT_S)
         table = actor._table
         for name, generation in zip(
             records.keys_of(spoken_of), spoken_of["generation"].tolist(), strict=True

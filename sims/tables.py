@@ -1,7 +1,7 @@
 """The directory tables of a run: a client's compiled reader, with the owner's work in between.
 
 A batch is read in parts. Between two of them time passes, in which the actor changes its table,
-another incarnation comes, or the table's index is made anew; the process may be stopped, too.
+another incarnation comes, or the table's index is made again; the process may be stopped, too.
 """
 
 from __future__ import annotations

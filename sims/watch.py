@@ -27,7 +27,7 @@ from peercache.model import records
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP
 from peercache.model.view import View, is_live
-from peercache.wire.messages.directory import Delete, Disputed, Located, Put, Repair
+from peercache.wire.messages.directory import Delete, Located, Put, Repair, ReportStale
 from sims import stored
 from sims.followed import note_told
 from sims.memory import Truth
@@ -210,7 +210,7 @@ def _kind(effect: Effect) -> str:
 def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Generations:
     """Return what must stay: records newer than a delete, and all that a dispute names."""
     named: list[tuple[int, bytes, int]] = []
-    is_hint = isinstance(message, Disputed)
+    is_hint = isinstance(message, ReportStale)
     if isinstance(message, Delete):
         drops = records.from_bytes(b"") if not message.drops else _drops(message.drops)
         named = [
@@ -219,7 +219,7 @@ def _named_newer(shard: DirectoryShard, sender: Origin, message: object) -> Gene
                 records.keys_of(drops), drops["generation"].tolist(), strict=True
             )
         ]
-    elif isinstance(message, Disputed):
+    elif isinstance(message, ReportStale):
         disputed = records.from_bytes(message.records)
         named = [
             (int(record["holder"]), record["key"].tobytes(), int(record["generation"]))

@@ -237,7 +237,7 @@ class Calls:
         started = trio.current_time()
         attached = client.tie.attached
         if attached is not None:
-            message = attrs.evolve(message, patience_s=timeout_s / 2)
+            message = attrs.evolve(message, timeout_s=timeout_s / 2)
             await client.asker.ask([(attached.incarnation, message)], _until(client, timeout_s))
         if isinstance(message, Remove):
             client.cache.end(np.frombuffer(message.keys, KEY))

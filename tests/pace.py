@@ -107,7 +107,7 @@ def assert_within(took_s: float, within_s: float, what: str = "it") -> None:
 def paced(story: Callable[[float], T], kept_up: Callable[[T], bool]) -> T:
     """Return what the story comes to at the first pace at which the machine kept up.
 
-    story: takes a short time in seconds, and starts anew each time. At the slowest pace whatever
+    story: takes a short time in seconds, and starts again each time. At the slowest pace whatever
     it comes to is returned, so what never happens still fails its test.
     """
     for pace_s in PACES_S[:-1]:
@@ -131,7 +131,7 @@ def at_best(seconds_of: Callable[[], float], *, below: float) -> float:
 
 
 def no_peer_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the clients of this process patience with nodes that are slow because the machine is.
+    """Give the clients of this process timeout with nodes that are slow because the machine is.
 
     Theirs of a quarter of a second is right in production, where a miss costs less than a wait; in
     a test that expects hits it would be a bet on the machine.
@@ -145,7 +145,7 @@ def no_peer_is_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nodes that are slow because the machine is, but in tests of what a hung node costs.
 
     For a conftest to import, with `stalls`: it holds in its folder.

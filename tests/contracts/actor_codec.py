@@ -32,7 +32,7 @@ _CLASSES: dict[str, type[Any]] = {
 
 
 class ActorCodec:
-    """Encodes and decodes values; a ring travels as its members, and is made anew."""
+    """Encodes and decodes values; a ring travels as its members, and is made again."""
 
     def __init__(self, *, virtual_nodes: int, replicas: int | str) -> None:
         """Make rings with these settings."""

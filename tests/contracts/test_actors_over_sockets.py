@@ -51,17 +51,17 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import ON_DISK, from_bytes
-from peercache.node.assembly import Crew
+from peercache.node.assembly import NodeActors
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Acknowledged, Located, Lookup, Put
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    ViewAsked,
-    ViewCompared,
-    ViewShared,
+    RequestView,
+    ShareView,
 )
 from peercache.wire.messages.pool import (
     PROMOTED,
@@ -158,7 +158,7 @@ class World:
     """One node's actors with their real mailboxes, and a world that answers at once."""
 
     handle: Handle
-    crew: Crew
+    crew: NodeActors
     said: list[tuple[str, Any, list[Effect]]] = attrs.field(factory=list)
     """Every step of an actor: its name, what it took, its effects."""
     sent: list[Message] = attrs.field(factory=list)
@@ -236,7 +236,7 @@ def world_of(handle: Handle) -> World:
         directory_replicas=2,
         client_uncommitted_max=GRANULES * GRANULE,
     )
-    crew = Crew(
+    crew = NodeActors(
         config, member(ME), page_bytes=GRANULES * GRANULE, rng=random.Random(7), metrics=Metrics()
     )
     return World(handle, crew)
@@ -254,17 +254,17 @@ def play(world: World) -> None:
     world.drain()
 
     world.hears(Origin(PEER, 3), Join(member(PEER)))
-    assert [m.incarnation for m in world.takes(ViewShared).view] == [ME]
+    assert [m.incarnation for m in world.takes(ShareView).view] == [ME]
     boxes.membership.tell(SELF, PeerAnswered(member(PEER).control, member(PEER)))
     world.drain()
     digest = world.crew.membership.view.digest()
     assert world.takes(HeartbeatSeen).view == digest
-    world.hears(Origin(PEER), ViewCompared(bytes(8)))
-    assert {m.incarnation for m in world.takes(ViewShared).view} == {ME, PEER}
+    world.hears(Origin(PEER), CompareView(bytes(8)))
+    assert {m.incarnation for m in world.takes(ShareView).view} == {ME, PEER}
     world.hears(Origin(PEER), Heartbeat(member(PEER), digest))
     assert world.takes(HeartbeatSeen).view == digest
-    world.hears(CLIENT, ViewAsked(4, digest))
-    assert world.takes(ViewShared).view == ()
+    world.hears(CLIENT, RequestView(4, digest))
+    assert world.takes(ShareView).view == ()
 
     assert store(world, 1, key("a"), key("b")).published == 2
     assert [record["key"] for record in located(world, key("b"))] == [np.void(key("b"))]

@@ -32,13 +32,13 @@ NO_RECEIVER = '''
 import attrs
 from typing import TypeAlias
 from typing_extensions import assert_never
-from peercache.actors.mailboxes import RingHears, ViewChanged
+from peercache.actors.mailboxes import RingMessage, ViewChanged
 
 @attrs.frozen
 class NewFact:
     """A fact that was added to a mailbox, and that its actor does not match."""
 
-NewHears: TypeAlias = RingHears | NewFact
+NewHears: TypeAlias = RingMessage | NewFact
 
 def on_message(message: NewHears) -> int:
     match message:

@@ -152,7 +152,7 @@ HITS_SHARE_MIN = 0.95
 class Bystander:
     """A client that stores and reads all the while, and must hardly notice anything.
 
-    It asks the directory anew for each read, over tcp and over shared memory in turn, so that the
+    It asks the directory again for each read, over tcp and over shared memory in turn, so that the
     control port, the home address and the data port are all on its way.
     """
 

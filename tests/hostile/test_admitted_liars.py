@@ -25,7 +25,7 @@ from peercache.wire.messages.pool import (
     Reserve,
     Retain,
 )
-from peercache.wire.messages.session import Stats, StatsAsked
+from peercache.wire.messages.session import ReportStats, RequestStats
 from tests.examples import examples
 from tests.hostile.garbage import any_message, conversation, enveloped, hello, mutated, noise
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node, ports_of
@@ -175,9 +175,9 @@ def test_whatever_is_said_on_any_port_the_next_one_is_answered(
             pass  # The node was done with us.
 
     with Caller.at(node, "home") as honest:
-        for asked in (hello(cluster_name), StatsAsked(8)):
+        for asked in (hello(cluster_name), RequestStats(8)):
             raw = enveloped(asked, cluster=cluster_name, sender=6)
             honest.connection.sendall(honest.framed(raw))
         welcome, stats = (decode(honest.hear(), cluster=cluster_name).message for _ in range(2))
     assert type(welcome).__name__ == "Welcome"
-    assert isinstance(stats, Stats)
+    assert isinstance(stats, ReportStats)

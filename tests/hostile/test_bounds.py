@@ -16,7 +16,7 @@ from peercache.net.sockets import PAIR1_GREETING
 from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import Lookup
-from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.membership import ShareView
 from tests.hostile.strangers import MIB, Caller, Vitals, one_node, received
 from tests.pace import at_best, wait_until
 from tests.system.nodes import LocalCluster, script
@@ -74,7 +74,7 @@ def flooding(folder: Path) -> Iterator[str]:
     dearest = [member(number, "h:1") for number in range(1, min(ITEMS_MAX, 200_000) // 12)]
     while True:
         try:
-            raw = encode(Envelope(7, 0, ViewShared(0, tuple(dearest))), cluster=CLUSTER)
+            raw = encode(Envelope(7, 0, ShareView(0, tuple(dearest))), cluster=CLUSTER)
             assert len(raw) <= MESSAGE_BYTES_MAX
             break
         except (AssertionError, PeerCacheError):

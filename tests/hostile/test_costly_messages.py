@@ -23,9 +23,9 @@ from peercache.model.records import RECORD
 from peercache.node.inbound import STRANGER_BYTES_MAX
 from peercache.wire import codec
 from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
-from peercache.wire.messages.directory import Disputed, Located, Lookup
-from peercache.wire.messages.membership import ViewShared
-from peercache.wire.messages.session import SayHello, Welcome
+from peercache.wire.messages.directory import Located, Lookup, ReportStale
+from peercache.wire.messages.membership import ShareView
+from peercache.wire.messages.session import HelloRequired, Welcome
 from tests.hostile.garbage import any_member, any_message, enveloped, hello
 from tests.hostile.strangers import MIB, Caller, Vitals, metric, one_node
 from tests.pace import FACTOR, assert_within
@@ -118,7 +118,7 @@ def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
     shard = DirectoryShard(incarnation=1)
     started = time.thread_time()
 
-    effects = shard.on_message(Origin(5, 7), Disputed(records.tobytes()), 0.0)
+    effects = shard.on_message(Origin(5, 7), ReportStale(records.tobytes()), 0.0)
 
     assert effects == []
     assert_within(time.thread_time() - started, FACTOR)
@@ -140,7 +140,7 @@ def test_what_no_hello_can_be_is_not_even_decoded() -> None:
             stranger.connection.sendall(stranger.framed(raw))
         welcome, located = (decode(stranger.hear(), cluster=cluster.name) for _ in range(2))
 
-        assert isinstance(answer.message, SayHello)
+        assert isinstance(answer.message, HelloRequired)
         assert {reason: count for reason, count in dropped.items() if count} == {"stranger": 1.0}
         assert isinstance(welcome.message, Welcome)
         assert isinstance(located.message, Located)
@@ -171,6 +171,6 @@ def test_views_of_bogus_members_are_still_views() -> None:
 
     rng = random.Random(7)
     for _ in range(200):
-        view = ViewShared(0, tuple(any_member(rng) for _ in range(3)))
+        view = ShareView(0, tuple(any_member(rng) for _ in range(3)))
         raw = enveloped(view, cluster="c", sender=1)
         assert decode(raw, cluster="c").message == view

@@ -10,7 +10,7 @@ import trio
 
 from peercache.config.quantities import parse_address
 from peercache.http import server
-from peercache.http.server import ADDRESS_PART
+from peercache.http.server import ADDRESS_DIVISOR
 from peercache.model.process import HTTP_MAX
 from peercache.observability.metrics import Metrics
 from tests.pace import PROMPT_S, TIMEOUT_S, ends_within
@@ -68,8 +68,8 @@ async def test_one_address_leaves_places_to_all_others(monkeypatch: pytest.Monke
         with ends_within(PROMPT_S):
             assert (await near.receive_some()).startswith(b"HTTP/1.1 200")
         open_ones = [stream for stream in many if await _is_open(stream)]
-        assert len(open_ones) == HTTP_MAX // ADDRESS_PART
-        assert open_ones == many[-HTTP_MAX // ADDRESS_PART :]
+        assert len(open_ones) == HTTP_MAX // ADDRESS_DIVISOR
+        assert open_ones == many[-HTTP_MAX // ADDRESS_DIVISOR :]
         for stream in (near, *many):
             await trio.aclose_forcefully(stream)
 

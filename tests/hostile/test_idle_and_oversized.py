@@ -25,7 +25,7 @@ from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescrip
 from peercache.node.admission import STRANGER_S, Admission
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX, decode
-from peercache.wire.messages.membership import Join, StatusAsked, StatusTold
+from peercache.wire.messages.membership import Join, ReportStatus, RequestStatus
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import (
     MIB,
@@ -362,11 +362,11 @@ def test_a_node_without_a_descriptor_answers_how_it_is() -> None:
                 for _ in range(40):
                     stack.enter_context(flood(node, "control", PAIR1_GREETING))
                 wait_until(lambda: Vitals.of(node).descriptors >= spare - 1)
-                asked = enveloped(StatusAsked(5, detail=False), cluster=cluster.name, sender=77)
+                asked = enveloped(RequestStatus(5, detail=False), cluster=cluster.name, sender=77)
                 member.connection.sendall(member.framed(asked))
                 answer = decode(member.hear(), cluster=cluster.name).message
 
-            assert isinstance(answer, StatusTold), answer
+            assert isinstance(answer, ReportStatus), answer
             assert node.process.poll() is None, node.said()
 
 

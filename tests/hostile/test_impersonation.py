@@ -13,7 +13,7 @@ from peercache.model.keys import Namespace
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode
 from peercache.wire.messages.pool import Clear, Commit, LiveReservations
-from peercache.wire.messages.session import Refused, SayHello, Welcome
+from peercache.wire.messages.session import HelloRequired, Refused, Welcome
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import Caller, metric, one_node
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read
@@ -48,7 +48,7 @@ def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
                 Clear(3, SPACE.tag()),
             ):
                 answer = asked(liar, message, cluster=cluster.name, sender=identity)
-                assert isinstance(answer, SayHello)
+                assert isinstance(answer, HelloRequired)
 
         keys = keys_of("victim", 8)
         assert victim.batch_set(keys, pages_of(keys)) == [True] * 8

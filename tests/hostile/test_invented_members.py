@@ -15,7 +15,7 @@ from peercache.model.ids import incarnation_of
 from peercache.model.member import ALIVE, Member
 from peercache.wire.codec import decode
 from peercache.wire.envelope import WIRE_VERSION
-from peercache.wire.messages.membership import Join, ViewShared
+from peercache.wire.messages.membership import Join, ShareView
 from peercache.wire.messages.session import Hello, Welcome
 from tests.hostile.garbage import enveloped, hello
 from tests.hostile.strangers import Caller, Vitals, one_node
@@ -106,7 +106,7 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
             if answers:
                 wait_until(lambda: client.stats().get("home_members_alive") == 2)
             for begin in range(0, len(told), PART):
-                say(ViewShared(0, (own, *told[begin : begin + PART])))
+                say(ShareView(0, (own, *told[begin : begin + PART])))
             waits: list[float] = []
             worked: list[float] = []
             descriptors = 0

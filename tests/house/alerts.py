@@ -381,7 +381,7 @@ ALERTS = (
         "{{ $labels.instance }}: the certificate expires within a week",
         "Without a valid certificate a node is refused by all others and is no member any more.",
         "`peercache certs show FILE`.",
-        "Issue a new one to the same path: files are read anew without a restart "
+        "Issue a new one to the same path: files are read again without a restart "
         "([secure a cluster](secure-a-cluster.md)).",
         (Series(f"peercache_certificate_days{{{INSTANCE}}}", 60, 5),),
         90,

@@ -29,7 +29,7 @@ FUNCTION_LINES_MAX = 70
 PURE = frozenset({"model", "config", "wire", "paths"})
 """Rooms of which a simulation replays every file; of the actors it is every file but the loop."""
 
-CHARTER = ("Owns", "Hears", "Says", "Keeps", "Limits")
+CHARTER = ("Owns", "Takes", "Sends", "Keeps", "Limits")
 
 
 @attrs.frozen
@@ -338,7 +338,7 @@ OFFENDERS: list[tuple[Rule, str, str]] = [
     (time_and_randomness_are_handed_in, "paths.cache", "import os\nos.urandom(8)"),
     (nothing_is_ordered_by_identity, "actors.pool.actor", "sorted(x, key=lambda p: id(p))"),
     (nothing_is_ordered_by_identity, "actors.pool.actor", "[x for x in {1, 2}]"),
-    (state_actors_open_with_their_charter, "actors.pool.actor", '"""Owns\nHears\nSays\nKeeps"""'),
+    (state_actors_open_with_their_charter, "actors.pool.actor", '"""Owns\nTakes\nSends\nKeeps"""'),
     (files_and_functions_are_short, "model.keys", "x = 1\n" * (FILE_LINES_MAX + 1)),
     (files_and_functions_are_short, "model.keys", "def f():\n" + "    x = 1\n" * 70),
     (every_module_says_what_it_is, "model.keys", "x = 1"),

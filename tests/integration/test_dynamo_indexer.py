@@ -171,7 +171,7 @@ def test_an_indexer_gets_what_it_has_missed(
 def test_a_publisher_that_was_overrun_leaves_no_block_behind(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be queued is told anew: removed blocks are gone at the indexer, too."""
+    """What could not be queued is told again: removed blocks are gone at the indexer, too."""
     there: list[BlockEvent] = [block(0), block(1), block(2)]
     with closing(BlockPublisher(ANY, ANY, present=lambda: list(there))) as publisher:
         indexer.register(publisher)

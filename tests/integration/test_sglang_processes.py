@@ -28,7 +28,7 @@ Nodes = tuple[StandaloneNode, StandaloneNode]
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process wait for nodes that are slow because the machine is."""
     no_peer_is_taken_for_hung(monkeypatch)
 

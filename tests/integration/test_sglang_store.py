@@ -295,7 +295,7 @@ def test_a_refused_client_fails_the_registration_loudly(cluster: FakeCluster) ->
 def test_registering_again_keeps_the_client_unless_the_namespace_differs(
     cluster: FakeCluster,
 ) -> None:
-    """The same geometry only swaps addresses; another one closes and opens anew."""
+    """The same geometry only swaps addresses; another one closes and opens again."""
     store = open_store(cluster)
 
     store.register_mem_pool_host(filled("mha", "page_first"))

@@ -15,7 +15,7 @@ from tests.rdma.fake_bench import FakeBench
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeouts between the two ends."""
     no_peer_is_taken_for_hung(monkeypatch)
     monkeypatch.setattr("peercache.rdma.fabric.EXCHANGE_S", TIMEOUT_S)

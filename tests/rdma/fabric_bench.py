@@ -91,7 +91,7 @@ class RdmaBench:
         return server
 
     def restart_server(self) -> None:
-        """End every channel and registration of the owner, and begin anew."""
+        """End every channel and registration of the owner, and begin again."""
         self.server.close_all()
         self.server = self.new_server()
 

@@ -74,11 +74,11 @@ def test_who_waits_for_a_block_to_come_back_leaves_when_one_is_late(
 
 
 @pytest.mark.parametrize(
-    ("has_fallback", "left_s", "patience_s"),
+    ("has_fallback", "left_s", "timeout_s"),
     [(True, 0.2, 0.1), (True, 1.0, 0.25), (False, 0.2, 0.2), (False, 10.0, 10.0)],
 )
 def test_half_of_the_time_left_is_the_other_fabrics(
-    monkeypatch: pytest.MonkeyPatch, *, has_fallback: bool, left_s: float, patience_s: float
+    monkeypatch: pytest.MonkeyPatch, *, has_fallback: bool, left_s: float, timeout_s: float
 ) -> None:
     """Where there is one; otherwise a block that comes late is better than none."""
     device = Device()
@@ -89,7 +89,7 @@ def test_half_of_the_time_left_is_the_other_fabrics(
 
     assert lent.lend(100.0 + left_s) is None
 
-    assert waited[0] == pytest.approx(patience_s)
+    assert waited[0] == pytest.approx(timeout_s)
     device.gate.set()
     regions.close()
 

@@ -14,7 +14,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.rdma.actor import RdmaActor
 from peercache.actors.rdma_port import RdmaAbsent, RdmaFact, RdmaServes
 from peercache.client import assembly
-from peercache.client.assembly import Wiring
+from peercache.client.assembly import ClientParts
 from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.node.node import Node
@@ -63,7 +63,7 @@ def client_opens_rails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     rail: Any = FakeRail(World())
     monkeypatch.setattr(assembly, "open_rails", lambda _: ((rail,), ()))
     wiring: Any = SimpleNamespace(_config=Config.load(settings), log=get_logger())
-    return bool(Wiring._open_rails(wiring))
+    return bool(ClientParts._open_rails(wiring))
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_peer_without_rdma_is_asked_once_and_not_by_every_read(bench: FakeBench)
 def test_memory_that_is_registered_later_is_asked_for_again(
     make_bench: Callable[..., FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channel stays; only what it opens is told anew."""
+    """The channel stays; only what it opens is told again."""
     monkeypatch.setattr("peercache.rdma.fabric.REFRESH_S", 0.0)
     bench = make_bench(registers=False)
     offsets, contents = bench.pages(1)

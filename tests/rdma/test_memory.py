@@ -175,7 +175,7 @@ def test_same_memory_is_registered_once_and_stays_until_its_last_user_left(devic
 
 
 def test_registered_memory_is_kept_alive_until_it_is_removed(device: Device) -> None:
-    """Freed memory mapped anew at its address would be missed by the device, silently."""
+    """Freed memory mapped again at its address would be missed by the device, silently."""
     ours = Memory(1)
     regions = Regions(registrar=device)
     region = regions.add("engine", ours.address, ours.length, remote=False, owner=ours)

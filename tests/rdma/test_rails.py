@@ -295,7 +295,7 @@ def test_rails_that_stand_still_together_are_not_left_out(rails: Rails) -> None:
 
 
 def test_slow_rail_is_not_a_dead_one(rails: Rails) -> None:
-    """Three times as slow as the other, and slower than the patience with a fast one."""
+    """Three times as slow as the other, and slower than the timeout with a fast one."""
     rails.chain_s = {"reader0": 0.02, "reader1": 0.06}
 
     got, _ = rails.read()

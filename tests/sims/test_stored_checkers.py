@@ -171,7 +171,7 @@ def test_who_does_not_own_a_page_may_lack_it() -> None:
 
 
 def test_a_table_that_lacks_a_page_all_the_time_is_accused() -> None:
-    """Not one that tells it, nor one whose holder has ended or stored anew during the look."""
+    """Not one that tells it, nor one whose holder has ended or stored again during the look."""
     truth = known_to_all()
     before = {KEY: stored.lacking(OWNER, KEY, RING, truth)}
 

@@ -24,7 +24,7 @@ def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
     """Seed 21: a record that does not fit is not remembered for ever.
 
     1. A client sets a page with another length than the others do, and c4 remembers its record.
-    2. The page is evicted, and set anew with the usual length, at another node.
+    2. The page is evicted, and set again with the usual length, at another node.
     3. c4 reads it: its own record says another length, so it was a miss, without a question to
        any node. The record was neither dropped nor tried again: a miss for as long as c4 lived.
     """

@@ -1,5 +1,5 @@
 """Clients of these tests wait for nodes that are slow because the machine is."""
 
-from tests.pace import patience, stalls
+from tests.pace import stalls, timeout
 
-__all__ = ["patience", "stalls"]
+__all__ = ["stalls", "timeout"]

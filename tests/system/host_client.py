@@ -20,9 +20,9 @@ from tests.system.nodes import CALL_S, keys_of, pages_of, read
 def main() -> None:
     """Serve the test until it closes the pipe."""
     no_peer_is_taken_for_hung(pytest.MonkeyPatch())
-    patience = {"op_timeout_s": CALL_S, "exists_timeout_s": CALL_S}
+    timeout = {"op_timeout_s": CALL_S, "exists_timeout_s": CALL_S}
     try:
-        client = Client.open(**{**patience, **json.loads(sys.argv[1])})
+        client = Client.open(**{**timeout, **json.loads(sys.argv[1])})
     except PeerCacheError as error:
         tell({"refused": f"{type(error).__name__}: {error}"})
         return

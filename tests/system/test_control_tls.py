@@ -30,16 +30,16 @@ from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import WIRE_VERSION, Envelope
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import ChangesAsked, ChangesTold, Lookup, Put
-from peercache.wire.messages.membership import Join, ViewAsked, ViewShared
+from peercache.wire.messages.directory import Lookup, Put, ReportChanges, RequestChanges
+from peercache.wire.messages.membership import Join, RequestView, ShareView
 from peercache.wire.messages.pool import Clear, Removed, Reserve
 from peercache.wire.messages.session import (
     Hello,
+    HelloRequired,
     OpenChannel,
     Refused,
-    SayHello,
-    Stats,
-    StatsAsked,
+    ReportStats,
+    RequestStats,
     Welcome,
 )
 from tests.certificates import Certificates
@@ -181,7 +181,7 @@ def test_no_certificate_speaks_for_another_node(cluster: Secured) -> None:
             refused = speaker.ask(said)
             assert isinstance(refused, Refused), refused
             assert refused.reason == reason
-            assert isinstance(speaker.ask(Lookup(2, bytes(16))), SayHello)
+            assert isinstance(speaker.ask(Lookup(2, bytes(16))), HelloRequired)
     with Speaker(node, cluster.name, other, own) as speaker:
         assert isinstance(speaker.ask(as_other), Welcome)
     assert metric(node, "peercache_messages_dropped")["incarnation"] == 2
@@ -206,11 +206,11 @@ def test_a_member_speaks_about_itself_only(cluster: Secured) -> None:
             refused = liar.ask(message)
             assert isinstance(refused, Refused), refused
             assert refused.reason == "not_its_own"
-        liar.ask(ViewShared(0, (invented,)), within_s=0.5)
+        liar.ask(ShareView(0, (invented,)), within_s=0.5)
     with Speaker(node, cluster.name, cluster.certificates.client("looks")) as client:
         client.ask(hello(cluster.name))
-        view = client.ask(ViewAsked(3, b""))
-    assert isinstance(view, ViewShared)
+        view = client.ask(RequestView(3, b""))
+    assert isinstance(view, ShareView)
     assert [member.incarnation for member in view.view] == [victim.incarnation]
     assert metric(node, "peercache_messages_refused")
 
@@ -229,9 +229,9 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
             refused = reader.ask(message)
             assert isinstance(refused, Refused), refused
             assert refused.reason == "role"
-        assert isinstance(reader.ask(StatsAsked(3)), Stats)
-        told = reader.ask(ChangesAsked(4, 0, 0, 0, 0.0))
-        assert isinstance(told, ChangesTold), told
+        assert isinstance(reader.ask(RequestStats(3)), ReportStats)
+        told = reader.ask(RequestChanges(4, 0, 0, 0, 0.0))
+        assert isinstance(told, ReportChanges), told
         assert len(changes_from_bytes(told.held)) == len(keys)
     with Speaker(node, cluster.name, certificates.client("narrow", "ours")) as narrow:
         refused = narrow.ask(hello(cluster.name, namespace="theirs"))
@@ -239,7 +239,7 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
         assert refused.reason == "namespace"
         assert isinstance(narrow.ask(hello(cluster.name)), Welcome)
         # Memory and events are of all namespaces.
-        for message in (sample(OpenChannel, 0), ChangesAsked(4, 0, 0, 0, 0.0)):
+        for message in (sample(OpenChannel, 0), RequestChanges(4, 0, 0, 0, 0.0)):
             refused = narrow.ask(message)
             assert isinstance(refused, Refused), refused
             assert refused.reason == "namespace"
@@ -248,7 +248,7 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
         assert isinstance(operator.ask(hello(cluster.name, namespace="")), Welcome)
         refused = operator.ask(Lookup(2, bytes(16)))
         assert isinstance(refused, Refused), refused
-        assert isinstance(operator.ask(ChangesAsked(3, 0, 0, 0, 0.0)), ChangesTold)
+        assert isinstance(operator.ask(RequestChanges(3, 0, 0, 0, 0.0)), ReportChanges)
         assert operator.ask(Clear(4, OURS.tag(), TIMEOUT_S)) == Removed(4, 4)
 
 
@@ -262,7 +262,7 @@ def test_certificates_rotate_without_a_restart(cluster: Secured) -> None:
         cluster.certificates.issue(CertificateRole.NODE, "one", is_renewal=True)
 
         wait_until(lambda: shown(cluster, node) != before)
-        assert isinstance(stays.ask(StatsAsked(3)), Stats)
+        assert isinstance(stays.ask(RequestStats(3)), ReportStats)
 
 
 def shown(cluster: Secured, node: NodeProcess) -> bytes:
@@ -309,13 +309,13 @@ def test_an_expired_certificate_loses_its_connection(cluster: Secured) -> None:
     ):
         assert isinstance(other.ask(hello(cluster.name)), Welcome)
         assert isinstance(one.ask(hello(cluster.name)), Welcome)
-        assert isinstance(one.ask(StatsAsked(3)), Stats)
+        assert isinstance(one.ask(RequestStats(3)), ReportStats)
 
         wait_until(lambda: metric(node, "peercache_messages_dropped").get("expired", 0) >= 1)
 
-        # Made anew in the last second of the certificate, it is not let in.
-        assert not isinstance(one.ask(StatsAsked(4), within_s=1.0), Stats)
-        assert isinstance(other.ask(StatsAsked(3)), Stats)
+        # Made again in the last second of the certificate, it is not let in.
+        assert not isinstance(one.ask(RequestStats(4), within_s=1.0), ReportStats)
+        assert isinstance(other.ask(RequestStats(3)), ReportStats)
 
 
 def test_a_node_refuses_a_clients_certificate_of_its_own(cluster: Secured) -> None:

@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
 )  # fmt: skip
 PHONE, DESK = 390, 1280
-PATIENCE_MS = TIMEOUT_S * 1000
+TIMEOUT_MS = TIMEOUT_S * 1000
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,9 +90,9 @@ def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
         name = first.ready["control"]
 
         with reader.at(f"{url}/") as page:
-            expect(page.locator("td .state.ok")).to_have_count(3, timeout=PATIENCE_MS)
+            expect(page.locator("td .state.ok")).to_have_count(3, timeout=TIMEOUT_MS)
             assert page.locator(".attention").count() == 0
-            expect(page.locator(".tiles")).to_contain_text("100 %", timeout=PATIENCE_MS)
+            expect(page.locator(".tiles")).to_contain_text("100 %", timeout=TIMEOUT_MS)
             assert page.get_by_role("heading", name="Engines").count() == 1
             assert page.locator("main").get_by_role("table").count() >= 2
             page.screenshot(path=tmp_path / "healthy.png", full_page=True)
@@ -142,7 +142,7 @@ def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
             # A node that stops is said to be gone, and its last figures stay.
             reader.complaints = Ignored()
             first.terminate()
-            expect(page.locator("#trouble")).to_be_visible(timeout=PATIENCE_MS)
+            expect(page.locator("#trouble")).to_be_visible(timeout=TIMEOUT_MS)
             assert name in page.locator("h1").inner_text()
 
 

@@ -222,7 +222,7 @@ def test_budget_ends_a_reading_that_hangs() -> None:
 
 
 def test_signal_is_remembered_and_the_second_raises_at_once() -> None:
-    """The first ends the demo at its next step, wherever it came; the next one is impatience."""
+    """The first ends the demo at its next step, wherever it came; the next one is imtimeout."""
     clock = story.Clock(until=math.inf)
 
     clock.check("anything")

@@ -95,7 +95,7 @@ def test_more_pages_than_the_pool_holds_are_read_back_from_disk(
 def test_everything_is_read_back_after_every_node_was_restarted(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Killed and started anew on the same folder, nodes serve what they had on disk."""
+    """Killed and started again on the same folder, nodes serve what they had on disk."""
     names = names_of(0, PAGES)
     node = cluster.start("one", pool="4MiB", flags=flags_of(tmp_path, "a"))
     client = cluster.client(node)

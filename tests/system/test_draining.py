@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode, DrainTold
+from peercache.wire.messages.membership import (
+    CancelDrain,
+    DrainNode,
+    ReportDrainState,
+    RequestDrainState,
+)
 from peercache.wire.messages.session import OPERATOR, Welcome
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
@@ -30,10 +35,12 @@ def operating(cluster: LocalCluster, node: NodeProcess) -> Iterator[Speaker]:
         yield operator
 
 
-def told(operator: Speaker, message: DrainNode | CancelDrain | DrainAsked) -> dict[str, object]:
+def told(
+    operator: Speaker, message: DrainNode | CancelDrain | RequestDrainState
+) -> dict[str, object]:
     """Return what a node answers to an operator."""
     answer = operator.ask(message)
-    assert isinstance(answer, DrainTold), answer
+    assert isinstance(answer, ReportDrainState), answer
     assert answer.request == message.request
     return dict(answer.figures)
 
@@ -54,7 +61,7 @@ def test_the_pages_of_a_drained_node_are_read_from_others() -> None:
                 first = told(operator, DrainNode(3, 0.0))
                 assert (first["state"], first["problem"]) == ("handing_over", "")
                 late = keys_of("late", 4)
-                wait_until(lambda: told(operator, DrainAsked(5))["state"] == "leaving")
+                wait_until(lambda: told(operator, RequestDrainState(5))["state"] == "leaving")
                 assert client.batch_set(late, pages_of(late)) == [False] * 4
                 assert client.stats()["sets_refused_draining"] == 4
                 last = told(operator, DrainNode(6, 0.0))

@@ -15,7 +15,12 @@ from peercache.cli import main as cli
 from peercache.config.settings import Config
 from peercache.model.status import NO_ANSWER, MemberStatus, decoded_status, decoded_statuses
 from peercache.trust.files import LiveTls
-from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import (
+    ReportCluster,
+    ReportStatus,
+    RequestCluster,
+    RequestStatus,
+)
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.certificates import Certificates
 from tests.pace import TIMEOUT_S, wait_until
@@ -30,8 +35,8 @@ def gathered(cluster: LocalCluster, node: NodeProcess) -> dict[str, MemberStatus
     with Speaker(node, cluster.name, None) as operator:
         welcome = operator.ask(hello(cluster.name, namespace="", geometry=OPERATOR, granule=0))
         assert isinstance(welcome, Welcome), welcome
-        told = operator.ask(ClusterAsked(7, detail=False, after=0))
-    assert isinstance(told, ClusterTold), told
+        told = operator.ask(RequestCluster(7, detail=False, after=0))
+    assert isinstance(told, ReportCluster), told
     assert (told.request, told.more) == (7, False)
     return {each.status.name: each for each in decoded_statuses(told.statuses)}
 
@@ -249,15 +254,18 @@ def test_details_come_when_asked_and_clients_get_none() -> None:
         node = cluster.start("one")
         with Speaker(node, cluster.name, None) as reader:
             assert isinstance(reader.ask(hello(cluster.name)), Welcome)
-            for question in (StatusAsked(2, detail=False), ClusterAsked(3, detail=False, after=0)):
+            for question in (
+                RequestStatus(2, detail=False),
+                RequestCluster(3, detail=False, after=0),
+            ):
                 refused = reader.ask(question)
                 assert isinstance(refused, Refused), refused
                 assert refused.reason == "role"
         with Speaker(node, cluster.name, None) as operator:
             operator.ask(hello(cluster.name, namespace="", geometry=OPERATOR, granule=0))
             for detail in (False, True):
-                told = operator.ask(StatusAsked(4, detail=detail))
-                assert isinstance(told, StatusTold), told
+                told = operator.ask(RequestStatus(4, detail=detail))
+                assert isinstance(told, ReportStatus), told
                 status = decoded_status(told.status)
                 assert bool(status.detail.threads) is detail
                 assert (status.detail.settings.get("cluster") == cluster.name) is detail

@@ -53,7 +53,7 @@ POOL = "16MiB"
 """Of a node: room for five times its own pages."""
 
 HIT_RATE = 0.9
-PATIENCE_MS = TIMEOUT_S * 1000
+TIMEOUT_MS = TIMEOUT_S * 1000
 
 
 @attrs.define(eq=False)
@@ -173,7 +173,7 @@ def test_an_operators_day(tmp_path: Path) -> None:
             one_dies_and_comes_back(site, page, alerts)
             browser.complaints = Ignored()  # The node that the page is of is restarted.
             upgrade_all(site, clients)
-            expect(page.locator("td .state.ok")).to_have_count(NODES, timeout=PATIENCE_MS)
+            expect(page.locator("td .state.ok")).to_have_count(NODES, timeout=TIMEOUT_MS)
             page.screenshot(path=tmp_path / "upgraded.png", full_page=True)
 
         assert load.failed is None
@@ -201,7 +201,7 @@ def look(site: Site, page: Any) -> None:
     drawn, status = top(site)
     assert status == 0
     assert site.nodes[0].ready["control"].encode() in drawn
-    expect(page.locator("td .state.ok")).to_have_count(NODES, timeout=PATIENCE_MS)
+    expect(page.locator("td .state.ok")).to_have_count(NODES, timeout=TIMEOUT_MS)
     assert page.locator(".attention").count() == 0
 
 
@@ -234,7 +234,7 @@ def one_dies_and_comes_back(site: Site, page: Any, alerts: Monitoring) -> None:
     name = dead.ready["control"]
     wait_until(lambda: site.operate("status").returncode == 1)
     trouble = page.locator(".attention li.bad", has_text=name)
-    expect(trouble).to_have_count(1, timeout=PATIENCE_MS)
+    expect(trouble).to_have_count(1, timeout=TIMEOUT_MS)
     wait_until(lambda: alerts.receiver.heard("PeerCacheDown", "firing"))
     site.start(NODES - 1)
     wait_until(lambda: alerts.receiver.heard("PeerCacheDown", "resolved"))

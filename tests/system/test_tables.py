@@ -16,7 +16,7 @@ from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 PAGES = 16
 SHM = Path("/dev/shm")
 HEADER_BYTES = 4096
-PATIENCE: dict[str, object] = {
+TIMEOUT: dict[str, object] = {
     "fabric": "shm", "location_cache_entries": 0, "op_timeout_s": 2.0, "exists_timeout_s": 2.0,
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def test_tables_of_stopped_nodes_find_what_they_know_and_call_nothing_absent() -
         nodes = cluster.start_many(2)
         stored, never = keys_of("stopped", PAGES), keys_of("never", PAGES)
         assert cluster.client(nodes[1]).batch_set(stored, pages_of(stored)) == [True] * PAGES
-        reader = cluster.client(nodes[0], **PATIENCE)
+        reader = cluster.client(nodes[0], **TIMEOUT)
         probe = keys_of("probe", 1)
         # Authority has come: a page that never was is absent without a question.
         wait_until(lambda: reader.batch_exists(probe) == 0 and read(reader, probe) == [False])

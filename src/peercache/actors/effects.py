@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.mailboxes import (
-    DirectoryHears,
-    DiskHears,
-    HandoverHears,
+    DirectoryMessage,
+    DiskMessage,
+    HandoverMessage,
     PeerAnswered,
-    PoolHears,
-    PromoteHears,
-    PublisherHears,
-    RdmaHears,
-    RemovalHears,
-    RingHears,
+    PoolMessage,
+    PromoteMessage,
+    PublisherMessage,
+    RdmaMessage,
+    RemovalMessage,
+    RingMessage,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaEffect
@@ -117,7 +117,7 @@ class TellRing:
     """Hand a fact to the ring."""
 
     actor: ClassVar = "ring"
-    fact: RingHears
+    fact: RingMessage
 
 
 @attrs.frozen
@@ -125,7 +125,7 @@ class TellDirectory:
     """Hand a fact to the directory shard of this node."""
 
     actor: ClassVar = "directory"
-    fact: DirectoryHears
+    fact: DirectoryMessage
 
 
 @attrs.frozen
@@ -133,7 +133,7 @@ class TellPublisher:
     """Hand a fact to the publisher."""
 
     actor: ClassVar = "publisher"
-    fact: PublisherHears
+    fact: PublisherMessage
 
 
 @attrs.frozen
@@ -141,7 +141,7 @@ class TellPool:
     """Hand a fact to the pool."""
 
     actor: ClassVar = "pool"
-    fact: PoolHears
+    fact: PoolMessage
 
 
 @attrs.frozen
@@ -149,7 +149,7 @@ class TellDisk:
     """Hand a fact to the disk actor."""
 
     actor: ClassVar = "disk"
-    fact: DiskHears
+    fact: DiskMessage
 
 
 @attrs.frozen
@@ -157,7 +157,7 @@ class TellPromote:
     """Hand a fact to the promote actor."""
 
     actor: ClassVar = "promote"
-    fact: PromoteHears
+    fact: PromoteMessage
 
 
 @attrs.frozen
@@ -165,7 +165,7 @@ class TellRdma:
     """Hand a fact to the rdma actor."""
 
     actor: ClassVar = "rdma"
-    fact: RdmaHears
+    fact: RdmaMessage
 
 
 @attrs.frozen
@@ -173,7 +173,7 @@ class TellHandover:
     """Hand a fact to the handover actor."""
 
     actor: ClassVar = "handover"
-    fact: HandoverHears
+    fact: HandoverMessage
 
 
 @attrs.frozen
@@ -181,7 +181,7 @@ class TellRemoval:
     """Hand a fact to the removal actor."""
 
     actor: ClassVar = "removal"
-    fact: RemovalHears
+    fact: RemovalMessage
 
 
 Tell: TypeAlias = (

@@ -21,31 +21,31 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire.messages.directory import (
     Acknowledged,
-    ChangesAsked,
     Delete,
-    Disputed,
-    Doubted,
     HandedOver,
     Lookup,
     Put,
     Repair,
+    ReportStale,
+    RequestChanges,
+    RequestFreshSummary,
+    RequestSummary,
     StreamSummary,
-    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
-    SummaryWanted,
+    VerifyRecords,
 )
 from peercache.wire.messages.membership import (
-    DrainTold,
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    PagesOffered,
+    OfferPages,
     PagesTaken,
-    ViewAsked,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
+    ReportDrainState,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
 )
 from peercache.wire.messages.pool import (
     Abort,
@@ -83,14 +83,14 @@ class AddressesFound:
     addresses: tuple[str, ...]
 
 
-MembershipHears: TypeAlias = (
+MembershipMessage: TypeAlias = (
     Join
     | Heartbeat
     | HeartbeatSeen
-    | ViewShared
-    | ViewAsked
-    | ViewChangesAsked
-    | ViewCompared
+    | ShareView
+    | RequestView
+    | RequestViewChanges
+    | CompareView
     | PeerAnswered
     | AddressesFound
 )
@@ -138,12 +138,12 @@ class RingBuilt:
     ring: HashRing
 
 
-RingHears: TypeAlias = ViewChanged | RingBuilt
+RingMessage: TypeAlias = ViewChanged | RingBuilt
 
 
 # --- removal --------------------------------------------------------------------------------------
 
-RemovalHears: TypeAlias = Remove | Clear | Removed | Retain | Retained | ViewChanged
+RemovalMessage: TypeAlias = Remove | Clear | Removed | Retain | Retained | ViewChanged
 
 
 # --- directory shard ------------------------------------------------------------------------------
@@ -177,18 +177,18 @@ class CommitAnswered:
 class RemovalDone:
     """disk → pool → publisher → directory: pages are removed here; answer `origin`.
 
-    The publisher waits until the owners of their records know that, for a part of patience_s; the
+    The publisher waits until the owners of their records know that, for a part of timeout_s; the
     directory answers behind what its own shard has to take. Also removal → directory: all members
     have answered, or their time is over.
     """
 
     origin: Origin
     removed: Removed
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
-DirectoryHears: TypeAlias = (
-    Lookup | Disputed | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
+DirectoryMessage: TypeAlias = (
+    Lookup | ReportStale | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
     | CommitAnswered | RemovalDone
 )  # fmt: skip
 
@@ -214,7 +214,7 @@ class PagesCommitted:
     """pool → publisher: new records, and the client that waits until they are published.
 
     The publisher answers `origin` with Committed(request, sequence, states, records, published) as
-    soon as all owners that are not lagging have acknowledged, or after patience_s.
+    soon as all owners that are not lagging have acknowledged, or after timeout_s.
     """
 
     origin: Origin
@@ -225,7 +225,7 @@ class PagesCommitted:
     """The records that this commit made, dtype RECORD; may be empty."""
     here: npt.NDArray[np.void]
     """Records of pages that were there already, for the client's cache."""
-    patience_s: float
+    timeout_s: float
     ahead: int = 0
     offsets: bytes = b""
     """A reservation made ahead, which the answer tells of."""
@@ -236,9 +236,9 @@ class PagesCommitted:
 OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
 """What a directory owner answers to a message of the publisher's stream."""
 
-PublisherHears: TypeAlias = (
-    PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | Doubted
-    | SummaryWanted | SummaryAsked | ChangesAsked | RemovalDone
+PublisherMessage: TypeAlias = (
+    PagesCommitted | RecordsChanged | RingChanged | Republish | OwnerAnswer | VerifyRecords
+    | RequestSummary | RequestFreshSummary | RequestChanges | RemovalDone
 )  # fmt: skip
 
 
@@ -286,13 +286,13 @@ class DrainChanged:
 
 
 @attrs.frozen
-class GiveAsked:
+class RequestGive:
     """handover → pool: which pages are handed over next, hottest first? Answered by PagesToGive.
 
-    anew: begin with the hottest ones of now.
+    again: begin with the hottest ones of now.
     """
 
-    anew: bool
+    again: bool
 
 
 @attrs.frozen(eq=False)
@@ -314,7 +314,7 @@ class PagesForgotten:
 
 
 @attrs.frozen
-class ResidentAsked:
+class RequestResident:
     """disk → pool: which of these pages are in memory, unchanged? Answered by Resident.
 
     keys, generations: packed, 16 and 8 bytes a page.
@@ -326,7 +326,7 @@ class ResidentAsked:
 
 
 @attrs.frozen
-class ColdestAsked:
+class RequestColdest:
     """disk → pool: which pages are evicted next? Answered by PagesColdest.
 
     full_part: of the pool, from which on there are eviction candidates.
@@ -336,7 +336,7 @@ class ColdestAsked:
 
 
 @attrs.frozen
-class HeldAsked:
+class RequestHeld:
     """disk → pool: which pages are in memory only? Answered by PagesHeld."""
 
 
@@ -363,11 +363,11 @@ class PromoteAnswered:
     states: bytes
 
 
-PoolHears: TypeAlias = (
+PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
-    | PagesSpilled | PagesForgotten | ResidentAsked | ColdestAsked | HeldAsked | PagesSought
-    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | GiveAsked | RemovalDone
+    | PagesSpilled | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
+    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RemovalDone
 )  # fmt: skip
 
 
@@ -394,7 +394,7 @@ class PagesDemoted:
 
 @attrs.frozen
 class Resident:
-    """pool → disk: the answer to ResidentAsked, one byte a page: 1 for a page in memory."""
+    """pool → disk: the answer to RequestResident, one byte a page: 1 for a page in memory."""
 
     number: int
     resident: bytes
@@ -431,10 +431,10 @@ class DiskIndexed:
 
 
 @attrs.frozen(eq=False)
-class LoadWanted:
+class RequestLoad:
     """promote → disk: load pages into reserved slots of the pool. Answered by PagesLoaded.
 
-    job:     a number that no other LoadWanted had.
+    job:     a number that no other RequestLoad had.
     keys:    n packed keys; lengths, offsets: (n,) of the pages and of their slots in page memory.
     until:   deadline, in the actors' time.
     """
@@ -455,13 +455,13 @@ class PagesHeld:
 
 
 @attrs.frozen
-class FlushWanted:
+class RequestFlush:
     """node → disk: the node stops; write every page that is in memory only."""
 
 
-DiskHears: TypeAlias = (
+DiskMessage: TypeAlias = (
     PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesHeld | PagesSought
-    | LoadWanted | FlushWanted | NamespaceNamed | DiskIndexed | DiskFact
+    | RequestLoad | RequestFlush | NamespaceNamed | DiskIndexed | DiskFact
 )  # fmt: skip
 
 
@@ -485,7 +485,7 @@ class PagesFound:
 
 @attrs.frozen(eq=False)
 class PagesLoaded:
-    """disk → promote: the outcome of each page of a LoadWanted, as in a LoadDone.
+    """disk → promote: the outcome of each page of a RequestLoad, as in a LoadDone.
 
     A page that left the disk before its load is DISK_DAMAGED; one that was removed while it was
     loaded is DISK_UNTRIED. The slots of DISK_LATE pages may still be written to, until LateEnded.
@@ -496,7 +496,7 @@ class PagesLoaded:
     checksums: npt.NDArray[np.uint64]
 
 
-PromoteHears: TypeAlias = (
+PromoteMessage: TypeAlias = (
     Promote | PagesFound | Granted | Committed | PagesLoaded | LateEnded | DiskEnded | PoolGrew
 )
 
@@ -518,7 +518,7 @@ class DrainCancelled:
 
 @attrs.frozen(eq=False)
 class PagesToGive:
-    """pool → handover: the answer to GiveAsked.
+    """pool → handover: the answer to RequestGive.
 
     groups: pages by namespace, hottest first; none: there are no more.
     left:   pages behind these; left_bytes: of their slots.
@@ -542,9 +542,9 @@ class PullDone:
     arrived: bytes
 
 
-HandoverHears: TypeAlias = (
-    PagesOffered | PagesTaken | DrainTold | ViewChanged | DrainBegan | DrainCancelled | PagesToGive
-    | Granted | Committed | PullDone
+HandoverMessage: TypeAlias = (
+    OfferPages | PagesTaken | ReportDrainState | ViewChanged | DrainBegan | DrainCancelled
+    | PagesToGive | Granted | Committed | PullDone
 )  # fmt: skip
 
 
@@ -558,4 +558,4 @@ class ClientsConnected:
     clients: frozenset[int]
 
 
-RdmaHears: TypeAlias = OpenChannel | ChannelsHeld | ClientsConnected | PoolGrew | RdmaFact
+RdmaMessage: TypeAlias = OpenChannel | ChannelsHeld | ClientsConnected | PoolGrew | RdmaFact

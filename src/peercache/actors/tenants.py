@@ -23,10 +23,10 @@ TENANTS_MAX: Final = 64
 """Tenants of a node, those that the settings name exactly aside: each takes a part of the pool for
 itself, and a line of each metric. Namespaces that come later share the room of those without."""
 
-RETAINED_PART: Final = 4
+RETAINED_DIVISOR: Final = 4
 """All namespaces without a quota of their own may together retain 1/4 of a pool, and no quota."""
 
-BLOCKED_PART: Final = 2
+BLOCKED_DIVISOR: Final = 2
 """Their retained pages may lie in 1/2 of it at most: the rest changes between page sizes."""
 
 OTHERS: Final = "(others)"
@@ -110,8 +110,8 @@ class Tenants:
         most = blocked_most = tenant.quota
         if tenant is self.others:
             unsure = self._whole - self._sure
-            most = min(self._whole // RETAINED_PART, unsure)
-            blocked_most = min(self._whole // BLOCKED_PART, unsure)
+            most = min(self._whole // RETAINED_DIVISOR, unsure)
+            blocked_most = min(self._whole // BLOCKED_DIVISOR, unsure)
         return tenant.retained + more <= most and tenant.blocked + extent <= blocked_most
 
     def numbers(self, namespaces: U64) -> I64:

@@ -50,7 +50,7 @@ def stats_command(path: str, *, as_json: bool) -> None:
 def _print_check(found: StoreCheck) -> None:
     print(f"{found.folder}: {found.pages} pages, {_gib(found.page_bytes)}, all of them right")
     if found.index != "ok":
-        print(f"  the index was {found.index}: made anew from the slots")
+        print(f"  the index was {found.index}: made again from the slots")
     for name in found.damaged:
         print(f"  damaged, dropped: {name}")
     for name in found.unreadable:

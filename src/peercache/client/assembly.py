@@ -32,7 +32,7 @@ from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.locating import Locator
 from peercache.paths.location_cache import LocationCache
 from peercache.paths.mirroring import OFF, Mirrorer
-from peercache.paths.reading import Loads, Reader
+from peercache.paths.reading import HolderLoad, Reader
 from peercache.paths.writing import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
@@ -41,11 +41,11 @@ from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.session import Hello, Refused, RevocationsTold
+from peercache.wire.messages.session import Hello, Refused, ReportRevocations
 
 
 @final
-class Wiring:
+class ClientParts:
     """The parts of one client, from the home node to the fabrics."""
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
@@ -174,7 +174,7 @@ class Wiring:
         )
 
     def _make_reader(self) -> Reader:
-        loads = Loads(salt=self.identity, clock=self.clock)
+        loads = HolderLoad(salt=self.identity, clock=self.clock)
         locator = Locator(
             cache=self.cache,
             breakers=self.breakers,
@@ -290,7 +290,7 @@ class Wiring:
         if self.tls is not None and (self.tls.look() | self._take_revoked(self.tls)):
             assert self._control_tls is not None, "there are certificates"
             self._control_tls.renew(self.tls.files)
-            # Connections made from now on show the new certificate, and are judged anew.
+            # Connections made from now on show the new certificate, and are judged again.
             self.asker.forget(set())
             for peer in sorted(self._alive):
                 self._forget_channels(peer)
@@ -302,7 +302,7 @@ class Wiring:
         if not told:
             return False
         try:
-            # The home node keeps it, and tells it again to a client that starts anew.
+            # The home node keeps it, and tells it again to a client that starts again.
             return tls.take_list(told.decode("ascii"), keeps=False)
         except (Rejected, UnicodeDecodeError) as error:
             self._warn_once("client.revocations_rejected", "", problem=str(error))
@@ -356,7 +356,7 @@ class Wiring:
         )
 
     def _take_unasked(self, peer: int, message: Message) -> None:
-        if isinstance(message, RevocationsTold):
+        if isinstance(message, ReportRevocations):
             # Judged at the next beat: an engine's call must not wait for it.
             self._told_revoked = message.lists
             return

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from peercache.client.assembly import Wiring
+from peercache.client.assembly import ClientParts
 from peercache.client.home import HomeState
 from peercache.client.report import current as current_call
 from peercache.client.report import tell_missed, tell_moved
@@ -38,9 +38,9 @@ from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SO
 from peercache.observability.log import current
 from peercache.paths.mirroring import MirrorHome
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, OverlapAsked, overlap_of
+from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
 from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retain, Retained
-from peercache.wire.messages.session import Stats, StatsAsked
+from peercache.wire.messages.session import ReportStats, RequestStats
 
 RETURN_MARGIN_S = 0.01
 """Kept back from every deadline, for what happens between the last wait and the return."""
@@ -54,7 +54,7 @@ REMOVE_KEYS_MAX = 8192
 RETAIN_KEYS_MAX = 1024
 """Keys of one Retain: each costs a holder's loop a few microseconds."""
 
-HOME_PATIENCE_PART = 0.8
+HOME_TIMEOUT_FRACTION = 0.8
 """Part of the time left that the home node may wait for other members."""
 
 Result = TypeVar("Result")
@@ -79,7 +79,7 @@ class Client:
         """Use `Client.open`."""
         self.config = config
         self.namespace = namespace
-        self._wiring = wiring = Wiring(config, namespace)
+        self._wiring = wiring = ClientParts(config, namespace)
         self.metrics = wiring.metrics
         self._pages_copied = wiring.metrics.pages_set.labels("copied")
         self._bridge = wiring.bridge
@@ -212,11 +212,11 @@ class Client:
 
         def ask(until: float) -> int:
             names = self._names(keys)
-            tag, patience_s = self.namespace.tag(), self._patience_s(until)
+            tag, timeout_s = self.namespace.tag(), self._timeout_s(until)
             try:
                 return self._tell_home(
                     [
-                        Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), patience_s)
+                        Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), timeout_s)
                         for begin in range(0, len(names), REMOVE_KEYS_MAX)
                     ],
                     until,
@@ -231,7 +231,7 @@ class Client:
         """Drop every page of this namespace on every live node; return how many went."""
 
         def ask(until: float) -> int:
-            message = Clear(0, self.namespace.tag(), self._patience_s(until))
+            message = Clear(0, self.namespace.tag(), self._timeout_s(until))
             try:
                 return self._tell_home([message], until)
             finally:
@@ -254,12 +254,12 @@ class Client:
             attached, names = self._tie.attached, self._names(keys)
             if attached is None:
                 return 0
-            tag, patience_s = self.namespace.tag(), self._patience_s(until)
+            tag, timeout_s = self.namespace.tag(), self._timeout_s(until)
             parts = [
                 names[begin : begin + RETAIN_KEYS_MAX].tobytes()
                 for begin in range(0, len(names), RETAIN_KEYS_MAX)
             ]
-            asked = [Retain(0, tag, part, float(seconds), patience_s) for part in parts]
+            asked = [Retain(0, tag, part, float(seconds), timeout_s) for part in parts]
             told = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
             answers = [answer for answer in told if isinstance(answer, Retained)]
             return sum(answer.states.count(RETAINED) for answer in answers)
@@ -279,7 +279,7 @@ class Client:
                 return Overlap.unknown(len(keys))
             home, step = attached.incarnation, OVERLAP_KEYS_MAX
             parts = [names[begin : begin + step] for begin in range(0, len(names), step)]
-            asked = [(home, OverlapAsked(0, part.tobytes(), shard_only=False)) for part in parts]
+            asked = [(home, RequestOverlap(0, part.tobytes(), shard_only=False)) for part in parts]
             told = self._wiring.asker.ask(asked, until)
             return Overlap.joined(
                 [overlap_of(answer, len(part)) for answer, part in zip(told, parts, strict=True)]
@@ -462,9 +462,9 @@ class Client:
         member = self._tie.cluster.members.get(incarnation)
         return name_of(incarnation) if member is None else member.control
 
-    def _patience_s(self, until: float) -> float:
+    def _timeout_s(self, until: float) -> float:
         """Return how long the home node may wait for other members: its answer takes time too."""
-        return max(0.0, (until - self._clock()) * HOME_PATIENCE_PART)
+        return max(0.0, (until - self._clock()) * HOME_TIMEOUT_FRACTION)
 
     def _tell_home(self, messages: Sequence[Message], until: float) -> int:
         """Have the home node remove pages on every live member; return how many went."""
@@ -487,9 +487,9 @@ class Client:
         attached = self._tie.attached
         if attached is None:
             return None
-        patience = min(until, self._clock() + self.config.exists_timeout_s)
-        answer = self._wiring.asker.ask([(attached.incarnation, StatsAsked(0))], patience)[0]
-        return answer.figures if isinstance(answer, Stats) else None
+        timeout = min(until, self._clock() + self.config.exists_timeout_s)
+        answer = self._wiring.asker.ask([(attached.incarnation, RequestStats(0))], timeout)[0]
+        return answer.figures if isinstance(answer, ReportStats) else None
 
     # --- the guard: deadline, closing, and nothing raised -----------------------------------------
 

@@ -38,7 +38,12 @@ from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import (
+    ReportCluster,
+    ReportStatus,
+    RequestCluster,
+    RequestStatus,
+)
 from peercache.wire.messages.session import OPERATOR, Hello, Refused, Welcome
 
 TIMEOUT_S = 5.0
@@ -186,7 +191,7 @@ class Operator:
 
     def status(self, *, detail: bool = False) -> Status:
         """Return how the node is."""
-        told = self.ask(StatusAsked(0, detail), StatusTold)
+        told = self.ask(RequestStatus(0, detail), ReportStatus)
         return _read(decoded_status, told.status)
 
     def statuses(self, *, detail: bool = False) -> list[MemberStatus]:
@@ -194,7 +199,7 @@ class Operator:
         found: list[MemberStatus] = []
         after, more = 0, True
         while more:
-            told = self.ask(ClusterAsked(0, detail, after), ClusterTold)
+            told = self.ask(RequestCluster(0, detail, after), ReportCluster)
             part = _read(decoded_statuses, told.statuses)
             if not part and told.more:
                 raise RemoteProtocolError("a portion without statuses")

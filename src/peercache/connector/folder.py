@@ -289,7 +289,7 @@ def _read_all(fd: int, into: memoryview, offset: int) -> int:
     return total
 
 
-SWEEP_PART = 16
+SWEEP_DIVISOR = 16
 """A sweep is due when a process has written 1/16 of the cap, and leaves 15/16 of it: several
 processes on one folder exceed the cap by 1/16 each at most."""
 
@@ -336,7 +336,7 @@ class FolderRoom:
             has_room = self._found + self._written + self._reserved + size <= self._max
             if has_room:
                 self._reserved += size
-            if not has_room or self._written > self._max // SWEEP_PART:
+            if not has_room or self._written > self._max // SWEEP_DIVISOR:
                 self._changed.notify_all()
         return has_room
 
@@ -389,7 +389,7 @@ class FolderRoom:
                     self._changed.wait(max(1.0, time.monotonic() - begun))
 
     def _is_due(self) -> bool:
-        return self._written > self._max // SWEEP_PART or self._found > self._max
+        return self._written > self._max // SWEEP_DIVISOR or self._found > self._max
 
     def _swept(self) -> int:
         with (self._root / LOCK).open("a") as lock:
@@ -402,12 +402,12 @@ class FolderRoom:
                 may_remove = True
             files = self._files()
             total = sum(size for _, size, _ in files)
-            if not may_remove or total <= self._max - self._max // SWEEP_PART:
+            if not may_remove or total <= self._max - self._max // SWEEP_DIVISOR:
                 return total
             for _, size, path in sorted(files):
                 _remove(path)
                 total -= size
-                if total <= self._max - self._max // SWEEP_PART:
+                if total <= self._max - self._max // SWEEP_DIVISOR:
                     break
             return total
 

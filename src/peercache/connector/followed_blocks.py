@@ -9,7 +9,7 @@ Needs the extra `events`.
 Owns    the pages that connectors of this process have stored, and whether routers know them.
 Hears   what was stored, on threads of the connectors; what nodes hold, on a thread of its own.
 Keeps   routers know a block while a node that is followed holds its page, and UNSEEN_S from the
-        store on; a node that begins anew is believed when it has told everything.
+        store on; a node that begins again is believed when it has told everything.
 Limits  blocks_max.
 """
 
@@ -98,7 +98,7 @@ class FollowedBlocks:
         self._unseen: dict[bytes, float] = {}
         """Pages that were stored and are at no node yet, and since when: oldest first."""
         self._partial: dict[str, set[bytes]] = {}
-        """By node that has begun anew and not told all: the blocks it held before."""
+        """By node that has begun again and not told all: the blocks it held before."""
         self._publisher = BlockPublisher(
             endpoint, replay, topic=topic, present=self._present, readers=readers
         )
@@ -165,7 +165,7 @@ class FollowedBlocks:
 
     def _take(self, batch: NodeChanges) -> None:
         """Apply what a node has told, and publish what follows from it."""
-        if batch.anew:
+        if batch.again:
             before = self._index.pages(batch.node).keys() & self._blocks.keys()
             self._partial.setdefault(batch.node, set()).update(before)
         self._index.apply(batch)

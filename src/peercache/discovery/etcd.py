@@ -137,7 +137,7 @@ class EtcdSource:
         self._written = own
 
     async def _keep(self) -> None:
-        """Keep the own key alive, or write it anew: etcd may have been away for longer."""
+        """Keep the own key alive, or write it again: etcd may have been away for longer."""
         kept = await self._ask("/v3/lease/keepalive", ID=self._lease)
         with self._reading():
             is_alive = int(kept["result"].get("TTL", 0)) > 0
@@ -190,7 +190,7 @@ class EtcdSource:
         status = await server.hear(Request("POST", "/v3/watch", body=body), is_news, within_s)
         if status != OK:
             raise self._refused(status, "it refuses to watch")
-        # A watch that ends early is not begun anew at once, and may have missed something.
+        # A watch that ends early is not begun again at once, and may have missed something.
         return heard or trio.current_time() < ends_at
 
     async def _ask(self, path: str, **body: Any) -> Any:

@@ -75,16 +75,16 @@ class CallLane:
         log: Any,
         *,
         threads: int = 1,
-        patience_s: float,
+        timeout_s: float,
         waiting_max: int = WAITING_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads.
 
-        name: of the threads, for people. patience_s: after which waiting work is refused.
+        name: of the threads, for people. timeout_s: after which waiting work is refused.
         """
         self._log = log
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._waiting_max = waiting_max
         self._clock = clock
         self._change = threading.Condition()
@@ -162,7 +162,7 @@ class CallLane:
             return self._waiting.popleft()
 
     def _do(self, piece: _Piece) -> None:
-        if self._clock() - piece.asked_s > self._patience_s:
+        if self._clock() - piece.asked_s > self._timeout_s:
             self._refuse(piece)
             return
         try:

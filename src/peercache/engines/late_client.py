@@ -21,7 +21,7 @@ OP_TIMEOUT_S = 0.8
 """Deadline of a get where no setting says another: an engine waits for a load a second at most, of
 which a quarter of this may pass in a queue."""
 
-PATIENCE_PART = 0.25
+TIMEOUT_FRACTION = 0.25
 """Part of a call's deadline that work may wait for its thread."""
 
 NOT_OPEN = "not_open"

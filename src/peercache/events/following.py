@@ -1,11 +1,11 @@
 """Follow what nodes hold: one node's changes, an index of many nodes, and a whole cluster.
 
 `NodeFollower` is the follower's end of `wire.messages.directory`, without I/O. What it returns is
-applied in its order: after a gap, a restart or too long a pause the node tells everything anew.
+applied in its order: after a gap, a restart or too long a pause the node tells everything again.
 
 `ClusterFollower` has a thread a node, and one iterator over what all of them tell. A reader that is
 slow lets the threads wait, and so the nodes are asked later: nothing piles up beyond `BATCHES_MAX`.
-A node that was asked too late begins anew. One that does not answer any more, or is no member, is
+A node that was asked too late begins again. One that does not answer any more, or is no member, is
 gone, and so is all that it told.
 """
 
@@ -24,7 +24,7 @@ from peercache.errors import PeerCacheError, RemoteProtocolError
 from peercache.model.keys import PageKeys
 from peercache.model.records import CHANGE, GONE, Changes, changes_from_bytes
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ReportChanges, RequestChanges
 
 PAGES_MAX: Final = 50_000_000
 """Pages of an index, over all nodes: some ten gigabytes. Those beyond are left out: an index that
@@ -36,14 +36,14 @@ class NodeChanges:
     """What a follower was told of one node.
 
     node:     the control address of the node.
-    anew:     all that was told of this node before is void; first of all where its store is lost.
+    again:     all that was told of this node before is void; first of all where its store is lost.
     is_gone:  the node does not answer any more: it holds nothing that can be read.
     is_whole: all that was there when the follower began has been told by now.
     changes:  (n,) `model.records.CHANGE`, in their order.
     """
 
     node: str
-    anew: bool
+    again: bool
     is_gone: bool
     is_whole: bool
     changes: Changes
@@ -61,35 +61,35 @@ class NodeFollower:
     _failures: int = 0
     _has_told: bool = False
 
-    def question(self, patience_s: float) -> ChangesAsked:
-        """Return what to ask the node next. patience_s: how long it may wait for a change."""
-        return ChangesAsked(0, self._incarnation, self._after, self._row, patience_s)
+    def question(self, timeout_s: float) -> RequestChanges:
+        """Return what to ask the node next. timeout_s: how long it may wait for a change."""
+        return RequestChanges(0, self._incarnation, self._after, self._row, timeout_s)
 
-    def take(self, told: ChangesTold) -> NodeChanges | None:
+    def take(self, told: ReportChanges) -> NodeChanges | None:
         """Take an answer; None if it tells nothing. Raises RemoteProtocolError for a wrong one."""
         self._failures = 0
         changes, held = changes_from_bytes(told.changes), changes_from_bytes(told.held)
-        if not told.anew:
+        if not told.again:
             missed = told.after - self._after - len(changes)
             if told.incarnation != self._incarnation or missed or told.row < self._row:
                 self.forget()
                 raise RemoteProtocolError(
                     f"{self.node} told changes up to {told.after} that do not follow what it told"
                 )
-        is_whole, was_whole = told.row >= ALL_ROWS, self._row >= ALL_ROWS and not told.anew
+        is_whole, was_whole = told.row >= ALL_ROWS, self._row >= ALL_ROWS and not told.again
         self._incarnation, self._after, self._row = told.incarnation, told.after, told.row
-        if not told.anew and not len(changes) and not len(held) and is_whole == was_whole:
+        if not told.again and not len(changes) and not len(held) and is_whole == was_whole:
             return None
         self._has_told = True
         both = np.concatenate([changes, held]) if len(held) else changes
         return NodeChanges(
-            node=self.node, anew=told.anew, is_gone=False, is_whole=is_whole, changes=both
+            node=self.node, again=told.again, is_gone=False, is_whole=is_whole, changes=both
         )
 
     def failed(self) -> NodeChanges | None:
         """Note a question without an answer; return that the node is gone if it was the second.
 
-        A connection that broke is made anew, and nothing is lost; a node that cannot be asked
+        A connection that broke is made again, and nothing is lost; a node that cannot be asked
         twice holds nothing that can be read.
         """
         self._failures += 1
@@ -101,17 +101,19 @@ class NodeFollower:
         return self._failures > 1
 
     def gone(self) -> NodeChanges | None:
-        """Return that the node is gone, None if nothing was told of it; it begins anew then."""
-        # By itself: a node that has told something wrong begins anew, and what it told stays.
+        """Return that the node is gone, None if nothing was told of it; it begins again then."""
+        # By itself: a node that has told something wrong begins again, and what it told stays.
         has_told, self._has_told = self._has_told, False
         self.forget()
         if not has_told:
             return None
         nothing = np.empty(0, CHANGE)
-        return NodeChanges(node=self.node, anew=True, is_gone=True, is_whole=False, changes=nothing)
+        return NodeChanges(
+            node=self.node, again=True, is_gone=True, is_whole=False, changes=nothing
+        )
 
     def forget(self) -> None:
-        """Begin anew with the next question."""
+        """Begin again with the next question."""
         self._incarnation = self._after = self._row = 0
 
 
@@ -133,7 +135,7 @@ class Index:
 
     def apply(self, batch: NodeChanges) -> None:
         """Apply what was told of a node."""
-        if batch.anew:
+        if batch.again:
             self._count -= len(self._nodes.pop(batch.node, ()))
         if batch.is_gone:
             return
@@ -170,7 +172,7 @@ class Index:
         return next((at for at, key in enumerate(wanted) if key not in pages), len(wanted))
 
 
-PATIENCE_S: Final = 1.0
+TIMEOUT_S: Final = 1.0
 """How long a node may wait for a change before it answers that there is none; so long takes a
 close, too."""
 
@@ -214,7 +216,7 @@ class ClusterFollower:
         connect: Callable[[str], AskedNode],
         members: Callable[[], Collection[str]],
         *,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
         retry_s: float = RETRY_S,
         look_s: float = LOOK_S,
         failed: Callable[[str, Exception], None] = lambda *_: None,
@@ -227,7 +229,7 @@ class ClusterFollower:
                  which node, "" for `members`; it is tried again.
         """
         self._connect, self._members = connect, members
-        self._patience_s, self._retry_s, self._look_s = patience_s, retry_s, look_s
+        self._timeout_s, self._retry_s, self._look_s = timeout_s, retry_s, look_s
         self._told: queue.Queue[NodeChanges] = queue.Queue(BATCHES_MAX)
         self._is_closing = threading.Event()
         self._ends: dict[str, threading.Event] = {}
@@ -269,7 +271,7 @@ class ClusterFollower:
         for end in list(self._ends.values()):
             end.set()
         for thread in list(self._threads):
-            thread.join(self._patience_s + ANSWER_S)
+            thread.join(self._timeout_s + ANSWER_S)
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -303,9 +305,9 @@ class ClusterFollower:
             try:
                 connection = self._connect(node)
                 while not end.is_set():
-                    question = follower.question(self._patience_s)
-                    within_s = self._patience_s + ANSWER_S
-                    told = connection.ask(question, ChangesTold, within_s=within_s)
+                    question = follower.question(self._timeout_s)
+                    within_s = self._timeout_s + ANSWER_S
+                    told = connection.ask(question, ReportChanges, within_s=within_s)
                     self._tell(follower.take(told), end)
             except (PeerCacheError, OSError) as error:
                 self._failed(node, error)

@@ -3,7 +3,7 @@
 Dynamo's router reads them for the cache that all its workers share. A page is one or several
 objects, named by SGLang's hash of the prompt up to its end; it counts once all are stored. The
 router forgets everything when a sequence is left out, and asks for nothing again. So everything
-that is there is told anew to each reader that comes, and after a loss, behind a sequence that is
+that is there is told again to each reader that comes, and after a loss, behind a sequence that is
 left out on purpose. Needs the extra `events`.
 """
 
@@ -31,10 +31,10 @@ PAGES_A_MESSAGE: Final = 256
 """Pages of one message: some tens of kilobytes for each object that a page has."""
 
 QUEUE_PAGES_MAX: Final = 65_536
-"""Pages that wait to be told. A caller never waits: beyond that everything is told anew."""
+"""Pages that wait to be told. A caller never waits: beyond that everything is told again."""
 
 WAITING_MAX: Final = 1000
-"""Messages that wait for one reader. With one more, all readers are told everything anew, once
+"""Messages that wait for one reader. With one more, all readers are told everything again, once
 that one reads again or has gone."""
 
 REST_S: Final = 5.0
@@ -107,7 +107,7 @@ class ObjectPublisher:
             raise
         self.endpoint = self._readers.endpoint
         self.resyncs = 0
-        """How often everything was told anew after a loss."""
+        """How often everything was told again after a loss."""
         self._names, self._present, self._rank = names, present, rank
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -177,7 +177,7 @@ class ObjectPublisher:
             self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _send_some(self) -> bool:
-        """Send one message, or everything anew; return whether there was something."""
+        """Send one message, or everything again; return whether there was something."""
         with self._lock:
             is_lossy, self._is_lossy = self._is_lossy, False
             is_anew = is_lossy or self._has_joined

@@ -1,8 +1,8 @@
 """Publishes block events over ZeroMQ, as vLLM does: routers that read vLLM's engines read these.
 
 A reader that joins late, or has missed a batch, asks the replay endpoint for all since a sequence;
-where that is further back than what is kept, everything is told anew to all readers.
-Routers forget nothing by themselves when a publisher starts anew, and ignore sequences below those
+where that is further back than what is kept, everything is told again to all readers.
+Routers forget nothing by themselves when a publisher starts again, and ignore sequences below those
 that they have seen. So sequences begin with the clock, and a publisher's first event, as that after
 a loss of its own, is AllBlocksCleared, followed by what there is.
 
@@ -191,7 +191,7 @@ EVENTS_A_BATCH: Final = 256
 """Events of one message: some hundred kilobytes."""
 
 QUEUE_EVENTS_MAX: Final = 16_384
-"""Events that wait to be sent. A caller never waits: what is too many is told anew, all of it."""
+"""Events that wait to be sent. A caller never waits: what is too many is told again, all of it."""
 
 REPLAY_BATCHES_MAX: Final = 10_000
 REPLAY_BYTES_MAX: Final = 64 * 2**20
@@ -202,7 +202,7 @@ QUIET_S: Final = 1.0
 since, sees the gap and asks for a replay."""
 
 ANEW_S: Final = 5.0
-"""At most so often is everything told anew because a replay reaches back no further, or because
+"""At most so often is everything told again because a replay reaches back no further, or because
 sending has failed."""
 
 REPLAYS_A_TURN: Final = 8
@@ -220,7 +220,7 @@ POLL_MS: Final = 50
 
 @attrs.frozen
 class PublisherFigures:
-    """What a publisher has done. resyncs: how often it told everything anew after a loss."""
+    """What a publisher has done. resyncs: how often it told everything again after a loss."""
 
     events: int
     batches: int
@@ -275,7 +275,7 @@ class BlockPublisher:
         self._lock = threading.Lock()
         self._queue: deque[BlockEvent] = deque()
         self._is_lossy = False
-        """Something was not queued: everything is told anew."""
+        """Something was not queued: everything is told again."""
         self._has_begun = False
         self._is_closing = threading.Event()
         self._has_events = threading.Event()
@@ -291,7 +291,7 @@ class BlockPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Queue events; never waits. With too many waiting, everything is told anew instead.
+        """Queue events; never waits. With too many waiting, everything is told again instead.
 
         Raises InvalidRequest, and queues none of them, where readers could not take one.
         """
@@ -337,7 +337,7 @@ class BlockPublisher:
             self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _tried(self) -> bool:
-        """Send some; after an error, such as one of `present`, tell everything anew a little later.
+        """Send some; after an error, such as one of `present`, send all again a little later.
 
         Without this a thread that has ended would leave routers with its last blocks for ever.
         """
@@ -354,7 +354,7 @@ class BlockPublisher:
             return False
 
     def _send_some(self) -> bool:
-        """Send one batch, or everything anew; return whether there was something."""
+        """Send one batch, or everything again; return whether there was something."""
         with self._lock:
             is_anew = self._is_lossy or not self._has_begun
             self._counts["resyncs"] += self._is_lossy
@@ -409,7 +409,7 @@ class BlockPublisher:
             router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
 
     def _tell_anew_before(self, since: int) -> None:
-        """Tell everything anew if a reader has missed what is not kept any more."""
+        """Tell everything again if a reader has missed what is not kept any more."""
         now = time.monotonic()
         if self._is_trimmed and since < self._kept[0][0] and now - self._anew_at >= ANEW_S:
             self._anew_at = now

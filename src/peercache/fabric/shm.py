@@ -44,7 +44,7 @@ that has just started is found within a heartbeat."""
 FAILURES_MAX = 1024
 """Members that can fail at a time: the view's own size, in the largest cluster on one host."""
 
-CLOSE_PATIENCE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """How long `close` waits for reads in flight, which end by their own deadlines of 2 s."""
 
 
@@ -113,7 +113,7 @@ class ShmFabric:
             self._closed = True
             segments = list(self._segments.values())
             self._segments.clear()
-        until = self._clock() + CLOSE_PATIENCE_S
+        until = self._clock() + CLOSE_TIMEOUT_S
         for segment in segments:
             segment.close(max(0.0, until - self._clock()))
 

@@ -259,7 +259,7 @@ def _scope(request: h11.Request, client: HttpClient) -> Scope:
     }
 
 
-ADDRESS_PART = 2  # One host that opens many leaves half of the places to all others.
+ADDRESS_DIVISOR = 2  # One host that opens many leaves half of the places to all others.
 HANDSHAKE_S = 5.0  # Two round trips, on a loop that may be busy.
 TLS_HANDSHAKE = 0x16  # The first byte of a TLS connection; no HTTP method begins with it.
 CONNECTION_S = 10.0  # Prometheus gives a scrape ten seconds by default.
@@ -354,7 +354,7 @@ class _Connections:
     def _make_room(self, address: str) -> None:
         """End connections until one more fits: of one address first, then of all."""
         own = [held for held in self.held if held.address == address]
-        most_own = max(1, self.connections_max // ADDRESS_PART)
+        most_own = max(1, self.connections_max // ADDRESS_DIVISOR)
         for held, most in ((own, most_own), (self.held, self.connections_max)):
             if len(held) >= most:
                 # min takes the first, which is the oldest, of equals.

@@ -34,7 +34,7 @@ from lmcache.v1.platform import create_event_notifier
 from peercache.client.client import Client
 from peercache.client.report import reporting
 from peercache.engines.lanes import CallLane, harmless
-from peercache.engines.late_client import PATIENCE_PART, LateClient, engine_config
+from peercache.engines.late_client import TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.model.keys import KEY, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
@@ -135,7 +135,7 @@ USAGE_S = 5.0
 CLOSE_S = 5.0
 """How long `close` waits for calls in flight; their own deadlines are shorter."""
 
-STORE_PATIENCE_S = 30.0
+STORE_TIMEOUT_S = 30.0
 """Stores may wait: LMCache holds their memory until they are done, and needs none of them soon."""
 
 
@@ -219,11 +219,11 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
             on_open=self._register_memory,
             client_factory=client_factory,
         )
-        patience_s = config.op_timeout_s * PATIENCE_PART
+        timeout_s = config.op_timeout_s * TIMEOUT_FRACTION
         log = self._log
-        self._store_lane = CallLane("lmcache-store", log, patience_s=STORE_PATIENCE_S)
-        self._ask_lane = CallLane("lmcache-lookup", log, patience_s=patience_s)
-        self._load_lane = CallLane("lmcache-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+        self._store_lane = CallLane("lmcache-store", log, timeout_s=STORE_TIMEOUT_S)
+        self._ask_lane = CallLane("lmcache-lookup", log, timeout_s=timeout_s)
+        self._load_lane = CallLane("lmcache-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)
 
     # --- descriptors -------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ Replay: TypeAlias = Callable[[int], Sequence[Batch] | None]
 AWAY = "it cannot be reached"
 
 JOINED_LATE = (
-    "it was followed from after its beginning: known once it clears its cache or starts anew; with "
-    "its replay endpoint in engine_events, at once"
+    "it was followed from after its beginning: known once it clears its cache or starts again; "
+    "with its replay endpoint in engine_events, at once"
 )
 
 
@@ -70,7 +70,7 @@ class EngineStream:
         if self._next is not None and number < self._next:
             if number < self._replayed:
                 return
-            # Another process numbers anew.
+            # Another process numbers again.
             self._next, self._replayed = None, 0
         if self._next is None:
             if number == 0:

@@ -150,7 +150,7 @@ class _Group:
     is_sparse: an event of it has not told which blocks of its tokens it keeps.
     blocks: by the engine's own hash; None: it is not known where in a prompt the block is.
     copies: further copies of blocks, each of which is removed by an event of its own.
-    names:  further hashes of blocks: an adapter's blocks get new ones when SGLang loads it anew.
+    names:  further hashes of blocks: an adapter's blocks get new ones when SGLang loads it again.
     """
 
     bit: int

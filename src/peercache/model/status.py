@@ -112,7 +112,7 @@ class PeerStatus:
     fabric:  how clients of this node last read from it: shm, rdma or tcp, several with a plus;
              before any has read, shm on one host and "" on two.
     state:   alive or suspect.
-    lagging: it let a commit of this node wait for a whole patience, and sets go on without it.
+    lagging: it let a commit of this node wait for a whole timeout, and sets go on without it.
     """
 
     name: str = ""

@@ -28,7 +28,7 @@ from peercache.net.peers import Gate, Peer
 from peercache.net.sockets import UnusableAddress, reached
 from peercache.net.tls import ControlTls
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
 
 CONNECT_TIMEOUT_S = 0.25
 """How long a greeting waits for a connection."""
@@ -258,7 +258,7 @@ class Conversation(Generic[Kind]):
             if message is None or (isinstance(message, Welcome) and not is_answer):
                 continue
             self._breakers.answered(lease.peer)
-            if isinstance(message, SayHello):
+            if isinstance(message, HelloRequired):
                 self._broke(lease)
                 return
             if isinstance(message, Refused) and (is_answer or not number):

@@ -21,7 +21,7 @@ STALL_S = 0.25
 """The least waiting without progress after which a peer counts as hung: far above a garbage
 collection or a scheduler hiccup."""
 
-STALL_PART = 1 / 8
+STALL_FRACTION = 1 / 8
 """The same as a part of a call's deadline, which says how long the engine would rather wait than
 compute the page again: with a deadline of 2 s it is `STALL_S`. A host with more work than cores
 answers late, and is not hung: there the deadline is longer."""
@@ -59,7 +59,7 @@ class Breakers:
     @property
     def stall_s(self) -> float:
         """Return the waiting without progress after which a peer counts as hung."""
-        return max(STALL_S, self._op_timeout_s * STALL_PART)
+        return max(STALL_S, self._op_timeout_s * STALL_FRACTION)
 
     def available(self, peer: int, now: float) -> bool:
         """Return whether to ask this peer; True for one caller when a probe is due."""

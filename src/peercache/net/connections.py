@@ -22,7 +22,7 @@ from peercache.observability.log import request_of
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.session import Hello, Refused, SayHello
+from peercache.wire.messages.session import Hello, HelloRequired, Refused
 
 IDLE_S = 60.0
 """How long a connection without a question is kept. To dial again costs a fifth of a millisecond of
@@ -34,7 +34,7 @@ OF_ONE_MAX = 8
 DESCRIPTORS = 3
 """Open files of one connection: the socket, and the pipe by which nng tells that it is readable."""
 
-DESCRIPTORS_PART = 4
+DESCRIPTORS_DIVISOR = 4
 """A client uses a quarter of its process's open files for idle connections: the rest is the
 engine's, and of the questions under way."""
 
@@ -43,7 +43,7 @@ KEPT_MAX = 1024
 """A client of the largest clusters asks a thousand owners again and again."""
 
 
-AT_ONCE_PART = 2
+AT_ONCE_DIVISOR = 2
 """Questions of one `ask` that are under way at once: half as many as connections are kept, so that
 the four threads of an engine use half of its open files. The others follow as answers come."""
 
@@ -126,7 +126,7 @@ class Connections(Generic[Kind]):
         # Each with when it was given back. The peer that was used last stands last.
         self._idle: OrderedDict[int, deque[tuple[Kind, float]]] = OrderedDict()
         self._idle_count = 0
-        self.at_once_max = max(1, kept_max // AT_ONCE_PART)
+        self.at_once_max = max(1, kept_max // AT_ONCE_DIVISOR)
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._is_closed = False
@@ -153,7 +153,7 @@ class Connections(Generic[Kind]):
             if (raw := connection.receive()) is None:
                 break
             message = self.decode(raw)
-            if isinstance(message, (SayHello, Refused)):
+            if isinstance(message, (HelloRequired, Refused)):
                 # The next question goes over a new one, and learns why.
                 connection.is_broken = True
             elif message is not None:
@@ -317,4 +317,4 @@ def most_kept() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return KEPT_MAX
-    return min(KEPT_MAX, max(KEPT_MIN, limit // (DESCRIPTORS * DESCRIPTORS_PART)))
+    return min(KEPT_MAX, max(KEPT_MIN, limit // (DESCRIPTORS * DESCRIPTORS_DIVISOR)))

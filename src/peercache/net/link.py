@@ -89,12 +89,12 @@ class Link:
         self._wake.set()
 
     def renew_tls(self) -> None:
-        """Show the certificates that `tls` has now when the connection is made anew."""
+        """Show the certificates that `tls` has now when the connection is made again."""
         if self._dialer is not None and self._tls is not None:
             self._dialer.renew_tls(self._tls)
 
     def disconnect(self) -> None:
-        """End the connection, and make it anew: its other end is judged once more."""
+        """End the connection, and make it again: its other end is judged once more."""
         if self._dialer is not None:
             self._dialer.disconnect()
 

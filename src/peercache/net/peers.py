@@ -179,7 +179,7 @@ def _texts(pipe: Any, option: bytes) -> tuple[str, ...]:
         name = names[len(texts)]
         texts.append(_decoded(name))
         lib.nng_strfree(name)
-    # nng makes the list, and its texts, anew for each question.
+    # nng makes the list, and its texts, again for each question.
     lib.nng_free(found[0], ffi.sizeof("char *") * (len(texts) + 1))
     return tuple(texts)
 

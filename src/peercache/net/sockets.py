@@ -299,7 +299,7 @@ class Dialer:
         self._dialer.tls_config = tls.client
 
     def disconnect(self) -> None:
-        """End the open connection; nng dials anew."""
+        """End the open connection; nng dials again."""
         for pipe in self._socket.pipes:
             _end(pipe)
 
@@ -385,7 +385,7 @@ def _numeric(host: str, port: int) -> tuple[int, Any]:
 
 
 def touch(host: str, port: int) -> None:
-    """Connect to a listener of our own and hang up: it takes its next connection anew."""
+    """Connect to a listener of our own and hang up: it takes its next connection again."""
     with suppress(OSError):
         _touch(*_numeric(host, port), TOUCH_S)
 

@@ -31,7 +31,7 @@ CLIENTS_MAX = 1024
 """Writing clients of one home node: each has a descriptor open and is probed every second."""
 
 
-ADMITTED_PART = 0.75
+ADMITTED_FRACTION = 0.75
 """Part of all connections that may be admitted ones over tcp."""
 
 BUSY = "busy"
@@ -119,7 +119,7 @@ class Admission:
         most = self._connections_max()
         if owner and self._of_owner[owner] >= most / OF_ONE_CERTIFICATE:
             raise Rejected(BUSY, f"{owner} has as many connections as one certificate may have")
-        if len(self._owners) >= most * ADMITTED_PART:
+        if len(self._owners) >= most * ADMITTED_FRACTION:
             raise Rejected(BUSY, "this node has as many connections as its open files allow")
 
     def end(self, pipe: int) -> None:

@@ -39,7 +39,7 @@ channels that were given up and not yet listed as such."""
 
 
 @final
-class Crew:
+class NodeActors:
     """Every state actor of a node, made from its configuration."""
 
     def __init__(

@@ -24,13 +24,13 @@ import trio
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import OverlapAsked, OverlapTold
-from peercache.wire.messages.membership import ClusterAsked, StatusAsked, StatusTold
+from peercache.wire.messages.directory import ReportOverlap, RequestOverlap
+from peercache.wire.messages.membership import ReportStatus, RequestCluster, RequestStatus
 from peercache.wire.messages.session import Refused
 
 BUSY = "busy"
 
-Told: TypeAlias = StatusTold | OverlapTold
+Told: TypeAlias = ReportStatus | ReportOverlap
 """What another node answers to a question of the node itself."""
 
 
@@ -65,7 +65,7 @@ class MemberBroker:
             self._nursery = None
 
     async def ask(
-        self, member: int, question: StatusAsked | OverlapAsked, *timeouts_s: float
+        self, member: int, question: RequestStatus | RequestOverlap, *timeouts_s: float
     ) -> Told | None:
         """Return what a member answers, None for no answer in time.
 
@@ -94,7 +94,7 @@ class MemberBroker:
     def answer_later(
         self,
         sender: Origin,
-        question: ClusterAsked | OverlapAsked,
+        question: RequestCluster | RequestOverlap,
         answer: Callable[[], Awaitable[Message]],
         *,
         at_once_max: int,

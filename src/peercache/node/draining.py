@@ -11,7 +11,7 @@ import trio
 from peercache.actors.handover.actor import HANDED_OVER, HANDING_OVER, SERVING, Giving
 from peercache.actors.mailboxes import DrainBegan, DrainCancelled
 from peercache.model import status
-from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode
+from peercache.wire.messages.membership import CancelDrain, DrainNode, RequestDrainState
 
 LEAVING: Final = "leaving"
 """After the hand-over: the node tells so, and stops."""
@@ -55,7 +55,9 @@ class Drainer:
             return LEAVING
         return HANDING_OVER if self._scope is not None else SERVING
 
-    def answer(self, message: DrainNode | CancelDrain | DrainAsked) -> dict[str, int | float | str]:
+    def answer(
+        self, message: DrainNode | CancelDrain | RequestDrainState
+    ) -> dict[str, int | float | str]:
         """Do what an operator says; return how far the drain is, with a sentence if one is due."""
         problem = ""
         if isinstance(message, DrainNode):

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from peercache.actors.disk.actor import DiskTier
-from peercache.actors.mailboxes import FlushWanted
+from peercache.actors.mailboxes import RequestFlush
 from peercache.node.disk import NodeDisk
 
 EMBEDDED_S = 1.0
@@ -21,7 +21,7 @@ PROGRESS_S = 1.0
 async def flush_disk(
     disk: NodeDisk,
     tier: DiskTier,
-    tell: Callable[[FlushWanted], None],
+    tell: Callable[[RequestFlush], None],
     *,
     within_s: float,
     cut_short: trio.Event,
@@ -37,7 +37,7 @@ async def flush_disk(
         return
     started = told_at = trio.current_time()
     log.info("disk.flush_started", within_s=within_s)
-    tell(FlushWanted())
+    tell(RequestFlush())
     left = tier.flush_left()
     while left != 0 and not disk.problem and not cut_short.is_set():
         now = trio.current_time()

@@ -25,7 +25,12 @@ from peercache.model.status import (
 from peercache.model.view import STATE_NAMES, is_live
 from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import (
+    ReportCluster,
+    ReportStatus,
+    RequestCluster,
+    RequestStatus,
+)
 
 ANSWER_S = 1.0
 """How long a member may take; a node that serves answers in milliseconds."""
@@ -82,17 +87,17 @@ class Gathering:
         """By whether it is with details."""
         self._limit = trio.CapacityLimiter(AT_ONCE)
 
-    def ask(self, sender: Origin, asked: ClusterAsked) -> Message | None:
+    def ask(self, sender: Origin, asked: RequestCluster) -> Message | None:
         """Take an operator's question, which is answered once the members have; or refuse it."""
 
-        async def answer() -> ClusterTold:
+        async def answer() -> ReportCluster:
             gathered = await self._gathered(detail=asked.detail)
             behind = [
                 member
                 for incarnation, member in zip(gathered.incarnations, gathered.members, strict=True)
                 if incarnation > asked.after
             ]
-            return ClusterTold(asked.request, *portion(behind))
+            return ReportCluster(asked.request, *portion(behind))
 
         return self._broker.answer_later(
             sender, asked, answer, at_once_max=ASKERS_MAX, what="how the cluster is"
@@ -126,11 +131,11 @@ class Gathering:
     async def _look(self, member: Member, detail: bool, found: dict[int, MemberStatus]) -> None:  # noqa: FBT001 - nursery
         """Ask one member, twice if need be."""
         async with self._limit:
-            question = StatusAsked(0, detail)
+            question = RequestStatus(0, detail)
             told = await self._broker.ask(
                 member.incarnation, question, ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S
             )
-        if not isinstance(told, StatusTold):
+        if not isinstance(told, ReportStatus):
             return
         # Bytes that are no status are no answer.
         with suppress(ValueError):

@@ -30,8 +30,14 @@ from peercache.trust.rights import INVENTED, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion
 from peercache.wire.envelope import WIRE_VERSION
 from peercache.wire.messages.declared import Message, Receiver, Role
-from peercache.wire.messages.membership import Heartbeat, Join, ViewShared
-from peercache.wire.messages.session import Hello, Refused, RevocationsTold, SayHello, Welcome
+from peercache.wire.messages.membership import Heartbeat, Join, ShareView
+from peercache.wire.messages.session import (
+    Hello,
+    HelloRequired,
+    Refused,
+    ReportRevocations,
+    Welcome,
+)
 
 BURST_MESSAGES = 16
 """Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
@@ -60,7 +66,7 @@ class Inbound:
     _reach: Reach
     _segment_bytes: int
     _has_tls: bool = False
-    _revocations: Callable[[], RevocationsTold | None] = lambda: None
+    _revocations: Callable[[], ReportRevocations | None] = lambda: None
     _names_writers: bool = False
     # By the type of a message: what counts one. To look for its series takes longer.
     _received: dict[type[Message], Callable[[], None]] = attrs.field(factory=dict, init=False)
@@ -88,7 +94,7 @@ class Inbound:
         """Take one message as far as its actor's mailbox."""
         if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
             self._envelopes.drop("stranger", detail=f"{len(raw)} bytes")
-            self.reply(pipe, 0, SayHello(self._envelopes.incarnation))
+            self.reply(pipe, 0, HelloRequired(self._envelopes.incarnation))
             return
         try:
             envelope = self._envelopes.decode(raw)
@@ -106,12 +112,12 @@ class Inbound:
         session = self._admission.sessions.get(pipe)
         if session is None or session.identity != envelope.sender:
             self._envelopes.drop("stranger")
-            self.reply(pipe, envelope.sender, SayHello(self._envelopes.incarnation))
+            self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
             return
         if envelope.target not in (0, self._envelopes.incarnation):
             # Meant for a predecessor at this address: this incarnation must not act on it.
             self._envelopes.drop("other_incarnation")
-            self.reply(pipe, envelope.sender, SayHello(self._envelopes.incarnation))
+            self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
             return
         self._route(pipe, session, message, len(raw))
 
@@ -153,10 +159,10 @@ class Inbound:
         match message:
             case Join(member) | Heartbeat(member):
                 return message, INVENTED if is_invented(self._envelopes.cluster, member) else ""
-            case ViewShared(_, view):
+            case ShareView(_, view):
                 believed = tuple([m for m in view if not is_invented(self._envelopes.cluster, m)])
                 if len(believed) < len(view):
-                    self._envelopes.metrics.messages_refused.labels(INVENTED, "ViewShared").inc()
+                    self._envelopes.metrics.messages_refused.labels(INVENTED, "ShareView").inc()
                 return attrs.evolve(message, view=believed), ""
         return message, ""
 

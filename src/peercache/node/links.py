@@ -28,9 +28,9 @@ from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import OverlapTold
-from peercache.wire.messages.membership import DrainTold, StatusTold
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.directory import ReportOverlap
+from peercache.wire.messages.membership import ReportDrainState, ReportStatus
+from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
 
 
 @attrs.define(eq=False)
@@ -164,7 +164,7 @@ class Links:
             self._reach.refused(address, error.what)
             return
         message = envelope.message
-        if isinstance(message, SayHello):
+        if isinstance(message, HelloRequired):
             dialled.link.greet_again()
         elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
             self._reach.answered_itself(address)
@@ -175,9 +175,9 @@ class Links:
             if dialled.peer is not None:
                 self._reach.connected(dialled.peer.local[0])
             self._welcomed(address, dialled, message.member)
-        elif isinstance(message, DrainTold):
+        elif isinstance(message, ReportDrainState):
             self._mailboxes.handover.tell(Origin(envelope.sender), message)
-        elif isinstance(message, (StatusTold, OverlapTold)):
+        elif isinstance(message, (ReportStatus, ReportOverlap)):
             self._told(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")

@@ -17,7 +17,7 @@ from typing import final
 import trio
 
 from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellHandover
-from peercache.actors.mailboxes import AddressesFound, DiskHears, PoolGrew, PullDone
+from peercache.actors.mailboxes import AddressesFound, DiskMessage, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
@@ -43,7 +43,7 @@ from peercache.net.tls import ControlTls
 from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising
-from peercache.node.assembly import Crew
+from peercache.node.assembly import NodeActors
 from peercache.node.broker import MemberBroker
 from peercache.node.disk import DiskTroubles, NodeDisk, disk_settings_unused
 from peercache.node.draining import Drainer
@@ -74,17 +74,17 @@ from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import OverlapAsked
+from peercache.wire.messages.directory import RequestOverlap
 from peercache.wire.messages.membership import (
     CancelDrain,
-    ClusterAsked,
-    DrainAsked,
     DrainNode,
-    DrainTold,
-    StatusAsked,
-    StatusTold,
+    ReportDrainState,
+    ReportStatus,
+    RequestCluster,
+    RequestDrainState,
+    RequestStatus,
 )
-from peercache.wire.messages.session import Counted, RevocationsTold, Stats, StatsAsked
+from peercache.wire.messages.session import Counted, ReportRevocations, ReportStats, RequestStats
 
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""
@@ -193,7 +193,7 @@ class Node:
     def _shares(self) -> DescriptorShares:
         return DescriptorShares.of(self._descriptors())
 
-    def _looks(self, crew: Crew) -> tuple[Callable[[], None], ...]:
+    def _looks(self, crew: NodeActors) -> tuple[Callable[[], None], ...]:
         """Return what watches this node's directory owners with its own shard, and its disk."""
         owners = OwnersWatch(
             crew.publisher, crew.directory.authority, crew.membership.member, self.metrics, self.log
@@ -310,7 +310,7 @@ class Node:
 
     def _watch(
         self,
-        crew: Crew,
+        crew: NodeActors,
         housekeeping: Housekeeping,
         reach: Reach,
         admission: Admission,
@@ -336,8 +336,8 @@ class Node:
         )
         nursery.start_soon(keep, "broker", self.broker.run, self.log)
 
-    def _make_crew(self, segment: PublishedSegment, me: Member) -> Crew:
-        crew = Crew(
+    def _make_crew(self, segment: PublishedSegment, me: Member) -> NodeActors:
+        crew = NodeActors(
             self.config,
             me,
             page_bytes=segment.layout.page_bytes,
@@ -416,12 +416,12 @@ class Node:
         if not self.config.disk_enabled:
             return
 
-        def tell(fact: DiskHears) -> None:
+        def tell(fact: DiskMessage) -> None:
             self._switchboard.tell(TellDisk(fact))
 
         self._disk = NodeDisk(self.config, self._segment, tell, self.log)
 
-    def _drainer(self, crew: Crew, nursery: trio.Nursery) -> Drainer:
+    def _drainer(self, crew: NodeActors, nursery: trio.Nursery) -> Drainer:
         """Return what drains this node when an operator says so."""
         return Drainer(
             crew.handover.giving,
@@ -624,17 +624,19 @@ class Node:
 
     def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer a message for the node itself."""
-        if isinstance(message, StatsAsked):
-            return Stats(message.request, self.figures())
-        if isinstance(message, StatusAsked):
-            return StatusTold(message.request, encoded(self._status.status(detail=message.detail)))
-        if isinstance(message, ClusterAsked):
+        if isinstance(message, RequestStats):
+            return ReportStats(message.request, self.figures())
+        if isinstance(message, RequestStatus):
+            return ReportStatus(
+                message.request, encoded(self._status.status(detail=message.detail))
+            )
+        if isinstance(message, RequestCluster):
             return self.gathering.ask(sender, message)
-        if isinstance(message, OverlapAsked):
+        if isinstance(message, RequestOverlap):
             return self.overlaps.ask(sender, message)
-        if isinstance(message, (DrainNode, CancelDrain, DrainAsked)):
-            return DrainTold(message.request, self._draining.answer(message))
-        if isinstance(message, RevocationsTold) and self._revocations is not None:
+        if isinstance(message, (DrainNode, CancelDrain, RequestDrainState)):
+            return ReportDrainState(message.request, self._draining.answer(message))
+        if isinstance(message, ReportRevocations) and self._revocations is not None:
             self._revocations.take(message)
         if isinstance(message, Counted):
             self._status.workers.note(sender.identity, message, time.monotonic())

@@ -1,8 +1,8 @@
 """Overlaps: which members hold the pages of a prompt, asked of the owners of their records.
 
 Owns    no record: each answer is read from directory shards when it is asked for.
-Hears   OverlapAsked, from clients, operators and nodes.
-Says    OverlapAsked, to owners; OverlapTold or Refused.
+Hears   RequestOverlap, from clients, operators and nodes.
+Says    RequestOverlap, to owners; ReportOverlap or Refused.
 Keeps   an answer says whether an absent page is absent for certain. Nodes ask each other about
         their shards only, so that no question goes round.
 Limits  OVERLAP_KEYS_MAX keys, ASKERS_MAX questions at once, ROUNDS owners of a key and ANSWER_S
@@ -29,8 +29,8 @@ from peercache.node.broker import MemberBroker
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (
     OVERLAP_KEYS_MAX,
-    OverlapAsked,
-    OverlapTold,
+    ReportOverlap,
+    RequestOverlap,
     overlap_of,
 )
 from peercache.wire.messages.session import Refused
@@ -69,17 +69,17 @@ class Overlaps:
         self._member_of = member_of
         self._broker = broker
 
-    def ask(self, sender: Origin, asked: OverlapAsked) -> Message | None:
+    def ask(self, sender: Origin, asked: RequestOverlap) -> Message | None:
         """Take a question, which is answered when it is known; or refuse it."""
         count = len(asked.keys) // KEY_BYTES
         if count > OVERLAP_KEYS_MAX:
-            detail = f"{count} keys in one OverlapAsked, {OVERLAP_KEYS_MAX} at most"
+            detail = f"{count} keys in one RequestOverlap, {OVERLAP_KEYS_MAX} at most"
             return Refused(asked.request, "malformed", detail)
 
-        async def answer() -> OverlapTold:
+        async def answer() -> ReportOverlap:
             keys = from_bytes(asked.keys)
             told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
-            return OverlapTold(asked.request, told.holders, told.flags.tobytes(), told.whole)
+            return ReportOverlap(asked.request, told.holders, told.flags.tobytes(), told.whole)
 
         return self._broker.answer_later(
             sender, asked, answer, at_once_max=ASKERS_MAX, what="which nodes hold pages"
@@ -167,7 +167,7 @@ class Overlaps:
 
     async def _look(self, owner: int, keys: PageKeys, found: dict[int, Overlap]) -> None:
         """Ask one owner, which may not answer."""
-        question = OverlapAsked(0, keys.tobytes(), shard_only=True)
+        question = RequestOverlap(0, keys.tobytes(), shard_only=True)
         told = await self._broker.ask(owner, question, ANSWER_S)
         if told is not None:
             found[owner] = overlap_of(told, len(keys))

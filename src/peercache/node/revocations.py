@@ -24,7 +24,7 @@ from peercache.model.view import is_live
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.wire.messages.pool import Clear
-from peercache.wire.messages.session import RevocationsTold
+from peercache.wire.messages.session import ReportRevocations
 
 SPREAD_S = 10.0
 """Between two lists that a node tells unasked: one kilobyte, to one member."""
@@ -48,7 +48,7 @@ class RevocationSpread:
         own: int,
         members: Callable[[], Sequence[Member]],
         perform: Callable[[Send], None],
-        tell_clients: Callable[[RevocationsTold], None],
+        tell_clients: Callable[[ReportRevocations], None],
         rng: random.Random,
         metrics: Metrics,
         clock: Callable[[], float] = trio.current_time,
@@ -77,7 +77,7 @@ class RevocationSpread:
             if others:
                 self._tell(self._rng.choice(others))
 
-    def take(self, message: RevocationsTold) -> None:
+    def take(self, message: ReportRevocations) -> None:
         """Take the lists of another node, where they are newer and an authority signed them."""
         if message.lists == self._tls.revocations.pem.encode():
             return
@@ -129,7 +129,7 @@ class RevocationSpread:
             self._perform(Send(member.incarnation, told))
 
 
-def message_of(tls: LiveTls) -> RevocationsTold | None:
+def message_of(tls: LiveTls) -> ReportRevocations | None:
     """Return the lists that a process knows, as a message; None where it knows none."""
     text = tls.revocations.pem
-    return RevocationsTold(text.encode()) if text else None
+    return ReportRevocations(text.encode()) if text else None

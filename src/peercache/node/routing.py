@@ -11,16 +11,16 @@ import attrs
 
 from peercache.actors.effects import Tell
 from peercache.actors.mailboxes import (
-    DirectoryHears,
-    DiskHears,
-    HandoverHears,
-    MembershipHears,
-    PoolHears,
-    PromoteHears,
-    PublisherHears,
-    RdmaHears,
-    RemovalHears,
-    RingHears,
+    DirectoryMessage,
+    DiskMessage,
+    HandoverMessage,
+    MembershipMessage,
+    PoolMessage,
+    PromoteMessage,
+    PublisherMessage,
+    RdmaMessage,
+    RemovalMessage,
+    RingMessage,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, Turn
@@ -37,16 +37,16 @@ class NodeMailboxes:
     before the directory: it answers a Commit, and what it tells other nodes takes time.
     """
 
-    membership: Mailbox[MembershipHears] = attrs.field(factory=Mailbox, init=False)
-    ring: Mailbox[RingHears] = attrs.field(factory=Mailbox, init=False)
-    publisher: Mailbox[PublisherHears] = attrs.field(factory=Mailbox, init=False)
-    directory: Mailbox[DirectoryHears] = attrs.field(factory=Mailbox, init=False)
-    pool: Mailbox[PoolHears] = attrs.field(factory=Mailbox, init=False)
-    disk: Mailbox[DiskHears] = attrs.field(factory=Mailbox, init=False)
-    promote: Mailbox[PromoteHears] = attrs.field(factory=Mailbox, init=False)
-    rdma: Mailbox[RdmaHears] = attrs.field(factory=Mailbox, init=False)
-    removal: Mailbox[RemovalHears] = attrs.field(factory=Mailbox, init=False)
-    handover: Mailbox[HandoverHears] = attrs.field(factory=Mailbox, init=False)
+    membership: Mailbox[MembershipMessage] = attrs.field(factory=Mailbox, init=False)
+    ring: Mailbox[RingMessage] = attrs.field(factory=Mailbox, init=False)
+    publisher: Mailbox[PublisherMessage] = attrs.field(factory=Mailbox, init=False)
+    directory: Mailbox[DirectoryMessage] = attrs.field(factory=Mailbox, init=False)
+    pool: Mailbox[PoolMessage] = attrs.field(factory=Mailbox, init=False)
+    disk: Mailbox[DiskMessage] = attrs.field(factory=Mailbox, init=False)
+    promote: Mailbox[PromoteMessage] = attrs.field(factory=Mailbox, init=False)
+    rdma: Mailbox[RdmaMessage] = attrs.field(factory=Mailbox, init=False)
+    removal: Mailbox[RemovalMessage] = attrs.field(factory=Mailbox, init=False)
+    handover: Mailbox[HandoverMessage] = attrs.field(factory=Mailbox, init=False)
     turn: Turn = attrs.field(init=False)
 
     @turn.default

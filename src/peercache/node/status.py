@@ -32,7 +32,7 @@ from peercache.model.status import (
 )
 from peercache.model.view import STATE_NAMES
 from peercache.node.admission import Admission
-from peercache.node.assembly import Crew
+from peercache.node.assembly import NodeActors
 from peercache.node.details import details
 from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
@@ -59,7 +59,7 @@ class NodeStatus:
     """Reads the health and the figures of one node."""
 
     incarnation: int
-    crew: Crew
+    crew: NodeActors
     disk: NodeDisk | None
     housekeeping: Housekeeping
     reach: Reach = attrs.field(kw_only=True)

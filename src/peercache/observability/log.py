@@ -50,7 +50,7 @@ WARNED_KEYS_MAX = 1024
 """Keys that one `WarnOnce` remembers; while it is full, it writes no new warning."""
 
 WARNED_FORGET_S = 3600.0
-"""A full `WarnOnce` forgets all keys this long after the first of them, and starts anew."""
+"""A full `WarnOnce` forgets all keys this long after the first of them, and starts again."""
 
 _PLAIN = structlog.processors.LogfmtRenderer(key_order=["event"], bool_as_flag=False)
 _rendering: dict[str, Any] = {"renderer": _PLAIN}

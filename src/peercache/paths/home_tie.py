@@ -22,7 +22,12 @@ from peercache.paths.reading import Touches
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
+from peercache.wire.messages.membership import (
+    ReportViewChanges,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
+)
 from peercache.wire.messages.pool import Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome
 
@@ -35,7 +40,7 @@ VIEW_PARTS_MAX = 64
 LOST_BEAT_S = 0.25
 """The same while the home node is lost: hits come back well within 5 s of its restart."""
 
-VIEW_PATIENCE_S = 0.2
+VIEW_TIMEOUT_S = 0.2
 """How long a view is waited for: less than a stall. On a starved host a beat may go unanswered
 while no call has waited for anything; one such silence must not close the home node, or any other,
 to the next call. The Hello after it waits longer, and any answer counts; the question after that
@@ -180,9 +185,9 @@ class Tie(Generic[Memory]):
     def _view_from(self, peer: int) -> Path[bool]:
         """Bring the view up to date by what has changed, or else by the whole of it."""
         if self.has_view:
-            asked_changes = ViewChangesAsked(0, self._view.digest())
-            answer = (yield Ask(((peer, asked_changes),), self._clock() + VIEW_PATIENCE_S))[0]
-            if not isinstance(answer, ViewChanges):
+            asked_changes = RequestViewChanges(0, self._view.digest())
+            answer = (yield Ask(((peer, asked_changes),), self._clock() + VIEW_TIMEOUT_S))[0]
+            if not isinstance(answer, ReportViewChanges):
                 return False
             changed = changed_view(self._view, answer)
             if changed is not None:
@@ -192,11 +197,11 @@ class Tie(Generic[Memory]):
         return (yield from self._whole_view_from(peer))
 
     def _whole_view_from(self, peer: int) -> Path[bool]:
-        asked = ViewAsked(0, self._view.digest())
+        asked = RequestView(0, self._view.digest())
         members: list[Member] = []
         for _ in range(VIEW_PARTS_MAX):
-            answer = (yield Ask(((peer, asked),), self._clock() + VIEW_PATIENCE_S))[0]
-            if not isinstance(answer, ViewShared):
+            answer = (yield Ask(((peer, asked),), self._clock() + VIEW_TIMEOUT_S))[0]
+            if not isinstance(answer, ShareView):
                 return False
             members += answer.view
             if not answer.more or not answer.view:
@@ -231,7 +236,7 @@ class Tie(Generic[Memory]):
         )
 
 
-def changed_view(view: View, changes: ViewChanges) -> View | None:
+def changed_view(view: View, changes: ReportViewChanges) -> View | None:
     """Return a client's view with these changes in it; None if they are not those of this view.
 
     What a view becomes must have the digest that was told: an entry that is missing in the changes,

@@ -254,8 +254,8 @@ class Locator:
             (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
         )
         # Half of what is left, so that a hung owner leaves time for its replica.
-        patience = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
-        answers: Sequence[Message | None] = yield Ask(questions, patience, search.has_all)
+        timeout = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
+        answers: Sequence[Message | None] = yield Ask(questions, timeout, search.has_all)
         search.take(answers)
         if search.known.all():
             return

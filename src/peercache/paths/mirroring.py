@@ -54,14 +54,14 @@ MARKS: Final = 2**18
 """Marks of a filter of pages read, 256 KiB: of 10,000 pages a minute one in 600 is taken for read
 that was not, which costs one copy."""
 
-PATIENCE_S: Final = 0.01
+TIMEOUT_S: Final = 0.01
 """How long a get waits for its home node, for slots and again for the commit: on one host an answer
 takes 0.2 ms. A node that has no time for it is busy with what matters more."""
 
-PATIENCE_PART: Final = 1 / 8
+TIMEOUT_FRACTION: Final = 1 / 8
 """Of the time left: the wait is no longer than that."""
 
-COPY_PART: Final = 1 / 4
+COPY_FRACTION: Final = 1 / 4
 """Of the time that the reading took: what the copy may take, or COPY_S where that is more."""
 
 COPY_S: Final = 0.002
@@ -239,9 +239,9 @@ class MirroredBatch:
         count = 0
         if len(chosen):
             now = clock()
-            spent_s = max(COPY_S, (now - self._started) * COPY_PART)
+            spent_s = max(COPY_S, (now - self._started) * COPY_FRACTION)
             # The commit takes time, too, and the deadline is the caller's.
-            copied_by = min(now + spent_s, until - max(until - now, 0.0) * PATIENCE_PART)
+            copied_by = min(now + spent_s, until - max(until - now, 0.0) * TIMEOUT_FRACTION)
             count = yield Place(
                 self._offsets[chosen], self._runs.take(self._places[chosen]), copied_by
             )
@@ -264,9 +264,9 @@ class MirroredBatch:
 
     def _ask(self, message: Message, until: float) -> Generator[Step, Any, Message | None]:
         now = self._mirrorer.clock()
-        patience_s = min(PATIENCE_S, max(until - now, 0.0) * PATIENCE_PART)
+        timeout_s = min(TIMEOUT_S, max(until - now, 0.0) * TIMEOUT_FRACTION)
         questions = ((self._home.incarnation, message),)
-        answers: Sequence[Message | None] = yield Ask(questions, now + patience_s)
+        answers: Sequence[Message | None] = yield Ask(questions, now + timeout_s)
         return answers[0]
 
 

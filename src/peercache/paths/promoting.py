@@ -62,7 +62,7 @@ class Awaited:
         self._found = self._found.of(~of_holder)
         return left
 
-    def questions(self, patience_s: float) -> tuple[tuple[int, Promote], ...]:
+    def questions(self, timeout_s: float) -> tuple[tuple[int, Promote], ...]:
         """Return one question for each holder, the first pages first."""
         records = self._found.records
         self._asked = [
@@ -70,7 +70,7 @@ class Awaited:
             for holder in self.holders()
         ]
         return tuple(
-            (int(records["holder"][group[0]]), Promote(0, _packed(records, group), patience_s))
+            (int(records["holder"][group[0]]), Promote(0, _packed(records, group), timeout_s))
             for group in self._asked
         )
 

@@ -39,13 +39,13 @@ from peercache.paths.verify import (
     wants_checksum,
 )
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Disputed
+from peercache.wire.messages.directory import ReportStale
 from peercache.wire.messages.pool import Touched
 
 ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
 
-PROMOTE_PATIENCE_S = 0.1
+PROMOTE_TIMEOUT_S = 0.1
 """How long a holder may take to answer with the pages that it has loaded: it is asked again until
 the deadline."""
 
@@ -120,7 +120,7 @@ class Touches:
 
 
 @final
-class Loads:
+class HolderLoad:
     """How fast each holder has served this client lately, and what it is asked for. Thread-safe.
 
     Of holders that are equally far, the one that has the least to do is read. Small differences do
@@ -181,7 +181,7 @@ class Reader:
         space: int,
         clock: Callable[[], float],
         mirrorer: Mirrorer | None = None,
-        loads: Loads | None = None,
+        loads: HolderLoad | None = None,
     ) -> None:
         """Read with `verify` = generation, sampled or full checksums, pages of one space only."""
         self._locator = locator
@@ -190,7 +190,7 @@ class Reader:
         self._space = space
         self._clock = clock
         self.mirrorer = mirrorer
-        self._loads = loads or Loads(salt=0, clock=clock)
+        self._loads = loads or HolderLoad(salt=0, clock=clock)
         self.touches = Touches()
         self._strangers = Strangers()
 
@@ -347,11 +347,11 @@ class Reader:
                 if not self._locator.may_ask(holder):
                     batch.fail(awaited.give_up(holder), reasons.PEER_UNREACHABLE)
                     batch.avoid.add(holder)
-            asked = awaited.questions(min(PROMOTE_PATIENCE_S, until - now))
+            asked = awaited.questions(min(PROMOTE_TIMEOUT_S, until - now))
             if not asked:
                 break
             # A second silence opens the breaker of the holder.
-            silence_s = PROMOTE_PATIENCE_S + self._locator.stall_s / 2
+            silence_s = PROMOTE_TIMEOUT_S + self._locator.stall_s / 2
             answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
             arrived, lost = awaited.take(answers)
             if len(lost.places):
@@ -568,9 +568,9 @@ def _drops(records: Records) -> Records:
     return drops
 
 
-def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, Disputed], ...]:
+def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, ReportStale], ...]:
     owners = cluster.ring.owners(np.ascontiguousarray(records["key"]))
     return tuple(
-        (peer, Disputed(records[(owners == peer).any(axis=1)][:RECORDS_A_MESSAGE_MAX].tobytes()))
+        (peer, ReportStale(records[(owners == peer).any(axis=1)][:RECORDS_A_MESSAGE_MAX].tobytes()))
         for peer in np.unique(owners).tolist()
     )

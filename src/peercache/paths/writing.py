@@ -60,21 +60,21 @@ PORTIONS_MAX = 4
 """Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs four messages to and from
 the home node, and two for each owner."""
 
-RESEND_PART = 1 / 2
+RESEND_FRACTION = 1 / 2
 """Of a stall: the silence after which the home node is asked again. A lost message costs a retry,
 and only a second silence opens its breaker."""
 
-PUBLISH_PATIENCE_S = 0.1
+PUBLISH_TIMEOUT_S = 0.1
 """How long a Commit waits for a directory owner; its answer must arrive by the deadline even so."""
 
 COMMIT_S = 0.1
 """Kept back from the copy for the Commit, so that pages that were copied in time are stored."""
 
-CHECKSUM_PART = 1 / 3
+CHECKSUM_FRACTION = 1 / 3
 """Of the copy's time, where every page needs a checksum: kept back for the checksums. They take no
 longer than the copy."""
 
-assert PUBLISH_PATIENCE_S + RESEND_PART * STALL_S < STALL_S, (
+assert PUBLISH_TIMEOUT_S + RESEND_FRACTION * STALL_S < STALL_S, (
     "one slow Commit would open the breaker"
 )
 
@@ -132,7 +132,7 @@ class _Question:
 
     message: Message
     number: int = 0
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 @attrs.define(eq=False)
@@ -347,7 +347,7 @@ class _Round:
         runs, written, copied_by = portion.runs, portion.written, self._copied_by
         # Where every page needs a checksum, they are made in time for what was copied.
         needs_checksums = refuses_without_checksum(self._verify)
-        kept_back_s = (copied_by - self._clock()) * CHECKSUM_PART if needs_checksums else 0.0
+        kept_back_s = (copied_by - self._clock()) * CHECKSUM_FRACTION if needs_checksums else 0.0
         until = copied_by - kept_back_s
         if count == len(runs):
             count = yield Place(slots.offsets, runs, until)
@@ -382,7 +382,7 @@ class _Round:
                 yield Post(((self._home, Abort(portion.sequence)),))
             return
         now = self._clock()
-        patience_s = self._patience_s(now)
+        timeout_s = self._timeout_s(now)
         ahead: tuple[int, ...] = ()
         if is_first and written == len(portion.written):
             # Another batch often follows one that was all new.
@@ -392,12 +392,12 @@ class _Round:
             portion.sequence,
             portion.written.tobytes(),
             portion.checksums.tobytes(),
-            patience_s,
+            timeout_s,
             slots.unnamed,
             ahead,
         )
         number: int = (yield Submit(self._home, message)) if is_sent else 0
-        portion.commit = _Question(message, number, patience_s)
+        portion.commit = _Question(message, number, timeout_s)
 
     def _committed(self, commit: _Question, pages: int) -> Generator[Step, Any, Committed | None]:
         """Return the answer to a Commit; None where there is none to be believed."""
@@ -413,7 +413,7 @@ class _Round:
         """Return the home node's answer to a question, sent before or not; None without one."""
         if question.number:
             now = self._clock()
-            wait_s = RESEND_PART * self._breakers.stall_s + question.patience_s
+            wait_s = RESEND_FRACTION * self._breakers.stall_s + question.timeout_s
             if self._breakers.is_open(self._home):
                 # What has come already still counts.
                 wait_s = 0.0
@@ -422,9 +422,9 @@ class _Round:
                 return answer
         return (yield from self._insist(question.message))
 
-    def _patience_s(self, now: float) -> float:
+    def _timeout_s(self, now: float) -> float:
         """Return how long a Commit that is sent now waits for directory owners."""
-        return max(0.0, min(PUBLISH_PATIENCE_S, (self._until - now) / 2))
+        return max(0.0, min(PUBLISH_TIMEOUT_S, (self._until - now) / 2))
 
     def _insist(self, message: Message) -> Generator[Step, Any, Any]:
         """Ask the home node until it answers, or its breaker opens.
@@ -434,11 +434,11 @@ class _Round:
         """
         home, until = self._home, self._until
         while (now := self._clock()) < until and self._breakers.available(home, now):
-            patience_s = 0.0
+            timeout_s = 0.0
             if isinstance(message, Commit):
-                patience_s = self._patience_s(now)
-                message = attrs.evolve(message, patience_s=patience_s)
-            wait_s = RESEND_PART * self._breakers.stall_s + patience_s
+                timeout_s = self._timeout_s(now)
+                message = attrs.evolve(message, timeout_s=timeout_s)
+            wait_s = RESEND_FRACTION * self._breakers.stall_s + timeout_s
             answers: Sequence[Message | None] = yield Ask(
                 ((home, message),), min(until, now + wait_s)
             )

@@ -311,10 +311,10 @@ class RdmaFabric:
         answer = self._exchange(progress.peer, side.question(channel), until)
         channel.asked_at = now = self._clock()
         if isinstance(answer, Refused):
-            patience_s = ABSENT_S if answer.reason == NO_RDMA else REFUSED_S
+            timeout_s = ABSENT_S if answer.reason == NO_RDMA else REFUSED_S
             rail = side.index if answer.reason == NO_PATH else ALL_RAILS
             why = f"{answer.reason}: {answer.detail}"
-            self._away(progress.read.member, now + patience_s, why, rail)
+            self._away(progress.read.member, now + timeout_s, why, rail)
         elif answer is None and now < progress.deadline:
             self._away(
                 progress.read.member, now + AWAY_S, "no answer to the exchange of queue pairs"

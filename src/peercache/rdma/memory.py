@@ -3,7 +3,7 @@
 Owns    the registrations of one protection domain, and the threads that make them; the anonymous
         memory of the blocks.
 Keeps   memory stays registered, and its owner alive, until `remove` or `close`. A device writes to
-        the physical pages that it registered: memory that was freed and mapped anew at the same
+        the physical pages that it registered: memory that was freed and mapped again at the same
         address would silently miss its writes.
         Threads populate untouched memory before they register it, in steps without the GIL.
         No field of a registration is read after its end: that can crash.
@@ -427,7 +427,7 @@ class Blocks:
         region: Region | None = None
         try:
             region = self._begin()
-            self._regions.wait(region, self._patience_s(until))
+            self._regions.wait(region, self._timeout_s(until))
         except BaseException:
             with self._changed:
                 if region is None:
@@ -459,7 +459,7 @@ class Blocks:
         """Return whether another fabric must read: one more block would come even later."""
         return self._has_fallback and bool(self._late)
 
-    def _patience_s(self, until: float) -> float:
+    def _timeout_s(self, until: float) -> float:
         left = until - self._clock()
         # The other fabric needs the other half.
         return min(REGISTER_S, left / 2) if self._has_fallback else left

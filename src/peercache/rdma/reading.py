@@ -266,12 +266,11 @@ def drive(
         moved = _advance(pending)
         # In a guest a clock read may cost as much as ten pages, and progress has just made one.
         now = max(each.progress_at for each in transfers) if moved else clock()
-        patience_s = _patience_s(transfers)
+        timeout_s = _timeout_s(transfers)
         dead = [
             each
             for each in pending
-            if now >= each.progress_at + patience_s
-            and (has_spare or _others_go_on(each, transfers))
+            if now >= each.progress_at + timeout_s and (has_spare or _others_go_on(each, transfers))
         ]
         if now >= next_look:
             dead += [each for each in pending if not each.channel.rail.is_up()]
@@ -297,7 +296,7 @@ def drive(
         # A completion before the queue was armed makes no event.
         if _advance(pending):
             continue
-        judged = [at for each in pending if (at := each.progress_at + patience_s) > now]
+        judged = [at for each in pending if (at := each.progress_at + timeout_s) > now]
         # Rounded up: a wait of 0 ms would spin.
         wait_ms = ceil((min(deadline, next_look, *judged) - now) * 1000)
         for descriptor, _ in poller.poll(max(1, wait_ms)):
@@ -310,7 +309,7 @@ def _advance(transfers: Sequence[Transfer]) -> bool:
     return any(moved)
 
 
-def _patience_s(transfers: Sequence[Transfer]) -> float:
+def _timeout_s(transfers: Sequence[Transfer]) -> float:
     """Return how long a rail may make no progress."""
     fastest_s = min(transfer.fastest_s for transfer in transfers)
     return RAIL_STALL_S if fastest_s == inf else max(RAIL_STALL_S, RAIL_STALL_PORTIONS * fastest_s)

@@ -138,7 +138,7 @@ class ObjectEvents:
             }
             stored = [page for page, is_stored in last.items() if is_stored]
             removed = [page for page, is_stored in last.items() if not is_stored]
-            if batch.anew:
+            if batch.again:
                 # All that was told of the home node is void.
                 self._publisher.tell_anew()
             elif stored or removed:

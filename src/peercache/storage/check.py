@@ -2,7 +2,7 @@
 
 `stats_of` only reads, also beside a running node. `check` wants the folder for itself: it reads
 every slot, holds each page against its checksum, and leaves an index of exactly those that are
-right. Slabs are never written to: a damaged page has no row, and its place is used anew.
+right. Slabs are never written to: a damaged page has no row, and its place is used again.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ LOCK_ATTEMPTS: Final = 3
 LOCK_RETRY_S: Final = 0.02
 """A process that tests whether a folder is in use locks it for a moment; a node for its life."""
 
-INDEX_PART: Final = 64
+INDEX_DIVISOR: Final = 64
 """A 64th of the cap is the index's: 128 bytes for 8 KiB, the smallest slot there is."""
 
 INDEX_BYTES_MIN: Final = 256 * 2**10
@@ -271,7 +271,7 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
         slab_bytes = known or 2**20
         count = max(slabs, default=-1) + 1
         return Folder(path, lock, slab_bytes, count, INDEX_BYTES_MIN, known is None)
-    index_bytes = max(INDEX_BYTES_MIN, size_bytes // INDEX_PART)
+    index_bytes = max(INDEX_BYTES_MIN, size_bytes // INDEX_DIVISOR)
     room = size_bytes - index_bytes
     slab_bytes = known or slab_bytes_for(room)
     if known is not None and known > max(room, 0):

@@ -111,7 +111,7 @@ class SlabFiles:
             self.blocks_of[number] = blocks
 
     def forget(self, number: int) -> None:
-        """Have the slab prepared anew before it is written again: its file has gone."""
+        """Have the slab prepared again before it is written again: its file has gone."""
         self.blocks_of.pop(number, None)
         with self._lock:
             opened = self._opened.pop(number, None)

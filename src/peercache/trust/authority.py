@@ -151,7 +151,7 @@ class Authority:
     def revoke(self, what: str) -> list[Issued]:
         """Revoke every certificate of a name (`node-a`), or the one in a file; return them.
 
-        The signed list is written anew, and the files go to the folder `revoked`.
+        The signed list is written again, and the files go to the folder `revoked`.
         """
         found = self._named(what)
         now = dt.datetime.now(dt.timezone.utc)

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from peercache.client.client import Client
 from peercache.client.report import reporting
 from peercache.engines.lanes import CallLane, harmless
-from peercache.engines.late_client import PATIENCE_PART, REASONS, LateClient, engine_config
+from peercache.engines.late_client import REASONS, TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
@@ -119,7 +119,7 @@ class Lookups:
 LOAD_THREADS = 4
 """A load that waits for a slow peer keeps no other load waiting."""
 
-STORE_PATIENCE_S = 30.0
+STORE_TIMEOUT_S = 30.0
 """Stores may wait: vLLM pins their rows until they are done, and needs none of them soon."""
 
 CLOSE_S = 5.0
@@ -166,11 +166,11 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             on_open=self._register_memory,
             client_factory=client_factory,
         )
-        patience_s = config.op_timeout_s * PATIENCE_PART
+        timeout_s = config.op_timeout_s * TIMEOUT_FRACTION
         log = self._log
-        self._ask_lane = CallLane("vllm-lookup", log, patience_s=patience_s)
-        self._store_lane = CallLane("vllm-store", log, patience_s=STORE_PATIENCE_S)
-        self._load_lane = CallLane("vllm-load", log, threads=LOAD_THREADS, patience_s=patience_s)
+        self._ask_lane = CallLane("vllm-lookup", log, timeout_s=timeout_s)
+        self._store_lane = CallLane("vllm-store", log, timeout_s=STORE_TIMEOUT_S)
+        self._load_lane = CallLane("vllm-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)
         log.info(
             "vllm.tier_made",
             namespace=namespace.name,
@@ -245,7 +245,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         """Wait until no job touches a row, and leave the chunks that were stored before.
 
         vLLM calls it when its caches are reset, as after an update of weights in place: from now on
-        the engine shares chunks with itself alone, until it starts anew.
+        the engine shares chunks with itself alone, until it starts again.
         """
         for lane in (self._store_lane, self._load_lane):
             lane.drain()

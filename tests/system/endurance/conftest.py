@@ -11,7 +11,7 @@ from tests.pace import no_peer_is_taken_for_hung
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the clients wait for nodes that are slow because the machine is."""
     no_peer_is_taken_for_hung(monkeypatch)
 

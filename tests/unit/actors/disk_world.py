@@ -25,11 +25,11 @@ from peercache.actors.effects import (
     TellPublisher,
 )
 from peercache.actors.mailboxes import (
-    LoadWanted,
     PagesCommitted,
     PoolGrew,
     RecordsChanged,
     RemovalDone,
+    RequestLoad,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
@@ -215,9 +215,9 @@ class DiskWorld:
         written, sums = b"\1" * len(numbers), bytes(8 * len(numbers))
         self.tell("pool", Commit(2, self._sequence, written, sums, 0.1), CLIENT)
 
-    def ask(self, *numbers: int, patience_s: float = 0.1, asker: int = 5) -> None:
+    def ask(self, *numbers: int, timeout_s: float = 0.1, asker: int = 5) -> None:
         """Ask for pages on disk."""
-        self.tell("promote", Promote(asker, keys(*numbers), patience_s), Origin(asker, 3))
+        self.tell("promote", Promote(asker, keys(*numbers), timeout_s), Origin(asker, 3))
 
     def remove(self, *numbers: int, namespace: int = 1) -> None:
         """Remove pages everywhere at this node."""
@@ -304,7 +304,7 @@ class DiskWorld:
         """Let the actors take what waits; each actor's messages stay in order."""
         while self.waiting:
             actor, sender, message = self.waiting.pop(self._next())
-            if isinstance(message, LoadWanted):
+            if isinstance(message, RequestLoad):
                 # A Load has those of its pages that are still on disk: the others have slots too.
                 self._reserved = message.lengths.tolist()
             taker = self.actors[actor]

@@ -60,8 +60,8 @@ def ticked(made: Publisher, now: float) -> list[Effect]:
     return effects
 
 
-def commit_of(records: Records, *, request: int = 1, patience_s: float = 1.0) -> PagesCommitted:
-    return PagesCommitted(CLIENT, request, 3, b"s", records, NO_RECORDS, patience_s)
+def commit_of(records: Records, *, request: int = 1, timeout_s: float = 1.0) -> PagesCommitted:
+    return PagesCommitted(CLIENT, request, 3, b"s", records, NO_RECORDS, timeout_s)
 
 
 def sent(

@@ -10,7 +10,7 @@ from peercache.actors.mailboxes import PeerAnswered, Republish
 from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
 from peercache.model.member import Member
-from peercache.wire.messages.membership import HeartbeatSeen, ViewShared
+from peercache.wire.messages.membership import HeartbeatSeen, ShareView
 from tests.unit.actors.membership_cluster import DEAD_S, HEARTBEAT_S, SUSPECT_S, member
 
 # With max_masters = 2: nodes 1 and 2 are the masters whenever they live.
@@ -40,7 +40,7 @@ class Node:
         return effects
 
     def told_by(self, sender: int, *members: Member) -> list[Effect]:
-        return self.hears(sender, ViewShared(0, members))
+        return self.hears(sender, ShareView(0, members))
 
     def knows(self, *incarnations: int) -> Node:
         """Have these answer at their addresses, a moment ago."""

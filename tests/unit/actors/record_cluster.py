@@ -38,22 +38,22 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
-    Disputed,
     HandedOver,
     Located,
     Lookup,
     Put,
     Repair,
+    ReportStale,
+    RequestFreshSummary,
+    RequestSummary,
     StreamSummary,
-    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
-    SummaryWanted,
 )
 from peercache.wire.messages.pool import Committed
 
-TO_DIRECTORY = (Put, Delete, Repair, StreamSummary, HandedOver, Lookup, Disputed)
-TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted, SummaryAsked)
+TO_DIRECTORY = (Put, Delete, Repair, StreamSummary, HandedOver, Lookup, ReportStale)
+TO_PUBLISHER = (Acknowledged, SummaryMatches, SummaryDiffers, RequestSummary, RequestFreshSummary)
 NO_DROPS = np.zeros(0, DROP)
 NO_RECORDS = np.zeros(0, RECORD)
 
@@ -77,7 +77,7 @@ def records_of(holder: int, names: Sequence[int], generations: Sequence[int] | i
 
 
 def told_apart(holder: int, names: Sequence[int], generations: Sequence[int]) -> Records:
-    """Return records of which no field but key and holder stays when a page is told anew."""
+    """Return records of which no field but key and holder stays when a page is told again."""
     made = records_of(holder, names, generations)
     for field, factor in (("offset", 4096), ("length", 64), ("checksum", 2**40)):
         made[field] = made["generation"] * factor
@@ -186,7 +186,7 @@ class Cluster:
         for incarnation in list(self.nodes):
             self.show(incarnation, self.truth())
 
-    def commit(self, incarnation: int, names: Sequence[int], patience_s: float = 1.0) -> int:
+    def commit(self, incarnation: int, names: Sequence[int], timeout_s: float = 1.0) -> int:
         """Commit pages at a node, and wait for their publication; return the request."""
         node = self.nodes[incarnation]
         made = records_of(incarnation, names, node.generation)
@@ -194,7 +194,7 @@ class Cluster:
         node.pool.update({bytes(r["key"]): r.tobytes() for r in made})
         self.requests += 1
         committed = PagesCommitted(
-            Origin(99), self.requests, 1, bytes(len(names)), made, NO_RECORDS, patience_s
+            Origin(99), self.requests, 1, bytes(len(names)), made, NO_RECORDS, timeout_s
         )
         self.tell(incarnation, "directory", RecordsChanged(made, NO_DROPS))
         self.tell(incarnation, "publisher", committed)

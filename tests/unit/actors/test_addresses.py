@@ -20,7 +20,7 @@ from peercache.actors.membership.addresses import (
     Reconnect,
 )
 from peercache.actors.runtime import SELF
-from peercache.wire.messages.membership import ViewShared
+from peercache.wire.messages.membership import ShareView
 from tests.unit.actors.membership_cluster import HEAL_S, Cluster, member
 from tests.unit.actors.membership_node import ME, ONE, TWO, Node, calls
 
@@ -129,7 +129,7 @@ def test_node_says_who_it_is_at_the_addresses_that_it_is_given() -> None:
 
     effects = node.hears(0, AddressesFound(given))
 
-    assert effects == [SendTo(member(TWO).control, ViewShared(0, (node.actor.me,)))]
+    assert effects == [SendTo(member(TWO).control, ShareView(0, (node.actor.me,)))]
     assert node.actor.dialled() == {member(TWO).control}
 
 
@@ -231,7 +231,7 @@ def test_every_head_is_called_at_once() -> None:
 
 
 def test_head_that_is_reached_rests_and_is_called_at_once_when_lost() -> None:
-    """Its backoff starts anew each time."""
+    """Its backoff starts again each time."""
     calling = redial(a=0)
     calls_in(calling, 60.0)
 

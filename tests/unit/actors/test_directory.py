@@ -19,13 +19,13 @@ from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import (
     Acknowledged,
-    Disputed,
-    Doubted,
     Located,
     Lookup,
     Put,
     Repair,
+    ReportStale,
     SummaryMatches,
+    VerifyRecords,
 )
 from peercache.wire.messages.session import Refused
 from tests.unit.actors.lone_shard import (
@@ -154,7 +154,7 @@ def test_put_upserts_only_what_is_newer() -> None:
 
 
 def test_delete_spares_what_is_newer() -> None:
-    """A page committed anew survives the delete of its old record."""
+    """A page committed again survives the delete of its old record."""
     shard = shard_of(A)
     heard(shard, A, put(1, A, [1, 2], 20))
 
@@ -188,9 +188,9 @@ def test_key_named_twice_in_one_put_counts_once() -> None:
 
 def doubted(shard: DirectoryShard, failed: Records, now: float = 0.0) -> list[tuple[int, bytes]]:
     """Dispute records; return which holder is asked about what."""
-    effects = shard.on_message(Origin(77, 1), Disputed(failed.tobytes()), now)
+    effects = shard.on_message(Origin(77, 1), ReportStale(failed.tobytes()), now)
     shard.check()
-    asked = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Doubted)]
+    asked = [e for e in effects if isinstance(e, Send) and isinstance(e.message, VerifyRecords)]
     assert len(asked) == len(effects)
     return [(e.to, e.message.records) for e in asked]  # type: ignore[misc, union-attr]
 
@@ -235,7 +235,7 @@ def test_dispute_cannot_drop_the_own_pools_records() -> None:
     own = records_of(ME, [1], 10)
     heard(shard, ME, RecordsChanged(own, NO_DROPS))
 
-    heard(shard, 77, Disputed(own.tobytes()))
+    heard(shard, 77, ReportStale(own.tobytes()))
 
     assert len(located(shard, [1])) == 1
 

@@ -13,16 +13,16 @@ from peercache.actors.origin import Origin
 from peercache.model.member import SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import DOUBTED_NUMBERS, Records
-from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     HandedOver,
     Located,
     Lookup,
     Put,
+    RequestFreshSummary,
+    RequestSummary,
     StreamSummary,
-    SummaryAsked,
     SummaryMatches,
-    SummaryWanted,
 )
 from peercache.wire.messages.pool import Committed
 from tests.unit.actors.lone_publisher import ring_of
@@ -38,7 +38,7 @@ from tests.unit.actors.record_cluster import (
 
 ME, A, B = 5, 11, 12
 RING = ring_of(ME, A, B)
-assert TICK_AGE_MAX_S < PUBLISH_PATIENCE_S, "a stopped owner's table counts when a set gives it up"
+assert TICK_AGE_MAX_S < PUBLISH_TIMEOUT_S, "a stopped owner's table counts when a set gives it up"
 
 
 def shard_in_sync(now: float = 0.0) -> DirectoryShard:
@@ -124,7 +124,7 @@ def test_a_lone_node_has_authority_and_ticks() -> None:
 
 
 def test_a_gap_in_the_numbers_ends_authority_until_all_is_handed_over_again() -> None:
-    """A matching summary is not enough: the holder may have begun its stream anew.
+    """A matching summary is not enough: the holder may have begun its stream again.
 
     Then it covers what was sent since, and a repair has removed what was told before.
     """
@@ -148,7 +148,7 @@ def test_a_holder_in_doubt_is_asked_until_it_has_handed_over_again() -> None:
     hear(shard, A, Put(2, records.tobytes()), 0.01)
     hear(shard, A, summary_of(2, records), 0.02)
 
-    asked = [peer for peer, message in tick(shard, 1.0) if message == SummaryWanted()]
+    asked = [peer for peer, message in tick(shard, 1.0) if message == RequestSummary()]
 
     assert set(asked) == {A}
 
@@ -225,8 +225,8 @@ def test_an_own_stall_puts_everything_in_doubt_and_asks_all_holders(by_message: 
 
     assert not has_authority(shard, late + 0.01)
     assert [(e.to, e.message) for e in effects if isinstance(e, Send)] == [
-        (A, SummaryAsked(DOUBTED_NUMBERS)),
-        (B, SummaryAsked(DOUBTED_NUMBERS)),
+        (A, RequestFreshSummary(DOUBTED_NUMBERS)),
+        (B, RequestFreshSummary(DOUBTED_NUMBERS)),
     ]
     for holder in (A, B):
         hear(shard, holder, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), late + 0.02)
@@ -264,7 +264,7 @@ def test_the_answer_to_a_question_of_before_another_stall_does_not_count() -> No
     early = has_authority(shard, at)
     hear(shard, A, HandedOver(2 * DOUBTED_NUMBERS, 0, 0, RING.version), at)
 
-    assert asked == [SummaryAsked(DOUBTED_NUMBERS), SummaryAsked(2 * DOUBTED_NUMBERS)]
+    assert asked == [RequestFreshSummary(DOUBTED_NUMBERS), RequestFreshSummary(2 * DOUBTED_NUMBERS)]
     assert (early, has_authority(shard, at)) == (False, True)
 
 
@@ -283,7 +283,7 @@ def test_after_an_own_stall_a_newcomer_is_asked_too() -> None:
     hear(shard, 99, HandedOver(DOUBTED_NUMBERS, 0, 0, ring.version), late + 0.5)
 
     assert (before, shard.authority.ring) == (b"", ring.version)
-    assert (99, SummaryAsked(DOUBTED_NUMBERS)) in asked
+    assert (99, RequestFreshSummary(DOUBTED_NUMBERS)) in asked
 
 
 def test_a_number_that_no_holder_sent_is_not_asked_for_for_ever() -> None:
@@ -297,7 +297,7 @@ def test_a_number_that_no_holder_sent_is_not_asked_for_for_ever() -> None:
     hear(shard, A, StreamSummary(3, 0, 0), late)
     asked = [message for peer, message in tick(shard, late + 1.0) if peer == A]
 
-    assert asked[-1] == SummaryAsked(3 + DOUBTED_NUMBERS)
+    assert asked[-1] == RequestFreshSummary(3 + DOUBTED_NUMBERS)
 
 
 def test_a_late_tick_within_bounds_is_no_stall() -> None:
@@ -324,7 +324,7 @@ def test_a_holder_in_doubt_is_asked_less_and_less_often() -> None:
     later = tick(shard, 4.9)
 
     assert early == []
-    assert soon == [(A, SummaryWanted())]
+    assert soon == [(A, RequestSummary())]
     assert 2 <= len(later) <= 5
     assert {to for to, _ in later} == {A}
 
@@ -373,14 +373,14 @@ def test_a_newcomer_has_authority_soon_after_its_hand_over() -> None:
 
 
 def test_a_set_that_all_owners_know_is_known_wherever_there_is_authority() -> None:
-    """A Put that is lost ends no set: it is asked about, sent anew, and then known."""
+    """A Put that is lost ends no set: it is asked about, sent again, and then known."""
     cluster = Cluster(replicas=3, summary_s=100.0)
     for incarnation in (ME, A, B):
         cluster.add(incarnation)
     cluster.show_all()
     cluster.run(1.0)
 
-    cluster.commit(ME, [1], patience_s=0.1)
+    cluster.commit(ME, [1], timeout_s=0.1)
     lost = [e for e in cluster.flying if isinstance(e.message, Put) and e.target == A]
     cluster.flying = [e for e in cluster.flying if e not in lost]
     cluster.run(0.09)

@@ -28,8 +28,8 @@ from peercache.actors.publisher import streams
 from peercache.model.member import DEAD
 from peercache.wire.messages.directory import (
     Acknowledged,
-    Disputed,
     Repair,
+    ReportStale,
     StreamSummary,
     SummaryMatches,
 )
@@ -52,7 +52,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @initialize(tight=st.booleans())
     def two_nodes(self, tight: bool) -> None:
-        """With tight limits even these few records are cut, forgotten and published anew."""
+        """With tight limits even these few records are cut, forgotten and published again."""
         if tight:
             self.patched.setattr(streams, "PENDING_MAX", 2)
             self.patched.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 3)
@@ -112,7 +112,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.integers(0, 30))
     def dispute(self, data: st.DataObject, name: int) -> None:
         shard = self.cluster.nodes[self.chosen(data)].shard
-        shard.on_message(Origin(99), Disputed(located(shard, [name]).tobytes()), self.cluster.now)
+        shard.on_message(
+            Origin(99), ReportStale(located(shard, [name]).tobytes()), self.cluster.now
+        )
 
     @precondition(lambda self: self.cluster.flying)
     @rule(data=st.data(), twice=st.booleans())

@@ -19,13 +19,13 @@ from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
     Acknowledged,
-    Disputed,
     HandedOver,
     Put,
     Repair,
+    ReportStale,
+    RequestSummary,
     StreamSummary,
     SummaryDiffers,
-    SummaryWanted,
 )
 from tests.unit.actors.lone_shard import ME, A, B, C, delete, heard, put, refused, shard_of
 from tests.unit.actors.lone_shard import summary_of as summary_made_of
@@ -101,7 +101,7 @@ def test_a_false_number_alone_asks_for_no_number() -> None:
     hear(shard, A, HandedOver(4, 0, 0, RING.version), 2.0)
 
     assert asked
-    assert set(asked) == {SummaryWanted()}
+    assert set(asked) == {RequestSummary()}
     assert has_authority(shard, 2.0)
 
 
@@ -153,7 +153,7 @@ def test_a_dispute_about_a_holder_that_no_view_knows_asks_no_node() -> None:
     shard = shard_of(A)
     heard(shard, C, put(1, C, [1], 10))
 
-    assert shard.on_message(Origin(77), Disputed(records_of(C, [1], 10).tobytes()), 0.0) == []
+    assert shard.on_message(Origin(77), ReportStale(records_of(C, [1], 10).tobytes()), 0.0) == []
 
 
 def test_a_holder_for_which_there_is_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

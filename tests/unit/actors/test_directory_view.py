@@ -117,7 +117,7 @@ def test_refuted_holders_old_messages_stay_late() -> None:
 
 
 def test_new_incarnation_begins_a_new_stream() -> None:
-    """Numbers start anew with a node; the records of its former self are not served."""
+    """Numbers start again with a node; the records of its former self are not served."""
     shard = shard_of(A)
     heard(shard, A, put(50, A, [1, 2], 10))
     heard(shard, ME, view(ME, member(A, DEAD), B))

@@ -6,7 +6,7 @@ import numpy as np
 
 from peercache.actors.disk.open_index import KEYS_MAX, NAMESPACES_MAX
 from peercache.actors.effects import Effect, TellPool
-from peercache.actors.mailboxes import HeldAsked, PagesRemoved
+from peercache.actors.mailboxes import PagesRemoved, RequestHeld
 from peercache.actors.storage_port import DISK_ENTRY, DiskEnded, DiskOpened, Forget
 from peercache.wire.messages.pool import Clear, Remove
 from tests.unit.actors.disk_world import CLIENT, SLAB, DiskWorld, key, keys
@@ -57,9 +57,9 @@ def test_many_removals_are_one_when_the_disk_opens() -> None:
 
     effects = opened(world)
 
-    # Page 3 was stored anew: the pool is asked for what is not on disk yet.
+    # Page 3 was stored again: the pool is asked for what is not on disk yet.
     assert [type(effect) for effect in effects] == [Forget, TellPool]
-    assert effects[-1] == TellPool(HeldAsked())
+    assert effects[-1] == TellPool(RequestHeld())
     world.finish()
     assert on_disk(world) == {0, 3}
     assert world.places(*range(8)) == ["disk", "", "", "memory", "", "", "", ""]

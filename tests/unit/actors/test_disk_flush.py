@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
-from peercache.actors.mailboxes import FlushWanted
+from peercache.actors.mailboxes import RequestFlush
 from peercache.actors.storage_port import DISK_CHANGED, DISK_FAILED, DISK_FULL
 from tests.unit.actors.disk_world import LENGTH, DiskWorld
 
@@ -25,7 +25,7 @@ def test_flush_writes_every_page_that_is_only_in_memory() -> None:
     world.set(4, namespace=2)
     assert written(world) == 0
 
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == 5
     assert written(world) == 5
@@ -38,7 +38,7 @@ def test_flush_writes_nothing_twice() -> None:
     world.set(1, 2)
     written(world)
 
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
     assert world.count("pages_spilled_total") == 2
@@ -49,7 +49,7 @@ def test_flush_goes_on_beyond_the_bound_of_the_queue() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH + 1)
     world.set(*range(POOL - 1))
 
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == POOL - 1
     assert written(world) == POOL - 1
@@ -60,7 +60,7 @@ def test_flush_ends_where_no_page_fits_the_queue() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH - 1)
     world.set(1, 2, 3)
 
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
     assert world.count("spills_dropped_total", reason="queue_full") == 3
@@ -71,7 +71,7 @@ def test_hottest_pages_are_written_first() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH + 1)
     world.set(*range(4))
 
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
     job = min(world.working)
     first = world.working[job].effect
     key = first.records["key"][0].tobytes()  # type: ignore[union-attr]
@@ -86,7 +86,7 @@ def test_hottest_pages_are_written_first() -> None:
 def test_page_that_is_stored_while_the_node_stops_is_written_too() -> None:
     """Clients go on until they hear of the stop."""
     world = DiskWorld(on_evict=True)
-    world.tell("disk", FlushWanted())
+    world.tell("disk", RequestFlush())
     world.set(1, 2)
 
     assert world.tier.flush_left() == 2
@@ -99,7 +99,7 @@ def test_flush_ends_with_the_disk_and_with_a_disk_that_fails() -> None:
     ended, failing = DiskWorld(on_evict=True), DiskWorld(on_evict=True)
     for world in (ended, failing):
         world.set(1, 2)
-        world.tell("disk", FlushWanted())
+        world.tell("disk", RequestFlush())
 
     ended.end()
     for job in list(failing.working):

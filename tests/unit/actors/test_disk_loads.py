@@ -7,7 +7,7 @@ import numpy as np
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import DiskLoads, OpenIndex
 from peercache.actors.effects import Effect, TellPromote
-from peercache.actors.mailboxes import LoadWanted, PagesLoaded
+from peercache.actors.mailboxes import PagesLoaded, RequestLoad
 from peercache.actors.storage_port import DISK_DAMAGED, DISK_DONE, DISK_UNTRIED, Load, LoadDone
 
 LENGTH = 3000
@@ -33,7 +33,7 @@ class Disk:
         lengths = np.full(len(numbers), length, np.int64)
         offsets = np.arange(1, len(numbers) + 1, dtype=np.uint64) * np.uint64(100)
         return self.loads.begin(
-            LoadWanted(7, b"".join(map(key, numbers)), 1, lengths, offsets, 9.0)
+            RequestLoad(7, b"".join(map(key, numbers)), 1, lengths, offsets, 9.0)
         )
 
     def done(self, *outcomes: int) -> list[Effect]:

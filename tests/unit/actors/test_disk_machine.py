@@ -71,11 +71,11 @@ class DiskMachine(RuleBasedStateMachine):
         """Set pages, each in a new version."""
         self.world.set(*numbers, length=length)
 
-    @rule(numbers=pages, patience_s=st.sampled_from([0.0, 0.1, 5.0]))
-    def ask(self, numbers: list[int], patience_s: float) -> None:
+    @rule(numbers=pages, timeout_s=st.sampled_from([0.0, 0.1, 5.0]))
+    def ask(self, numbers: list[int], timeout_s: float) -> None:
         """Ask for pages on disk."""
-        self.asked += 1 if patience_s else 0
-        self.world.ask(*numbers, patience_s=patience_s, asker=100 + self.asked)
+        self.asked += 1 if timeout_s else 0
+        self.world.ask(*numbers, timeout_s=timeout_s, asker=100 + self.asked)
 
     @rule(numbers=pages)
     def remove(self, numbers: list[int]) -> None:

@@ -78,7 +78,7 @@ def test_portion_for_one_reader_is_not_evicted_by_those_of_others() -> None:
     """Half of the pool may be promoted and unread; the rest waits until it may have been read."""
     world = filled(slabs=8)
     for asker in range(4):
-        world.ask(2 * asker, 2 * asker + 1, asker=10 + asker, patience_s=5.0)
+        world.ask(2 * asker, 2 * asker + 1, asker=10 + asker, timeout_s=5.0)
     world.finish()
     first = [a.request for a in world.answers if isinstance(a, Promoted)]
 
@@ -90,10 +90,10 @@ def test_portion_for_one_reader_is_not_evicted_by_those_of_others() -> None:
     assert [a.request for a in world.answers if isinstance(a, Promoted)] == [10, 11, 12, 13]
 
 
-def test_patience_ends_a_question_that_the_disk_does_not_answer() -> None:
+def test_timeout_ends_a_question_that_the_disk_does_not_answer() -> None:
     """The asker hears in time that it may ask again."""
     world = filled()
-    world.ask(3, patience_s=0.1)
+    world.ask(3, timeout_s=0.1)
 
     world.wait(0.11)
 
@@ -101,7 +101,7 @@ def test_patience_ends_a_question_that_the_disk_does_not_answer() -> None:
 
 
 def test_question_with_nothing_to_tell_is_not_answered_at_once() -> None:
-    """A reader that asks again and again in vain is paced by its patience."""
+    """A reader that asks again and again in vain is paced by its timeout."""
     world = filled()
     for loading in range(POOL):
         world.ask(loading, asker=20 + loading)
@@ -110,7 +110,7 @@ def test_question_with_nothing_to_tell_is_not_answered_at_once() -> None:
     queued = WantedPage(LENGTH, 1)
     for number in range(10**6, 10**6 + 65536):
         world.promote.promotions._wanted[key(number)] = queued
-    world.ask(7, asker=99, patience_s=0.1)
+    world.ask(7, asker=99, timeout_s=0.1)
     early = len(world.answers)
     world.wait(0.11)
 
@@ -152,12 +152,12 @@ def test_page_in_memory_needs_no_load() -> None:
     assert not [w for w in world.working.values() if isinstance(w.effect, Load)]
 
 
-def test_question_without_patience_is_a_wish_that_the_rate_bounds() -> None:
+def test_question_without_timeout_is_a_wish_that_the_rate_bounds() -> None:
     """There is no answer; at most so many bytes a second are loaded."""
     world = filled(wish_rate=2 * LENGTH)
 
-    world.ask(0, 1, 2, 3, 4, patience_s=0.0)
-    world.ask(5, 6, patience_s=0.0)
+    world.ask(0, 1, 2, 3, 4, timeout_s=0.0)
+    world.ask(5, 6, timeout_s=0.0)
     world.finish()
 
     assert not [a for a in world.answers if isinstance(a, Promoted)]
@@ -168,7 +168,7 @@ def test_pool_without_room_lets_a_load_wait() -> None:
     """While every slot is reserved nothing can be loaded; when one is free it is."""
     world = filled()
     world.tell("pool", reserve(POOL), CLIENT)
-    world.ask(3, patience_s=1.0)
+    world.ask(3, timeout_s=1.0)
     assert not [w for w in world.working.values() if isinstance(w.effect, Load)]
 
     world.tell("pool", abort(1000), CLIENT)

@@ -27,14 +27,14 @@ from peercache.model.records import (
     Records,
     changes_from_bytes,
 )
-from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ReportChanges, RequestChanges
 from peercache.wire.messages.session import Refused
 from tests.unit.actors.lone_publisher import ME, A, commit_of, publisher_in, ring_of
 from tests.unit.actors.record_cluster import NO_DROPS, NO_RECORDS, key_of, records_of
 
 ROUTER = Origin(77, 9)
 NODE = "h1:7400"
-BEGIN = ChangesAsked(1, 0, 0, 0, 1.0)
+BEGIN = RequestChanges(1, 0, 0, 0, 1.0)
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "CHANGES_A_MESSAGE_MAX", 8)
 
 
-def told(effects: list[Effect]) -> list[ChangesTold]:
+def told(effects: list[Effect]) -> list[ReportChanges]:
     sends = [effect for effect in effects if isinstance(effect, Send)]
-    return [send.message for send in sends if isinstance(send.message, ChangesTold)]
+    return [send.message for send in sends if isinstance(send.message, ReportChanges)]
 
 
-def asked(made: Publisher, question: ChangesAsked, now: float) -> ChangesTold:
-    """Return the answer to a question, now or when its patience is over."""
+def asked(made: Publisher, question: RequestChanges, now: float) -> ReportChanges:
+    """Return the answer to a question, now or when its timeout is over."""
     found = told(made.on_message(ROUTER, question, now))
     made.check()
     while not found:
@@ -92,7 +92,7 @@ def test_who_begins_is_told_what_is_there() -> None:
 
     answer = asked(made, BEGIN, 2.0)
 
-    assert answer.anew
+    assert answer.again
     assert answer.changes == b""
     assert sorted(keys_in(answer.held)) == sorted(map(key_of, [1, 2, 3]))
     assert answer.row == ALL_ROWS
@@ -108,20 +108,20 @@ def test_changes_are_told_in_their_order_with_their_tier() -> None:
     made.on_message(Origin(ME), RecordsChanged(on_disk, NO_DROPS), 1.0)
     remove(made, on_disk)
 
-    answer = asked(made, ChangesAsked(2, ME, begun.after, begun.row, 1.0), 2.0)
+    answer = asked(made, RequestChanges(2, ME, begun.after, begun.row, 1.0), 2.0)
 
     changes = changes_from_bytes(answer.changes)
     assert changes["tier"].tolist() == [IN_MEMORY, IN_FILES, GONE]
     assert changes["length"].tolist() == [int(stored["length"][0])] * 2 + [0]
     assert set(keys_in(answer.changes)) == {key_of(1)}
-    assert (answer.anew, answer.held, answer.after) == (False, b"", begun.after + 3)
+    assert (answer.again, answer.held, answer.after) == (False, b"", begun.after + 3)
 
 
 def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None:
     """One answer tells what came within GATHER_S, and none is made within a commit's message."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
-    question = ChangesAsked(2, ME, begun.after, begun.row, 5.0)
+    question = RequestChanges(2, ME, begun.after, begun.row, 5.0)
     assert not told(made.on_message(ROUTER, question, 1.0))
     assert made.followers == 1
     for at, name in enumerate([1, 2, 3]):
@@ -135,17 +135,17 @@ def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None
     assert made.followers == 0
 
 
-def test_a_question_without_a_change_is_answered_after_its_patience() -> None:
+def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
     """So a follower knows that the node is there, and the node keeps no question for ever."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
-    question = ChangesAsked(2, ME, begun.after, begun.row, 3600.0)
+    question = RequestChanges(2, ME, begun.after, begun.row, 3600.0)
 
     assert not told(made.on_message(ROUTER, question, 1.0))
-    assert not told(made.on_tick(1.0 + following.PATIENCE_MAX_S - 0.1))
-    (answer,) = told(made.on_tick(1.0 + following.PATIENCE_MAX_S))
+    assert not told(made.on_tick(1.0 + following.TIMEOUT_MAX_S - 0.1))
+    (answer,) = told(made.on_tick(1.0 + following.TIMEOUT_MAX_S))
 
-    assert (answer.anew, answer.changes, answer.after) == (False, b"", begun.after)
+    assert (answer.again, answer.changes, answer.after) == (False, b"", begun.after)
 
 
 @pytest.mark.usefixtures("small")
@@ -156,9 +156,9 @@ def test_a_follower_that_was_stopped_too_long_begins_anew() -> None:
     for name in range(40):
         store(made, [name], 2)
 
-    answer = asked(made, ChangesAsked(2, ME, begun.after, begun.row, 1.0), 2.0)
+    answer = asked(made, RequestChanges(2, ME, begun.after, begun.row, 1.0), 2.0)
 
-    assert answer.anew
+    assert answer.again
 
 
 @pytest.mark.usefixtures("small")
@@ -170,15 +170,15 @@ def test_a_follower_that_missed_just_what_is_kept_goes_on() -> None:
         store(made, [name], 2)
     begun = asked(made, attrs.evolve(BEGIN, request=2), 1.0)
     while begun.row < ALL_ROWS:
-        begun = asked(made, ChangesAsked(3, ME, begun.after, begun.row, 1.0), 1.0)
+        begun = asked(made, RequestChanges(3, ME, begun.after, begun.row, 1.0), 1.0)
     for name in range(100, 132):
         store(made, [name], 2)
 
     keys: list[bytes] = []
     after = begun.after
     for _ in range(4):
-        answer = asked(made, ChangesAsked(4, ME, after, ALL_ROWS, 1.0), 2.0)
-        assert not answer.anew
+        answer = asked(made, RequestChanges(4, ME, after, ALL_ROWS, 1.0), 2.0)
+        assert not answer.again
         keys += keys_in(answer.changes)
         after = answer.after
 
@@ -186,12 +186,12 @@ def test_a_follower_that_missed_just_what_is_kept_goes_on() -> None:
 
 
 def test_a_number_of_another_life_begins_anew() -> None:
-    """The node has started anew: a number of its predecessor counts nothing."""
+    """The node has started again: a number of its predecessor counts nothing."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
 
-    assert asked(made, ChangesAsked(2, A, begun.after, ALL_ROWS, 1.0), 1.0).anew
-    assert asked(made, ChangesAsked(2, ME, begun.after + 1, ALL_ROWS, 1.0), 1.0).anew
+    assert asked(made, RequestChanges(2, A, begun.after, ALL_ROWS, 1.0), 1.0).again
+    assert asked(made, RequestChanges(2, ME, begun.after + 1, ALL_ROWS, 1.0), 1.0).again
 
 
 def test_without_followers_nothing_is_kept_and_who_returns_begins_anew() -> None:
@@ -201,9 +201,9 @@ def test_without_followers_nothing_is_kept_and_who_returns_begins_anew() -> None
     made.on_tick(following.FOLLOWED_S)
     store(made, [1], 2, now=following.FOLLOWED_S + 1)
 
-    answer = asked(made, ChangesAsked(2, ME, begun.after, begun.row, 1.0), 100.0)
+    answer = asked(made, RequestChanges(2, ME, begun.after, begun.row, 1.0), 100.0)
 
-    assert answer.anew
+    assert answer.again
     assert keys_in(answer.held) == [key_of(1)]
 
 
@@ -211,7 +211,7 @@ def test_too_many_followers_are_refused() -> None:
     """A question more than FOLLOWERS_MAX is answered at once with the reason."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
-    question = ChangesAsked(2, ME, begun.after, begun.row, 5.0)
+    question = RequestChanges(2, ME, begun.after, begun.row, 5.0)
     for pipe in range(following.FOLLOWERS_MAX):
         assert not made.on_message(Origin(1, pipe + 1), question, 1.0)
 

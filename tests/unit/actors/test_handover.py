@@ -33,10 +33,10 @@ from peercache.actors.mailboxes import (
     DrainBegan,
     DrainCancelled,
     DrainChanged,
-    GiveAsked,
     PagesStored,
     PagesToGive,
     PullDone,
+    RequestGive,
     TakenOver,
     TakeOver,
     ViewChanged,
@@ -48,11 +48,11 @@ from peercache.model.status import Draining
 from peercache.node.draining import Drainer
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
-    DrainAsked,
     DrainNode,
-    DrainTold,
-    PagesOffered,
+    OfferPages,
     PagesTaken,
+    ReportDrainState,
+    RequestDrainState,
 )
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -113,10 +113,13 @@ class Story:
     def drain(self, *numbers: int, within_s: float = 60.0) -> list[Any]:
         """Begin, with these pages in the pool; return the offers."""
         begun = self.hear(DrainBegan(self.now + within_s))
-        assert begun == [TellPool(DrainChanged(is_draining=True)), TellPool(GiveAsked(anew=True))]
+        assert begun == [
+            TellPool(DrainChanged(is_draining=True)),
+            TellPool(RequestGive(again=True)),
+        ]
         groups = (PagesStored(records_of(*numbers), 1),) if numbers else ()
         effects = self.hear(PagesToGive(groups, 0, 0))
-        if TellPool(GiveAsked(anew=False)) in effects:
+        if TellPool(RequestGive(again=False)) in effects:
             # It asks ahead, so that no target waits for the pool.
             assert self.hear(PagesToGive((), 0, 0)) == []
         return offers(effects)
@@ -131,7 +134,7 @@ def offers(effects: list[Any]) -> list[tuple[int, int, list[int]]]:
     return [
         (effect.to, effect.message.number, generations_of(effect.message.records))
         for effect in effects
-        if isinstance(effect, Send) and isinstance(effect.message, PagesOffered)
+        if isinstance(effect, Send) and isinstance(effect.message, OfferPages)
     ]
 
 
@@ -233,7 +236,7 @@ def test_what_is_taken_over_is_counted() -> None:
     story, metrics = Story(), Metrics()
     story.actor.show(metrics)
     story.see(ONE)
-    story.hear(PagesOffered(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
+    story.hear(OfferPages(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
     story.hear(drains(1), Origin(ONE))
     story.hear(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
     story.hear(PullDone(1, b"\1\0"))
@@ -320,14 +323,14 @@ def test_it_ends_when_its_time_is_over() -> None:
 
 
 def test_sets_that_began_before_are_waited_for() -> None:
-    """Their pages are the hottest: the order is made anew when they are there, or time is over."""
+    """Their pages are the hottest: the order is made again when they are there, or time is over."""
     story = Story()
     story.see(ONE)
     story.hear(DrainBegan(story.now + 60.0))
     unfinished = PagesToGive((PagesStored(records_of(1), 1),), 0, 2)
 
     assert story.hear(unfinished) == []
-    assert story.wait(AGAIN_S) == [TellPool(GiveAsked(anew=True))]
+    assert story.wait(AGAIN_S) == [TellPool(RequestGive(again=True))]
     story.now += UNFINISHED_S
 
     assert [pages for _, _, pages in offers(story.hear(unfinished))] == [[1]]
@@ -341,7 +344,7 @@ def test_a_drain_ends_whose_time_is_over_when_it_asks_again() -> None:
     story.hear(PagesToGive((PagesStored(records_of(1), 1),), 0, 2))
     story.now += 2 * AGAIN_S
 
-    assert story.actor.on_tick(story.now) == [TellPool(GiveAsked(anew=True))]
+    assert story.actor.on_tick(story.now) == [TellPool(RequestGive(again=True))]
 
     assert story.giving.state == HANDED_OVER
     assert story.actor.deadline() > story.now
@@ -397,17 +400,17 @@ def test_an_offer_is_bounded_in_pages_and_bytes() -> None:
 # --- taking ---------------------------------------------------------------------------------------
 
 
-def drains(question: int, state: str = HANDING_OVER) -> DrainTold:
+def drains(question: int, state: str = HANDING_OVER) -> ReportDrainState:
     """Return what a node answers that is asked whether it drains."""
-    return DrainTold(question, {"state": state, "problem": ""})
+    return ReportDrainState(question, {"state": state, "problem": ""})
 
 
 def ask(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5, by: int = ONE) -> int:
     """Let a node offer pages; return the number of the question that it gets."""
     records = records_of(*numbers, flags=flags, holder=by).tobytes()
-    (asked,) = story.hear(PagesOffered(number, 7, records), Origin(by))
+    (asked,) = story.hear(OfferPages(number, 7, records), Origin(by))
     assert asked.to == Origin(by)
-    assert isinstance(asked.message, DrainAsked)
+    assert isinstance(asked.message, RequestDrainState)
     return asked.message.request
 
 
@@ -471,7 +474,7 @@ def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     if why == "drained itself":
         story.hear(DrainBegan(story.now + 60.0))
 
-    effects = story.hear(PagesOffered(5, 7, records_of(1, 2).tobytes()), Origin(ONE))
+    effects = story.hear(OfferPages(5, 7, records_of(1, 2).tobytes()), Origin(ONE))
 
     assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
 
@@ -548,7 +551,7 @@ def test_an_offer_must_be_read_at_a_rate() -> None:
     spans = []
     for length in (4096, OFFER_BYTES, 2**31):
         records = records_of(1, length=length).tobytes()
-        (asked,) = story.hear(PagesOffered(5, 7, records), Origin(ONE))
+        (asked,) = story.hear(OfferPages(5, 7, records), Origin(ONE))
         (told,) = story.hear(drains(asked.message.request), Origin(ONE))
         sequence = told.fact.reserve.sequence
         (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
@@ -583,5 +586,5 @@ def test_an_offer_that_makes_no_sense_takes_nothing() -> None:
         records_of(),
         records_of(*range(1, OFFERED_MAX + 2)),
     ):
-        effects = story.hear(PagesOffered(5, 7, records.tobytes()), Origin(ONE))
+        effects = story.hear(OfferPages(5, 7, records.tobytes()), Origin(ONE))
         assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((ABORTED,)) * len(records)))]

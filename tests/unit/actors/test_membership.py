@@ -22,12 +22,12 @@ from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import View
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    ViewAsked,
-    ViewCompared,
-    ViewShared,
+    RequestView,
+    ShareView,
 )  # fmt: skip
 from tests.unit.actors.membership_cluster import DEAD_S, HEARTBEAT_S, SUSPECT_S, member
 from tests.unit.actors.membership_node import ME, NINE, ONE, TEN, TWO, Node, calls, sends
@@ -94,12 +94,12 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     before = node.state(NINE)
     effects = node.meets(member(NINE))
 
-    assert asked == [SendTo(member(NINE).control, ViewShared(0, (member(ME),)))]
+    assert asked == [SendTo(member(NINE).control, ShareView(0, (member(ME),)))]
     assert before is None
     answer = sends(effects, HeartbeatSeen)
     assert answer == [Send(NINE, HeartbeatSeen(node.actor.view.digest()))]
     (told,) = sends(
-        node.hears(NINE, ViewCompared(View.of([member(NINE)]).bucket_digests())), ViewShared
+        node.hears(NINE, CompareView(View.of([member(NINE)]).bucket_digests())), ShareView
     )
     assert told.to == NINE
     assert {m.incarnation for m in told.message.view} >= {ME, ONE, TWO}
@@ -114,15 +114,15 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     [
         Heartbeat(member(ONE), b""),
         HeartbeatSeen(b""),
-        ViewShared(0, (member(ONE), member(ME))),
-        ViewShared(0, (member(ONE), member(ME, state=SUSPECT))),
+        ShareView(0, (member(ONE), member(ME))),
+        ShareView(0, (member(ONE), member(ME, state=SUSPECT))),
     ],
     ids=["heartbeat", "heartbeat seen", "in its view", "suspect in its view"],
 )
 def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbeat) -> None:
     """A member that answers, and holds this node for none, does not count: it cannot reach it."""
     node = Node().knows(ONE)
-    for told in (Join(member(ONE)), ViewShared(0, (member(ONE),))):
+    for told in (Join(member(ONE)), ShareView(0, (member(ONE),))):
         node.hears(ONE, told)
     node.told_by(ONE, member(ONE), member(ME, state=DEAD))
     assert not node.actor.is_joined
@@ -187,11 +187,11 @@ def test_view_asked_is_answered_in_full_unless_the_digest_is_ours() -> None:
     node = Node().knows(ONE)
     members = node.actor.view.members()
 
-    assert node.hears(77, ViewAsked(3, b""), pipe=4) == [
-        Send(Origin(77, 4), ViewShared(3, members))
+    assert node.hears(77, RequestView(3, b""), pipe=4) == [
+        Send(Origin(77, 4), ShareView(3, members))
     ]
-    assert node.hears(77, ViewAsked(4, node.actor.view.digest()), pipe=4) == [
-        Send(Origin(77, 4), ViewShared(4, ()))
+    assert node.hears(77, RequestView(4, node.actor.view.digest()), pipe=4) == [
+        Send(Origin(77, 4), ShareView(4, ()))
     ]
 
 
@@ -225,9 +225,9 @@ def test_peer_whose_view_differs_is_asked_for_what_differs() -> None:
     heard = master.hears(NINE, Heartbeat(member(NINE), b"other"))
     answered = plain.hears(ONE, HeartbeatSeen(b"other"))
 
-    asked = ViewCompared(master.actor.view.bucket_digests())
+    asked = CompareView(master.actor.view.bucket_digests())
     assert heard == [Send(NINE, HeartbeatSeen(master.actor.view.digest())), Send(NINE, asked)]
-    assert answered == [Send(ONE, ViewCompared(plain.actor.view.bucket_digests()))]
+    assert answered == [Send(ONE, CompareView(plain.actor.view.bucket_digests()))]
     assert plain.hears(ONE, HeartbeatSeen(plain.actor.view.digest())) == []
     assert plain.hears(77, HeartbeatSeen(b"other")) == []
 
@@ -237,7 +237,7 @@ def test_one_peer_a_turn_is_asked_and_each_in_its_turn() -> None:
     node = Node().knows(ONE, TWO, NINE)
 
     asked = [e.to for peer in (ONE, TWO, NINE) for e in node.hears(peer, HeartbeatSeen(b"x"))]
-    asked += [e.to for e in sends(node.passes(HEARTBEAT_S), ViewCompared)]
+    asked += [e.to for e in sends(node.passes(HEARTBEAT_S), CompareView)]
 
     assert asked == [ONE, TWO, NINE]
 
@@ -251,7 +251,7 @@ def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
 
     node.meets(member(TEN))
 
-    assert sends(node.passes(HEARTBEAT_S), ViewCompared) == []
+    assert sends(node.passes(HEARTBEAT_S), CompareView) == []
 
 
 def test_node_that_has_addresses_to_try_asks_rarely() -> None:
@@ -264,7 +264,7 @@ def test_node_that_has_addresses_to_try_asks_rarely() -> None:
         node.passes(1.0, speaking=()) + node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(7)
     ]
 
-    assert sum(len(sends(effects, ViewCompared)) for effects in asked) == 3
+    assert sum(len(sends(effects, CompareView)) for effects in asked) == 3
 
 
 def test_views_to_one_peer_are_bounded_in_each_heartbeat() -> None:
@@ -273,27 +273,27 @@ def test_views_to_one_peer_are_bounded_in_each_heartbeat() -> None:
     node.passes(HEARTBEAT_S)
 
     for _ in range(2):
-        effects = [e for _ in range(50) for e in node.hears(NINE, ViewCompared(bytes(8)))]
+        effects = [e for _ in range(50) for e in node.hears(NINE, CompareView(bytes(8)))]
         assert len(effects) == SHARES_PER_BEAT
         assert {m.incarnation for m in effects[0].message.view} == {ONE, NINE, TEN}
         node.passes(HEARTBEAT_S)
-    assert node.hears(77, ViewCompared(bytes(8))) == []
-    assert [e.message.view for e in node.hears(NINE, ViewCompared(bytes(7)))] == [(member(ONE),)]
+    assert node.hears(77, CompareView(bytes(8))) == []
+    assert [e.message.view for e in node.hears(NINE, CompareView(bytes(7)))] == [(member(ONE),)]
 
 
 def test_news_of_a_doubted_member_reach_the_masters_at_once() -> None:
     """It has time to refute, and its refutation comes to the other masters in time."""
     node = Node(ONE).knows(TWO, NINE)
 
-    doubted = sends(node.passes(SUSPECT_S + 0.1, speaking=(TWO,)), ViewShared)
-    refuted = sends(node.hears(NINE, Heartbeat(member(NINE, counter=1), b"")), ViewShared)
+    doubted = sends(node.passes(SUSPECT_S + 0.1, speaking=(TWO,)), ShareView)
+    refuted = sends(node.hears(NINE, Heartbeat(member(NINE, counter=1), b"")), ShareView)
 
-    assert doubted == [Send(TWO, ViewShared(0, (member(ONE), member(NINE, state=SUSPECT))))]
-    assert refuted == [Send(TWO, ViewShared(0, (member(ONE), member(NINE, counter=1))))]
+    assert doubted == [Send(TWO, ShareView(0, (member(ONE), member(NINE, state=SUSPECT))))]
+    assert refuted == [Send(TWO, ShareView(0, (member(ONE), member(NINE, counter=1))))]
 
 
 def test_view_that_brings_nothing_new_is_not_announced() -> None:
-    """The ring is not made anew for what is known."""
+    """The ring is not made again for what is known."""
     node = Node().knows(ONE, TWO)
 
     assert node.told_by(ONE, member(ONE), member(TWO)) == []
@@ -367,7 +367,7 @@ def test_new_master_gives_every_member_the_full_time() -> None:
 
 @pytest.mark.parametrize("first", ["tick", "message"])
 def test_paused_node_that_wakes_accuses_no_member(first: str) -> None:
-    """It did not listen either: after a stop of a minute every silence starts anew."""
+    """It did not listen either: after a stop of a minute every silence starts again."""
     node = Node(ONE).knows(NINE, TEN)
     node.passes(1.0, speaking=(NINE, TEN))
 

@@ -18,12 +18,12 @@ from peercache.model.view import is_newer
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    ViewAsked,
-    ViewCompared,
-    ViewShared,
+    RequestView,
+    ShareView,
 )
 from tests.examples import examples
 from tests.unit.actors.membership_cluster import (
@@ -81,7 +81,7 @@ class MembershipMachine(RuleBasedStateMachine):
             if isinstance(effect, Send | SendTo):
                 envelope = Envelope(ME, 0, effect.message)
                 assert decode(encode(envelope, cluster="c"), cluster="c") == envelope
-            if isinstance(effect, Send) and effect.message.__class__ is ViewShared:
+            if isinstance(effect, Send) and effect.message.__class__ is ShareView:
                 to = effect.to.identity if isinstance(effect.to, Origin) else effect.to
                 if effect.message.request == 0:
                     self.shares[to] = self.shares.get(to, 0) + 1
@@ -99,7 +99,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(sender=senders, view=st.lists(entries, max_size=6))
     def view(self, sender: int, view: list[Member]) -> None:
-        self.hears(sender, ViewShared(0, tuple(view)))
+        self.hears(sender, ShareView(0, tuple(view)))
 
     @rule(sender=senders, digest=digests)
     def answer(self, sender: int, digest: bytes) -> None:
@@ -107,11 +107,11 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(sender=senders)
     def question(self, sender: int) -> None:
-        self.hears(sender, ViewAsked(1, b""))
+        self.hears(sender, RequestView(1, b""))
 
     @rule(sender=senders, buckets=st.sampled_from([b"", b"odd", bytes(8), bytes(32)]))
     def comparison(self, sender: int, buckets: bytes) -> None:
-        self.hears(sender, ViewCompared(buckets))
+        self.hears(sender, CompareView(buckets))
 
     @rule(late_s=st.sampled_from([0.0, 0.0, 0.0, 0.1, 4.0, 400.0]))
     def tick(self, late_s: float) -> None:
@@ -154,7 +154,7 @@ class MembershipMachine(RuleBasedStateMachine):
         assert all(count <= 2 * SHARES_PER_BEAT for count in self.shares.values())
 
     def places_are_those_of_the_view(self) -> None:
-        """The oracle: count them anew."""
+        """The oracle: count them again."""
         others = [entry for entry in self.actor.view.live() if entry.incarnation != ME]
         alive = [entry for entry in others if entry.state == ALIVE]
         places = self.actor._places

@@ -10,7 +10,7 @@ import pytest
 
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT
-from peercache.wire.messages.membership import ViewAsked, ViewShared
+from peercache.wire.messages.membership import RequestView, ShareView
 from tests.unit.actors.membership_cluster import DEAD_S, HEAL_S, SUSPECT_S, Cluster, cluster_of
 
 HEAD = "n000:31998"
@@ -288,7 +288,7 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
     slander = attrs.evolve(entry, state=state, counter=entry.counter + 1)
 
     told_by = Origin(master.incarnation)
-    cluster._hand_over(misled, told_by, ViewShared(0, (master.actor.me, slander)))
+    cluster._hand_over(misled, told_by, ShareView(0, (master.actor.me, slander)))
     told = cluster.states("n004:31998", ended)
     healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
@@ -308,7 +308,7 @@ def test_member_that_one_node_alone_holds_alive_ends_there_too() -> None:
     assert entry is not None
     refuted = attrs.evolve(entry, state=ALIVE, counter=entry.counter + 1)
 
-    cluster._hand_over(misled, Origin(ended.incarnation), ViewShared(0, (refuted,)))
+    cluster._hand_over(misled, Origin(ended.incarnation), ShareView(0, (refuted,)))
     held = cluster.states("n004:31998", ended)
     healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
@@ -439,11 +439,11 @@ def test_client_learns_the_view_from_any_node_and_then_only_changes() -> None:
     actor = cluster.processes["n003:31998"].actor
     ask = Origin(77, 5)
 
-    (first,) = actor.on_message(ask, ViewAsked(1, b""), cluster.now)
-    (same,) = actor.on_message(ask, ViewAsked(2, actor.view.digest()), cluster.now)
+    (first,) = actor.on_message(ask, RequestView(1, b""), cluster.now)
+    (same,) = actor.on_message(ask, RequestView(2, actor.view.digest()), cluster.now)
     before = actor.view.digest()
     cluster.leave("n002:31998")
     cluster.run(2.0)
-    (changed,) = actor.on_message(ask, ViewAsked(3, before), cluster.now)
+    (changed,) = actor.on_message(ask, RequestView(3, before), cluster.now)
 
     assert [len(answer.message.view) for answer in (first, same, changed)] == [4, 0, 3]

@@ -9,7 +9,7 @@ import numpy as np
 from peercache.actors.effects import Send
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.reservations import LATELY_S, LOOK_PART, Mirrors, Shares
+from peercache.actors.pool.reservations import LATELY_S, LOOK_FRACTION, Mirrors, Shares
 from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.ids import Incarnation
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED, Granted, ReserveMirror
@@ -21,7 +21,7 @@ GRANULE = 4096
 # --- removals -------------------------------------------------------------------------------------
 
 
-def test_a_removal_without_patience_voids_what_was_asked_for_before_it() -> None:
+def test_a_removal_without_timeout_voids_what_was_asked_for_before_it() -> None:
     """Also where a sender says that it waits for less than no time."""
     mirrors = Mirrors(8)
     mirrors.removed(1, -5.0, 100.0)
@@ -50,10 +50,10 @@ def test_what_was_touched_lately_is_known_by_a_bounded_number_of_looks() -> None
         touches.append(mirrors.begin(100.0 + step * 0.05, step))
         looks.append(len(mirrors._looks))
 
-    assert max(looks) <= 1 / LOOK_PART + 2
+    assert max(looks) <= 1 / LOOK_FRACTION + 2
     for step, untouched_since in enumerate(touches):
         began = step - LATELY_S / 0.05
-        slack = LATELY_S * LOOK_PART / 0.05 + 1
+        slack = LATELY_S * LOOK_FRACTION / 0.05 + 1
         assert untouched_since == -1 or began - slack <= untouched_since <= began
     assert touches[-1] > 1700
 

@@ -75,7 +75,7 @@ def test_commit_stores_words_then_tells_directory_then_publisher() -> None:
     ]  # fmt: skip
     committed = effects[2].fact
     assert committed.origin == Origin(ALICE, 3)
-    assert (committed.request, committed.sequence, committed.patience_s) == (6, 1, 0.25)
+    assert (committed.request, committed.sequence, committed.timeout_s) == (6, 1, 0.25)
     assert committed.states == bytes((COMMITTED, COMMITTED))
     records = committed.records
     assert records["key"].tolist() == [key(1), key(2)]

@@ -10,9 +10,9 @@ import pytest
 from peercache.actors.effects import StoreWords, TellDirectory, TellHandover, TellPublisher
 from peercache.actors.mailboxes import (
     DrainChanged,
-    GiveAsked,
     PagesToGive,
     PoolGrew,
+    RequestGive,
     TakenOver,
     TakeOver,
 )
@@ -65,8 +65,8 @@ class Taker(Rig):
         written, checksums = b"\1" * count, bytes(8 * count)
         return self.say(TakenOver(Commit(0, self.sequence, written, checksums, 0.0)), INSIDE)
 
-    def give(self, *, anew: bool = True) -> PagesToGive:
-        (told,) = self.say(GiveAsked(anew), INSIDE)
+    def give(self, *, again: bool = True) -> PagesToGive:
+        (told,) = self.say(RequestGive(again), INSIDE)
         assert isinstance(told, TellHandover)
         assert isinstance(told.fact, PagesToGive)
         return told.fact
@@ -186,7 +186,7 @@ def test_pages_are_given_hottest_first_and_by_namespace() -> None:
     (group,) = given.groups
     assert [bytes(name) for name in group.records["key"].tolist()] == [key(1), key(3), key(2)]
     assert (given.left, given.left_bytes, group.namespace) == (0, 0, 1)
-    assert rig.give(anew=False).groups == ()
+    assert rig.give(again=False).groups == ()
     rig.say(Remove(9, 1, key(3)), NODE)
     assert [len(group.records) for group in rig.give().groups] == [2]
 
@@ -203,7 +203,7 @@ def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
     rig.say(Reserve(5, 90, 1, key(3), lengths))
     rig.say(Commit(6, 90, b"\1", bytes(8), 0.1))
 
-    told = [rig.give(anew=at == 0) for at in range(4)]
+    told = [rig.give(again=at == 0) for at in range(4)]
 
     assert [portion.left for portion in told] == [2, 1, 0, 0]
     assert [portion.left_bytes // GRANULE for portion in told] == [2, 1, 0, 0]

@@ -177,7 +177,7 @@ def test_what_was_removed_after_the_question_does_not_come_back(kind: str) -> No
 
 
 def test_what_another_member_may_still_have_does_not_come_back() -> None:
-    """The node itself has removed; the holder has until the patience of the removal is over."""
+    """The node itself has removed; the holder has until the timeout of the removal is over."""
     rig = Rig()
     rig.say(Remove(8, 1, key(1), 2.0), NODE)
     rig.now += 1.9

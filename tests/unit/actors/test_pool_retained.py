@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.effects import Send, StoreWords, TellDirectory
-from peercache.actors.mailboxes import DrainChanged, GiveAsked, HeldAsked
+from peercache.actors.mailboxes import DrainChanged, RequestGive, RequestHeld
 from peercache.actors.origin import Origin
 from peercache.actors.pool import page_table
 from peercache.actors.pool.actor import Pool
@@ -207,9 +207,9 @@ def test_a_stop_and_a_drain_see_retained_pages() -> None:
     rig.store(0, 1)
     rig.retain(0)
 
-    (held,) = rig.say(HeldAsked(), NODE)
+    (held,) = rig.say(RequestHeld(), NODE)
     rig.say(DrainChanged(True), NODE)
-    (given,) = rig.say(GiveAsked(True), NODE)
+    (given,) = rig.say(RequestGive(True), NODE)
 
     for told in (held, given):
         named = b"".join(group.records["key"].tobytes() for group in told.fact.groups)

@@ -116,10 +116,10 @@ def test_commit_waits_for_every_record() -> None:
     assert [a.published for a in answers(last)] == [50]
 
 
-def test_an_owner_that_misses_one_patience_is_waited_for_no_longer_until_it_knows_all() -> None:
-    """A stopped owner costs one patience once; what it does not know counts as unpublished."""
+def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows_all() -> None:
+    """A stopped owner costs one timeout once; what it does not know counts as unpublished."""
     made = publisher_in(ring_of(A, B))
-    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.1)
+    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.1)
     heard(made, ME, patient, 0.0)
     heard(made, A, Acknowledged(1), 0.01)
     (late,) = answers(ticked(made, 0.1))
@@ -137,10 +137,10 @@ def test_an_owner_that_misses_one_patience_is_waited_for_no_longer_until_it_know
     assert waits == []
 
 
-def test_patience_that_was_short_says_nothing_about_an_owner() -> None:
+def test_timeout_that_was_short_says_nothing_about_an_owner() -> None:
     """A commit whose deadline is near is answered; the next one waits for the owner as ever."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.01), 0.0)
+    heard(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.01), 0.0)
     ticked(made, 0.01)
 
     effects = heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.02)
@@ -161,7 +161,7 @@ def test_commits_that_wait_for_an_owner_end_with_it() -> None:
 
 
 def test_commit_is_answered_once() -> None:
-    """Later owners, repeated acknowledgements and the end of patience say nothing more."""
+    """Later owners, repeated acknowledgements and the end of timeout say nothing more."""
     made = publisher_in(ring_of(A, B))
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
     told = answers(heard(made, A, Acknowledged(1), 0.0))
@@ -174,7 +174,7 @@ def test_commit_is_answered_once() -> None:
     assert len(told) == 1
 
 
-def test_commit_is_answered_when_patience_is_over() -> None:
+def test_commit_is_answered_when_timeout_is_over() -> None:
     """What is acknowledged by then counts, and the pages that were here already."""
     ring = ring_of(A, B, C)
     made = publisher_in(ring)
@@ -196,7 +196,7 @@ def test_commit_is_answered_when_patience_is_over() -> None:
 
 @pytest.mark.parametrize("heard_at", [10.1, 10.3])
 def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: float) -> None:
-    """Be it answered because owners know, or because its patience is over; once, either way."""
+    """Be it answered because owners know, or because its timeout is over; once, either way."""
     made = publisher_in(ring_of(A, B))
     then = ReserveAhead(CLIENT, Reserve(0, 7, 1, b"", bytes(8)))
     records = records_of(ME, [1, 2, 3], 2)
@@ -235,7 +235,7 @@ def test_commit_of_pages_that_are_not_published_yet_waits_with_the_first_one(
     """Each is answered at its own deadline, and by what the owners know: however often asked."""
     made = publisher_in(ring_of(A, B))
     records = records_of(ME, [1, 2], 2)
-    first = commit_of(records, patience_s=0.1)
+    first = commit_of(records, timeout_s=0.1)
     again = PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1)
     heard(made, ME, first, 0.0)
     heard(made, A, Acknowledged(1), 0.01)
@@ -256,7 +256,7 @@ def test_commit_of_pages_that_a_lagging_owner_lacks_counts_them_as_unpublished()
     """It does not wait for that owner, and says so."""
     made = publisher_in(ring_of(A, B))
     records = records_of(ME, [1, 2], 2)
-    heard(made, ME, commit_of(records, patience_s=0.1), 0.0)
+    heard(made, ME, commit_of(records, timeout_s=0.1), 0.0)
     heard(made, A, Acknowledged(1), 0.01)
     ticked(made, 0.1)
 
@@ -272,7 +272,7 @@ def test_commit_does_not_wait_for_a_page_that_is_gone_meanwhile() -> None:
     """An eviction ends the wait of those that joined, and its slot's next page starts none."""
     made = publisher_in(ring_of(A))
     records = records_of(ME, [1], 2)
-    heard(made, ME, commit_of(records, patience_s=0.0), 0.0)
+    heard(made, ME, commit_of(records, timeout_s=0.0), 0.0)
     waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 5.0), 0.1)
     heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.2)
     heard(made, ME, RecordsChanged(records_of(ME, [2], 4), NO_DROPS), 0.2)
@@ -287,7 +287,7 @@ def test_pages_that_were_here_before_the_first_view_are_not_published() -> None:
     """Without a ring no owner is known, for a repeated Commit as for the first."""
     made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
     records = records_of(ME, [1], 2)
-    heard(made, ME, commit_of(records, patience_s=0.1), 0.0)
+    heard(made, ME, commit_of(records, timeout_s=0.1), 0.0)
 
     waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.0)
 
@@ -305,22 +305,22 @@ def test_commit_of_a_lone_node_is_answered_at_once() -> None:
     assert len(effects) == 1
 
 
-def test_commit_without_patience_is_answered_at_once() -> None:
+def test_commit_without_timeout_is_answered_at_once() -> None:
     """Nothing is published yet: no turn of the loop, and no tick, goes by before."""
     ring = ring_of(ME, A, B)
     made = publisher_in(ring)
     names = range(50)
 
-    effects = heard(made, ME, commit_of(records_of(ME, list(names), 2), patience_s=0.0), 3.0)
+    effects = heard(made, ME, commit_of(records_of(ME, list(names), 2), timeout_s=0.0), 3.0)
 
     assert [a.published for a in answers(effects)] == [0]
     assert answers(ticked(made, made.deadline())) == []
 
 
-def test_commit_before_there_is_a_ring_waits_for_its_patience() -> None:
+def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
     """Without owners nothing is published; once they are known they are told."""
     made = Publisher(incarnation=ME, republish_rate=1e4, summary_s=2.0, rng=random.Random(1))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=0.5), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.5), 0.0)
 
     late = ticked(made, 0.5)
     told = heard(made, ME, RingChanged(ring_of(ME, A)), 0.6)
@@ -376,7 +376,7 @@ def test_drops_go_as_one_delete_for_each_owner() -> None:
 
 
 def test_drop_that_is_older_than_the_record_ends_nothing() -> None:
-    """A page committed anew is another record than the one that was dropped."""
+    """A page committed again is another record than the one that was dropped."""
     made = publisher_in(ring_of(ME, A))
     heard(made, ME, commit_of(records_of(ME, [1], 20)), 0.0)
 

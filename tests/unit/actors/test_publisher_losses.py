@@ -15,18 +15,18 @@ from peercache.actors.publisher.pending import LAGGING_S
 from peercache.actors.publisher.streams import ASK_FIRST_S, NUMBER_MAX
 from peercache.model.member import DEAD
 from peercache.model.records import NUMBERS_AHEAD_MAX
-from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
-    Doubted,
     HandedOver,
     Put,
     Repair,
+    RequestFreshSummary,
     StreamSummary,
-    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
+    VerifyRecords,
 )
 from tests.unit.actors.lone_publisher import (
     ME,
@@ -63,7 +63,7 @@ from tests.unit.actors.record_cluster import (
 
 
 def test_lost_put_is_repaired_and_its_commit_answered() -> None:
-    """It is sent anew well within a commit's patience, and nothing else is."""
+    """It is sent again well within a commit's timeout, and nothing else is."""
     made = publisher_in(ring_of(A))
     shard = DirectoryShard(incarnation=A)
     shard.on_message(Origin(A), view(ME, A), 0.0)
@@ -77,21 +77,21 @@ def test_lost_put_is_repaired_and_its_commit_answered() -> None:
     ((_, summary),) = sent(ticked(made, ASK_FIRST_S), SUMMARIES)
     (differs,) = shard.on_message(Origin(ME), summary, 0.0)
     assert isinstance(differs, Send)
-    (anew,) = heard(made, A, differs.message, ASK_FIRST_S)
-    assert isinstance(anew, Send)
-    assert isinstance(anew.message, Put)
-    (acknowledged,) = shard.on_message(Origin(ME), anew.message, ASK_FIRST_S)
+    (again,) = heard(made, A, differs.message, ASK_FIRST_S)
+    assert isinstance(again, Send)
+    assert isinstance(again.message, Put)
+    (acknowledged,) = shard.on_message(Origin(ME), again.message, ASK_FIRST_S)
     assert isinstance(acknowledged, Send)
     done = heard(made, A, acknowledged.message, ASK_FIRST_S)
 
-    assert ASK_FIRST_S < LAGGING_S / 2 < PUBLISH_PATIENCE_S / 2
-    assert puts([anew]) == {A: keys(200)}
+    assert ASK_FIRST_S < LAGGING_S / 2 < PUBLISH_TIMEOUT_S / 2
+    assert puts([again]) == {A: keys(200)}
     assert len(located(shard, [200])) == 1
     assert [(a.request, a.published) for a in answers(done)] == [(2, 1)]
 
 
 def test_put_that_is_lost_twice_is_repaired_by_buckets() -> None:
-    """What is sent anew and still missing is sought where the digests differ."""
+    """What is sent again and still missing is sought where the digests differ."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [200], 900)), 0.0)
     effects: list[Effect] = []
@@ -363,14 +363,14 @@ def test_a_doubted_record_that_is_gone_is_withdrawn_and_a_true_one_stays() -> No
     lie = records_of(ME, [3], 99)
 
     everything = np.concatenate([old, true, lie]).tobytes()
-    ((owner, delete),) = sent(heard(made, A, Doubted(everything), 1.0), Delete)
+    ((owner, delete),) = sent(heard(made, A, VerifyRecords(everything), 1.0), Delete)
 
     assert owner == A
     assert isinstance(delete, Delete)
     assert delete.drops == drops_of([1, 2], [10, 12]).tobytes()
-    assert heard(made, A, Doubted(true.tobytes()), 1.0) == []
-    assert heard(made, 999, Doubted(old.tobytes()), 1.0) == []
-    assert heard(made, A, Doubted(records_of(B, [1], 10).tobytes()), 1.0) == []
+    assert heard(made, A, VerifyRecords(true.tobytes()), 1.0) == []
+    assert heard(made, 999, VerifyRecords(old.tobytes()), 1.0) == []
+    assert heard(made, A, VerifyRecords(records_of(B, [1], 10).tobytes()), 1.0) == []
 
 
 def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_for() -> None:
@@ -379,7 +379,7 @@ def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_f
     heard(made, ME, commit_of(records_of(ME, [1], 10)), 0.0)
     ((_, first),) = sent(ticked(made, 0.1), SUMMARIES)
     assert isinstance(first, HandedOver)
-    heard(made, A, SummaryAsked(1000), 0.11)
+    heard(made, A, RequestFreshSummary(1000), 0.11)
     heard(made, A, SummaryMatches(first.number), 0.12)
 
     ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
@@ -397,7 +397,7 @@ def test_a_number_that_no_owner_asks_for_is_passed_over(number: int) -> None:
     """A liar cannot use up the numbers of a stream; it is answered as any owner in doubt."""
     made = publisher_in(ring_of(A))
 
-    heard(made, A, SummaryAsked(number), 0.1)
+    heard(made, A, RequestFreshSummary(number), 0.1)
     ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
 
     assert isinstance(summary, HandedOver)
@@ -410,7 +410,7 @@ def test_numbers_are_left_however_often_an_owner_asks_for_higher_ones() -> None:
     stream = made._streams[A]
     stream.number = NUMBER_MAX - 10
 
-    heard(made, A, SummaryAsked(NUMBER_MAX), 0.1)
-    heard(made, A, SummaryAsked(NUMBER_MAX + 1), 0.1)
+    heard(made, A, RequestFreshSummary(NUMBER_MAX), 0.1)
+    heard(made, A, RequestFreshSummary(NUMBER_MAX + 1), 0.1)
 
     assert stream.number == NUMBER_MAX

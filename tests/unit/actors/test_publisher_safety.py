@@ -19,9 +19,9 @@ from peercache.wire.messages.directory import (
     HandedOver,
     Put,
     Repair,
+    RequestSummary,
     SummaryDiffers,
     SummaryMatches,
-    SummaryWanted,
 )
 from peercache.wire.messages.pool import Removed
 from tests.record_digests import flip
@@ -53,7 +53,7 @@ from tests.unit.actors.test_publisher_turning import acknowledged, finished, hel
 def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
     """It is late, and speaks for itself: the answer waits for those that were awaited."""
     made = publisher_in(ring_of(A, B, C, replicas=3))
-    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), patience_s=0.1)
+    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.1)
     heard(made, ME, patient, 0.0)
     for owner in (A, B):
         heard(made, owner, Acknowledged(1), 0.01)
@@ -69,10 +69,10 @@ def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
 
 
 def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
-    """Also not by those that have patience left: a stopped owner costs one patience."""
+    """Also not by those that have timeout left: a stopped owner costs one timeout."""
     made = publisher_in(ring_of(A, B))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=0.1), 0.0)
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 0.05)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 0.05)
     for number in (1, 2):
         assert answers(heard(made, A, Acknowledged(number), 0.06)) == []
 
@@ -82,27 +82,27 @@ def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
 
 
 def test_no_commit_waits_for_more_than_a_minute() -> None:
-    """Whatever its client says: a patience without end would be a waiter for ever."""
+    """Whatever its client says: a timeout without end would be a waiter for ever."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=1e9), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
 
-    early = answers(ticked(made, pending.PATIENCE_MAX_S - 0.1))
-    (late,) = answers(ticked(made, pending.PATIENCE_MAX_S))
+    early = answers(ticked(made, pending.TIMEOUT_MAX_S - 0.1))
+    (late,) = answers(ticked(made, pending.TIMEOUT_MAX_S))
 
     assert early == []
     assert late.published == 0
 
 
-def test_patience_of_answered_commits_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_of_answered_commits_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million sets a minute leave no million of entries."""
     monkeypatch.setattr(pending, "WAITERS_MAX", 4)
     made = publisher_in(ring_of(A))
     for at in range(100):
-        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), patience_s=50.0), 0.0)
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
         heard(made, A, Acknowledged(made._streams[A].number), 0.0)
 
     assert len(made._waiting) == 0
-    assert len(made._waiting._patience) <= 2 * 4 + 1
+    assert len(made._waiting._timeout) <= 2 * 4 + 1
 
 
 # --- owners ---------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_an_owner_that_wants_a_summary_gets_it_soon() -> None:
     assert ticked(made, 1.5) == []
     assert made.deadline() > 10.0
 
-    heard(made, A, SummaryWanted(), 2.0)
+    heard(made, A, RequestSummary(), 2.0)
 
     assert made.deadline() <= 2.0 + ASK_FIRST_S
     ((_, again),) = sent(ticked(made, 2.0 + ASK_FIRST_S), SUMMARIES)
@@ -185,7 +185,7 @@ def test_no_summary_says_handed_over_while_rows_wait() -> None:
 def test_former_owners_are_not_left_before_all_rows_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their time may be over while a large holder still looks: it would begin anew with the rows
+    """Their time may be over while a large holder still looks: it would begin again with the rows
     that move already, and forget the others.
     """
     in_slices(monkeypatch)
@@ -297,14 +297,14 @@ def test_an_owner_that_lost_everything_is_published_to_anew_before_it_counts(
     made = publisher_in(ring_of(A), rate=1000.0, summary_s=0.05)
     acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
     ticked(made, 5.0)
-    heard(made, ME, commit_of(records_of(ME, [900], 2000), request=7, patience_s=50.0), 5.0)
-    for _ in range(2):  # What it has not acknowledged is put anew once, first.
+    heard(made, ME, commit_of(records_of(ME, [900], 2000), request=7, timeout_s=50.0), 5.0)
+    for _ in range(2):  # What it has not acknowledged is put again once, first.
         asked = made._streams[A].summary(5.0, 6.0)
         effects = heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 5.0)
     answered = [(a.request, a.published) for a in answers(effects)]
     lagging = made.lagging()
     assert min(made._streams[A].pending) > asked.number, "what was sent before is awaited still"
-    heard(made, ME, commit_of(records_of(ME, [901], 2002), request=8, patience_s=50.0), 5.0)
+    heard(made, ME, commit_of(records_of(ME, [901], 2002), request=8, timeout_s=50.0), 5.0)
     now, seen = 5.0, []
     while made._turning.is_looking or len(made._turning):
         now = max(made.deadline(), now + 0.001)
@@ -322,8 +322,8 @@ def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
     """One of those is lost still: its commit waits, and is not told that its page is known."""
     made = publisher_in(ring_of(A))
     name = next(other for other in range(2, 99) if keys(other)[0][0] != keys(1)[0][0])
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
-    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2, patience_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2, timeout_s=50.0), 0.0)
     stream = made._streams[A]
     stream._differing[keys(name)[0][0]] = True
     (repair,) = stream.repair(100, 0.1)
@@ -337,9 +337,9 @@ def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
 def test_a_summary_that_matches_does_not_speak_for_later_messages() -> None:
     """What was sent after it may be lost."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=50.0), 0.0)
     ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 0.1)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 0.1)
 
     told = answers(heard(made, A, SummaryMatches(summary.number), 0.2))  # type: ignore[attr-defined]
 
@@ -378,9 +378,9 @@ def test_only_the_answer_to_the_last_summary_sends_anew_and_only_once() -> None:
     """An earlier one speaks of what has been acknowledged since, or is on its way."""
     made = publisher_in(ring_of(A))
     stream = made._streams[A]
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=50.0), 0.0)
     first = stream.summary(1.0, 9.0)
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, patience_s=50.0), 1.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 1.0)
     second = stream.summary(1.0, 9.0)
 
     late = heard(made, A, SummaryDiffers(first.number, bytes(2048)), 1.1)
@@ -421,19 +421,19 @@ def test_a_late_acknowledgement_brings_no_withdrawn_row_back_into_the_books() ->
 # --- removals -------------------------------------------------------------------------------------
 
 
-def removed_from(made: Publisher, *, patience_s: float) -> list[Effect]:
+def removed_from(made: Publisher, *, timeout_s: float) -> list[Effect]:
     """Remove a page that both owners know, at 1 s."""
     records = records_of(ME, [1], 2)
     acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
     heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 1.0)
-    return heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), patience_s), 1.0)
+    return heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), timeout_s), 1.0)
 
 
 def test_removal_is_answered_when_all_owners_know_it() -> None:
     """A lookup that begins afterwards finds nothing."""
     made = publisher_in(ring_of(A, B))
 
-    at_once = removed_from(made, patience_s=1.0)
+    at_once = removed_from(made, timeout_s=1.0)
     first = heard(made, A, Acknowledged(2), 1.01)
     second = heard(made, B, Acknowledged(2), 1.02)
 
@@ -442,9 +442,9 @@ def test_removal_is_answered_when_all_owners_know_it() -> None:
 
 
 def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
-    """It waits for a part of its patience: the answer has to come back."""
+    """It waits for a part of its timeout: the answer has to come back."""
     made = publisher_in(ring_of(A, B))
-    removed_from(made, patience_s=1.0)
+    removed_from(made, timeout_s=1.0)
     heard(made, A, Acknowledged(2), 1.01)
 
     early, late = (ticked(made, at) for at in (1.2, 1.25))
@@ -455,9 +455,9 @@ def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
 
 
 def test_removal_waits_for_no_owner_that_is_lagging() -> None:
-    """A stopped owner would cost each of them its patience; it is named."""
+    """A stopped owner would cost each of them its timeout; it is named."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), patience_s=0.1), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
     ticked(made, 0.1)
 
     told = heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
@@ -465,10 +465,10 @@ def test_removal_waits_for_no_owner_that_is_lagging() -> None:
     assert told == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
 
 
-def test_removal_without_patience_or_owners_is_answered_at_once() -> None:
+def test_removal_without_timeout_or_owners_is_answered_at_once() -> None:
     """Of a node that is alone, and for a client that does not wait."""
-    alone = removed_from(publisher_in(ring_of(ME)), patience_s=1.0)
-    hasty = removed_from(publisher_in(ring_of(A)), patience_s=0.0)
+    alone = removed_from(publisher_in(ring_of(ME)), timeout_s=1.0)
+    hasty = removed_from(publisher_in(ring_of(A)), timeout_s=0.0)
 
     assert alone == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
     assert hasty == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]

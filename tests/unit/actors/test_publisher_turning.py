@@ -11,7 +11,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.actors.publisher.actor import Publisher
-from peercache.actors.publisher.streams import ABSENT, RecordTable, Turning
+from peercache.actors.publisher.streams import ABSENT, RecordTable, RingHandover
 from peercache.wire.messages.directory import Delete, Put, SummaryMatches
 from tests.unit.actors.lone_publisher import (
     ME,
@@ -168,7 +168,7 @@ def test_bins_are_parted_by_heat_and_what_is_on_disk_is_coldest() -> None:
     records = records_of(ME, list(range(100)), 2)
     records["flags"][50:] = 0  # On disk only.
     table.store(keys(*range(100)), np.full(100, -1), records)
-    turn = Turning(table)
+    turn = RingHandover(table)
     turn.begin(None)
     while turn.is_looking:
         turn.look(ring_of(A))

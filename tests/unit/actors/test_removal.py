@@ -11,13 +11,13 @@ import pytest
 from peercache.actors.effects import Send, TellDirectory
 from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
-from peercache.actors.removal.actor import PATIENCE_MAX_S, PENDING_MAX, Remover
+from peercache.actors.removal.actor import PENDING_MAX, TIMEOUT_MAX_S, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.wire.messages.pool import Clear, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 CLIENT = Origin(0x77, pipe=4)
-CLEAR = Clear(9, 5, patience_s=2.0)
+CLEAR = Clear(9, 5, timeout_s=2.0)
 
 
 def view(**states: int) -> ViewChanged:
@@ -107,9 +107,9 @@ def test_a_node_without_a_view_answers_at_once() -> None:
     assert Remover().on_message(CLIENT, CLEAR, 1.0) == [answered(Removed(9, 0))]
 
 
-@pytest.mark.parametrize(("asked_s", "until"), [(1e300, 10.0 + PATIENCE_MAX_S), (-5.0, 10.0)])
-def test_patience_is_bounded(remover: Remover, asked_s: float, until: float) -> None:
-    remover.on_message(CLIENT, attrs.evolve(CLEAR, patience_s=asked_s), 10.0)
+@pytest.mark.parametrize(("asked_s", "until"), [(1e300, 10.0 + TIMEOUT_MAX_S), (-5.0, 10.0)])
+def test_timeout_is_bounded(remover: Remover, asked_s: float, until: float) -> None:
+    remover.on_message(CLIENT, attrs.evolve(CLEAR, timeout_s=asked_s), 10.0)
 
     assert remover.deadline() == until
 
@@ -130,7 +130,7 @@ def test_removals_at_once_are_bounded(remover: Remover) -> None:
 
 # --- retaining -----------------------------------------------------------------------------------
 
-RETAIN = Retain(9, 5, bytes(48), 60.0, patience_s=2.0)
+RETAIN = Retain(9, 5, bytes(48), 60.0, timeout_s=2.0)
 
 
 def test_a_page_is_retained_if_one_member_retains_it(remover: Remover) -> None:

@@ -16,12 +16,12 @@ from peercache.actors import runtime as _actor
 from peercache.actors.effects import Effect, SendTo
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, TURN_MESSAGES, Mailbox, run_actor
-from peercache.wire.messages.session import SayHello
+from peercache.wire.messages.session import HelloRequired
 
 
 def said(text: object) -> SendTo:
     """Return an effect that a test recognises."""
-    return SendTo(str(text), SayHello(1))
+    return SendTo(str(text), HelloRequired(1))
 
 
 @attrs.define

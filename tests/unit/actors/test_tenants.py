@@ -42,7 +42,7 @@ def fill(rig: Rig, tenant: Tenant, count: int) -> list[Slot]:
 
 
 def taken(rig: Rig) -> Counter[Tenant]:
-    """Count anew what the extents of each tenant take."""
+    """Count again what the extents of each tenant take."""
     counted: Counter[Tenant] = Counter()
     for extent in dict.fromkeys(rig.slots._units):
         if extent is not None:

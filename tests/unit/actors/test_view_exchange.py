@@ -24,13 +24,13 @@ from peercache.paths.home_tie import changed_view
 from peercache.wire.codec import MESSAGE_BYTES_MAX, decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
-    ViewAsked,
-    ViewChanges,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
+    ReportViewChanges,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
 )
 from tests.unit.actors.membership_cluster import HEARTBEAT_S, member
 from tests.unit.actors.membership_node import ME, NINE, ONE, TEN, TWO, Node, sends
@@ -38,10 +38,10 @@ from tests.unit.actors.membership_node import ME, NINE, ONE, TEN, TWO, Node, sen
 CLIENT = 77
 
 
-def changes_from(node: Node, digest: bytes) -> ViewChanges:
-    (effect,) = node.hears(CLIENT, ViewChangesAsked(3, digest), pipe=4)
+def changes_from(node: Node, digest: bytes) -> ReportViewChanges:
+    (effect,) = node.hears(CLIENT, RequestViewChanges(3, digest), pipe=4)
     assert isinstance(effect, Send)
-    assert isinstance(effect.message, ViewChanges)
+    assert isinstance(effect.message, ReportViewChanges)
     assert effect.message.request == 3
     return effect.message
 
@@ -98,17 +98,17 @@ def test_a_member_whose_view_this_node_had_lately_is_told_the_changes_alone() ->
     plain = Node(NINE).knows(ONE, TWO, TEN)
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
     assert master.actor.view.digest() == plain.actor.view.digest()
-    assert sends(master.hears(NINE, beat), ViewShared) == []
+    assert sends(master.hears(NINE, beat), ShareView) == []
     master.told_by(TEN, member(TEN, counter=3, state=LEFT))
 
     answered = master.hears(NINE, beat)
 
-    assert [type(e.message) for e in answered if isinstance(e, Send)] == [ViewShared, HeartbeatSeen]
-    (told,) = sends(answered, ViewShared)
+    assert [type(e.message) for e in answered if isinstance(e, Send)] == [ShareView, HeartbeatSeen]
+    (told,) = sends(answered, ShareView)
     assert told.message.view == (master.actor.me, member(TEN, counter=3, state=LEFT))
     for effect in answered:
         assert isinstance(effect, Send)
-        assert sends(plain.hears(ONE, effect.message), ViewCompared) == []
+        assert sends(plain.hears(ONE, effect.message), CompareView) == []
     assert plain.state(TEN) == LEFT
     assert plain.actor.view.digest() == master.actor.view.digest()
 
@@ -127,12 +127,12 @@ def test_changes_that_are_lost_or_late_heal(order: str) -> None:
     if order == "reordered":
         plain.hears(ONE, changes)
     else:
-        (compared,) = sends(asked, ViewCompared)
-        for answer in sends(master.hears(NINE, compared.message), ViewShared):
+        (compared,) = sends(asked, CompareView)
+        for answer in sends(master.hears(NINE, compared.message), ShareView):
             plain.hears(ONE, answer.message)
 
     assert plain.actor.view.digest() == master.actor.view.digest()
-    assert sends(plain.passes(HEARTBEAT_S), ViewCompared) == []
+    assert sends(plain.passes(HEARTBEAT_S), CompareView) == []
 
 
 def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
@@ -140,11 +140,11 @@ def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
     node = Node(ONE).knows(TWO, NINE, TEN)
     before = node.actor.view.digest()
     node.told_by(TEN, member(TEN, counter=3, state=LEFT))
-    assert sends(node.hears(NINE, Heartbeat(member(NINE), before)), ViewCompared) == []
+    assert sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView) == []
 
     node.passes(view_exchange.BEHIND_BEATS * HEARTBEAT_S + 0.1)
 
-    assert len(sends(node.hears(NINE, Heartbeat(member(NINE), before)), ViewCompared)) == 1
+    assert len(sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView)) == 1
 
 
 def test_a_client_is_told_what_changed_and_not_the_view() -> None:
@@ -170,7 +170,7 @@ def test_changes_on_a_wrong_base_are_not_applied() -> None:
     """Else a client would lack members, or keep dead ones, until the next whole view."""
     members = [member(each) for each in (ONE, TWO, NINE)]
     base, after = View.of(members), View.of([*members, member(TEN)])
-    right = ViewChanges(0, base.digest(), after.digest(), (member(TEN),), ())
+    right = ReportViewChanges(0, base.digest(), after.digest(), (member(TEN),), ())
     other = View.of(members[:2])
 
     good = changed_view(base, right)
@@ -188,7 +188,7 @@ def test_changes_bring_a_state_that_another_view_has_taken_back() -> None:
     """A client that was told of a suspicion by another node follows its home node again."""
     suspected = View.of([member(ONE), member(TWO, state=SUSPECT)])
     refuted = View.of([member(ONE), member(TWO)])
-    changes = ViewChanges(0, suspected.digest(), refuted.digest(), (member(TWO),), ())
+    changes = ReportViewChanges(0, suspected.digest(), refuted.digest(), (member(TWO),), ())
 
     changed = changed_view(suspected, changes)
 
@@ -200,7 +200,7 @@ def test_changes_bring_a_state_that_another_view_has_taken_back() -> None:
 LARGE = {"host_name": "h" * 200, "boot_id": "b" * 36, "segment": "/dev/shm/" + "s" * 400}
 
 
-def size_of(message: ViewShared) -> int:
+def size_of(message: ShareView) -> int:
     return len(encode(Envelope(2**64 - 1, 2**64 - 1, message), cluster="c" * 200))
 
 
@@ -214,9 +214,9 @@ def test_every_part_of_a_view_of_thousands_fits_into_a_message(more: dict[str, s
     assert [entry for part in parts for entry in part] == members
     assert all(len(part) <= PART_MEMBERS_MAX for part in parts)
     for part in parts:
-        raw = encode(Envelope(1, 2, ViewShared(0, part)), cluster="c")
+        raw = encode(Envelope(1, 2, ShareView(0, part)), cluster="c")
         assert len(raw) <= MESSAGE_BYTES_MAX
-        assert decode(raw, cluster="c").message == ViewShared(0, part)
+        assert decode(raw, cluster="c").message == ShareView(0, part)
 
 
 @given(
@@ -230,7 +230,7 @@ def test_the_size_of_an_entry_is_never_less_than_on_the_wire(
     """Texts count as UTF-8."""
     entry = member(number, counter=number, segment=text, name=text, nonce=nonce)
 
-    assert size_of(ViewShared(0, (entry,))) - size_of(ViewShared(0, ())) <= bytes_of(entry)
+    assert size_of(ShareView(0, (entry,))) - size_of(ShareView(0, ())) <= bytes_of(entry)
 
 
 def test_a_large_view_is_shared_in_parts_that_each_say_whose_they_are() -> None:
@@ -238,9 +238,7 @@ def test_a_large_view_is_shared_in_parts_that_each_say_whose_they_are() -> None:
     node = Node(ONE).knows(TWO)
     node.actor._merge([member(number) for number in range(100, 3000)], node.now)
 
-    shares = sends(
-        node.hears(TWO, ViewCompared(View.of([member(TWO)]).bucket_digests())), ViewShared
-    )
+    shares = sends(node.hears(TWO, CompareView(View.of([member(TWO)]).bucket_digests())), ShareView)
 
     assert len(shares) > 1
     assert all(node.actor.me in share.message.view for share in shares)
@@ -253,13 +251,13 @@ def test_a_client_gets_a_large_view_part_by_part() -> None:
     """It asks for what comes after the last entry that it has."""
     node = Node(ME).knows(ONE, TWO)
     node.actor._merge([member(number) for number in range(100, 3000)], node.now)
-    got: list[ViewShared] = []
+    got: list[ShareView] = []
     after = 0
     while not got or got[-1].more:
-        asked = ViewAsked(1, b"", after)
+        asked = RequestView(1, b"", after)
         (effect,) = node.actor.on_message(Origin(77, 5), asked, node.now)
         answer = effect.message  # type: ignore[union-attr]
-        assert isinstance(answer, ViewShared)
+        assert isinstance(answer, ShareView)
         got.append(answer)
         after = answer.view[-1].incarnation
 

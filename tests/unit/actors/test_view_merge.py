@@ -13,11 +13,11 @@ from peercache.actors.membership.view_exchange import COUNTER_JUMP_MAX
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import COUNTER_MAX
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    ViewCompared,
-    ViewShared,
+    ShareView,
 )
 from tests.unit.actors.membership_cluster import DEAD_S, SUSPECT_S, member
 from tests.unit.actors.membership_node import (
@@ -47,7 +47,7 @@ def test_member_refutes_by_raising_its_counter(state: int) -> None:
     beats = sends(effects, Heartbeat)
     assert [(beat.to, beat.message.member) for beat in beats] == [(ONE, refuted), (TWO, refuted)]
     assert any(
-        refuted in send.message.view for send in sends(effects, ViewShared) if send.to == NINE
+        refuted in send.message.view for send in sends(effects, ShareView) if send.to == NINE
     )
 
 
@@ -57,7 +57,7 @@ def test_known_accuser_that_is_no_master_hears_the_refutation() -> None:
 
     effects = node.told_by(NINE, member(NINE), member(ME, state=SUSPECT))
 
-    assert sends(effects, ViewShared) == [Send(NINE, ViewShared(0, (member(ME, counter=1),)))]
+    assert sends(effects, ShareView) == [Send(NINE, ShareView(0, (member(ME, counter=1),)))]
 
 
 def test_old_claim_against_us_is_ignored() -> None:
@@ -120,7 +120,7 @@ def test_heartbeat_of_one_held_dead_tells_it_so() -> None:
     for message in (Heartbeat(member(NINE, counter=3), b""), Join(member(NINE, counter=3))):
         effects = node.hears(NINE, message)
         assert node.state(NINE) == LEFT
-        told = sends(effects, ViewShared)[0].message.view
+        told = sends(effects, ShareView)[0].message.view
         assert member(NINE, state=LEFT, counter=3) in told
 
     node.hears(NINE, Heartbeat(member(NINE, counter=4), b""))
@@ -138,7 +138,7 @@ def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
     effects = node.told_by(TEN, member(NINE, state=DEAD))
 
     assert node.state(NINE) == ALIVE
-    claim = ViewShared(0, (member(ONE), member(NINE, state=DEAD)))
+    claim = ShareView(0, (member(ONE), member(NINE, state=DEAD)))
     assert effects == [Send(NINE, claim)]
 
 
@@ -258,13 +258,13 @@ def test_two_sides_that_meet_compare_their_views() -> None:
     dead = node.hears(TEN, Heartbeat(member(TEN), b""))
     returned = node.told_by(TEN, member(TEN, counter=2))
 
-    assert stranger == [SendTo(member(NINE).control, ViewShared(0, (member(ONE),)))]
+    assert stranger == [SendTo(member(NINE).control, ShareView(0, (member(ONE),)))]
     assert asked == []
     assert [send.to for send in sends(met, HeartbeatSeen)] == [NINE]
-    assert sends(known, ViewShared) == []
-    assert [type(e.message) for e in dead if isinstance(e, Send)][:2] == [ViewCompared, ViewShared]
+    assert sends(known, ShareView) == []
+    assert [type(e.message) for e in dead if isinstance(e, Send)][:2] == [CompareView, ShareView]
     assert [send.to for send in sends(returned, HeartbeatSeen)] == [TEN]
-    assert sends(returned, ViewCompared) == [], "what it says of this side would be believed"
+    assert sends(returned, CompareView) == [], "what it says of this side would be believed"
 
 
 def test_what_others_say_of_a_node_is_an_address_to_try() -> None:
@@ -304,10 +304,10 @@ def test_leaving_tells_the_masters_first_and_a_bounded_number() -> None:
     effects = node.actor.leave(node.now)
 
     gone = member(ME, counter=1, state=LEFT)
-    goodbyes = sends(effects, ViewShared)
+    goodbyes = sends(effects, ShareView)
     assert [g.to for g in goodbyes][:3] == [ONE, TWO, 100]
     assert len(goodbyes) == LEAVE_MAX
-    assert {g.message for g in goodbyes} == {ViewShared(0, (gone,))}
+    assert {g.message for g in goodbyes} == {ShareView(0, (gone,))}
     assert node.told_by(ONE, member(ME, counter=9, state=DEAD)) == []
     assert node.actor.on_tick(node.now + 5) == []
     assert node.actor.leave(node.now) == []
@@ -366,6 +366,6 @@ def test_forgotten_one_that_joins_hears_that_it_was_dead() -> None:
 
     effects = node.hears(NINE, Join(member(NINE)))
 
-    told = sends(effects, ViewShared)[0].message.view
+    told = sends(effects, ShareView)[0].message.view
     assert member(NINE, state=DEAD) in told
     assert node.state(NINE) == DEAD

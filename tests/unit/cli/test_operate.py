@@ -38,8 +38,8 @@ from peercache.model.status import (
     unanswered,
 )
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import StatusAsked, StatusTold
-from peercache.wire.messages.session import Hello, Refused, SayHello, Stats, StatsAsked
+from peercache.wire.messages.membership import ReportStatus, RequestStatus
+from peercache.wire.messages.session import Hello, HelloRequired, Refused, ReportStats, RequestStats
 from tests.pace import TIMEOUT_S
 from tests.unit.net.peers import CLUSTER, Peer
 
@@ -236,41 +236,41 @@ def test_questions_go_over_one_connection_and_follow_a_node_that_restarts(tmp_pa
     """The next incarnation is greeted, and asked; where none comes, it says so."""
 
     def stats(message: Message) -> Message | None:
-        return Stats(message.request, {}) if isinstance(message, StatsAsked) else None
+        return ReportStats(message.request, {}) if isinstance(message, RequestStats) else None
 
     first = Peer("ipc", tmp_path, answer=stats)
     target = Target.of(at=first.url, cluster=CLUSTER, environment={})
     with Operator(target) as asking:
         for _ in range(2):
-            assert isinstance(asking.ask(StatsAsked(0), Stats), Stats)
+            assert isinstance(asking.ask(RequestStats(0), ReportStats), ReportStats)
         assert len(first.of(Hello)) == 1
         first.end()
         with Peer("ipc", tmp_path, url=first.url, incarnation=8) as second:
             # As a node does with what is meant for the incarnation before it.
             second.answer = lambda message: (
-                stats(message) if len(second.of(Hello)) > 1 else SayHello(8)
+                stats(message) if len(second.of(Hello)) > 1 else HelloRequired(8)
             )
-            assert isinstance(asking.ask(StatsAsked(0), Stats), Stats)
+            assert isinstance(asking.ask(RequestStats(0), ReportStats), ReportStats)
             assert asking.welcome is not None
             assert asking.welcome.member.incarnation == 8
-            assert second.of(StatsAsked)
+            assert second.of(RequestStats)
         with pytest.raises(PeerUnreachable, match="nothing listens there any more"):
-            asking.ask(StatsAsked(0), Stats)
+            asking.ask(RequestStats(0), ReportStats)
 
 
 def test_an_operator_reports_why_it_gets_no_answer(tmp_path: Path) -> None:
     """A refusal names its reason; a silence lasts as long as it may."""
 
     def refuse(message: Message) -> Message | None:
-        return Refused(message.request, "role", "no") if isinstance(message, StatsAsked) else None
+        return Refused(message.request, "role", "no") if isinstance(message, RequestStats) else None
 
     with Peer("ipc", tmp_path, answer=refuse) as peer:
         target = Target.of(at=peer.url, cluster=CLUSTER, environment={})
         with Operator(target) as asking:
             with pytest.raises(Rejected, match="no; ask as the user of the node"):
-                asking.ask(StatsAsked(0), Stats)
+                asking.ask(RequestStats(0), ReportStats)
             with pytest.raises(DeadlineExceeded):
-                asking.ask(StatusAsked(0, detail=False), StatusTold, within_s=0.05)
+                asking.ask(RequestStatus(0, detail=False), ReportStatus, within_s=0.05)
 
 
 def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -> None:

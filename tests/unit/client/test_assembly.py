@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from peercache import Client
-from peercache.client.assembly import Wiring
+from peercache.client.assembly import ClientParts
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.memory.client_lock import folder_of, lock_name
@@ -31,7 +31,7 @@ def test_a_lock_that_cannot_be_renewed_closes_no_descriptor_of_others() -> None:
     """Each try fails alike, and the first that can be made works."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as place:
         home = f"ipc://{place}/n.ipc"
-        wiring = Wiring(Config.load({"home": home}), Namespace())
+        wiring = ClientParts(Config.load({"home": home}), Namespace())
         folder = folder_of(home)
         (folder / lock_name(wiring.identity)).unlink()
         folder.rmdir()
@@ -68,7 +68,7 @@ def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
             return lambda: told.append(("end", address))
 
     with tempfile.TemporaryDirectory(prefix="peercache-") as place:
-        wiring = Wiring(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
+        wiring = ClientParts(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
         monkeypatch.setattr(wiring, "_fabrics", lambda: (object(), Careful()))
 
         end = wiring.register_memory(4096, 100, "owner")
@@ -81,7 +81,7 @@ def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
 def test_breakers_that_open_are_counted_in_the_metrics_once() -> None:
     """A report to the home node tells them; they were in no metric before."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as place:
-        wiring = Wiring(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
+        wiring = ClientParts(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
         for beat_of in (2, 2, 5):
             wiring.breakers.opened_count = beat_of
             wiring._on_beat()

@@ -243,7 +243,7 @@ def test_a_read_that_waits_behind_others_does_not_outlast_its_call(
 
 
 def test_after_close_reads_happen_without_threads() -> None:
-    """A call that is still under way ends as ever; no pool of threads is made anew."""
+    """A call that is still under way ends as ever; no pool of threads is made again."""
     pipe = Pipe()
     pipe.go.set()
     bridge = bridge_over(pipe)

@@ -255,9 +255,9 @@ def test_a_full_queue_takes_nothing(store: MemoryPages) -> None:
         assert (again.result(TIMEOUT_S), end) == (28, 28)
 
 
-@pytest.mark.parametrize("patience_s", [1e6, float("inf"), 10**400])
+@pytest.mark.parametrize("timeout_s", [1e6, float("inf"), 10**400])
 def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(
-    store: MemoryPages, patience_s: float
+    store: MemoryPages, timeout_s: float
 ) -> None:
     """A call of the store that hangs keeps its own Future open, and no other."""
     with Engine(store, get_threads=1) as engine:
@@ -265,7 +265,7 @@ def test_a_transfer_behind_a_hung_one_ends_at_its_deadline(
         hung = engine.connector.retrieve_kv_async("a", mapping_of(PAGES), TOKENS)
         assert store.entered.acquire(timeout=TIMEOUT_S)
         retrieve = engine.connector.retrieve_kv_async
-        patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=patience_s)
+        patient = retrieve("b", mapping_of(PAGES), TOKENS, timeout_s=timeout_s)
         time.sleep(0.05)  # The thread that watches deadlines waits for this one alone.
         late = retrieve("c", mapping_of(PAGES), TOKENS, timeout_s=0.05)
 

@@ -58,14 +58,14 @@ class Nodes:
         self,
         node: str,
         *changes: tuple[int, int],
-        anew: bool = False,
+        again: bool = False,
         is_gone: bool = False,
         is_whole: bool = True,
     ) -> None:
         """Tell (page, tier) changes, and wait until they are applied."""
         rows = np.array([(KEYS[page], 1, tier) for page, tier in changes], CHANGE)
         self._batches.put(
-            NodeChanges(node=node, anew=anew, is_gone=is_gone, is_whole=is_whole, changes=rows)
+            NodeChanges(node=node, again=again, is_gone=is_gone, is_whole=is_whole, changes=rows)
         )
         self._batches.join()
 
@@ -117,8 +117,8 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_a_block_goes_with_the_last_node_that_holds_it(rig: Rig) -> None:
     """Wherever it lies, and with one event for those that go together."""
     rig.blocks.stored(pages(0, 4))
-    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(4)], anew=True)
-    rig.nodes.tell("b", (1, IN_FILES), anew=True)
+    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(4)], again=True)
+    rig.nodes.tell("b", (1, IN_FILES), again=True)
     rig.nodes.tell("a", (0, IN_FILES), (1, GONE), (2, GONE), (3, GONE))
     assert rig.router.removed == named(2, 3) or rig.router.removed == named(3, 2)
 
@@ -129,23 +129,23 @@ def test_a_block_goes_with_the_last_node_that_holds_it(rig: Rig) -> None:
 def test_a_dead_node_takes_its_blocks_along(rig: Rig) -> None:
     """But not those that another node holds, or that come back."""
     rig.blocks.stored(pages(0, 3))
-    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), anew=True)
-    rig.nodes.tell("b", (1, IN_MEMORY), anew=True)
-    rig.nodes.tell("a", anew=True, is_gone=True, is_whole=False)
+    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
+    rig.nodes.tell("b", (1, IN_MEMORY), again=True)
+    rig.nodes.tell("a", again=True, is_gone=True, is_whole=False)
     assert rig.router.known == set(named(1))
 
     # Restarted from its disk: routers hear of them again.
-    rig.nodes.tell("a", (0, IN_FILES), anew=True)
+    rig.nodes.tell("a", (0, IN_FILES), again=True)
     assert rig.router.known == set(named(0, 1))
 
 
 def test_a_node_that_begins_anew_is_believed_when_it_has_told_all(rig: Rig) -> None:
     """Until then what it held may still be there; another node's drop does not decide it."""
     rig.blocks.stored(pages(0, 3))
-    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), anew=True)
-    rig.nodes.tell("b", (2, IN_MEMORY), anew=True)
+    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
+    rig.nodes.tell("b", (2, IN_MEMORY), again=True)
 
-    rig.nodes.tell("a", (0, IN_MEMORY), anew=True, is_whole=False)
+    rig.nodes.tell("a", (0, IN_MEMORY), again=True, is_whole=False)
     rig.nodes.tell("b", (2, GONE))
     assert rig.router.removed == []
 
@@ -156,7 +156,7 @@ def test_a_node_that_begins_anew_is_believed_when_it_has_told_all(rig: Rig) -> N
 
 def test_a_page_that_no_node_ever_tells_goes_after_a_while(rig: Rig) -> None:
     """It was evicted before it was told as stored, or lies at no node that is followed."""
-    rig.nodes.tell("a", (0, IN_MEMORY), anew=True)
+    rig.nodes.tell("a", (0, IN_MEMORY), again=True)
     rig.blocks.stored(pages(0, 3))
     rig.now += 9.0
     # That an earlier copy went says nothing of the one that was just stored.
@@ -176,8 +176,8 @@ def test_nothing_is_withdrawn_before_any_node_has_told_something(rig: Rig) -> No
     """A cluster that cannot be followed yet says nothing of its pages."""
     rig.blocks.stored(pages(0, 2))
     rig.now += 60.0
-    rig.nodes.tell("gone", anew=True, is_gone=True, is_whole=False)
-    rig.nodes.tell("a", (0, IN_MEMORY), anew=True, is_whole=False)
+    rig.nodes.tell("gone", again=True, is_gone=True, is_whole=False)
+    rig.nodes.tell("a", (0, IN_MEMORY), again=True, is_whole=False)
     assert rig.router.removed == []
 
     rig.nodes.tell("a")
@@ -197,10 +197,10 @@ def test_what_is_remembered_is_bounded(rig: Rig) -> None:
 
 
 def test_a_resync_tells_parents_first_and_only_what_is_there(rig: Rig) -> None:
-    """A parent that was stored anew after its child is told before it."""
+    """A parent that was stored again after its child is told before it."""
     rig.blocks.stored(pages(0, 3))
     rig.blocks.stored(pages(0, 1))
-    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(3)], anew=True)
+    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(3)], again=True)
     rig.nodes.tell("a", (2, GONE))
 
     told = list(rig.router.present())

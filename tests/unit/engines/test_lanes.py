@@ -57,7 +57,7 @@ def told() -> Iterator[Told]:
 
 def lane(**options: Any) -> CallLane:
     """Return a lane of one thread."""
-    return CallLane("test", get_logger(), **{"patience_s": 30.0, **options})
+    return CallLane("test", get_logger(), **{"timeout_s": 30.0, **options})
 
 
 def test_work_is_done_in_its_order(told: Told) -> None:
@@ -86,7 +86,7 @@ def test_a_full_lane_refuses_at_once(told: Told) -> None:
 def test_work_that_waited_too_long_is_refused(told: Told) -> None:
     """Its answer would come after its use."""
     clock = Clock()
-    slow = lane(patience_s=1.0, clock=clock)
+    slow = lane(timeout_s=1.0, clock=clock)
     told.submit(slow, "busy", waits=True)
     wait_until(lambda: len(slow) == 1 and not slow._waiting)
     told.submit(slow, "late")

@@ -15,7 +15,7 @@ from peercache.events import following as cluster_module
 from peercache.events.following import ClusterFollower, Index, NodeChanges, NodeFollower
 from peercache.model.keys import KEY
 from peercache.model.records import CHANGE, GONE, IN_FILES, IN_MEMORY
-from peercache.wire.messages.directory import ALL_ROWS, ChangesAsked, ChangesTold
+from peercache.wire.messages.directory import ALL_ROWS, ReportChanges, RequestChanges
 from tests.pace import TIMEOUT_S, wait_until
 
 NODE, OTHER = "h1:7400", "h2:7400"
@@ -37,9 +37,9 @@ def begun(*names: int, node: str = NODE) -> tuple[NodeFollower, Index]:
     """Return a follower that has been told all, and its index."""
     follower, index = NodeFollower(node), Index()
     held = changes(*((name, IN_MEMORY) for name in names))
-    batch = follower.take(ChangesTold(1, LIFE, True, 5, b"", held, ALL_ROWS))
+    batch = follower.take(ReportChanges(1, LIFE, True, 5, b"", held, ALL_ROWS))
     assert batch is not None
-    assert batch.anew
+    assert batch.again
     assert batch.is_whole
     index.apply(batch)
     return follower, index
@@ -52,12 +52,12 @@ def test_what_is_told_next_follows_what_was_told() -> None:
     assert (question.incarnation, question.after, question.row) == (LIFE, 5, ALL_ROWS)
 
     told = changes((3, IN_MEMORY), (1, GONE), (3, IN_FILES))
-    batch = follower.take(ChangesTold(2, LIFE, False, 8, told, b"", ALL_ROWS))
+    batch = follower.take(ReportChanges(2, LIFE, False, 8, told, b"", ALL_ROWS))
 
     assert batch is not None
     index.apply(batch)
     assert index.pages(NODE) == {key(2): IN_MEMORY, key(3): IN_FILES}
-    assert follower.take(ChangesTold(3, LIFE, False, 8, b"", b"", ALL_ROWS)) is None
+    assert follower.take(ReportChanges(3, LIFE, False, 8, b"", b"", ALL_ROWS)) is None
     assert follower.question(1.0).after == 8
 
 
@@ -66,9 +66,9 @@ def test_what_is_told_next_follows_what_was_told() -> None:
     [(LIFE, 7, ALL_ROWS), (LIFE, 5, ALL_ROWS), (LIFE + 1, 6, ALL_ROWS), (LIFE, 6, 0)],
 )
 def test_an_answer_that_does_not_follow_is_refused(incarnation: int, after: int, row: int) -> None:
-    """A gap, a change told twice, another life, rows told again: the follower begins anew."""
+    """A gap, a change told twice, another life, rows told again: the follower begins again."""
     follower, _ = begun(1)
-    told = ChangesTold(2, incarnation, False, after, changes((3, IN_MEMORY)), b"", row)
+    told = ReportChanges(2, incarnation, False, after, changes((3, IN_MEMORY)), b"", row)
 
     with pytest.raises(RemoteProtocolError, match="do not follow"):
         follower.take(told)
@@ -81,12 +81,12 @@ def test_a_node_that_begins_anew_replaces_what_it_told() -> None:
     follower, index = begun(1, 2)
     _, other = begun(9, node=OTHER)
     for_other = NodeFollower(OTHER).take(
-        ChangesTold(1, 3, True, 1, b"", changes((9, IN_MEMORY)), ALL_ROWS)
+        ReportChanges(1, 3, True, 1, b"", changes((9, IN_MEMORY)), ALL_ROWS)
     )
     assert for_other is not None
     index.apply(for_other)
 
-    batch = follower.take(ChangesTold(2, 8, True, 1, b"", changes((4, IN_FILES)), 4096))
+    batch = follower.take(ReportChanges(2, 8, True, 1, b"", changes((4, IN_FILES)), 4096))
 
     assert batch is not None
     assert not batch.is_whole
@@ -110,10 +110,10 @@ def test_the_pages_of_a_node_that_is_gone_vanish() -> None:
 
 
 def test_a_node_that_tells_wrong_and_then_dies_leaves_nothing() -> None:
-    """What it told stays while it begins anew, and goes with the second silence."""
+    """What it told stays while it begins again, and goes with the second silence."""
     follower, index = begun(1, 2)
     with pytest.raises(RemoteProtocolError):
-        follower.take(ChangesTold(2, LIFE, False, 99, b"", b"", ALL_ROWS))
+        follower.take(ReportChanges(2, LIFE, False, 99, b"", b"", ALL_ROWS))
 
     batches = [follower.failed(), follower.failed()]
 
@@ -141,9 +141,9 @@ def test_an_index_has_a_bound_over_all_nodes() -> None:
     """Pages beyond it are left out and counted; a page that goes makes room."""
     index = Index(pages_max=3)
 
-    def tell(node: str, *told: tuple[int, int], anew: bool = False) -> None:
+    def tell(node: str, *told: tuple[int, int], again: bool = False) -> None:
         rows = np.frombuffer(changes(*told), CHANGE)
-        index.apply(NodeChanges(node=node, anew=anew, is_gone=False, is_whole=True, changes=rows))
+        index.apply(NodeChanges(node=node, again=again, is_gone=False, is_whole=True, changes=rows))
 
     tell(NODE, (1, IN_MEMORY), (2, IN_MEMORY))
     tell(OTHER, (3, IN_MEMORY), (4, IN_MEMORY))
@@ -184,14 +184,16 @@ class MadeUpNode:
             raise self.fault
         return self
 
-    def ask(self, question: ChangesAsked, kind: type[Any], *, within_s: float | None = None) -> Any:
-        assert kind is ChangesTold
+    def ask(
+        self, question: RequestChanges, kind: type[Any], *, within_s: float | None = None
+    ) -> Any:
+        assert kind is ReportChanges
         assert within_s is not None
         with self.changed:
-            anew = question.incarnation != self.life
-            known = 0 if anew else question.after - 1
-            if not anew and known == len(self.keys) and self.fault is None:
-                self.changed.wait(question.patience_s)
+            again = question.incarnation != self.life
+            known = 0 if again else question.after - 1
+            if not again and known == len(self.keys) and self.fault is None:
+                self.changed.wait(question.timeout_s)
             if self.fault is not None:
                 raise self.fault
             rows = np.zeros(len(self.keys) - known, CHANGE)
@@ -199,8 +201,8 @@ class MadeUpNode:
             for row, key in zip(rows, self.keys[known:], strict=True):
                 row["key"] = key
             after, told = len(self.keys) + 1, rows.tobytes()
-            changes, held = (b"", told) if anew else (told, b"")
-            return ChangesTold(1, self.life, anew, after, changes, held, ALL_ROWS)
+            changes, held = (b"", told) if again else (told, b"")
+            return ReportChanges(1, self.life, again, after, changes, held, ALL_ROWS)
 
     def close(self) -> None:
         return
@@ -210,7 +212,7 @@ def following(nodes: dict[str, MadeUpNode], members: set[str]) -> ClusterFollowe
     return ClusterFollower(
         lambda node: nodes[node].connect(),
         lambda: members,
-        patience_s=0.05,
+        timeout_s=0.05,
         retry_s=0.01,
         look_s=0.01,
     )
@@ -249,7 +251,7 @@ def test_an_index_follows_all_members_and_those_that_come() -> None:
 
 
 def test_the_pages_of_a_node_that_ended_vanish_and_come_back_with_it() -> None:
-    """Its process is not there: nothing of it can be read. Its successor begins anew."""
+    """Its process is not there: nothing of it can be read. Its successor begins again."""
     nodes = {A: MadeUpNode(5)}
     nodes[A].store(1, 2)
     with followed(nodes, {A}) as (holds, _):
@@ -293,7 +295,7 @@ def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
         wait_until(reads)
 
     with ClusterFollower(
-        lambda node: nodes[node].connect(), look, patience_s=0.05, retry_s=0.01, look_s=0.01
+        lambda node: nodes[node].connect(), look, timeout_s=0.05, retry_s=0.01, look_s=0.01
     ) as follower:
         applied(1)
         nodes[A].ask = hold  # type: ignore[method-assign]
@@ -313,7 +315,7 @@ def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
 
 
 def test_one_silence_loses_nothing() -> None:
-    """A connection that broke is made anew, and goes on behind the last change."""
+    """A connection that broke is made again, and goes on behind the last change."""
     nodes, lost = {A: MadeUpNode(5)}, threading.Event()
     nodes[A].store(1)
     ask = nodes[A].ask
@@ -328,12 +330,12 @@ def test_one_silence_loses_nothing() -> None:
     nodes[A].ask = lose_one  # type: ignore[method-assign]
     with following(nodes, {A}) as follower:
         told = iter(follower)
-        assert next(told).anew
+        assert next(told).again
         nodes[A].store(2)
         batch = next(told)
 
     assert lost.is_set()
-    assert not batch.anew
+    assert not batch.again
     assert batch.changes["key"].tolist() == [bytes([2]) * 16]
     assert nodes[A].connects == 2
 

@@ -120,7 +120,7 @@ def test_after_an_error_of_what_is_there_everything_is_told_later(
 
 
 def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has no room for is an error of the send, and everything is told anew later."""
+    """What it has no room for is an error of the send, and everything is told again later."""
     monkeypatch.setattr(objects, "REST_S", 0.05)
     monkeypatch.setattr(objects, "WAITING_MAX", 2)
     page = [f"{number:064x}" for number in range(objects.PAGES_A_MESSAGE)]

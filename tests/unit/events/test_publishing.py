@@ -179,7 +179,7 @@ def test_a_replay_from_before_what_is_kept_tells_everything_anew(
 def test_an_error_ends_no_publisher(
     culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of `present`, or of an event that no msgpack can hold: told in the log, then all anew."""
+    """Of `present`, or of an event that no msgpack can hold: told in the log, then all again."""
     monkeypatch.setattr(publishing, "ANEW_S", 0.1)
     failing = [culprit == "present"]
 
@@ -198,7 +198,7 @@ def test_an_error_ends_no_publisher(
             assert time.monotonic() < deadline, "the publisher has ended"
         flat: list[BlockEvent] = []
         while not flat or flat[-1] != stored(7) or AllBlocksCleared() not in flat:
-            assert time.monotonic() < deadline, "nothing was told anew"
+            assert time.monotonic() < deadline, "nothing was told again"
             flat = [event for _, events in replayed(publisher.replay, 0) for event in events]
 
     assert sum("events.publish_failed" in line for line in caplog.messages) == 1

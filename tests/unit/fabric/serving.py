@@ -101,7 +101,7 @@ class PageServer:
 def fabric_for(granule: int, **options: Any) -> TcpFabric:
     """Return a client side that the server above admits, unless `options` say otherwise.
 
-    Its patience outlasts a busy machine: tests of silence set their own.
+    Its timeout outlasts a busy machine: tests of silence set their own.
     """
     known: dict[str, Any] = {
         "cluster": CLUSTER,

@@ -15,7 +15,7 @@ FOUND: list[Address] = [(socket.AF_INET, ("192.0.2.1", 80))]
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_address_in_figures_needs_no_name_server(host: str) -> None:
-    """Figures are taken as they are, even with no patience at all."""
+    """Figures are taken as they are, even with no timeout at all."""
     found = Names().resolve(host, 80, 0.0)
 
     assert [address[:2] for _, address in found] == [(host, 80)]
@@ -53,7 +53,7 @@ def test_slow_name_server_holds_up_no_caller() -> None:
 
 
 def test_unknown_name_has_no_address() -> None:
-    """A resolver's error is an empty answer, each time anew."""
+    """A resolver's error is an empty answer, each time again."""
 
     def ask(host: str, port: int, flags: int) -> list[Address]:
         raise socket.gaierror(socket.EAI_NONAME, "unknown")

@@ -153,7 +153,7 @@ def test_channel_that_stalled_within_a_response_is_closed() -> None:
 
 
 def test_name_server_that_is_silent_costs_no_more_than_the_deadline() -> None:
-    """The patience for a connection may be longer than what is left of the call."""
+    """The timeout for a connection may be longer than what is left of the call."""
     answers = threading.Event()
 
     def look_up(_host: str, _port: int, flags: int) -> list[Address]:

@@ -21,7 +21,7 @@ from peercache.errors import AddressTaken
 from peercache.http import server
 from peercache.http.pages import Health
 from peercache.http.server import (
-    ADDRESS_PART,
+    ADDRESS_DIVISOR,
     BODY_BYTES_MAX,
     LONG_BODIES,
     REQUEST_BYTES_MAX,
@@ -278,7 +278,7 @@ async def test_the_longest_silent_connection_gives_way_to_one_beyond_the_limit(
     monkeypatch.setattr(server, "CONNECTION_S", TIMEOUT_S)
     async with served() as address:
         host, port = parse_address(address)
-        idle = [await trio.open_tcp_stream(host, port) for _ in range(HTTP_MAX // ADDRESS_PART)]
+        idle = [await trio.open_tcp_stream(host, port) for _ in range(HTTP_MAX // ADDRESS_DIVISOR)]
         await trio.testing.wait_all_tasks_blocked(0.05)
 
         status = (await ask(address, "/healthz"))[0]

@@ -258,7 +258,7 @@ def test_copies_of_a_block_are_removed_one_by_one() -> None:
 
 
 def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None:
-    """SGLang gives the blocks of an adapter new hashes when it loads it anew."""
+    """SGLang gives the blocks of an adapter new hashes when it loads it again."""
     index = begun("a", "b")
     for one in ("first load", "second", "third"):
         index.store("a", [one], None, prompt(1), BLOCK, "french")

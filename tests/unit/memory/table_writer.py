@@ -88,7 +88,7 @@ def change(table: DirectoryTable, steady: int, rng: random.Random, end: threadin
         numbers = list(range(begin, begin + rng.choice([3, 30, 600])))
         table.put(entry, told_of(numbers, holder, generation).tobytes())
         table.tick(1000.0)
-        # What is always there is told anew, and never under a lower generation.
+        # What is always there is told again, and never under a lower generation.
         some = rng.sample(ALWAYS, 20)
         table.put(steady, told_of(some, STEADY, generation).tobytes())
         if rng.random() < 0.5:

@@ -251,7 +251,7 @@ def test_closed_segment_takes_no_new_use(shm_dir: Path) -> None:
 
 
 def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(shm_dir: Path) -> None:
-    """Under a copy nothing is unmapped: two users, a close of no patience, then they end."""
+    """Under a copy nothing is unmapped: two users, a close of no timeout, then they end."""
     owner = publish(shm_dir)
     segment = attach(owner.path)
     address = segment.pages_address
@@ -269,7 +269,7 @@ def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(shm_d
 
 
 def test_close_waits_for_the_last_use_in_another_thread(shm_dir: Path) -> None:
-    """Close with patience returns once the use has ended, and not before."""
+    """Close with timeout returns once the use has ended, and not before."""
     owner = publish(shm_dir)
     segment = attach(owner.path)
     inside, order = threading.Event(), []

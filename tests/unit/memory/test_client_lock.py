@@ -175,7 +175,7 @@ def test_a_home_without_clients_has_nothing_to_remove(home: str) -> None:
 
 
 def test_a_client_waits_for_a_node_that_is_just_removing_its_file(home: str) -> None:
-    """The node holds the lock for that moment; then the client makes the file anew."""
+    """The node holds the lock for that moment; then the client makes the file again."""
     folder = folder_of(home)
     folder.mkdir()
     path = folder / lock_name(CLIENT)

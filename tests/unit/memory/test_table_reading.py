@@ -101,7 +101,7 @@ def test_a_long_batch_is_one_of_parts(opened: Shelf) -> None:
 
 
 def test_records_come_and_go_with_their_owners_word(opened: Shelf) -> None:
-    """Newer ones, removed ones, a holder that is served no more, and its entry given anew."""
+    """Newer ones, removed ones, a holder that is served no more, and its entry given again."""
     table, reader = opened
     put(table, A, [1, 2])
     put(table, A, [1], 14)
@@ -485,7 +485,7 @@ def spoil_current(table: DirectoryTable) -> None:
 def test_a_header_that_does_not_fit_is_not_believed(
     opened: Shelf, spoil: Callable[[DirectoryTable], None], reason: str
 ) -> None:
-    """Each batch looks at it anew."""
+    """Each batch looks at it again."""
     table, reader = opened
     put(table, A, [1])
     header, saved = header_of(table), bytes(header_of(table))

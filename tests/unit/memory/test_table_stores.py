@@ -157,13 +157,13 @@ def test_a_reader_finds_whole_records_after_every_store(
     assert watched.stores > 0
     for told, is_final in seen:
         assert told <= before | after | between, "what never was is told"
-        # A repair writes every row of its buckets anew: what is not read then is not absent.
+        # A repair writes every row of its buckets again: what is not read then is not absent.
         is_doubted = change is repaired and not is_final
         assert is_doubted or before & after <= told, "what does not change was lost"
         keys = {record[:16] for record in told}
         both = {record[:16] for record in before} & {record[:16] for record in after}
         if change in (told_newer, repaired):
-            assert not is_final or both <= keys, "a page that is told anew was absent"
+            assert not is_final or both <= keys, "a page that is told again was absent"
 
 
 def _made_between(change: Callable[[Shelf], None]) -> frozenset[bytes]:

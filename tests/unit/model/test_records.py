@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.actors.publisher.streams import RecordTable, Turning
+from peercache.actors.publisher.streams import RecordTable, RingHandover
 from peercache.model import records
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
@@ -171,7 +171,7 @@ def test_pages_in_memory_come_before_those_on_disk_whatever_their_numbers() -> N
     made["generation"] = [2, 4, 6, 8]
     made["flags"] = [RESIDENT, RESIDENT, ON_DISK, ON_DISK]
     table.store(keys_of(made), np.full(4, -1), made)
-    turning = Turning(table)
+    turning = RingHandover(table)
     turning.begin(None)
     turning.look(HashRing([1], virtual_nodes=1, replicas=1))
 

@@ -26,7 +26,7 @@ from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
-from peercache.wire.messages.session import Hello, SayHello, Welcome
+from peercache.wire.messages.session import Hello, HelloRequired, Welcome
 from tests.pace import TIMEOUT_S
 
 CLUSTER = "test"
@@ -143,7 +143,7 @@ class Peer:
         elif pipe in self._greeted:
             answer = self.answer(message)
         else:
-            answer = SayHello(self.incarnation)
+            answer = HelloRequired(self.incarnation)
         self.heard.append((pipe, message))
         if answer is not None and self.listener.is_open(pipe):
             self.say(pipe, answer)

@@ -21,7 +21,7 @@ from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Touched
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, at_best, paced, wait_until
 from tests.unit.net.peers import Asking, Peer, files_open, hello, located, member, threads_running
 
@@ -200,13 +200,13 @@ def test_a_connection_that_breaks_under_a_question_is_replaced_once(local: Peer)
 
 
 def test_a_stranger_introduces_itself_again(local: Peer) -> None:
-    """SayHello on a pooled connection: once more, on a fresh one, which greets."""
+    """HelloRequired on a pooled connection: once more, on a fresh one, which greets."""
     with Asking({7: local.url}) as client:
         client.ask(7)
         seen = len(local.of(Lookup))
 
         def answer(message: Message) -> Message | None:
-            return SayHello(7) if len(local.of(Lookup)) == seen else located(message)
+            return HelloRequired(7) if len(local.of(Lookup)) == seen else located(message)
 
         local.answer = answer
 
@@ -215,8 +215,8 @@ def test_a_stranger_introduces_itself_again(local: Peer) -> None:
 
 
 def test_a_peer_that_never_knows_us_has_failed(local: Peer) -> None:
-    """On a connection that has just greeted, SayHello means that another node lives there."""
-    local.answer = lambda _: SayHello(8)
+    """On a connection that has just greeted, HelloRequired means that another node lives there."""
+    local.answer = lambda _: HelloRequired(8)
     with Asking({7: local.url}) as client:
         began = time.monotonic()
         assert client.ask(7) == [None]

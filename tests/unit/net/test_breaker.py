@@ -46,7 +46,7 @@ def test_threads_that_wait_together_wait_once() -> None:
 
 
 def test_an_answer_forgets_the_waiting_before_it() -> None:
-    """Any sign of life starts the count anew."""
+    """Any sign of life starts the count again."""
     breakers = Breakers()
     breakers.waited(1, 0.2, 10.2)
 

@@ -41,7 +41,7 @@ def unused(*_: Any) -> Any:
 
 
 class Kept:
-    """The connections of a client that makes none anew, and its clock."""
+    """The connections of a client that makes none again, and its clock."""
 
     def __init__(self, most: int = 100) -> None:
         self.now = 100.0

@@ -19,7 +19,7 @@ from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Granted, Touched
-from peercache.wire.messages.session import Hello, Refused, SayHello, Welcome
+from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
 
 QUESTION = FIRST = Lookup(0, bytes(16))
 SECOND = Lookup(0, bytes(32))
@@ -203,7 +203,7 @@ def test_unawaited_messages_are_heard_between_two_questions() -> None:
     assert side.connections.lease(7, fresh=False) is line
 
 
-@pytest.mark.parametrize("message", [SayHello(7), Refused(0, "stranger", "who are you?")])
+@pytest.mark.parametrize("message", [HelloRequired(7), Refused(0, "stranger", "who are you?")])
 def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Message) -> None:
     """The next question gets a new one, and learns the reason."""
     side = Side()
@@ -240,11 +240,11 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
 
 
 def test_a_stranger_greets_anew() -> None:
-    """SayHello on a pooled connection: once more over a new one, and no peer is to blame."""
+    """HelloRequired on a pooled connection: once more over a new one, and no peer is to blame."""
     side = Side()
     line = side.pooled()
     exchange = side.ask(7)
-    line.comes(SayHello(7))
+    line.comes(HelloRequired(7))
     side.turn(exchange)
     side.answer(side.lines[1])
     side.turn(exchange)

@@ -243,7 +243,7 @@ async def test_connections_that_end_with_a_last_message_over_tls_are_dialled_aga
 
 
 async def test_answers_come_back(url: str) -> None:
-    """Welcome, Refused and SayHello arrive on the connection that was greeted on."""
+    """Welcome, Refused and HelloRequired arrive on the connection that was greeted on."""
     listener = listening(url)
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]

@@ -30,7 +30,12 @@ from peercache.node.gathering import (
     Gathering,
     portion,
 )
-from peercache.wire.messages.membership import ClusterAsked, ClusterTold, StatusAsked, StatusTold
+from peercache.wire.messages.membership import (
+    ReportCluster,
+    ReportStatus,
+    RequestCluster,
+    RequestStatus,
+)
 from peercache.wire.messages.session import Refused
 
 OWN = 1
@@ -43,9 +48,9 @@ def member(incarnation: int, state: int = ALIVE) -> Member:
 class Cluster:
     """Members that answer as `replies` says, once they are asked."""
 
-    def __init__(self, *members: Member, replies: Callable[[int, StatusAsked], None]) -> None:
+    def __init__(self, *members: Member, replies: Callable[[int, RequestStatus], None]) -> None:
         self.asked: list[int] = []
-        self.told: list[tuple[Origin, ClusterTold]] = []
+        self.told: list[tuple[Origin, ReportCluster]] = []
         self.replies = replies
         self.broker = MemberBroker(self.perform)
         self.gathering = Gathering(
@@ -58,19 +63,19 @@ class Cluster:
     def perform(self, effect: Effect) -> None:
         assert isinstance(effect, Send)
         if isinstance(effect.to, Origin):
-            assert isinstance(effect.message, ClusterTold)
+            assert isinstance(effect.message, ReportCluster)
             self.told.append((effect.to, effect.message))
         else:
-            assert isinstance(effect.message, StatusAsked)
+            assert isinstance(effect.message, RequestStatus)
             self.asked.append(effect.to)
             self.replies(effect.to, effect.message)
 
-    def answer(self, node: int, asked: StatusAsked, sender: int = 0) -> None:
-        told = StatusTold(asked.request, encoded(Status(name=f"n{node}:1", state="ok")))
+    def answer(self, node: int, asked: RequestStatus, sender: int = 0) -> None:
+        told = ReportStatus(asked.request, encoded(Status(name=f"n{node}:1", state="ok")))
         self.broker.take(sender or node, told)
 
 
-def silent(node: int, asked: StatusAsked) -> None:
+def silent(node: int, asked: RequestStatus) -> None:
     del node, asked
 
 
@@ -116,7 +121,7 @@ async def test_a_lost_question_is_asked_again(autojump_clock: MockClock) -> None
     """A link that has just been made may lose it."""
     del autojump_clock
 
-    def deaf_once(node: int, asked: StatusAsked) -> None:
+    def deaf_once(node: int, asked: RequestStatus) -> None:
         if cluster.asked.count(node) == 2:
             cluster.answer(node, asked)
 
@@ -129,10 +134,10 @@ async def test_no_member_answers_for_another_one(autojump_clock: MockClock) -> N
     """Nor to a question that was not asked, nor with bytes that are no status."""
     del autojump_clock
 
-    def lie(node: int, asked: StatusAsked) -> None:
+    def lie(node: int, asked: RequestStatus) -> None:
         cluster.answer(node, asked, sender=9)
-        cluster.answer(node, StatusAsked(asked.request + 100, detail=False))
-        cluster.broker.take(node, StatusTold(asked.request, b"\xff"))
+        cluster.answer(node, RequestStatus(asked.request + 100, detail=False))
+        cluster.broker.take(node, ReportStatus(asked.request, b"\xff"))
 
     cluster = Cluster(member(2), replies=lie)
 
@@ -167,8 +172,10 @@ async def test_operators_get_portions_and_too_many_are_refused(autojump_clock: M
         nursery.start_soon(cluster.broker.run)
         await trio.testing.wait_all_tasks_blocked()
         for number in range(ASKERS_MAX):
-            assert cluster.gathering.ask(Origin(50, number), ClusterAsked(number, False, 1)) is None
-        refused = cluster.gathering.ask(Origin(50, 99), ClusterAsked(99, detail=False, after=0))
+            assert (
+                cluster.gathering.ask(Origin(50, number), RequestCluster(number, False, 1)) is None
+            )
+        refused = cluster.gathering.ask(Origin(50, 99), RequestCluster(99, detail=False, after=0))
         assert isinstance(refused, Refused)
         assert refused.reason == BUSY
         await trio.testing.wait_all_tasks_blocked()
@@ -180,7 +187,7 @@ async def test_operators_get_portions_and_too_many_are_refused(autojump_clock: M
         names = [each.status.name for each in decoded_statuses(told.statuses)]
         assert names == ["n2:1", "n3:1"]
         # Those that were answered make room.
-        assert cluster.gathering.ask(Origin(50, 99), ClusterAsked(99, False, 0)) is None
+        assert cluster.gathering.ask(Origin(50, 99), RequestCluster(99, False, 0)) is None
         nursery.cancel_scope.cancel()
 
 
@@ -206,9 +213,9 @@ async def test_a_node_that_starts_is_looked_at_again_soon(autojump_clock: MockCl
     cluster = Cluster(member(2), replies=silent)
     states = iter([UNAVAILABLE, "ok", "ok"])
 
-    def answer(node: int, asked: StatusAsked) -> None:
+    def answer(node: int, asked: RequestStatus) -> None:
         told = encoded(Status(name=f"n{node}:1", state=next(states)))
-        cluster.broker.take(node, StatusTold(asked.request, told))
+        cluster.broker.take(node, ReportStatus(asked.request, told))
 
     cluster.replies = answer
     seen = []

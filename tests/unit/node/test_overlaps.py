@@ -22,8 +22,8 @@ from peercache.node.broker import BUSY, MemberBroker
 from peercache.node.overlaps import ANSWER_S, ASKERS_MAX, ROUNDS, Overlaps
 from peercache.wire.messages.directory import (
     OVERLAP_KEYS_MAX,
-    OverlapAsked,
-    OverlapTold,
+    ReportOverlap,
+    RequestOverlap,
     overlap_of,
 )
 from peercache.wire.messages.session import Refused
@@ -50,8 +50,8 @@ class World:
         self.members = {each.incarnation: each for each in (member(OWN), *others)}
         self.silent: set[int] = set()
         self.behind: set[int] = set()
-        self.asked: list[tuple[int, OverlapAsked]] = []
-        self.told: list[OverlapTold] = []
+        self.asked: list[tuple[int, RequestOverlap]] = []
+        self.told: list[ReportOverlap] = []
         self.shard = DirectoryShard(incarnation=OWN)
         self.ring = HashRing(list(self.members), virtual_nodes=8, replicas=owners)
         now = trio.current_time()
@@ -75,16 +75,16 @@ class World:
     def perform(self, effect: Effect) -> None:
         assert isinstance(effect, Send)
         if isinstance(effect.to, Origin):
-            assert isinstance(effect.message, OverlapTold)
+            assert isinstance(effect.message, ReportOverlap)
             self.told.append(effect.message)
             return
         asked = effect.message
-        assert isinstance(asked, OverlapAsked)
+        assert isinstance(asked, RequestOverlap)
         self.asked.append((effect.to, asked))
         if effect.to not in self.silent:
             flags = bytes([RESIDENT]) * (len(asked.keys) // 16)
             whole = effect.to not in self.behind
-            self.broker.take(effect.to, OverlapTold(asked.request, (effect.to,), flags, whole))
+            self.broker.take(effect.to, ReportOverlap(asked.request, (effect.to,), flags, whole))
 
     def owned_by(self, node: int, keys: PageKeys) -> list[bool]:
         owned: list[bool] = (self.ring.owners(keys) == node).any(axis=1).tolist()
@@ -178,20 +178,20 @@ async def test_questions_are_answered_in_bounds(shard_only: bool) -> None:
     """A node is answered by this shard alone. Too many keys or askers are refused in words."""
     world = World(member(2), owners=1)
     keys = keys_of(20)
-    asked = OverlapAsked(7, keys.tobytes(), shard_only)
+    asked = RequestOverlap(7, keys.tobytes(), shard_only)
     refused = world.overlaps.ask(CLIENT, asked)
     assert isinstance(refused, Refused)  # Nothing runs yet.
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.broker.run)
         await trio.testing.wait_all_tasks_blocked()
-        long = OverlapAsked(8, bytes(16 * (OVERLAP_KEYS_MAX + 1)), shard_only)
+        long = RequestOverlap(8, bytes(16 * (OVERLAP_KEYS_MAX + 1)), shard_only)
         refused = world.overlaps.ask(CLIENT, long)
         assert isinstance(refused, Refused)
         assert (refused.reason, str(OVERLAP_KEYS_MAX) in refused.detail) == ("malformed", True)
 
         for number in range(ASKERS_MAX):
-            question = OverlapAsked(number, keys.tobytes(), shard_only)
+            question = RequestOverlap(number, keys.tobytes(), shard_only)
             assert world.overlaps.ask(CLIENT, question) is None
         refused = world.overlaps.ask(CLIENT, asked)
         assert isinstance(refused, Refused)
@@ -214,14 +214,14 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
 
     def perform(effect: Effect) -> None:
         assert isinstance(effect, Send)
-        assert isinstance(effect.message, OverlapAsked)
+        assert isinstance(effect.message, RequestOverlap)
         assert isinstance(effect.to, int)
         pages = len(effect.message.keys) // 16
         right, number = effect.to, effect.message.request
-        world.broker.take(5 - right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
-        world.broker.take(right, OverlapTold(number + 77, (9,), b"\1" * pages, whole=True))
-        world.broker.take(right, OverlapTold(number, (9,), b"\1" * (pages + 1), whole=True))
-        world.broker.take(right, OverlapTold(number, (9,), b"\1" * pages, whole=True))
+        world.broker.take(5 - right, ReportOverlap(number, (9,), b"\1" * pages, whole=True))
+        world.broker.take(right, ReportOverlap(number + 77, (9,), b"\1" * pages, whole=True))
+        world.broker.take(right, ReportOverlap(number, (9,), b"\1" * (pages + 1), whole=True))
+        world.broker.take(right, ReportOverlap(number, (9,), b"\1" * pages, whole=True))
         lies.append(number)
 
     world.broker._perform = perform
@@ -232,9 +232,9 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
 
 
 def test_a_malformed_answer_is_none() -> None:
-    right = OverlapTold(1, (4, 5), b"\1\1\0\2", whole=True)
+    right = ReportOverlap(1, (4, 5), b"\1\1\0\2", whole=True)
     assert overlap_of(right, 2).flags.tolist() == [[1, 1], [0, 2]]
-    for wrong in (None, Refused(1, "busy", ""), OverlapTold(1, (4,), b"\1", whole=True)):
+    for wrong in (None, Refused(1, "busy", ""), ReportOverlap(1, (4,), b"\1", whole=True)):
         assert overlap_of(wrong, 2).flags.shape == (0, 2)
         assert not overlap_of(wrong, 2).whole
-    assert not overlap_of(OverlapTold(1, tuple(range(65)), bytes(65), whole=True), 1).holders
+    assert not overlap_of(ReportOverlap(1, tuple(range(65)), bytes(65), whole=True), 1).holders

@@ -20,7 +20,7 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.files import LiveTls, common_name_of
 from peercache.wire.messages.pool import Clear
-from peercache.wire.messages.session import RevocationsTold
+from peercache.wire.messages.session import ReportRevocations
 from tests.certificates import Certificates
 from tests.contracts.frozen.record import sample
 
@@ -39,7 +39,7 @@ class Node:
         self.live = live
         self.said: list[Send] = []
         self.own: list[Send] = []
-        self.said_to_clients: list[RevocationsTold] = []
+        self.said_to_clients: list[ReportRevocations] = []
         self.now = 100.0
         self.metrics = Metrics()
         member = sample(Member, 0)
@@ -102,7 +102,7 @@ def test_new_list_of_a_file_is_told_to_every_live_member(
 
     assert [said.to for said in near.said] == [2]
     message = near.said[0].message
-    assert isinstance(message, RevocationsTold)
+    assert isinstance(message, ReportRevocations)
     far.spread.take(message)
     with pytest.raises(Rejected, match="revoked"):
         far.live.admit(common_name_of(serial), ["peercache://tests/client/bad"])
@@ -122,7 +122,7 @@ def test_node_that_took_a_list_tells_a_newer_one_of_its_own_file(
         certificates.authority.revoke(f"client-bad-{number}")
         newer = certificates.revoked()
         if number == 0:
-            node.spread.take(RevocationsTold(newer.encode()))
+            node.spread.take(ReportRevocations(newer.encode()))
             assert node.said == []
         else:
             node.list.write_text(newer)
@@ -130,7 +130,7 @@ def test_node_that_took_a_list_tells_a_newer_one_of_its_own_file(
 
     node.live._tell()
 
-    assert [said.message for said in node.said] == [RevocationsTold(newer.encode())]
+    assert [said.message for said in node.said] == [ReportRevocations(newer.encode())]
     assert len(node.said_to_clients) == 2
 
 
@@ -145,7 +145,7 @@ def test_list_that_no_authority_signed_is_dropped_and_counted(
 
     for lists in (other.revoked().encode(), b"\xff\xfe", b"", b"x" * 200_000):
         node.now += 2 * TAKE_S
-        node.spread.take(RevocationsTold(lists))
+        node.spread.take(ReportRevocations(lists))
 
     assert node.live.revocations.numbers == (1,)
     assert totals_of(node.metrics.messages_dropped) == {"revocation_list": 4.0}
@@ -158,11 +158,11 @@ def test_member_that_sends_many_lists_costs_two_verifications_a_second(
     node = Node(certificates, 1, tmp_path)
     taken = []
     monkeypatch.setattr(LiveTls, "take_list", lambda _, text: taken.append(text) or False)
-    same = RevocationsTold(certificates.revoked().encode())
+    same = ReportRevocations(certificates.revoked().encode())
 
     for number in range(1_000):
         node.now += 0.001
-        node.spread.take(RevocationsTold(b"%d" % number))
+        node.spread.take(ReportRevocations(b"%d" % number))
         node.spread.take(same)
 
     assert len(taken) == 2

@@ -9,14 +9,14 @@ import pytest
 from peercache.actors.effects import TellPool
 from peercache.actors.mailboxes import (
     ClientGone,
-    DirectoryHears,
-    HandoverHears,
-    MembershipHears,
-    PoolHears,
-    PromoteHears,
-    PublisherHears,
-    RdmaHears,
-    RemovalHears,
+    DirectoryMessage,
+    HandoverMessage,
+    MembershipMessage,
+    PoolMessage,
+    PromoteMessage,
+    PublisherMessage,
+    RdmaMessage,
+    RemovalMessage,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
@@ -62,10 +62,15 @@ def test_answers_have_no_mailbox_at_a_node(kind: type) -> None:
 def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
     """Its union of messages says so, with which mypy checks the actor."""
     taken = {
-        "membership": MembershipHears, "publisher": PublisherHears, "directory": DirectoryHears,
-        "pool": PoolHears, "promote": PromoteHears, "rdma": RdmaHears, "removal": RemovalHears,
-        "handover": HandoverHears,
-    }  # fmt: skip
+        "membership": MembershipMessage,
+        "publisher": PublisherMessage,
+        "directory": DirectoryMessage,
+        "pool": PoolMessage,
+        "promote": PromoteMessage,
+        "rdma": RdmaMessage,
+        "removal": RemovalMessage,
+        "handover": HandoverMessage,
+    }
     named = {kind.declared.to, kind.declared.of_node or kind.declared.to}
 
     for actor, hears in taken.items():

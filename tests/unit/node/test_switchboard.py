@@ -54,11 +54,11 @@ from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
 from peercache.wire.messages.session import (
     Hello,
+    HelloRequired,
     Refused,
-    RevocationsTold,
-    SayHello,
-    Stats,
-    StatsAsked,
+    ReportRevocations,
+    ReportStats,
+    RequestStats,
     Welcome,
 )
 from tests.examples import examples
@@ -115,7 +115,7 @@ async def running(
     *,
     gate: Any = None,
     links_max: int = LINKS_MAX,
-    revoked: RevocationsTold | None = None,
+    revoked: ReportRevocations | None = None,
 ) -> AsyncIterator[Board]:
     """Run a switchboard on loopback."""
     token = trio.lowlevel.current_trio_token()
@@ -142,7 +142,9 @@ async def running(
         mailboxes=mailboxes,
         member_of=members.get,
         answer=lambda _, message: (
-            Stats(message.request, {"pages": 3}) if isinstance(message, StatsAsked) else None
+            ReportStats(message.request, {"pages": 3})
+            if isinstance(message, RequestStats)
+            else None
         ),
         reach=reach,
         segment_bytes=4096,
@@ -283,7 +285,7 @@ async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
         caller.say(Lookup(2, b""))
         await until(lambda: len(board.mailboxes.directory) == 1)
 
-    assert answer == SayHello(ME)
+    assert answer == HelloRequired(ME)
     assert board.dropped("stranger") == 1
 
 
@@ -296,7 +298,7 @@ async def test_a_message_for_a_predecessor_reaches_no_actor(
         await caller.greet(secret=SECRET)
         answer = await caller.ask(Reserve(1, 1, 1, b"", b""), target=0x10)
 
-        assert answer == SayHello(ME)
+        assert answer == HelloRequired(ME)
         assert board.waiting() == []
         assert board.dropped("other_incarnation") == 1
 
@@ -310,7 +312,7 @@ async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
         await caller.greet(secret=SECRET)
         answer = await caller.ask(Reserve(1, 1, 1, b"", b""), sender=0x99)
 
-        assert answer == SayHello(ME)
+        assert answer == HelloRequired(ME)
         assert board.waiting() == []
         assert board.dropped("stranger") == 1
 
@@ -361,7 +363,7 @@ async def test_a_hello_that_does_not_fit_is_refused_and_opens_nothing(
 
         assert isinstance(refused, Refused)
         assert (refused.request, refused.reason) == (9, reason)
-        assert then == SayHello(ME)
+        assert then == HelloRequired(ME)
         assert board.waiting() == []
         assert board.dropped(reason) == 1
 
@@ -445,7 +447,7 @@ async def test_the_nodes_own_questions_are_answered(tmp_path: Path, calling: Cal
         caller = calling(board)
         await caller.greet()
 
-        assert await caller.ask(StatsAsked(4)) == Stats(4, {"pages": 3})
+        assert await caller.ask(RequestStats(4)) == ReportStats(4, {"pages": 3})
 
 
 async def test_an_answer_that_fails_costs_that_answer_only(
@@ -462,9 +464,9 @@ async def test_an_answer_that_fails_costs_that_answer_only(
         monkeypatch.setattr(board.inbound, "_answer", fail_once)
         caller = calling(board)
         await caller.greet()
-        caller.say(StatsAsked(4))
+        caller.say(RequestStats(4))
 
-        assert await caller.ask(StatsAsked(5)) == Stats(5, {"pages": 3})
+        assert await caller.ask(RequestStats(5)) == ReportStats(5, {"pages": 3})
         assert board.dropped("failed") == 1
 
 
@@ -523,7 +525,7 @@ async def test_membership_hears_that_a_dialled_address_is_the_nodes_own(tmp_path
 
 
 async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) -> None:
-    """SayHello comes back on the link: it says Hello, and is heard from then on."""
+    """HelloRequired comes back on the link: it says Hello, and is heard from then on."""
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)
         here.board.perform(Send(0x22, Put(1, b"")))

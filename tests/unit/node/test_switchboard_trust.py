@@ -13,7 +13,7 @@ from peercache.errors import Rejected
 from peercache.net.peers import Peer
 from peercache.observability.reasons import EXPIRED
 from peercache.wire.messages.membership import Heartbeat
-from peercache.wire.messages.session import Refused, RevocationsTold, StatsAsked, Welcome
+from peercache.wire.messages.session import Refused, ReportRevocations, RequestStats, Welcome
 from tests.pace import until
 from tests.unit.node.test_switchboard import ME, Calling, calling, member, running
 
@@ -56,7 +56,7 @@ async def test_a_link_to_a_revoked_peer_ends_and_is_not_made_again(tmp_path: Pat
         one.board.judge_again()
 
         await until(lambda: not two.admission.sessions)
-        # Counted once as it ends, and again when nng dials anew.
+        # Counted once as it ends, and again when nng dials again.
         await until(lambda: one.dropped("revoked") >= 2)
         assert not two.admission.sessions
         gate.is_open = True
@@ -102,14 +102,14 @@ async def test_clients_are_told_the_revoked_certificates_and_nodes_are_not(
     tmp_path: Path, calling: Calling
 ) -> None:
     """A client with its welcome, and again when the list changes."""
-    async with running(tmp_path, revoked=RevocationsTold(b"first")) as one:
+    async with running(tmp_path, revoked=ReportRevocations(b"first")) as one:
         client, node = calling(one), calling(one, OTHER)
         assert isinstance(await client.greet(), Welcome)
-        assert await client.hear() == RevocationsTold(b"first")
+        assert await client.hear() == ReportRevocations(b"first")
         assert isinstance(await node.greet(is_node=True), Welcome)
 
-        one.inbound.tell_clients(RevocationsTold(b"second"))
+        one.inbound.tell_clients(ReportRevocations(b"second"))
 
-        assert await client.hear() == RevocationsTold(b"second")
+        assert await client.hear() == ReportRevocations(b"second")
         # The next thing that a node hears is the answer.
-        assert isinstance(await node.ask(StatsAsked(3)), Refused)
+        assert isinstance(await node.ask(RequestStats(3)), Refused)

@@ -14,7 +14,7 @@ from peercache.actors.effects import Send
 from peercache.node import admission
 from peercache.wire.codec import encode
 from peercache.wire.envelope import MESSAGES, WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
-from peercache.wire.messages.directory import Lookup, SummaryWanted
+from peercache.wire.messages.directory import Lookup, RequestSummary
 from peercache.wire.messages.session import Refused, Welcome
 from tests.pace import until
 from tests.unit.node.test_switchboard import (
@@ -69,8 +69,8 @@ async def test_a_message_that_the_release_before_does_not_know_is_not_sent_to_it
     spoken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted; what both know is sent all the same, and so is what another node knows."""
-    since = attrs.evolve(SummaryWanted.declared, since=NEXT)
-    monkeypatch.setattr(SummaryWanted, "declared", since)
+    since = attrs.evolve(RequestSummary.declared, since=NEXT)
+    monkeypatch.setattr(RequestSummary, "declared", since)
     async with running(tmp_path) as near, running(tmp_path, OTHER) as far:
         near.members[OTHER] = member(OTHER, far.address)
         welcome = Welcome(0, spoken, member(OTHER, far.address), 4096)
@@ -81,7 +81,7 @@ async def test_a_message_that_the_release_before_does_not_know_is_not_sent_to_it
         await until(lambda: near.dropped("identity") == 1)
         near.links._answered(far.address, near.links._dialled[far.address], raw)
 
-        near.board.perform(Send(OTHER, SummaryWanted()))
+        near.board.perform(Send(OTHER, RequestSummary()))
         near.board.perform(Send(OTHER, Lookup(1, bytes(16))))
         await until(lambda: far.dropped("not_allowed") == 2)
 

@@ -42,7 +42,7 @@ def test_a_report_carries_each_increase_once() -> None:
 
 
 def test_a_report_tells_by_what_each_peer_is_read_once() -> None:
-    """What has changed only; all of it to a home node that has started anew; no metric of it."""
+    """What has changed only; all of it to a home node that has started again; no metric of it."""
     used = {"aa": "shm", "bb": "tcp"}
     report = ClientReport(Metrics(), lambda: used)
 

@@ -13,7 +13,7 @@ from peercache.model.records import HAS_CHECKSUM, RECORD, RECORD_BYTES, RESIDENT
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Disputed, Located
+from peercache.wire.messages.directory import Located, ReportStale
 from peercache.wire.messages.pool import Promote
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
@@ -31,7 +31,7 @@ def test_page_without_a_checksum_is_not_disputed() -> None:
     got = world.get("a")
 
     assert (got.hits, got.reasons) == ([False], [reasons.NO_CHECKSUM])
-    assert world.posts(Disputed) == []
+    assert world.posts(ReportStale) == []
 
 
 def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
@@ -60,7 +60,7 @@ def test_page_that_was_not_checked_in_time_is_not_disputed(monkeypatch: pytest.M
     got = world.get("a", "b", timeout_s=0.2)
 
     assert (got.hits, got.reasons) == ([True, False], ["", reasons.DEADLINE])
-    assert world.posts(Disputed) == []
+    assert world.posts(ReportStale) == []
     assert len(world.cache) == 2
 
 
@@ -149,14 +149,14 @@ def test_page_that_its_holder_has_lost_is_not_remembered() -> None:
 
 
 def test_holder_loads_no_longer_than_the_caller_waits() -> None:
-    """A longer patience would bring the answer after the deadline, with pages that came in time."""
+    """A longer timeout would bring the answer after the deadline, with pages that came in time."""
     world = World()
     world.publish(world.nodes[2].keep("a"))
 
     assert world.get("a", timeout_s=0.05).hits == [True]
 
     asked = [message for message in world.nodes[2].heard if isinstance(message, Promote)]
-    assert [message.patience_s < 0.05 for message in asked] == [True]
+    assert [message.timeout_s < 0.05 for message in asked] == [True]
 
 
 def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPa
 
     world.get(*names)
 
-    counts = [len(message.records) // RECORD_BYTES for _, message in world.posts(Disputed)]
+    counts = [len(message.records) // RECORD_BYTES for _, message in world.posts(ReportStale)]
     assert counts
     assert max(counts) == 3
 
@@ -189,4 +189,4 @@ def _without_checksums(node: Node, message: Message) -> Message | None:
 
 def _insisting(node: Node, message: Message) -> Message | None:
     """Answer as ever, but hear of no dispute."""
-    return None if isinstance(message, Disputed) else node.serve(message)
+    return None if isinstance(message, ReportStale) else node.serve(message)

@@ -22,7 +22,12 @@ from peercache.paths.reading import Touches
 from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.envelope import WIRE_VERSION
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
+from peercache.wire.messages.membership import (
+    ReportViewChanges,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
+)
 from peercache.wire.messages.pool import RESERVED, Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome
 from tests.contracts.fabric_suite import member_of
@@ -79,9 +84,9 @@ class Nodes:
                 ((peer, question),) = step.questions
                 self.asked.append(peer)
                 view = self.views.get(peer)
-                if isinstance(question, ViewChangesAsked) and isinstance(view, ViewShared):
+                if isinstance(question, RequestViewChanges) and isinstance(view, ShareView):
                     # A node that knows nothing of the view that the client has.
-                    answer = [ViewChanges(0, b"", b"", (), ())]
+                    answer = [ReportViewChanges(0, b"", b"", (), ())]
                     self.asked.pop()
                 else:
                     answer = [view]
@@ -102,9 +107,9 @@ class Nodes:
         self.told.append(sorted(cluster.members))
 
 
-def view_of(*incarnations: int) -> ViewShared:
+def view_of(*incarnations: int) -> ShareView:
     """Return an answer that names these members."""
-    return ViewShared(0, tuple(member_of(each) for each in incarnations))
+    return ShareView(0, tuple(member_of(each) for each in incarnations))
 
 
 def welcome_of(incarnation: int) -> Welcome:
@@ -312,7 +317,7 @@ def test_view_comes_in_parts_each_after_the_one_before() -> None:
         while True:
             assert isinstance(step, Ask)
             ((_, question),) = step.questions
-            assert isinstance(question, ViewAsked)
+            assert isinstance(question, RequestView)
             part, more = parts.pop(question.after)
             step = path.send([attrs.evolve(part, more=more)])
 
@@ -320,8 +325,8 @@ def test_view_comes_in_parts_each_after_the_one_before() -> None:
     assert sorted(tie.cluster.members) == [OTHER, PREDECESSOR, HOME]
 
 
-@pytest.mark.parametrize("part", [ViewShared(0, (), more=True), view_of(OTHER)])
-def test_view_that_never_ends_is_given_up(part: ViewShared) -> None:
+@pytest.mark.parametrize("part", [ShareView(0, (), more=True), view_of(OTHER)])
+def test_view_that_never_ends_is_given_up(part: ShareView) -> None:
     """Whatever a member says, a beat ends."""
     nodes = Nodes(greeting=welcome_of(HOME), views={HOME: attrs.evolve(part, more=True)})
     tie = nodes.tie()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from peercache.paths.reading import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, Loads
+from peercache.paths.reading import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
 from tests.unit.paths.world import PAGE, World
 
 MIB = 2**20
@@ -19,7 +19,9 @@ class Clock:
         return self.now
 
 
-def read(loads: Loads, clock: Clock, holder: int, took_s: float, *, is_whole: bool = True) -> None:
+def read(
+    loads: HolderLoad, clock: Clock, holder: int, took_s: float, *, is_whole: bool = True
+) -> None:
     began = loads.begin(holder, MIB)
     clock.now += took_s
     loads.end(holder, MIB, began, is_whole=is_whole)
@@ -28,7 +30,7 @@ def read(loads: Loads, clock: Clock, holder: int, took_s: float, *, is_whole: bo
 def test_a_holder_that_was_slow_lately_is_read_less() -> None:
     """Until that is too long ago."""
     clock = Clock()
-    loads = Loads(salt=3, clock=clock)
+    loads = HolderLoad(salt=3, clock=clock)
     order = sorted((1, 2), key=loads.cost_of)
     read(loads, clock, order[0], 0.1)
 
@@ -40,7 +42,7 @@ def test_a_holder_that_was_slow_lately_is_read_less() -> None:
 def test_what_is_in_flight_counts() -> None:
     """Another call of this client reads from the holder."""
     clock = Clock()
-    loads = Loads(salt=3, clock=clock)
+    loads = HolderLoad(salt=3, clock=clock)
     order = sorted((1, 2), key=loads.cost_of)
     began = loads.begin(order[0], 64 * MIB)
 
@@ -53,7 +55,7 @@ def test_what_is_in_flight_counts() -> None:
 def test_only_whole_reads_of_some_size_are_measured() -> None:
     """What was shared among holders, broken off or small tells no holder's speed."""
     clock = Clock()
-    loads = Loads(salt=3, clock=clock)
+    loads = HolderLoad(salt=3, clock=clock)
     read(loads, clock, 1, 1.0, is_whole=False)
     began = loads.begin(1, MEASURED_BYTES - 1)
     clock.now += 1.0
@@ -65,7 +67,7 @@ def test_only_whole_reads_of_some_size_are_measured() -> None:
 def test_the_holders_that_are_remembered_are_bounded() -> None:
     """The ones that were not read for longest go."""
     clock = Clock()
-    loads = Loads(salt=3, clock=clock)
+    loads = HolderLoad(salt=3, clock=clock)
     for holder in range(MEASURED_MAX + 10):
         read(loads, clock, holder, 0.001)
 
@@ -77,7 +79,7 @@ def test_clients_that_know_nothing_spread_over_the_holders() -> None:
     """Each has an order of its own: 200 clients, 4 holders."""
     holders = [0x1111111111111111, 0x2222222222222222, 0xABCDEF0123456789, 0x7777777777777777]
     first = Counter(
-        min(holders, key=Loads(salt=salt * 0x9E3779B97F4A7C15, clock=Clock()).cost_of)
+        min(holders, key=HolderLoad(salt=salt * 0x9E3779B97F4A7C15, clock=Clock()).cost_of)
         for salt in range(1, 201)
     )
 

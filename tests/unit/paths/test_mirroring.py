@@ -16,8 +16,8 @@ from peercache.paths.mirroring import (
     COPY_S,
     HOT_S,
     MARKS,
-    PATIENCE_S,
     PAUSE_S,
+    TIMEOUT_S,
     Recent,
     overlap,
 )
@@ -172,7 +172,7 @@ def test_overlapping_runs_are_found(runs: list[tuple[int, int]], expected: bool)
     assert overlap(PageRuns.of([[run] for run in runs])) is expected
 
 
-def test_a_home_node_that_is_silent_costs_its_patience_once() -> None:
+def test_a_home_node_that_is_silent_costs_its_timeout_once() -> None:
     """The get is a hit as ever, and the next gets do not ask for a while."""
     world = far_world()
     held(world, 3, "a", "b")
@@ -182,7 +182,7 @@ def test_a_home_node_that_is_silent_costs_its_patience_once() -> None:
 
     assert world.get("a").hits == [True]
 
-    assert world.now - before < PATIENCE_S + 0.005
+    assert world.now - before < TIMEOUT_S + 0.005
     world.now += PAUSE_S / 2
     world.get("b")
     assert len(asked_home(world, ReserveMirror)) == 1
@@ -192,7 +192,7 @@ def test_a_home_node_that_is_silent_costs_its_patience_once() -> None:
 
 
 def test_a_silent_home_node_costs_a_short_get_little() -> None:
-    """Its patience is a part of what is left: most of that is for the reading."""
+    """Its timeout is a part of what is left: most of that is for the reading."""
     world = far_world()
     world.cache.store(world.nodes[3].hold("a"), world.now)
     world.nodes[1].mood = "silent"

@@ -15,7 +15,7 @@ from peercache.net.breaker import STALL_S
 from peercache.observability import reasons
 from peercache.paths import writing
 from peercache.paths.steps import Ask, Collect, Place, Post, Submit
-from peercache.paths.writing import COMMIT_S, RESEND_PART, cuts_of
+from peercache.paths.writing import COMMIT_S, RESEND_FRACTION, cuts_of
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,
@@ -159,7 +159,7 @@ def test_a_home_node_that_dies_between_portions_keeps_what_it_has_said() -> None
     # The second portion was granted before, and its Commit is never answered.
     assert outcome.reasons == [""] * 4 + [reasons.DEADLINE] * 4 + [reasons.NO_HOME] * 4
     assert world.breakers.is_open(1)
-    assert world.now - began < 3 * RESEND_PART * STALL_S + writing.PUBLISH_PATIENCE_S
+    assert world.now - began < 3 * RESEND_FRACTION * STALL_S + writing.PUBLISH_TIMEOUT_S
     assert world.reservations.report(0.0).sequences == ()
 
 

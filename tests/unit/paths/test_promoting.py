@@ -9,7 +9,7 @@ import pytest
 from peercache.model.records import ON_DISK, from_bytes
 from peercache.observability import reasons
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Disputed, Lookup
+from peercache.wire.messages.directory import Lookup, ReportStale
 from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promote, Promoted
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, World, content_of, named
@@ -181,7 +181,7 @@ def test_lost_page_is_disputed_and_looked_for_elsewhere() -> None:
     got = world.get(name)
 
     assert got.hits == [True]
-    assert world.posts(Disputed)
+    assert world.posts(ReportStale)
 
 
 @pytest.mark.parametrize("mood", ["silent", "away"])
@@ -278,7 +278,7 @@ def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
 
     assert found == [True] * 4
     ((peer, wish),) = world.posts(Promote)
-    assert (peer, wish.patience_s, len(wish.keys)) == (2, 0.0, 3 * 16)
+    assert (peer, wish.timeout_s, len(wish.keys)) == (2, 0.0, 3 * 16)
     assert len(world.nodes[2].loaded) == 3
 
 

@@ -19,7 +19,7 @@ from peercache.paths import reading
 from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Disputed, Located, Lookup
+from peercache.wire.messages.directory import Located, Lookup, ReportStale
 from peercache.wire.messages.pool import Touched
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
@@ -120,7 +120,7 @@ def test_a_stale_cached_record_is_replaced_by_the_directorys() -> None:
     assert got.content() == content_of("a").tobytes()
     assert world.fetched_from() == [[2], [3]]
     # What came from the cache is no evidence against the directory.
-    assert world.posts(Disputed) == []
+    assert world.posts(ReportStale) == []
 
 
 def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
@@ -133,7 +133,7 @@ def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
 
     assert got.hits == [False]
     assert got.reasons == [reasons.EVICTED]
-    told = world.posts(Disputed)
+    told = world.posts(ReportStale)
     assert [peer for peer, _ in told] == sorted(node.number for node in world.owners("a")[:2])
     assert {message.records for _, message in told} == {record.tobytes()}
     assert len(world.cache) == 0
@@ -210,7 +210,7 @@ def test_a_destination_of_another_size_is_left_untouched() -> None:
 
 
 def test_a_remembered_record_of_another_size_is_asked_about_anew() -> None:
-    """The page may have been set anew since: a record that never fits must not hide it for ever."""
+    """The page may have been set again since: a record that never fits must not hide it."""
     world = World()
     old = world.nodes[2].hold("a", content=content_of("a", 2 * PAGE))
     world.publish(old)
@@ -294,7 +294,7 @@ def test_a_page_whose_only_holder_is_unreachable_says_so() -> None:
 
     assert (got.hits, got.reasons) == ([False], [reasons.PEER_UNREACHABLE])
     assert world.fetched_from() == [[2]]
-    assert world.posts(Disputed) == []
+    assert world.posts(ReportStale) == []
 
 
 def test_the_nearest_holder_is_read() -> None:
@@ -410,7 +410,7 @@ def test_another_checksum_is_a_miss_and_never_a_hit() -> None:
 
     assert got.hits == [True, False, False]
     assert got.reasons == ["", reasons.VERIFY_FAILED, reasons.NO_CHECKSUM]
-    assert {message.records[:16] for _, message in world.posts(Disputed)} == {
+    assert {message.records[:16] for _, message in world.posts(ReportStale)} == {
         named("bad").tobytes()
     }
 
@@ -584,7 +584,7 @@ def test_a_page_without_residence_is_not_read() -> None:
 
 def _insisted(node: Node, message: Message) -> Message | None:
     """Answer as ever, but hear of no dispute."""
-    return None if isinstance(message, Disputed) else node.serve(message)
+    return None if isinstance(message, ReportStale) else node.serve(message)
 
 
 def _then_forget(node: Node, name: str, message: Message) -> Message | None:

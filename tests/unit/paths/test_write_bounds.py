@@ -10,7 +10,7 @@ from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.paths.reserving import AHEAD_S, ClientReservations
 from peercache.paths.steps import Checksum
-from peercache.paths.writing import PUBLISH_PATIENCE_S
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -72,18 +72,18 @@ def test_commit_leaves_the_home_node_time_to_answer() -> None:
 
     world.set(["a"], timeout_s=0.1)
 
-    assert [commit.patience_s <= 0.05 for commit in told_home(world, Commit)] == [True]
-    assert PUBLISH_PATIENCE_S > 0.05
+    assert [commit.timeout_s <= 0.05 for commit in told_home(world, Commit)] == [True]
+    assert PUBLISH_TIMEOUT_S > 0.05
 
 
-def test_commit_that_is_late_asks_for_no_patience() -> None:
+def test_commit_that_is_late_asks_for_no_timeout() -> None:
     """A checksum that took too long leaves less than no time."""
     world = World(verify="full", portion_bytes=PAGE)
     world.checksum_s = 5.0
 
     world.set(["a", "b"], timeout_s=1.0)
 
-    assert [commit.patience_s for commit in told_home(world, Commit)] == [0.0]
+    assert [commit.timeout_s for commit in told_home(world, Commit)] == [0.0]
 
 
 def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:

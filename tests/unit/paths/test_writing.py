@@ -10,11 +10,11 @@ import pytest
 
 from peercache.client.bridge import checksums_of
 from peercache.model.records import RECORD_BYTES
-from peercache.net.breaker import STALL_PART, STALL_S
+from peercache.net.breaker import STALL_FRACTION, STALL_S
 from peercache.observability import reasons
 from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
-from peercache.paths.writing import COMMIT_S, PUBLISH_PATIENCE_S, RESEND_PART
+from peercache.paths.writing import COMMIT_S, PUBLISH_TIMEOUT_S, RESEND_FRACTION
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -129,11 +129,11 @@ def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time() -> N
 
     first, *again = told_home(world, Commit)
     asks = [s for s in world.steps if isinstance(s, Ask) and isinstance(s.questions[0][1], Commit)]
-    assert first.patience_s == PUBLISH_PATIENCE_S
+    assert first.timeout_s == PUBLISH_TIMEOUT_S
     assert again
     for ask in asks[1:]:
         (_, commit), *_ = ask.questions
-        assert commit.patience_s < PUBLISH_PATIENCE_S
+        assert commit.timeout_s < PUBLISH_TIMEOUT_S
         assert ask.until == pytest.approx(until)
 
 
@@ -315,18 +315,18 @@ def test_a_home_node_may_be_silent_for_a_part_of_a_long_deadline() -> None:
     home.script.clear()
     home.mood, began = "silent", world.now
     assert world.set(["b"], timeout_s=20.0).reasons == [reasons.NO_HOME]
-    assert world.now - began == pytest.approx(20.0 * STALL_PART)
+    assert world.now - began == pytest.approx(20.0 * STALL_FRACTION)
 
 
 def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
-    """The home node may take its whole patience; the client waits longer than that."""
+    """The home node may take its whole timeout; the client waits longer than that."""
     world = World()
     home = world.nodes[1]
 
     def slow(message: Message) -> Message:
         assert isinstance(message, Commit)
-        assert message.patience_s <= PUBLISH_PATIENCE_S
-        world.now += message.patience_s
+        assert message.timeout_s <= PUBLISH_TIMEOUT_S
+        world.now += message.timeout_s
         return home.commit(message)
 
     home.script.extend([home.serve, slow])
@@ -335,7 +335,7 @@ def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
 
     assert outcome.stored.tolist() == [True]
     commit_ask = [step for step in world.steps if isinstance(step, Ask)][1]
-    assert commit_ask.until - 100.0 > PUBLISH_PATIENCE_S + RESEND_PART * STALL_S / 2
+    assert commit_ask.until - 100.0 > PUBLISH_TIMEOUT_S + RESEND_FRACTION * STALL_S / 2
     assert world.breakers.opened_count == 0
 
 

@@ -44,7 +44,7 @@ from peercache.paths.steps import (
 )
 from peercache.paths.writing import PORTION_BYTES, Writer
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import Disputed, Located, Lookup
+from peercache.wire.messages.directory import Located, Lookup, ReportStale
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -166,7 +166,7 @@ class Node:
         match message:
             case Lookup(request, keys):
                 return Located(request, self.tell(keys), self.is_behind)
-            case Disputed(records):
+            case ReportStale(records):
                 for record in records_from_bytes(records):
                     kept = self.shard.get(record["key"].tobytes(), [])
                     if record.tobytes() in kept:
@@ -212,7 +212,7 @@ class Node:
                 records += self.loaded[key]
             else:
                 states.append(LATER if key in self.disk else LOST)
-        return Promoted(0, bytes(states), records) if message.patience_s else None
+        return Promoted(0, bytes(states), records) if message.timeout_s else None
 
     # --- as a home node ---------------------------------------------------------------------------
 

@@ -129,10 +129,10 @@ class Rig:
         self.store.close()
 
     def await_fact(
-        self, kind: type, job: int | None = None, *, patience_s: float = TIMEOUT_S
+        self, kind: type, job: int | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> Any:
         """Return the next fact of a kind (and job); others are kept in `told`."""
-        until = time.monotonic() + patience_s
+        until = time.monotonic() + timeout_s
         while True:
             for fact in self.told:
                 if isinstance(fact, kind) and job in (None, getattr(fact, "job", None)):

@@ -122,7 +122,7 @@ def test_nothing_is_written_to_a_slab_without_a_name(tmp_path: Path) -> None:
 def test_no_descriptor_is_closed_under_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of a slab that is forgotten is closed by its last call; the next opens the file anew."""
+    """One of a slab that is forgotten is closed by its last call; the next opens the file again."""
     closed: list[int] = []
     close = os.close
     with Rig(tmp_path) as rig:
@@ -133,8 +133,8 @@ def test_no_descriptor_is_closed_under_a_call(
             with files._use(0) as same:
                 files.forget(0)
                 assert same == first
-                with files._use(0) as anew:
-                    assert anew != first
+                with files._use(0) as again:
+                    assert again != first
             assert first not in closed
         assert closed.count(first) == 1
         assert rig.load([1]) == ["right"]
@@ -288,7 +288,7 @@ def test_lost_superblock_loses_no_page(tmp_path: Path, garbage: bytes | None) ->
 def test_store_of_another_format_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of another version are no entries; their room is used anew, and the rest is left."""
+    """Pages of another version are no entries; their room is used again, and the rest is left."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
     (tmp_path / "0" / "notes.txt").write_text("another program's")

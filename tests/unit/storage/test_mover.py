@@ -280,7 +280,7 @@ def test_pages_behind_a_block_at_which_a_read_ends_are_read_singly() -> None:
 
 
 def test_page_whose_slab_has_gone_is_written_into_a_new_one() -> None:
-    """The slab is prepared anew before the page is written a second time."""
+    """The slab is prepared again before the page is written a second time."""
     files = Failing(errno.ENOENT)
     calls: list[str] = []
     files.forget = lambda number: calls.append(f"forget {number}")  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.directory import ChangesAsked, Put, Repair
-from peercache.wire.messages.membership import Heartbeat, Join, PagesOffered
+from peercache.wire.messages.directory import Put, Repair, RequestChanges
+from peercache.wire.messages.membership import Heartbeat, Join, OfferPages
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
 from tests.contracts.frozen.record import sample
@@ -37,68 +37,68 @@ OURS, THEIRS = Namespace("ours"), Namespace("theirs")
 
 TABLE = {
     # message:           node   reader writer operator
-    "Hello":            (False, False, False, False),
-    "Welcome":          (False, False, False, False),
-    "Refused":          (False, False, False, False),
-    "SayHello":         (False, False, False, False),
-    "Join":             (True,  False, False, False),
-    "Heartbeat":        (True,  False, False, False),
-    "HeartbeatSeen":    (True,  False, False, False),
-    "ViewShared":       (True,  False, False, False),
-    "ViewAsked":        (True,  True,  True,  True),
-    "ViewChangesAsked": (True,  True,  True,  True),
-    "ViewChanges":      (False, False, False, False),
-    "ViewCompared":     (True,  False, False, False),
-    "Lookup":           (False, True,  True,  False),
-    "Located":          (False, False, False, False),
-    "Disputed":         (False, True,  True,  False),
-    "Put":              (True,  False, False, False),
-    "Delete":           (True,  False, False, False),
-    "Acknowledged":     (True,  False, False, False),
-    "StreamSummary":    (True,  False, False, False),
-    "SummaryDiffers":   (True,  False, False, False),
-    "Repair":           (True,  False, False, False),
-    "Reserve":          (False, False, True,  False),
-    "ReserveMirror":    (False, False, True,  False),
-    "Granted":          (False, False, False, False),
-    "Commit":           (False, False, True,  False),
-    "Committed":        (False, False, False, False),
-    "Abort":            (False, False, True,  False),
-    "LiveReservations": (False, False, True,  False),
-    "Touched":          (False, True,  True,  False),
-    "Remove":           (True,  False, True,  True),
-    "Clear":            (True,  False, True,  True),
-    "Retain":           (True,  False, True,  True),
-    "Retained":         (True,  False, False, False),
-    "Removed":          (True,  False, False, False),
-    "StatsAsked":       (False, True,  True,  True),
-    "Stats":            (False, False, False, False),
-    "SummaryMatches":   (True,  False, False, False),
-    "HandedOver":       (True,  False, False, False),
-    "SummaryWanted":    (True,  False, False, False),
-    "SummaryAsked":     (True,  False, False, False),
-    "Doubted":   (True,  False, False, False),
-    "Counted":          (False, False, True,  False),
-    "Promote":          (False, True,  True,  False),
-    "Promoted":         (False, False, False, False),
-    "OpenChannel":      (False, True,  True,  False),
-    "ChannelOpened":    (False, False, False, False),
-    "ChannelsHeld":     (False, True,  True,  False),
-    "RevocationsTold":  (True,  False, False, False),
-    "StatusAsked":      (True,  False, False, True),
-    "StatusTold":       (False, False, False, False),
-    "ClusterAsked":     (False, False, False, True),
-    "ClusterTold":      (False, False, False, False),
-    "DrainNode":        (False, False, False, True),
-    "CancelDrain":      (False, False, False, True),
-    "DrainAsked":       (True,  False, False, True),
-    "DrainTold":        (False, False, False, False),
-    "PagesOffered":     (True,  False, False, False),
-    "PagesTaken":       (True,  False, False, False),
-    "OverlapAsked":     (True,  True,  True,  True),
-    "OverlapTold":      (False, False, False, False),
-    "ChangesAsked":     (False, True,  True,  True),
-    "ChangesTold":      (False, False, False, False),
+    "Hello":               (False, False, False, False),
+    "Welcome":             (False, False, False, False),
+    "Refused":             (False, False, False, False),
+    "HelloRequired":       (False, False, False, False),
+    "Join":                (True,  False, False, False),
+    "Heartbeat":           (True,  False, False, False),
+    "HeartbeatSeen":       (True,  False, False, False),
+    "ShareView":           (True,  False, False, False),
+    "RequestView":         (True,  True,  True,  True),
+    "RequestViewChanges":  (True,  True,  True,  True),
+    "ReportViewChanges":   (False, False, False, False),
+    "CompareView":         (True,  False, False, False),
+    "Lookup":              (False, True,  True,  False),
+    "Located":             (False, False, False, False),
+    "ReportStale":         (False, True,  True,  False),
+    "Put":                 (True,  False, False, False),
+    "Delete":              (True,  False, False, False),
+    "Acknowledged":        (True,  False, False, False),
+    "StreamSummary":       (True,  False, False, False),
+    "SummaryDiffers":      (True,  False, False, False),
+    "Repair":              (True,  False, False, False),
+    "Reserve":             (False, False, True,  False),
+    "ReserveMirror":       (False, False, True,  False),
+    "Granted":             (False, False, False, False),
+    "Commit":              (False, False, True,  False),
+    "Committed":           (False, False, False, False),
+    "Abort":               (False, False, True,  False),
+    "LiveReservations":    (False, False, True,  False),
+    "Touched":             (False, True,  True,  False),
+    "Remove":              (True,  False, True,  True),
+    "Clear":               (True,  False, True,  True),
+    "Retain":              (True,  False, True,  True),
+    "Retained":            (True,  False, False, False),
+    "Removed":             (True,  False, False, False),
+    "RequestStats":        (False, True,  True,  True),
+    "ReportStats":         (False, False, False, False),
+    "SummaryMatches":      (True,  False, False, False),
+    "HandedOver":          (True,  False, False, False),
+    "RequestSummary":      (True,  False, False, False),
+    "RequestFreshSummary": (True,  False, False, False),
+    "VerifyRecords":       (True,  False, False, False),
+    "Counted":             (False, False, True,  False),
+    "Promote":             (False, True,  True,  False),
+    "Promoted":            (False, False, False, False),
+    "OpenChannel":         (False, True,  True,  False),
+    "ChannelOpened":       (False, False, False, False),
+    "ChannelsHeld":        (False, True,  True,  False),
+    "ReportRevocations":   (True,  False, False, False),
+    "RequestStatus":       (True,  False, False, True),
+    "ReportStatus":        (False, False, False, False),
+    "RequestCluster":      (False, False, False, True),
+    "ReportCluster":       (False, False, False, False),
+    "DrainNode":           (False, False, False, True),
+    "CancelDrain":         (False, False, False, True),
+    "RequestDrainState":   (True,  False, False, True),
+    "ReportDrainState":    (False, False, False, False),
+    "OfferPages":          (True,  False, False, False),
+    "PagesTaken":          (True,  False, False, False),
+    "RequestOverlap":      (True,  True,  True,  True),
+    "ReportOverlap":       (False, False, False, False),
+    "RequestChanges":      (False, True,  True,  True),
+    "ReportChanges":       (False, False, False, False),
 }  # fmt: skip
 """Written by hand, and not made from the table that it tests."""
 
@@ -195,7 +195,7 @@ def test_a_nodes_certificate_says_what_it_may_clear() -> None:
         assert refusal(session(Role.NODE, changes=spaces_of(ours_only)), Clear(1, tag)) == reason
 
 
-@pytest.mark.parametrize("kind", [OpenChannel, ChangesAsked])
+@pytest.mark.parametrize("kind", [OpenChannel, RequestChanges])
 def test_a_restricted_client_gets_no_queue_pair_and_follows_no_node(kind: type[Message]) -> None:
     """One key of a memory region opens all of it, and page keys do not tell their namespace."""
     opened = sample(kind, 0)
@@ -221,9 +221,9 @@ def test_a_node_offers_its_own_pages_in_its_namespaces_only() -> None:
     ours_only = session(Role.NODE, changes=frozenset({OURS.space_tag()}))
 
     for offerer, reason in ((everything, ""), (ours_only, NAMESPACE)):
-        assert refusal(offerer, PagesOffered(1, OURS.tag(), records(ME))) == ""
-        assert refusal(offerer, PagesOffered(1, THEIRS.tag(), records(ME))) == reason
-        assert refusal(offerer, PagesOffered(1, OURS.tag(), records(ME, OTHER))) == NOT_ITS_OWN
+        assert refusal(offerer, OfferPages(1, OURS.tag(), records(ME))) == ""
+        assert refusal(offerer, OfferPages(1, THEIRS.tag(), records(ME))) == reason
+        assert refusal(offerer, OfferPages(1, OURS.tag(), records(ME, OTHER))) == NOT_ITS_OWN
 
 
 @pytest.mark.parametrize(

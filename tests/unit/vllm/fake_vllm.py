@@ -158,6 +158,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget() -> None:
-    """Have the next test import the tier anew."""
+    """Have the next test import the tier again."""
     for name in ("peercache.vllm", "peercache.vllm.tier", "peercache.vllm.namespace"):
         sys.modules.pop(name, None)

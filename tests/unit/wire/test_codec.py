@@ -17,7 +17,7 @@ from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import Join
 from peercache.wire.messages.pool import Commit
-from peercache.wire.messages.session import Stats
+from peercache.wire.messages.session import ReportStats
 from tests.examples import examples
 
 U64 = st.integers(0, 2**64 - 1)
@@ -87,7 +87,7 @@ def raw_of(*parts: Any) -> bytes:
 
 
 LOOKUP = MESSAGES.index(Lookup)
-STATS = MESSAGES.index(Stats)
+STATS = MESSAGES.index(ReportStats)
 
 
 @given(any_envelope)
@@ -205,12 +205,12 @@ def test_another_version_and_another_cluster_are_told_apart() -> None:
 def test_tags_are_append_only() -> None:
     """A class's place in MESSAGES is its tag on the wire: the first ones never move."""
     assert [kind.__name__ for kind in MESSAGES[:32]] == [
-        "Hello", "Welcome", "Refused", "SayHello",
-        "Join", "Heartbeat", "HeartbeatSeen", "ViewShared", "ViewAsked",
-        "Lookup", "Located", "Disputed", "Put", "Delete", "Acknowledged",
+        "Hello", "Welcome", "Refused", "HelloRequired",
+        "Join", "Heartbeat", "HeartbeatSeen", "ShareView", "RequestView",
+        "Lookup", "Located", "ReportStale", "Put", "Delete", "Acknowledged",
         "StreamSummary", "SummaryDiffers", "Repair",
         "Reserve", "Granted", "Commit", "Committed", "Abort", "LiveReservations",
-        "Touched", "Remove", "Clear", "Removed", "StatsAsked", "Stats",
+        "Touched", "Remove", "Clear", "Removed", "RequestStats", "ReportStats",
         "SummaryMatches", "Counted",
     ]  # fmt: skip
 

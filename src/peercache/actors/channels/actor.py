@@ -1,9 +1,9 @@
 """Channel pool: which channels to which peers exist, and which reads use them.
 
 Owns    the channels of one client: their numbers. A driver keeps the sockets or queue pairs.
-Hears   LeaseChannel, which is a tick, too; ReturnChannel, DestroyChannel, RetireIdle, ForgetPeer,
+Takes   LeaseChannel, which is a tick, too; ReturnChannel, DestroyChannel, RetireIdle, ForgetPeer,
         CloseChannels; a tick, now and then, from a client that reads nothing.
-Says    ChannelLeased, with whether it must be opened first; CloseChannel. To a LeaseChannel it
+Sends   ChannelLeased, with whether it must be opened first; CloseChannel. To a LeaseChannel it
         says nothing while all channels are in use, and after CloseChannels.
 Keeps   a channel has at most one user; a peer has at most max_channels_per_peer on each rail,
         opening and condemned ones included; a channel that ended is never leased again, and
@@ -23,7 +23,7 @@ from typing import TypeAlias, final
 import attrs
 
 IDLE_S = 60.0
-"""Shorter than the tcp server's own patience (`fabric.tcp.server.IDLE_S`), so that as a rule the
+"""Shorter than the tcp server's own timeout (`fabric.tcp.server.IDLE_S`), so that as a rule the
 client closes an idle channel: a close by the server would surprise a read."""
 
 

@@ -107,7 +107,7 @@ int peercache_table_drop(struct table *t, int64_t entry, const char *packed, uin
 
             memcpy(&drop, first + at * sizeof(drop), sizeof(drop));
             number = peercache_rows_find(t, tags[at], drop.key, entry, NULL);
-            /* A page may have been committed anew since: only its own record may go. */
+            /* A page may have been committed again since: only its own record may go. */
             if (number && row_at(t, number)->generation <= drop.generation) {
                 peercache_rows_remove(t, number, tags[at]);
                 change->gone++;
@@ -173,7 +173,7 @@ static int by_birth(const void *left, const void *right)
 {
     const struct row *one = *(const struct row *const *)left;
     const struct row *other = *(const struct row *const *)right;
-    /* They are told apart however often the count has begun anew. */
+    /* They are told apart however often the count has begun again. */
     int32_t later = (int32_t)((uint32_t)(one->word >> 32) - (uint32_t)(other->word >> 32));
 
     return (later > 0) - (later < 0);

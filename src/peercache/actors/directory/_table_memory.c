@@ -51,7 +51,7 @@ int peercache_table_give_back(struct table *t, uint64_t at, uint64_t bytes)
     int done;
 
     if (t->file < 0)
-        /* Mapped anew, not only emptied: hosts that count promised memory count it no longer. */
+        /* Mapped again, not only emptied: hosts that count promised memory count it no longer. */
         return mmap((char *)t + at, bytes, PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
     if (!keep_readers_out(t))

@@ -1,13 +1,13 @@
 """Directory shard: which nodes hold which pages, as far as this node was told.
 
 Owns    the records that holders publish to this node, and those of its own pool.
-Hears   Lookup and Disputed, from readers; Put, Delete, Repair, StreamSummary and HandedOver, from
-        holders; RecordsChanged, from the own pool; CommitAnswered and RemovalDone, from the
+Takes   Lookup and ReportStale, from readers; Put, Delete, Repair, StreamSummary and HandedOver,
+        from holders; RecordsChanged, from the own pool; CommitAnswered and RemovalDone, from the
         publisher; RemovalDone, from removal; ViewChanged, from membership; RingChanged, from the
         ring.
-Says    Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted,
-        SummaryAsked and Doubted, to holders; Committed and Removed, to the client of a
-        commit or a removal.
+Sends   Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers,
+        RequestSummary, RequestFreshSummary and VerifyRecords, to holders; Committed and Removed, to
+        the client of a commit or a removal.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
         answer names a node that the view has not, or has dead or left; a record gives way only to a
         newer one of its holder, to a delete that is not older, or to a repair: no other node's word
@@ -43,7 +43,7 @@ from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, Direc
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
     CommitAnswered,
-    DirectoryHears,
+    DirectoryMessage,
     RecordsChanged,
     RemovalDone,
     RingChanged,
@@ -61,18 +61,18 @@ from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
-    Disputed,
-    Doubted,
     HandedOver,
     Located,
     Lookup,
     Put,
     Repair,
+    ReportStale,
+    RequestFreshSummary,
+    RequestSummary,
     StreamSummary,
-    SummaryAsked,
     SummaryDiffers,
     SummaryMatches,
-    SummaryWanted,
+    VerifyRecords,
 )
 from peercache.wire.messages.session import Refused
 
@@ -101,7 +101,7 @@ STREAM_LATE_S = 3.0
 message that was overtaken is not late for so long."""
 
 DISPUTES_MAX = 4096
-"""Disputed records that are passed on to their holders in DISPUTES_S; further ones are dropped:
+"""ReportStale records that are passed on to their holders in DISPUTES_S; further ones are dropped:
 the holder's summaries repair as well."""
 
 DISPUTES_S = 1.0
@@ -190,7 +190,7 @@ class DirectoryShard:
         """The table, for those who read it beside this actor."""
         return self._table
 
-    def on_message(self, sender: Origin, message: DirectoryHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: DirectoryMessage, now: float) -> list[Effect]:
         """Answer a question, or take what a holder, a reader, the pool or the view says."""
         self._notice_stall(now)
         match message:
@@ -205,7 +205,7 @@ class DirectoryShard:
                 return self._apply(sender, message, now)
             case StreamSummary() | HandedOver():
                 return self._compare(sender, message, now)
-            case Disputed(disputed):
+            case ReportStale(disputed):
                 return self._dispute(disputed, now)
             case RecordsChanged():
                 for change in self._own.change(message, now):
@@ -249,7 +249,7 @@ class DirectoryShard:
         wanted: list[Effect] = []
         for holder in self.authority.due(now):
             least = self.authority.least(holder)
-            wanted.append(Send(holder, SummaryAsked(least) if least else SummaryWanted()))
+            wanted.append(Send(holder, RequestFreshSummary(least) if least else RequestSummary()))
         self._tick_at = now + self.tick_s
         self._table.tick(now if self.clock is None else self.clock())
         return wanted
@@ -308,7 +308,7 @@ class DirectoryShard:
                 self._disputed[name] = None
                 doubted.append(record)
             if doubted:
-                effects.append(Send(holder, Doubted(b"".join(doubted))))
+                effects.append(Send(holder, VerifyRecords(b"".join(doubted))))
         return effects
 
     # --- streams ----------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class DirectoryShard:
             held.heard_at = now
             is_fresh = summary.number >= self.authority.least(holder)
             if isinstance(summary, HandedOver) and is_fresh:
-                # Only this ends a doubt: a holder that began its stream anew may match all the
+                # Only this ends a doubt: a holder that began its stream again may match all the
                 # time while it still hands over, once a repair has removed what it told before.
                 held.is_whole, held.complete = True, summary.ring
             self.authority.note_matching(holder, now)

@@ -228,13 +228,13 @@ class ShardAuthority:
         self._decide()
 
     def look(self, holder: int, now: float) -> None:
-        """Judge a holder anew, of which something was heard."""
+        """Judge a holder again, of which something was heard."""
         if holder in self._members:
             self._judge(holder, now)
             self._decide()
 
     def look_at_all(self, now: float) -> None:
-        """Judge every holder anew, after the view has changed."""
+        """Judge every holder again, after the view has changed."""
         self._least = {h: number for h, number in self._least.items() if h in self.states}
         for holder in sorted(self._members):
             self._judge(holder, now)

@@ -2,11 +2,11 @@
 
 Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
         loads in flight.
-Hears   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
-        from the pool; LoadWanted, from the promote actor; FlushWanted and, by way of the pool,
+Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
+        from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of the pool,
         NamespaceNamed, from the node; the facts of the page store (`actors.storage_port`).
-Says    PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked and HeldAsked to the pool, which
-        numbers and tells all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
+Sends   PagesSpilled, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
+        which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
         promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
 Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
         was removed is not told again. A place that the store may still write to stays taken.
@@ -37,11 +37,8 @@ from peercache.actors.disk.open_index import (
 from peercache.actors.disk.spills import Flush, Spills
 from peercache.actors.effects import Effect, TellPool, TellPromote
 from peercache.actors.mailboxes import (
-    ColdestAsked,
-    DiskHears,
     DiskIndexed,
-    FlushWanted,
-    LoadWanted,
+    DiskMessage,
     NamespaceNamed,
     PagesColdest,
     PagesDemoted,
@@ -51,6 +48,9 @@ from peercache.actors.mailboxes import (
     PagesRemoved,
     PagesSought,
     PagesStored,
+    RequestColdest,
+    RequestFlush,
+    RequestLoad,
     Resident,
 )
 from peercache.actors.origin import Origin
@@ -77,7 +77,7 @@ LOOK_S: Final = 1.0
 LOOK_AHEAD_S: Final = 0.1
 """How often, with `write_policy = on_evict`, the pool is asked for its eviction candidates."""
 
-AHEAD_PART: Final = 0.75
+AHEAD_FRACTION: Final = 0.75
 """How full the pool may be before its coldest pages are written."""
 
 NOTE_USE_S: Final = 10.0
@@ -90,7 +90,7 @@ SEQUENCES_A_SECOND_BITS: Final = 20
 """An index that is made from slots takes what this life wrote for newer than all before it, unless
 more than 2**20 pages a second were written."""
 
-REMOVE_PATIENCE_S: Final = 0.1
+REMOVE_TIMEOUT_S: Final = 0.1
 """How long the answer to a removal waits until a restart does not bring the pages back."""
 
 
@@ -147,7 +147,7 @@ class DiskTier:
         """Return whether there is a disk just now."""
         return self.index is not None
 
-    def on_message(self, sender: Origin, message: DiskHears, now: float) -> list[Effect]:  # noqa: ARG002 - all messages come from this node
+    def on_message(self, sender: Origin, message: DiskMessage, now: float) -> list[Effect]:  # noqa: ARG002 - all messages come from this node
         """Take one message; the effects must be performed in the order of the list."""
         effects = self._apply(message, now)
         if self.is_open:
@@ -155,7 +155,7 @@ class DiskTier:
             effects += self.spills.pump(now)
         return effects
 
-    def _apply(self, message: DiskHears, now: float) -> list[Effect]:
+    def _apply(self, message: DiskMessage, now: float) -> list[Effect]:
         match message:
             case NamespaceNamed(name):
                 self.open_index.name(name)
@@ -178,12 +178,12 @@ class DiskTier:
             case PagesHeld():
                 self._flush.take(message)
                 return []
-            case FlushWanted():
+            case RequestFlush():
                 self._flush.is_final = True
                 return self._flush.ask()
             case PagesSought():
                 return self._find(message)
-            case LoadWanted():
+            case RequestLoad():
                 return self.loads.begin(message)
             case SpillDone(job, outcomes):
                 return self.spills.done(job, outcomes)
@@ -203,7 +203,7 @@ class DiskTier:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer removals whose patience is over, tell what is untold, look after the disk."""
+        """Answer removals whose timeout is over, tell what is untold, look after the disk."""
         effects = self._removals.expire(now)
         if self._tell_at <= now:
             effects += self._tell(now)
@@ -213,7 +213,7 @@ class DiskTier:
         return effects
 
     def deadline(self) -> float:
-        """Return when a removal's patience is over, or the disk must be looked after."""
+        """Return when a removal's timeout is over, or the disk must be looked after."""
         due = min(self._tell_at, self._removals.deadline())
         if not self.is_open:
             return due
@@ -298,7 +298,7 @@ class DiskTier:
         if self._ahead_at <= now:
             self._ahead_at = now + LOOK_AHEAD_S
             if self.spills.is_idle:
-                effects.append(TellPool(ColdestAsked(AHEAD_PART)))
+                effects.append(TellPool(RequestColdest(AHEAD_FRACTION)))
         if self._looks_at <= now:
             self._looks_at = now + LOOK_S
             self._show()
@@ -380,7 +380,7 @@ class DiskTier:
     def _remove(self, removed: PagesRemoved, now: float) -> list[Effect]:
         """Remove pages from disk, and tell the client how many went in all."""
         message, index = removed.message, self.index
-        count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_PATIENCE_S
+        count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_TIMEOUT_S
         if index is None:
             self._early.add(message)
             return [PendingRemoval(removed.origin, message, count, until).answer()]

@@ -40,7 +40,7 @@ from peercache.model.runs import I64, U64
 FREE, WRITING, HELD, ENDED = 0, 1, 2, 3
 
 ROWS_STEP_MIN: Final = 1024
-ROWS_STEP_PART: Final = 8
+ROWS_STEP_DIVISOR: Final = 8
 """The array grows by an eighth: at most so much of it is empty."""
 
 FIELDS: Final = np.dtype(
@@ -78,7 +78,7 @@ class EntryRows:
         old = self._spare[self._spare_count : self._spare_count + reused].astype(np.int64)
         begin, self.end = self.end, self.end + count - reused
         if self.end > len(self.rows):
-            grown = np.zeros(self.end + max(ROWS_STEP_MIN, self.end // ROWS_STEP_PART), FIELDS)
+            grown = np.zeros(self.end + max(ROWS_STEP_MIN, self.end // ROWS_STEP_DIVISOR), FIELDS)
             grown[:begin] = self.rows[:begin]
             self.rows = grown
         return np.concatenate((old, np.arange(begin, self.end)))
@@ -128,7 +128,7 @@ class EntryRows:
         return int(self.rows["length"][entries].sum(dtype=np.int64))
 
 
-QUEUE_PART: Final = 16
+QUEUE_DIVISOR: Final = 16
 QUEUE_MIN: Final = 256
 """A queue has a sixteenth of a slot size's entries: each eviction costs the same few steps."""
 
@@ -224,7 +224,7 @@ class EvictionQueues:
         if self._tenants.are_several:
             numbers = self._tenants.numbers(self._entries.rows["namespace"][every])
             every = every[numbers == self._tenants.all().index(tenant)]
-        length = max(QUEUE_MIN, len(every) // QUEUE_PART)
+        length = max(QUEUE_MIN, len(every) // QUEUE_DIVISOR)
         queue.entries = self._entries.coldest(every, length)
         queue.touched = self._entries.rows["touched"][queue.entries]
         queue.at = 0
@@ -527,7 +527,7 @@ class DiskIndex:
         """Unpin entries that were written: they are HELD, and the hottest, the last one most.
 
         Return which are; and the places of the others, which were removed meanwhile: the store has
-        rows of them. Their keys may have entries anew.
+        rows of them. Their keys may have entries again.
         """
         live = self._state(entries) == WRITING
         held, ended = entries[live], entries[~live]

@@ -149,7 +149,7 @@ class KeyTable:
             rows, before = rows[~found], following[~found].astype(np.int64)
 
     def _widen(self, added: I64) -> None:
-        """Double the heads until each has a key or less, and link everything anew."""
+        """Double the heads until each has a key or less, and link everything again."""
         linked = [added]
         rows = self._heads[self._heads >= 0].astype(np.int64)
         while len(rows):

@@ -20,11 +20,11 @@ from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.effects import Effect, TellPool, TellPromote
 from peercache.actors.mailboxes import (
     DiskIndexed,
-    LoadWanted,
     PagesForgotten,
     PagesLoaded,
     PagesSpilled,
     RemovalDone,
+    RequestLoad,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.storage_port import (
@@ -166,7 +166,7 @@ class PendingRemoval:
     def answer(self) -> Effect:
         """Have the client answered, behind what the pool has still to publish."""
         removed = Removed(self.message.request, self.count)
-        return TellPool(RemovalDone(self.origin, removed, self.message.patience_s))
+        return TellPool(RemovalDone(self.origin, removed, self.message.timeout_s))
 
 
 @final
@@ -185,17 +185,17 @@ class PendingRemovals:
         self._pending[job] = removal
 
     def done(self, job: int) -> list[Effect]:
-        """Answer the removal of this job, unless its patience was over before."""
+        """Answer the removal of this job, unless its timeout was over before."""
         removal = self._pending.pop(job, None)
         return [] if removal is None else [removal.answer()]
 
     def expire(self, now: float) -> list[Effect]:
-        """Answer the removals whose patience is over."""
+        """Answer the removals whose timeout is over."""
         over = [job for job, removal in self._pending.items() if removal.until <= now]
         return [self._pending.pop(job).answer() for job in over]
 
     def deadline(self) -> float:
-        """Return when the oldest patience is over; inf without removals."""
+        """Return when the oldest timeout is over; inf without removals."""
         oldest = next(iter(self._pending.values()), None)
         return inf if oldest is None else oldest.until
 
@@ -251,7 +251,7 @@ LOST: Final = (
 @final
 @attrs.define(eq=False)
 class _Load:
-    """A job of the store. positions: of its pages in the LoadWanted; outcomes: of all of that."""
+    """A job of the store. positions: of its pages in the RequestLoad; outcomes: of all of that."""
 
     wanted: int
     positions: I64
@@ -272,7 +272,7 @@ class DiskLoads:
         """Return the number of loads in flight."""
         return len(self._loads)
 
-    def begin(self, wanted: LoadWanted) -> list[Effect]:
+    def begin(self, wanted: RequestLoad) -> list[Effect]:
         """Load the pages that are still on disk; answer at once if there are none."""
         count, index = len(wanted.lengths), self.open_index.index
         outcomes = bytearray((DISK_UNTRIED,)) * count
@@ -282,7 +282,7 @@ class DiskLoads:
         for at in np.flatnonzero(entries < 0).tolist():
             outcomes[at] = DISK_DAMAGED
         there = np.flatnonzero(entries >= 0)
-        # A page that was stored anew in another length stays DISK_UNTRIED.
+        # A page that was stored again in another length stays DISK_UNTRIED.
         chosen = there[index.lengths(entries[there]) == wanted.lengths[there]]
         if not len(chosen):
             return [_answer(wanted.job, outcomes)]

@@ -23,7 +23,13 @@ import numpy.typing as npt
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import OpenIndex
 from peercache.actors.effects import Effect, TellPool
-from peercache.actors.mailboxes import HeldAsked, PagesHeld, PagesStored, Resident, ResidentAsked
+from peercache.actors.mailboxes import (
+    PagesHeld,
+    PagesStored,
+    RequestHeld,
+    RequestResident,
+    Resident,
+)
 from peercache.actors.storage_port import (
     DISK_CHANGED,
     DISK_DONE,
@@ -167,7 +173,7 @@ class Spills:
             self._questions += 1
             self._asked[self._questions] = records, tags
             keys, generations = records["key"].tobytes(), records["generation"].tobytes()
-            effects.append(TellPool(ResidentAsked(self._questions, keys, generations)))
+            effects.append(TellPool(RequestResident(self._questions, keys, generations)))
         return effects
 
     def deadline(self) -> float:
@@ -319,7 +325,7 @@ class Flush:
     def ask(self) -> list[Effect]:
         """Ask the pool for all pages that are only in memory."""
         self._questions += 1
-        return [TellPool(HeldAsked())]
+        return [TellPool(RequestHeld())]
 
     def take(self, held: PagesHeld) -> None:
         """Take the answer."""

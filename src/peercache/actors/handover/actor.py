@@ -2,11 +2,11 @@
 
 Owns    the drain of this node: which pages are offered to whom, and how far it is; and the offers
         of other nodes that are being read.
-Hears   PagesOffered, PagesTaken and DrainTold, from members; ViewChanged, from membership;
+Takes   OfferPages, PagesTaken and ReportDrainState, from members; ViewChanged, from membership;
         DrainBegan, DrainCancelled and PullDone, from the node; PagesToGive, Granted and Committed,
         from the pool.
-Says    PagesOffered, PagesTaken and DrainAsked to members; DrainChanged, GiveAsked, TakeOver and
-        TakenOver to the pool; Pull to the node, which reads.
+Sends   OfferPages, PagesTaken and RequestDrainState to members; DrainChanged, RequestGive, TakeOver
+        and TakenOver to the pool; Pull to the node, which reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
         verified by the holder's seal, and what was removed meanwhile is not committed. The holder
         keeps it. Nothing is evicted for it. A node that is drained takes nothing. Pages are taken
@@ -38,10 +38,10 @@ from peercache.actors.mailboxes import (
     DrainBegan,
     DrainCancelled,
     DrainChanged,
-    GiveAsked,
-    HandoverHears,
+    HandoverMessage,
     PagesToGive,
     PullDone,
+    RequestGive,
     TakenOver,
     TakeOver,
     ViewChanged,
@@ -51,7 +51,12 @@ from peercache.model.keys import space_of
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.membership import DrainAsked, DrainTold, PagesOffered, PagesTaken
+from peercache.wire.messages.membership import (
+    OfferPages,
+    PagesTaken,
+    ReportDrainState,
+    RequestDrainState,
+)
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -179,7 +184,7 @@ class Giving:
         self._behind = self._behind_bytes = 0
         for target in self._targets.values():
             target.is_given_up, target.times_full, target.rests_until = False, 0, -inf
-        return [TellPool(DrainChanged(is_draining=True)), TellPool(GiveAsked(anew=True))]
+        return [TellPool(DrainChanged(is_draining=True)), TellPool(RequestGive(again=True))]
 
     def cancel(self) -> list[Effect]:
         """Take new pages again; what other nodes have taken they keep."""
@@ -195,7 +200,7 @@ class Giving:
             return []
         self._is_asking = False
         if portion.unfinished and now < self._settle_until:
-            # Their pages are the hottest ones: begin anew when they are there.
+            # Their pages are the hottest ones: begin again when they are there.
             self._ask_at = now + AGAIN_S
             return []
         self._settle_until = -inf
@@ -247,7 +252,7 @@ class Giving:
         effects: list[Effect] = []
         if self._ask_at <= now:
             self._ask_at, self._is_asking = inf, True
-            effects.append(TellPool(GiveAsked(anew=True)))
+            effects.append(TellPool(RequestGive(again=True)))
         late = [number for number, (_, _, until) in self._offers.items() if until <= now]
         for number in late:
             self._targets[self._offers[number][0]].is_given_up = True
@@ -280,11 +285,11 @@ class Giving:
                 target.offer = self._last
                 self._offers[self._last] = (name, batch, now + OFFER_S)
                 records = batch.records.tobytes()
-                effects.append(Send(name, PagesOffered(self._last, batch.namespace, records)))
+                effects.append(Send(name, OfferPages(self._last, batch.namespace, records)))
         is_waiting = self._is_asking or self._ask_at < inf
         if not self._queue and not self._is_dry and not is_waiting and self.targets:
             self._is_asking = True
-            effects.append(TellPool(GiveAsked(anew=False)))
+            effects.append(TellPool(RequestGive(again=False)))
         waits_for_pages = self._is_asking or self._ask_at < inf or self._offers
         is_over = not self._queue and self._is_dry and not self._offers
         if is_over or now >= self._until or (not self.targets and not waits_for_pages):
@@ -400,7 +405,7 @@ class Takings:
     _last: int = 0
 
     def offered(
-        self, origin: Origin, message: PagesOffered, member: Member | None, *, has_room: bool
+        self, origin: Origin, message: OfferPages, member: Member | None, *, has_room: bool
     ) -> list[Effect]:
         """Ask the offerer whether it drains. member: who offers; has_room: False takes nothing."""
         records = np.frombuffer(message.records, RECORD)
@@ -414,9 +419,9 @@ class Takings:
         namespace = space_of(message.namespace)
         taking = Taking(origin, message.number, namespace, records, member)
         self._waiting[self._last] = taking
-        return [Send(origin, DrainAsked(self._last))]
+        return [Send(origin, RequestDrainState(self._last))]
 
-    def told(self, sender: int, told: DrainTold) -> list[Effect]:
+    def told(self, sender: int, told: ReportDrainState) -> list[Effect]:
         """Take the answer of an offerer: only who drains hands pages over."""
         taking = self._waiting.get(told.request)
         if taking is None or taking.origin.identity != sender:
@@ -535,7 +540,7 @@ class Handover:
     def _figure(self, name: str) -> float:
         return float(attrs.asdict(self.giving.progress)[name])
 
-    def on_message(self, sender: Origin, message: HandoverHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: HandoverMessage, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
         effects = self._apply(sender, message, now)
         self._deadline = self.giving.deadline(now)
@@ -556,13 +561,13 @@ class Handover:
         self.giving.check()
         self.takings.check()
 
-    def _apply(self, sender: Origin, message: HandoverHears, now: float) -> list[Effect]:
+    def _apply(self, sender: Origin, message: HandoverMessage, now: float) -> list[Effect]:
         match message:
-            case PagesOffered():
+            case OfferPages():
                 member = self._members.get(sender.identity)
                 takes = self.giving.state == SERVING and self._may_use(message.namespace)
                 return self.takings.offered(sender, message, member, has_room=takes)
-            case DrainTold():
+            case ReportDrainState():
                 return self.takings.told(sender.identity, message)
             case PagesTaken():
                 return self.giving.taken(sender.identity, message, now)

@@ -1,10 +1,10 @@
 """Membership: which nodes are in the cluster, by their own messages and by their silence.
 
 Owns    this node's view, its own entry in it, and the failure detector's clocks.
-Hears   Join, Heartbeat, HeartbeatSeen, ViewShared, ViewAsked, ViewChangesAsked, ViewCompared;
+Takes   Join, Heartbeat, HeartbeatSeen, ShareView, RequestView, RequestViewChanges, CompareView;
         PeerAnswered and AddressesFound from the node; a tick four times a heartbeat.
-Says    Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
-        ViewShared in answer, ViewCompared to peers whose view is another one, ViewShared to
+Sends   Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
+        ShareView in answer, CompareView to peers whose view is another one, ShareView to
         candidates; ViewChanged to ring and directory, Republish to the publisher.
 Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that says
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
@@ -30,7 +30,7 @@ import attrs
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
-from peercache.actors.mailboxes import AddressesFound, MembershipHears, PeerAnswered, Republish
+from peercache.actors.mailboxes import AddressesFound, MembershipMessage, PeerAnswered, Republish
 from peercache.actors.membership.addresses import Candidates, Places, Reconnect
 from peercache.actors.membership.failure_detector import Claims, FailureDetector, Tombstones
 from peercache.actors.membership.view_exchange import (
@@ -50,13 +50,13 @@ from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, View, is_live, is_newer, may_replace
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
+    CompareView,
     Heartbeat,
     HeartbeatSeen,
     Join,
-    ViewAsked,
-    ViewChangesAsked,
-    ViewCompared,
-    ViewShared,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
 )
 
 TICKS_PER_BEAT = 4
@@ -174,7 +174,7 @@ class Membership:
         self._me = attrs.evolve(self._me, state=LEFT, counter=self._me.counter + 1)
         masters = [m.incarnation for m in self._masters if m.incarnation != self._me.incarnation]
         others = [m.incarnation for m in self._view.live() if m.incarnation not in masters]
-        goodbye = ViewShared(0, (self._me,))
+        goodbye = ShareView(0, (self._me,))
         told = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
         return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
 
@@ -188,8 +188,8 @@ class Membership:
         self._reconnect.is_own(control, head_rank)
         return [*self._merge([self._me], now), *self._beat(now), *self._join_heads()]
 
-    def on_message(self, sender: Origin, message: MembershipHears, now: float) -> list[Effect]:
-        """Take a message of a node, or the ViewAsked of a client."""
+    def on_message(self, sender: Origin, message: MembershipMessage, now: float) -> list[Effect]:
+        """Take a message of a node, or the RequestView of a client."""
         if self._me.state == LEFT or sender.identity == self._me.incarnation:
             return []
         self._notice_pause(now)
@@ -200,13 +200,13 @@ class Membership:
                 return self._on_heartbeat(sender, member, digest, now)
             case HeartbeatSeen(digest):
                 return self._on_seen(sender, digest, now)
-            case ViewShared(_, members):
+            case ShareView(_, members):
                 return self._on_view(sender, members, now)
-            case ViewAsked():
+            case RequestView():
                 return [Send(_reply_target(sender), part_asked(self._view, message))]
-            case ViewChangesAsked():
+            case RequestViewChanges():
                 return [Send(_reply_target(sender), changes_asked(self._view, self._log, message))]
-            case ViewCompared(buckets):
+            case CompareView(buckets):
                 return self._on_compared(sender, buckets)
             case PeerAnswered(address, member):
                 return self._on_answered(address, member, now)
@@ -317,7 +317,7 @@ class Membership:
         return self._try_candidates(now)
 
     def _try_candidates(self, now: float) -> list[Effect]:
-        me = ViewShared(0, (self._me,))
+        me = ShareView(0, (self._me,))
         due = self._candidates.due(now, reached=self._places.reached, own=self._me.control)
         return [SendTo(address, me) for address in due]
 
@@ -379,7 +379,7 @@ class Membership:
     def _ask(self, to: Origin) -> list[Effect]:
         if not self._exchange.may_share(to.identity):
             return []
-        return [Send(_reply_target(to), ViewCompared(self._view.bucket_digests()))]
+        return [Send(_reply_target(to), CompareView(self._view.bucket_digests()))]
 
     def _on_view(self, sender: Origin, members: tuple[Member, ...], now: float) -> list[Effect]:
         theirs = {member.incarnation: member for member in members}
@@ -445,7 +445,7 @@ class Membership:
         return True
 
     def _note_end(self, entry: Member | None) -> None:
-        """Publish all anew: nodes that held this node dead have dropped its records.
+        """Publish all again: nodes that held this node dead have dropped its records.
 
         They may tell so after it has refuted, as it had to refute a suspicion meanwhile.
         """
@@ -457,7 +457,7 @@ class Membership:
     # --- time -----------------------------------------------------------------------------------
 
     def _notice_pause(self, now: float) -> None:
-        """Start every clock anew if this process was stopped: it heard no member meanwhile."""
+        """Start every clock again if this process was stopped: it heard no member meanwhile."""
         if now - self._ran_at > self._turn_s + self._heartbeat_s:
             self._detector.restart_all(now)
             self._held_at += now - self._ran_at
@@ -581,7 +581,7 @@ class Membership:
         if not self._exchange.may_share(to.identity):
             return []
         parts = parts_of_sender(self._me, members[1:])
-        return [Send(_reply_target(to), ViewShared(0, part)) for part in parts]
+        return [Send(_reply_target(to), ShareView(0, part)) for part in parts]
 
 
 def _reply_target(sender: Origin) -> int | Origin:

@@ -1,7 +1,7 @@
 """The failure detector: which members are silent, never answered, or have ended. Pure.
 
 It keeps two clocks a member, because they answer two questions. *When was it heard?* is evidence,
-and only a message of the member sets it. *How long is it silent?* is suspicion, and starts anew
+and only a message of the member sets it. *How long is it silent?* is suspicion, and starts again
 whenever this node could not have heard it: when it begins to judge the member, when another node
 shows that the member lived, when this process was stopped. Both are this host's clock.
 
@@ -61,11 +61,11 @@ class FailureDetector:
         return now - self._heard_at.get(incarnation, -math.inf) < span_s
 
     def restart(self, incarnation: int) -> None:
-        """Start the clock of a member anew at the next `judge`: it lived lately, though unheard."""
+        """Start the clock of a member again at the next `judge`: it lived lately."""
         self._silent_since.pop(incarnation, None)
 
     def restart_all(self, now: float) -> None:
-        """Start every clock anew: this node could not have heard any member."""
+        """Start every clock again: this node could not have heard any member."""
         self._silent_since = dict.fromkeys(self._silent_since, now)
 
     def ended(self, incarnation: int) -> None:

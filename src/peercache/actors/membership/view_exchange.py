@@ -27,7 +27,12 @@ from peercache.actors.membership.failure_detector import Tombstones
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.membership import ViewAsked, ViewChanges, ViewChangesAsked, ViewShared
+from peercache.wire.messages.membership import (
+    ReportViewChanges,
+    RequestView,
+    RequestViewChanges,
+    ShareView,
+)
 
 LOG_MAX: Final = 1024
 """Changes remembered: those of a start of a thousand nodes, or of hours of a steady cluster."""
@@ -116,27 +121,27 @@ def parts_of_sender(me: Member, others: Iterable[Member]) -> list[tuple[Member, 
     return [(me, *part) for part in parts_of(ordered)] or [(me,)]
 
 
-def part_asked(view: View, asked: ViewAsked) -> ViewShared:
+def part_asked(view: View, asked: RequestView) -> ShareView:
     """Return the part of the view that a client asks for."""
     if not asked.after and asked.digest == view.digest():
-        return ViewShared(asked.request, ())
+        return ShareView(asked.request, ())
     left = [member for member in view.live() if member.incarnation > asked.after]
     parts = parts_of(left)
-    return ViewShared(asked.request, parts[0] if parts else (), len(parts) > 1)
+    return ShareView(asked.request, parts[0] if parts else (), len(parts) > 1)
 
 
-def changes_asked(view: View, log: ViewLog, asked: ViewChangesAsked) -> ViewChanges:
+def changes_asked(view: View, log: ViewLog, asked: RequestViewChanges) -> ReportViewChanges:
     """Return what a client needs that holds an earlier view of this node's, or of an equal one."""
     digest = view.digest()
     if asked.digest == digest:
-        return ViewChanges(asked.request, digest, digest, (), ())
+        return ReportViewChanges(asked.request, digest, digest, (), ())
     changed = log.since(asked.digest)
     if changed is None:
-        return ViewChanges(asked.request, b"", digest, (), ())
+        return ReportViewChanges(asked.request, b"", digest, (), ())
     found = [(incarnation, view.get(incarnation)) for incarnation in changed]
     live = tuple([entry for _, entry in found if entry is not None and is_live(entry)])
     gone = tuple([i for i, entry in found if entry is None or not is_live(entry)])
-    return ViewChanges(asked.request, asked.digest, digest, live, gone)
+    return ReportViewChanges(asked.request, asked.digest, digest, live, gone)
 
 
 def bytes_of(member: Member) -> int:
@@ -289,7 +294,7 @@ class ViewExchange:
         return True
 
     def next_beat(self) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         self._shares.clear()
 
     def differs(self, peer: int, digest: bytes) -> None:

@@ -2,12 +2,13 @@
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
-Hears   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
+Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
         ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the publisher. From the disk
-        actor: PagesSpilled, PagesForgotten, ResidentAsked, ColdestAsked, HeldAsked, RemovalDone.
-        From the promote actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of
-        its own node. From the handover actor: TakeOver, TakenOver, DrainChanged, GiveAsked.
-Says    Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
+        actor: PagesSpilled, PagesForgotten, RequestResident, RequestColdest, RequestHeld,
+        RemovalDone. From the promote actor: PagesSought, PromoteAnswered, and Reserve and Commit,
+        as a client of its own node. From the handover actor: TakeOver, TakenOver,
+        DrainChanged, RequestGive.
+Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
@@ -22,7 +23,7 @@ Keeps   a record's word never moves; a byte under a committed record changes onl
         What was removed is not committed by a promote that was in flight, nor as a mirrored page
         or one that was handed over, if it was read before (`Mirrors`).
 Limits  BATCH_PAGES_MAX pages a Reserve; `Shares` of the pool for pages that are reserved and not
-        committed, and AHEAD_PART of it for slots ahead.
+        committed, and AHEAD_DIVISOR of it for slots ahead.
 
 The order of the effects is the promise: words go odd, then the records are withdrawn (or turned
 to ON_DISK, where the page is on disk), then the slots are granted.
@@ -53,10 +54,7 @@ from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
     ClientGone,
-    ColdestAsked,
     DrainChanged,
-    GiveAsked,
-    HeldAsked,
     NamespaceNamed,
     PagesColdest,
     PagesForgotten,
@@ -65,13 +63,16 @@ from peercache.actors.mailboxes import (
     PagesSpilled,
     PagesStored,
     PoolGrew,
-    PoolHears,
+    PoolMessage,
     PromoteAnswered,
     RecordsChanged,
     RemovalDone,
+    RequestColdest,
+    RequestGive,
+    RequestHeld,
+    RequestResident,
     ReserveAhead,
     Resident,
-    ResidentAsked,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -200,7 +201,7 @@ class Pool:
             show_pool(metrics, self.figures)
             self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
 
-    def on_message(self, sender: Origin, message: PoolHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: PoolMessage, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
         match message:
             case Reserve():
@@ -218,10 +219,10 @@ class Pool:
             case Touched(drops):
                 return self._touch(drops)
             case Remove(_, namespace, keys):
-                self._mirrors.removed(namespace, message.patience_s, now)
+                self._mirrors.removed(namespace, message.timeout_s, now)
                 return self._remove(sender, message, self._pages.found(keys, namespace))
             case Clear(namespace=namespace):
-                self._mirrors.removed(namespace, message.patience_s, now)
+                self._mirrors.removed(namespace, message.timeout_s, now)
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
             case Retain():
                 return self._retain(sender, message, now)
@@ -239,12 +240,12 @@ class Pool:
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
                 return self._forgotten(keys)
-            case ResidentAsked(number):
+            case RequestResident(number):
                 return [TellDisk(Resident(number, unchanged(self._pages, message)))]
-            case ColdestAsked(full_part):
+            case RequestColdest(full_part):
                 groups = coldest_pages(self._slots, self._pages, full_part)
                 return [TellDisk(PagesColdest(tuple(groups)))]
-            case HeldAsked():
+            case RequestHeld():
                 return [TellDisk(held_pages(self._slots, self._pages))]
             case PagesSought(number, keys):
                 return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
@@ -259,8 +260,8 @@ class Pool:
             case DrainChanged(is_draining):
                 self._is_draining, self._giving = is_draining, None
                 return []
-            case GiveAsked(anew):
-                if anew or self._giving is None:
+            case RequestGive(again):
+                if again or self._giving is None:
                     self._giving = GivingOrder(self._slots, self._granule)
                 unfinished = self._reservations.open_count - self._reservations.ahead_count
                 return [TellHandover(self._giving.next(self._pages, unfinished))]
@@ -542,7 +543,7 @@ class Pool:
         self._retention.sweep()
         if not self._has_disk:
             removed = Removed(message.request, len(pages))
-            effects.append(TellPublisher(RemovalDone(origin, removed, message.patience_s)))
+            effects.append(TellPublisher(RemovalDone(origin, removed, message.timeout_s)))
         else:
             self._remove_in_promotes(message)
             # The disk actor removes the pages from disk too, and says when that is done.

@@ -35,8 +35,8 @@ from peercache.actors.mailboxes import (
     PagesToGive,
     PromoteAnswered,
     RecordsChanged,
+    RequestResident,
     ReserveAhead,
-    ResidentAsked,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
@@ -93,9 +93,9 @@ def committed(
         told = records.tobytes() + here.tobytes()
         answer = Committed(request, sequence, states, told, 0)
         return TellPromote(answer) if origin == PROMOTER else TellHandover(answer)
-    patience_s = commit.patience_s
+    timeout_s = commit.timeout_s
     return TellPublisher(
-        PagesCommitted(origin, request, sequence, states, records, here, patience_s, *ahead, then),
+        PagesCommitted(origin, request, sequence, states, records, here, timeout_s, *ahead, then),
     )
 
 
@@ -165,7 +165,7 @@ def residents(pages: PageTable, packed: bytes) -> bytes:
     return bytes(find(key) is not None for key in split_keys(packed))
 
 
-def unchanged(pages: PageTable, asked: ResidentAsked) -> bytes:
+def unchanged(pages: PageTable, asked: RequestResident) -> bytes:
     """Return one byte a page: 1 where it is in memory under the generation that is asked for."""
     find = pages.find
     generations = np.frombuffer(asked.generations, "<u8").tolist()

@@ -316,7 +316,7 @@ def _outcome(reservation: Reservation, states: bytes) -> Ended:
 BATCH_PAGES_MAX = 2048
 """Pages of one Reserve: the Committed that ends it has 65 bytes a page, 130 KiB."""
 
-AHEAD_PART = 8
+AHEAD_DIVISOR = 8
 """Slots may be reserved ahead in at most 1/8 of the pool, by all clients together: they are in use
 in the next moments, or come back within three seconds."""
 
@@ -324,7 +324,7 @@ COLDEST_MAX = 1024
 """Pages of one size that are looked at ahead of their eviction: a millisecond."""
 
 
-UNCOMMITTED_PART = 2
+UNCOMMITTED_DIVISOR = 2
 """The uncommitted pages of all writers together take at most 1/2 of the pool: writers that stop
 keep theirs for as long as they live."""
 
@@ -347,7 +347,7 @@ class Shares:
     @classmethod
     def of(cls, *, granules: int, client_max: int) -> Shares:
         """Divide a pool of so many granules. client_max: the setting, in granules."""
-        return cls(max(granules // UNCOMMITTED_PART, client_max), client_max)
+        return cls(max(granules // UNCOMMITTED_DIVISOR, client_max), client_max)
 
     def allow(self, size: int, *, own: int, together: int) -> bool:
         """Return whether a writer may have one more page.
@@ -449,7 +449,7 @@ def states_ahead(lengths: list[int], bytes_max: int, *, granules: int, usable: i
 
     granules: that would be reserved ahead, with these, of so many usable ones.
     """
-    has_room = granules * AHEAD_PART <= usable
+    has_room = granules * AHEAD_DIVISOR <= usable
     is_sane = all(0 < length <= bytes_max for length in lengths)
     return bytearray((RESERVED if has_room and is_sane else REFUSED_FULL,)) * len(lengths)
 
@@ -480,7 +480,7 @@ def held_pages(slots: SlotAllocator, pages: PageTable) -> PagesHeld:
 LATELY_S: Final = 10.0
 """No mirrored page takes the place of a page that was read or stored within this time."""
 
-LOOK_PART: Final = 1 / 8
+LOOK_FRACTION: Final = 1 / 8
 """How exact that is: the part of that time between two notes of the pool's count of touches."""
 
 CLOCKS_DIFFER: Final = 1.2
@@ -515,9 +515,9 @@ class Mirrors:
         if self._all_void_until == -math.inf:
             self._all_void_until = now + NEWCOMER_S
 
-    def removed(self, namespace: int, patience_s: float, now: float) -> None:
-        """Note that pages of a namespace are being removed by all members within `patience_s`."""
-        until = now + max(patience_s, 0.0) * CLOCKS_DIFFER
+    def removed(self, namespace: int, timeout_s: float, now: float) -> None:
+        """Note that pages of a namespace are being removed by all members within `timeout_s`."""
+        until = now + max(timeout_s, 0.0) * CLOCKS_DIFFER
         if namespace == COPIES:
             self._all_void_until = max(self._all_void_until, until)
             return
@@ -539,7 +539,7 @@ class Mirrors:
 
     def begin(self, now: float, clock: int) -> int:
         """Return the touch after which a page counts as touched lately; clock: touches so far."""
-        if not self._looks or self._looks[-1][0] + self.lately_s * LOOK_PART <= now:
+        if not self._looks or self._looks[-1][0] + self.lately_s * LOOK_FRACTION <= now:
             self._looks.append((now, clock))
         while len(self._looks) > 1 and self._looks[1][0] + self.lately_s <= now:
             self._looks.popleft()

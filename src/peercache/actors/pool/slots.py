@@ -187,7 +187,7 @@ def donor_groups(
 UNITS_ABOUT: Final = 256
 """Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
 
-WASTE_PART: Final = 8
+WASTE_DIVISOR: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
 
 _BLOCKED: Final = 2**62
@@ -624,9 +624,9 @@ class SlotAllocator:
     def _units_wanted(self, granules: int) -> int:
         """Return how many units an extent should span: the fewest with little left over."""
         least = -(-granules // self.unit)
-        spans = range(least, min(max(least, WASTE_PART), len(self._units)) + 1)
+        spans = range(least, min(max(least, WASTE_DIVISOR), len(self._units)) + 1)
         for units in spans:
-            if units * self.unit % granules * WASTE_PART <= units * self.unit:
+            if units * self.unit % granules * WASTE_DIVISOR <= units * self.unit:
                 return units
         return min(spans, key=lambda units: units * self.unit % granules / units, default=least)
 

@@ -1,15 +1,15 @@
 """Promote: brings pages from this node's disk back into its pool, for readers that ask.
 
-Owns    the waiters, with their questions and their patience; the pages that are wanted, and the
+Owns    the waiters, with their questions and their timeout; the pages that are wanted, and the
         loads in flight with their reservations in the pool; what is promoted and not read yet.
-Hears   Promote, from readers; PoolGrew, Granted and Committed, from the pool; PagesFound,
+Takes   Promote, from readers; PoolGrew, Granted and Committed, from the pool; PagesFound,
         PagesLoaded, LateEnded and DiskEnded, from the disk actor.
-Says    PagesSought, Reserve, Commit and PromoteAnswered to the pool, which answers readers with its
-        records of the moment; LoadWanted to the disk actor.
-Keeps   each question has one answer, within its patience. A page is loaded once however many
+Sends   PagesSought, Reserve, Commit and PromoteAnswered to the pool, which answers readers with its
+        records of the moment; RequestLoad to the disk actor.
+Keeps   each question has one answer, within its timeout. A page is loaded once however many
         readers wait. A slot that the store may still write to stays reserved.
 Limits  WAITERS_MAX questions, WANTED_MAX pages, LOADS_MAX loads of LOAD_BYTES_MAX; half of the pool
-        for what is loading or unread; `wish_rate` bytes a second for questions without patience.
+        for what is loading or unread; `wish_rate` bytes a second for questions without timeout.
 
 The promote actor is a client of its own pool: it reserves slots, has the disk actor load pages
 straight into them, and commits what arrived. A reservation ends when the disk is done with its
@@ -32,13 +32,13 @@ from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, TellDisk, TellPool
 from peercache.actors.mailboxes import (
-    LoadWanted,
     PagesFound,
     PagesLoaded,
     PagesSought,
     PoolGrew,
     PromoteAnswered,
-    PromoteHears,
+    PromoteMessage,
+    RequestLoad,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.storage_port import (
@@ -152,7 +152,7 @@ class Waiters:
         waiter.open = len(positions)
         states = waiter.states
         has_news = PROMOTED in states or LOST in states or not states
-        # An answer without news waits for the patience: else the reader would poll without pause.
+        # An answer without news waits for the timeout: else the reader would poll without pause.
         if (not positions and has_news) or len(self._waiters) >= WAITERS_MAX:
             return [self._answer(waiter)]
         self._last += 1
@@ -187,7 +187,7 @@ class Waiters:
         return effects
 
     def expire(self) -> list[Effect]:
-        """Answer the waiters whose patience is over, with what has come."""
+        """Answer the waiters whose timeout is over, with what has come."""
         over = [number for number, waiter in self._waiters.items() if waiter.until <= self.now]
         effects: list[Effect] = []
         for number in over:
@@ -201,7 +201,7 @@ class Waiters:
         return effects
 
     def deadline(self) -> float:
-        """Return when the next patience is over; inf without waiters."""
+        """Return when the next timeout is over; inf without waiters."""
         return min((waiter.until for waiter in self._waiters.values()), default=inf)
 
     def _answer(self, waiter: Waiter) -> Effect:
@@ -220,15 +220,15 @@ LOADS_MAX: Final = 8
 """Jobs at once: enough to keep a fast disk busy in both directions."""
 
 LOAD_S: Final = 5.0
-"""Deadline of a job. Its readers have their own patience."""
+"""Deadline of a job. Its readers have their own timeout."""
 
 WANTED_MAX: Final = 65_536
 """Pages that wait for a job; readers ask again for those beyond."""
 
-PORTION_PART: Final = 4
+PORTION_DIVISOR: Final = 4
 """An answer brings a quarter of the pool at most: the reader reads it before it asks for more."""
 
-HELD_PART: Final = 2
+HELD_DIVISOR: Final = 2
 """Half of the pool may be loading or unread: a promoted page is not evicted by the next promote."""
 
 FULL_AGAIN_S: Final = 0.02
@@ -287,7 +287,7 @@ class Promotions:
     @property
     def portion_bytes(self) -> int:
         """Return how much one answer may bring."""
-        return self.pool_bytes // PORTION_PART
+        return self.pool_bytes // PORTION_DIVISOR
 
     def portion(self, positions: Sequence[int], lengths: Sequence[int], bytes_max: float) -> int:
         """Return how many of these pages to load: up to `bytes_max`, but at least one."""
@@ -339,7 +339,7 @@ class Promotions:
                 effects += self.waiters.settle(job.keys[at], PROMOTED if state == HERE else LOST)
         if not job.chosen:
             return [*effects, *self._over(granted.sequence)]
-        load = LoadWanted(
+        load = RequestLoad(
             granted.sequence,
             b"".join([job.keys[at] for at in job.chosen]),
             job.namespace,
@@ -413,7 +413,7 @@ class Promotions:
 
     def _has_room(self) -> bool:
         held = self._loading_bytes + self.unread.size
-        return not held or held < self.pool_bytes // HELD_PART
+        return not held or held < self.pool_bytes // HELD_DIVISOR
 
     def _begin(self) -> Effect:
         """Take the oldest wanted pages, all of one namespace, and reserve slots for them."""
@@ -463,7 +463,7 @@ class Promotions:
         return effects
 
 
-PATIENCE_MAX_S: Final = 60.0
+TIMEOUT_MAX_S: Final = 60.0
 
 ASKED_MAX: Final = 2048
 """Pages of one question that are looked up: what a reader asks for, and 112 KiB of answer."""
@@ -484,7 +484,7 @@ class _Question:
 class Promoter:
     """The promote actor of one node.
 
-    wish_rate: bytes a second that are loaded for questions without patience.
+    wish_rate: bytes a second that are loaded for questions without timeout.
     """
 
     wish_rate: int
@@ -501,25 +501,25 @@ class Promoter:
         self.waiters = Waiters(self.metrics)
         self.promotions = Promotions(self.waiters, self.metrics)
 
-    def on_message(self, sender: Origin, message: PromoteHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: PromoteMessage, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
         self.waiters.now = self.promotions.now = now
         return [*self._apply(sender, message), *self.promotions.pump()]
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer the waiters whose patience is over, and begin loads that have room now."""
+        """Answer the waiters whose timeout is over, and begin loads that have room now."""
         self.waiters.now = self.promotions.now = now
         return [*self.waiters.expire(), *self.promotions.pump()]
 
     def deadline(self) -> float:
-        """Return when a patience is over, or there may be room for a load."""
+        """Return when a timeout is over, or there may be room for a load."""
         return min(self.waiters.deadline(), self.promotions.deadline())
 
     def check(self) -> None:
         """Assert the sums, in constant time."""
         self.promotions.check()
 
-    def _apply(self, sender: Origin, message: PromoteHears) -> list[Effect]:
+    def _apply(self, sender: Origin, message: PromoteMessage) -> list[Effect]:
         match message:
             case Promote():
                 return self._ask(sender, message)
@@ -559,7 +559,7 @@ class Promoter:
             for is_resident, length in zip(found.resident, lengths, strict=True)
         )
         on_disk = np.flatnonzero(np.frombuffer(states, np.uint8) == LATER).tolist()
-        is_wish = message.patience_s <= 0
+        is_wish = message.timeout_s <= 0
         bytes_max = float(self.promotions.portion_bytes)
         if is_wish:
             bytes_max = min(bytes_max, self._allowed())
@@ -574,12 +574,12 @@ class Promoter:
         if is_wish:
             return []
         states += bytes((LATER,)) * (len(keys) - len(states))
-        until = question.asked_at + min(message.patience_s, PATIENCE_MAX_S)
+        until = question.asked_at + min(message.timeout_s, TIMEOUT_MAX_S)
         waiter = Waiter(question.origin, message.request, keys, states, question.asked_at, until)
         return self.waiters.admit(waiter, wanted)
 
     def _allowed(self) -> float:
-        """Return how many bytes may be loaded for questions without patience."""
+        """Return how many bytes may be loaded for questions without timeout."""
         passed_s = min(1.0, self.waiters.now - self._allowed_at)
         self._allowance = min(self._allowance + self.wish_rate * passed_s, float(self.wish_rate))
         self._allowed_at = self.waiters.now

@@ -1,11 +1,11 @@
 """Publisher: tells directory owners what this node holds, until they know; and followers.
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
-Hears   PagesCommitted, RecordsChanged and RemovalDone, from the pool; RingChanged, from the ring;
-        Republish, from membership; Acknowledged, SummaryMatches, SummaryDiffers, SummaryWanted,
-        SummaryAsked and Doubted, from owners; ChangesAsked, from followers.
-Says    Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered and
-        RemovalDone, to the directory, for the client of a commit or a removal; ChangesTold and
+Takes   PagesCommitted, RecordsChanged and RemovalDone, from the pool; RingChanged, from the ring;
+        Republish, from membership; Acknowledged, SummaryMatches, SummaryDiffers, RequestSummary,
+        RequestFreshSummary and VerifyRecords, from owners; RequestChanges, from followers.
+Sends   Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered and
+        RemovalDone, to the directory, for the client of a commit or a removal; ReportChanges and
         Refused to followers.
 Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
         former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
@@ -33,7 +33,7 @@ from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import (
     OwnerAnswer,
     PagesCommitted,
-    PublisherHears,
+    PublisherMessage,
     RecordsChanged,
     RemovalDone,
     Republish,
@@ -47,9 +47,9 @@ from peercache.actors.publisher.streams import (
     CONFIRMED,
     OutgoingStream,
     RecordTable,
+    RingHandover,
     Rows,
     Sent,
-    Turning,
     by_owner,
     newest_of,
 )
@@ -65,15 +65,15 @@ from peercache.model.records import (
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.directory import (
     Acknowledged,
-    ChangesAsked,
     Delete,
-    Doubted,
     Put,
     Repair,
-    SummaryAsked,
+    RequestChanges,
+    RequestFreshSummary,
+    RequestSummary,
     SummaryDiffers,
     SummaryMatches,
-    SummaryWanted,
+    VerifyRecords,
 )
 
 SLICE_S = 0.05
@@ -138,7 +138,7 @@ class Publisher:
     _number_floor: int = attrs.field(default=0, init=False)
     """No less than the number of any stream that ended: the same owner may come back, and numbers
     that it has seen would be late to it."""
-    _turning: Turning = attrs.field(init=False)
+    _turning: RingHandover = attrs.field(init=False)
     """Rows whose owners have changed and were not told yet."""
     _allowance: float = attrs.field(init=False)
     """Records that may be re-published now; below zero after a large bucket."""
@@ -150,7 +150,7 @@ class Publisher:
     def __attrs_post_init__(self) -> None:
         """Start without owners, with a full allowance."""
         self._ring = HashRing([], virtual_nodes=1, replicas=1)
-        self._turning = Turning(self._table)
+        self._turning = RingHandover(self._table)
         self._following = Following(self.incarnation, self._table)
         self._allowance = self._burst()
 
@@ -163,7 +163,7 @@ class Publisher:
         """Return the owners that commits do not wait for."""
         return frozenset(owner for owner, stream in self._streams.items() if stream.lagging)
 
-    def on_message(self, sender: Origin, message: PublisherHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: PublisherMessage, now: float) -> list[Effect]:
         """Take a change of the pool or the ring, or an owner's answer."""
         match message:
             case PagesCommitted():
@@ -178,16 +178,16 @@ class Publisher:
                 return removed
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._hear_owner(sender.identity, message, now)
-            case Doubted(doubted):
+            case VerifyRecords(doubted):
                 return self._withdraw_stale(sender.identity, from_bytes(doubted), now)
             case RingChanged(ring):
                 return self._turn(ring, now)
-            case SummaryWanted() | SummaryAsked():
+            case RequestSummary() | RequestFreshSummary():
                 stream = self._streams.get(sender.identity)
                 if stream is not None:
                     # Not before the next question is due anyhow: its answer may be on the way.
                     stream.unsure, stream.complete = True, b""
-                    if isinstance(message, SummaryAsked):
+                    if isinstance(message, RequestFreshSummary):
                         stream.go_on_from(message.number)
                     self._due = self._next_due(now)
                 return []
@@ -196,12 +196,12 @@ class Publisher:
                     stream.ask_soon(now)
                 self._due = now
                 return []
-            case ChangesAsked():
+            case RequestChanges():
                 return self._following.ask(sender, message, now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer commits whose patience is over, go on re-publishing, send overdue summaries."""
+        """Answer commits whose timeout is over, go on re-publishing, send overdue summaries."""
         effects, lagging = self._waiting.expire(now)
         for owner in sorted(lagging & self._streams.keys()):
             self._streams[owner].lagging = True
@@ -221,7 +221,7 @@ class Publisher:
         return [*effects, *self._following.on_tick(now)]
 
     def deadline(self) -> float:
-        """Return when a commit's patience ends, a slice may go, or a question is due."""
+        """Return when a commit's timeout ends, a slice may go, or a question is due."""
         return min(self._due, self._following.due)
 
     def check(self) -> None:
@@ -522,18 +522,18 @@ class Publisher:
     def _repair(
         self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float
     ) -> list[Effect]:
-        """Send anew what an owner holds otherwise than it should."""
+        """Send again what an owner holds otherwise than it should."""
         puts, settled = stream.send_anew(number, now)
         if puts or settled:
-            anew = [self._send(stream, put, now) for put in puts]
-            return [*anew, *self._settled(stream.owner, settled, now)]
+            again = [self._send(stream, put, now) for put in puts]
+            return [*again, *self._settled(stream.owner, settled, now)]
         unchanged = number == stream.number
         if not stream.differ(number, theirs):
             return []
         if self.metrics is not None:
             self.metrics.repairs.inc()
         if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
-            # It has let go of everything: publish anew, hottest first, instead of by bucket.
+            # It has let go of everything: publish again, hottest first, instead of by bucket.
             stream.restart()
             stream.lagging = True
             effects = self._waiting.give_up(stream.owner)

@@ -4,10 +4,10 @@ Owns the changes since the first follower asked, and answers each question from 
 table of records. It keeps nothing about a follower but a question that waits; without followers it
 does nothing, and the publisher asks it nothing but `is_followed`.
 
-A change gets the next number. What a follower has missed is what it names: is that in the ring no
-longer, it begins anew, and reads the table in slices. Each slice is true as of the last change told
-beside it, so changes and slices that are applied in the order of the answers always give what the
-node held at that change.
+A change gets the next number. A follower names the last number that it has. Where the changes after
+it are no longer in the ring, the follower begins again, and reads the table in slices. Each slice
+is true as of the last change sent with it, so changes and slices that are applied in the order of
+the answers always give what the node held at that change.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from peercache.model.records import CHANGE, GONE, ON_DISK, RESIDENT, Changes, Re
 from peercache.wire.messages.directory import (
     ALL_ROWS,
     CHANGES_A_MESSAGE_MAX,
-    ChangesAsked,
-    ChangesTold,
+    ReportChanges,
+    RequestChanges,
 )
 from peercache.wire.messages.session import Refused
 
 CHANGES_KEPT: Final = 2**17
-"""Changes that a follower may be behind before it begins anew: 3 MiB, and two seconds of a node
+"""Changes that a follower may be behind before it begins again: 3 MiB, and two seconds of a node
 that stores and evicts 50,000 pages a second."""
 
 FOLLOWERS_MAX: Final = 64
@@ -41,7 +41,7 @@ GATHER_S: Final = 0.01
 """How long a change waits for others before it is told: a hundred answers a second a follower, and
 none of them within the answer to a commit."""
 
-PATIENCE_MAX_S: Final = 10.0
+TIMEOUT_MAX_S: Final = 10.0
 """How long a question waits at most, whatever it asks for."""
 
 FOLLOWED_S: Final = 30.0
@@ -64,7 +64,7 @@ class Following:
     """The number of the last change; the first one that is told is 2, as 0 and below name none."""
     _floor: int = 1
     """The changes behind this one are kept."""
-    _waiting: dict[Origin, tuple[ChangesAsked, float]] = attrs.field(factory=dict)
+    _waiting: dict[Origin, tuple[RequestChanges, float]] = attrs.field(factory=dict)
     """By follower: its question, and until when it waits."""
     _asked_at: float = -inf
     _tell_at: float = inf
@@ -85,14 +85,14 @@ class Following:
         changes["key"], changes["tier"] = keys, GONE
         self._add(changes, now)
 
-    def ask(self, origin: Origin, asked: ChangesAsked, now: float) -> list[Effect]:
+    def ask(self, origin: Origin, asked: RequestChanges, now: float) -> list[Effect]:
         """Answer a question now, or let it wait for a change."""
         self._asked_at = now
         if not self.is_followed:
             self.is_followed = True
             self._kept = np.empty(CHANGES_KEPT, CHANGE)
         self._waiting.pop(origin, None)
-        until = now + min(max(asked.patience_s, 0.0), PATIENCE_MAX_S)
+        until = now + min(max(asked.timeout_s, 0.0), TIMEOUT_MAX_S)
         effects: list[Effect] = []
         if self._is_far_behind(asked) or until <= now:
             effects = [Send(origin, self._answer(asked))]
@@ -143,16 +143,16 @@ class Following:
             self._tell_at = now + GATHER_S
             self.due = min(self.due, self._tell_at)
 
-    def _begins_anew(self, asked: ChangesAsked) -> bool:
+    def _begins_anew(self, asked: RequestChanges) -> bool:
         is_other = asked.incarnation != self.incarnation
         return is_other or not self._floor <= asked.after <= self._last
 
-    def _is_far_behind(self, asked: ChangesAsked) -> bool:
+    def _is_far_behind(self, asked: RequestChanges) -> bool:
         """Return whether a follower has more to read than what is gathered for all."""
         is_reading = asked.row < ALL_ROWS or self._last - asked.after >= CHANGES_A_MESSAGE_MAX
         return is_reading or self._begins_anew(asked)
 
-    def _answer(self, asked: ChangesAsked) -> ChangesTold:
+    def _answer(self, asked: RequestChanges) -> ReportChanges:
         is_anew = self._begins_anew(asked)
         since = self._last if is_anew else asked.after
         after = min(self._last, since + CHANGES_A_MESSAGE_MAX)
@@ -162,7 +162,7 @@ class Following:
         if after == self._last:
             # Only then are the rows of now those as of the last change told.
             row, held = self._slice(row)
-        return ChangesTold(asked.request, self.incarnation, is_anew, after, changes, held, row)
+        return ReportChanges(asked.request, self.incarnation, is_anew, after, changes, held, row)
 
     def _slice(self, row: int) -> tuple[int, bytes]:
         """Return the pages in the next rows of the table, and the row behind them."""

@@ -2,7 +2,7 @@
 
 A client's set is done when its pages are in the pool; it also wants to know that others can find
 them. Each commit waits here until all owners that are not lagging have acknowledged its records, or
-until its patience is over, and is answered exactly once.
+until its timeout is over, and is answered exactly once.
 
 A commit may name pages that an earlier one has published, and that may still wait: it joins the
 wait for what their owners have not acknowledged.
@@ -35,12 +35,12 @@ from peercache.wire.messages.pool import Committed
 WAITERS_MAX = 4096
 """Commits that wait at once: beyond, one is answered with what is acknowledged so far."""
 
-PATIENCE_MAX_S = 60.0
+TIMEOUT_MAX_S = 60.0
 """Longest that a commit may wait: far beyond any operation's deadline."""
 
 
 LAGGING_S = 0.05
-"""An owner that has let a commit wait for so long is lagging; the patience of a commit whose
+"""An owner that has let a commit wait for so long is lagging; the timeout of a commit whose
 deadline is near is shorter, and says nothing about the owner."""
 
 
@@ -95,8 +95,8 @@ class _Waiter:
         return int(np.count_nonzero(self.unknown_parts == -self.unknown))
 
 
-REMOVAL_PART = 0.25
-"""How much of its patience a removal waits for owners: the disk has had some of it before, and the
+REMOVAL_FRACTION = 0.25
+"""How much of its timeout a removal waits for owners: the disk has had some of it before, and the
 answer has to come back in time."""
 
 
@@ -127,8 +127,8 @@ class WaitingCommits:
     """
 
     _waiters: dict[int, _Waiter] = attrs.field(factory=dict)
-    _patience: list[tuple[float, int]] = attrs.field(factory=list)
-    """When each waiter's patience is over: a heap, with some among it that were answered before."""
+    _timeout: list[tuple[float, int]] = attrs.field(factory=list)
+    """When each waiter's timeout is over: a heap, with some among it that were answered before."""
     _last: int = 0
     _joining: dict[int, None] = attrs.field(factory=dict)
     """The waiters that have joined the wait of an earlier commit."""
@@ -140,7 +140,7 @@ class WaitingCommits:
 
     def admit(self, committed: PagesCommitted, now: float) -> int:
         """Let a commit wait; return its number."""
-        waiter = self._number(now + min(committed.patience_s, PATIENCE_MAX_S))
+        waiter = self._number(now + min(committed.timeout_s, TIMEOUT_MAX_S))
         self._waiters[waiter] = _Waiter(committed, now)
         return waiter
 
@@ -151,23 +151,23 @@ class WaitingCommits:
         owners = {o: each.number for o, each in streams.items() if each.awaits(each.number)}
         lagging = frozenset(owner for owner in owners if streams[owner].lagging)
         removal = _Removal(done, owners, lagging)
-        wait_s = min(done.patience_s, PATIENCE_MAX_S) * REMOVAL_PART
+        wait_s = min(done.timeout_s, TIMEOUT_MAX_S) * REMOVAL_FRACTION
         if removal.is_over or wait_s <= 0 or len(self._removals) >= WAITERS_MAX // 4:
             return [removal.answer()]
         self._removals[self._number(now + wait_s)] = removal
         return []
 
     def _number(self, until: float) -> int:
-        """Return a new number, with a patience until then."""
+        """Return a new number, with a timeout until then."""
         self._last += 1
-        heappush(self._patience, (until, self._last))
-        if len(self._patience) > 2 * WAITERS_MAX:
-            self._patience = [
+        heappush(self._timeout, (until, self._last))
+        if len(self._timeout) > 2 * WAITERS_MAX:
+            self._timeout = [
                 entry
-                for entry in self._patience
+                for entry in self._timeout
                 if entry[1] in self._waiters or entry[1] in self._removals
             ]
-            heapify(self._patience)
+            heapify(self._timeout)
         return self._last
 
     def expect(
@@ -241,7 +241,7 @@ class WaitingCommits:
                 continue
             table, rows = stream.table, joined.rows
             in_force = table.live[rows] & (table.records["generation"][rows] == joined.generations)
-            # A page that is gone, or stored anew, has a later message that speaks for it.
+            # A page that is gone, or stored again, has a later message that speaks for it.
             settled = ~in_force | (stream.state(rows) == CONFIRMED)
             if settled.any():
                 self.acknowledge(waiter, stream.owner, joined.positions[settled])
@@ -258,21 +258,21 @@ class WaitingCommits:
         return effects
 
     def answer_if_done(self, waiter: int) -> list[Effect]:
-        """Answer a commit if it has nothing to wait for, no patience, or if too many wait."""
+        """Answer a commit if it has nothing to wait for, no timeout, or if too many wait."""
         waiting = self._waiters.get(waiter)
         if waiting is None:
             return []
-        has_patience = waiting.committed.patience_s > 0
-        if not waiting.awaited or not has_patience or len(self._waiters) > WAITERS_MAX:
+        has_timeout = waiting.committed.timeout_s > 0
+        if not waiting.awaited or not has_timeout or len(self._waiters) > WAITERS_MAX:
             return self._answer(waiter)
         return []
 
     def expire(self, now: float) -> tuple[list[Effect], set[int]]:
-        """Answer those whose patience is over; return the owners too that are lagging."""
+        """Answer those whose timeout is over; return the owners too that are lagging."""
         effects: list[Effect] = []
         lagging: set[int] = set()
-        while self._patience and self._patience[0][0] <= now:
-            waiter = heappop(self._patience)[1]
+        while self._timeout and self._timeout[0][0] <= now:
+            waiter = heappop(self._timeout)[1]
             waiting = self._waiters.get(waiter)
             if waiting is not None and now - waiting.since >= LAGGING_S:
                 lagging.update(waiting.awaited)
@@ -282,8 +282,8 @@ class WaitingCommits:
         return effects, lagging
 
     def deadline(self) -> float:
-        """Return when the next patience is over, at the earliest; inf if no commit is pending."""
-        return self._patience[0][0] if self._patience else math.inf
+        """Return when the next timeout is over, at the earliest; inf if no commit is pending."""
+        return self._timeout[0][0] if self._timeout else math.inf
 
     def _answer(self, waiter: int) -> list[Effect]:
         # Taken out before it is answered: whatever acknowledges or expires it later finds nothing.

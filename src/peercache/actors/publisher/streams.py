@@ -54,7 +54,7 @@ PENDING_MAX = 1024
 
 ASK_FIRST_S = 0.02
 """How long an acknowledgement may be missing before a summary asks: a Put that was lost is there
-again well within a commit's patience. Each further question takes twice as long."""
+again well within a commit's timeout. Each further question takes twice as long."""
 
 ASK_DOUBLINGS_MAX = 7
 
@@ -62,7 +62,7 @@ NUMBER_MAX = 2**62
 """Highest number that an owner may ask for: there must be some left of the 64 bits of a message."""
 
 SENT_ANEW_MAX = 64
-"""Messages of a stream that are sent anew at once: 8,192 records, a long set. What lacks more is
+"""Messages of a stream that are sent again at once: 8,192 records, a long set. What lacks more is
 repaired by buckets, at a rate."""
 
 _ROWS_AT_FIRST = 1024
@@ -198,7 +198,7 @@ class OutgoingStream:
     pending:   the messages not acknowledged, in order of their numbers.
     repairing: buckets that the owner holds otherwise wait for their repair.
     unsure:      the owner may have let go of the records: ask until it answers.
-    lagging:   it has let a commit wait for a whole patience, and no summary has matched since.
+    lagging:   it has let a commit wait for a whole timeout, and no summary has matched since.
     complete:  the version of the ring on which the owner knows that it has everything.
     """
 
@@ -341,7 +341,7 @@ class OutgoingStream:
             self._asked_number = -1
 
     def send_anew(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
-        """Put anew what the owner has not acknowledged of the messages up to a number.
+        """Put again what the owner has not acknowledged of the messages up to a number.
 
         Returns those messages, and what of the earlier ones is of no interest any more. A message
         is repeated once: what differs then is repaired by buckets.
@@ -365,7 +365,7 @@ class OutgoingStream:
                     self.put(sent.rows[same], now, sent.waiter, positions[same], again=True)
                 )
             if sent.waiter and not same.all():
-                # Its page is gone, or stored anew: the later message speaks for it.
+                # Its page is gone, or stored again: the later message speaks for it.
                 rest = Sent(now, NO_ROWS, sent.generations[:0], sent.waiter, positions[~same])
                 settled.append(rest)
         return puts, settled
@@ -385,7 +385,7 @@ class OutgoingStream:
         return bool(differing.any())
 
     def repair(self, records_max: int, now: float) -> list[Repair | Put]:
-        """Send anew the first of the differing buckets: at least one, and about `records_max`.
+        """Send again the first of the differing buckets: at least one, and about `records_max`.
 
         A bucket with more records than a message may have is replaced by the first of them, and the
         others are put at once after that.
@@ -409,7 +409,7 @@ class OutgoingStream:
         return [repair, *(self.put(rest[at : at + RECORDS_A_MESSAGE_MAX], now) for at in cuts)]
 
     def restart(self) -> None:
-        """Begin anew at an owner that holds nothing of this node: each row must be put again."""
+        """Begin again at an owner that holds nothing of this node: each row must be put again."""
         self.content = Content()
         self._state = np.zeros(len(self._state), np.uint8)
         self._note_places()
@@ -440,7 +440,7 @@ class OutgoingStream:
         self.number += 1
         self.pending[self.number] = sent
         if len(self.pending) > PENDING_MAX:
-            # Its waiter still has other owners, and its patience; its rows are confirmed by the
+            # Its waiter still has other owners, and its timeout; its rows are confirmed by the
             # next summary that matches.
             self._forgotten = next(iter(self.pending))
             del self.pending[self._forgotten]
@@ -515,7 +515,7 @@ _FIRST_BIT: Final = np.uint64(63)
 
 @final
 @attrs.define(eq=False)
-class Turning:
+class RingHandover:
     """The rows that a change of the ring may have moved: to be looked at, then to be handed over.
 
     former: the rings on which rows may have been told that are on their way still; None if those
@@ -559,7 +559,7 @@ class Turning:
     def begin(self, before: HashRing | None) -> None:
         """Look at all rows, after the ring has turned from `before`; None: from whatever it was.
 
-        A turn within a turn looks at everything anew: the records are then of several rings.
+        A turn within a turn looks at everything again: the records are then of several rings.
         """
         if before is None or self.is_looking or self._count:
             self._before = None

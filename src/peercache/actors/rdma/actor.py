@@ -2,9 +2,9 @@
 
 Owns    the list of channels of each client, and the time of the client's last message about them.
         The queue pairs live behind a port (`actors.rdma_port`): real devices, or a fake in tests.
-Hears   OpenChannel and ChannelsHeld of clients; ClientsConnected and PoolGrew of the node;
+Takes   OpenChannel and ChannelsHeld of clients; ClientsConnected and PoolGrew of the node;
         RdmaServes, RdmaAbsent and PairOpened of the port.
-Says    OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
+Sends   OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
 Keeps   the port has a queue pair for each listed channel that was answered, and for no other.
         A channel is dropped when its client does not list it any more. All channels of a client are
         dropped when it has no admitted connection for LEFT_S: it exited, or its certificate was
@@ -22,7 +22,7 @@ import attrs
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import ClientsConnected, PoolGrew, RdmaHears
+from peercache.actors.mailboxes import ClientsConnected, PoolGrew, RdmaMessage
 from peercache.actors.origin import Origin
 from peercache.actors.rdma_port import (
     DropPair,
@@ -79,7 +79,7 @@ class RdmaActor:
     _pending: int = attrs.field(default=0, init=False)
     _usable_bytes: int = attrs.field(default=0, init=False)
 
-    def on_message(self, sender: Origin, message: RdmaHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: RdmaMessage, now: float) -> list[Effect]:
         """Take one message and return what must be done."""
         if isinstance(message, OpenChannel):
             return self._open(sender, message, now)

@@ -1,14 +1,14 @@
 """Removal: pages and namespaces that clients want removed from every member, or retained.
 
 Owns    the removals that are under way: the client that asked, and the members still to answer.
-Hears   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
+Takes   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
         ViewChanged, from membership.
-Says    Remove, Clear and Retain to every live member, this node included; Retained or Refused to
+Sends   Remove, Clear and Retain to every live member, this node included; Retained or Refused to
         the client; RemovalDone to the directory, which answers the client of a removal.
 Keeps   the count is the sum of what members told, each of them counted once; a page is retained if
         one member retains it. A member that did not answer in time is named. One that has left the
         view is waited for no longer.
-Limits  PENDING_MAX removals at once, and PATIENCE_MAX_S for each.
+Limits  PENDING_MAX removals at once, and TIMEOUT_MAX_S for each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send, TellDirectory
-from peercache.actors.mailboxes import RemovalDone, RemovalHears, ViewChanged
+from peercache.actors.mailboxes import RemovalDone, RemovalMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
@@ -31,7 +31,7 @@ from peercache.wire.messages.session import Refused
 PENDING_MAX: Final = 256
 """Removals under way; each is small, and a client has one or a few."""
 
-PATIENCE_MAX_S: Final = 10.0
+TIMEOUT_MAX_S: Final = 10.0
 """Longest wait for the members, whatever a client asks for."""
 
 
@@ -81,7 +81,7 @@ class Remover:
     _pending: dict[int, Removal] = attrs.field(factory=dict)
     _last_number: int = 0
 
-    def on_message(self, sender: Origin, message: RemovalHears, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: RemovalMessage, now: float) -> list[Effect]:
         """Begin a removal, or take an answer or a view."""
         match message:
             case Remove() | Clear() | Retain():
@@ -93,12 +93,12 @@ class Remover:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer the clients whose patience is over."""
+        """Answer the clients whose timeout is over."""
         over = [number for number, removal in self._pending.items() if removal.until <= now]
         return [self._pending.pop(number).answer() for number in over]
 
     def deadline(self) -> float:
-        """Return when the first patience is over."""
+        """Return when the first timeout is over."""
         return min((removal.until for removal in self._pending.values()), default=math.inf)
 
     def check(self) -> None:
@@ -111,17 +111,17 @@ class Remover:
             return [Send(sender, Refused(message.request, "busy", detail))]
         self._last_number += 1
         number = self._last_number
-        patience_s = min(max(message.patience_s, 0.0), PATIENCE_MAX_S)
+        timeout_s = min(max(message.timeout_s, 0.0), TIMEOUT_MAX_S)
         states = None
         if isinstance(message, Retain):
             states = bytes((NOT_HERE,)) * (len(message.keys) // KEY_BYTES)
         waiting = dict.fromkeys(self._live)
-        removal = Removal(sender, message.request, now + patience_s, waiting, states)
+        removal = Removal(sender, message.request, now + timeout_s, waiting, states)
         if not self._live:
             return [removal.answer()]
         self._pending[number] = removal
         # Until then a member may still have what another one has removed: none mirrors it.
-        forwarded = attrs.evolve(message, request=number, patience_s=patience_s)
+        forwarded = attrs.evolve(message, request=number, timeout_s=timeout_s)
         return [Send(member, forwarded) for member in self._live]
 
     def _count(self, member: int, told: Removed | Retained) -> list[Effect]:

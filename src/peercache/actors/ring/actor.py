@@ -1,8 +1,8 @@
 """Ring: which nodes own which records, by the view as it is now.
 
 Owns    the hash ring of the members that are alive or suspect.
-Hears   ViewChanged, from membership; RingBuilt, when a ring that it asked for is there.
-Says    BuildRing, for a ring that is too large for a turn of the loop; RingChanged, to the
+Takes   ViewChanged, from membership; RingBuilt, when a ring that it asked for is there.
+Sends   BuildRing, for a ring that is too large for a turn of the loop; RingChanged, to the
         publisher and the directory, when there is a ring of another set of live members.
 Keeps   the ring is a pure function of that set and its hosts: equal views make equal rings on every
         node. The old ring serves until the new one is there; what comes last is a ring of the last
@@ -20,7 +20,7 @@ import attrs
 from typing_extensions import assert_never
 
 from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
-from peercache.actors.mailboxes import RingBuilt, RingChanged, RingHears, ViewChanged
+from peercache.actors.mailboxes import RingBuilt, RingChanged, RingMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE, SUSPECT
@@ -47,7 +47,7 @@ class RingActor:
         """Start with an empty ring."""
         self.current = HashRing([], virtual_nodes=self.virtual_nodes, replicas=self.replicas)
 
-    def on_message(self, sender: Origin, message: RingHears, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
+    def on_message(self, sender: Origin, message: RingMessage, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
         """Take a view, or a ring; say so if the ring is another one now."""
         match message:
             case ViewChanged():

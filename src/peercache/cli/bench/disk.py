@@ -54,7 +54,7 @@ SINGLE_LOADS: Final = 200
 
 GRANULE: Final = 16 * 2**10
 
-PATIENCE_S: Final = 120.0
+TIMEOUT_S: Final = 120.0
 
 
 @attrs.frozen
@@ -183,7 +183,7 @@ class Bench:
 
     def _submit(self, pages: slice, *, write: bool) -> None:
         self.jobs += 1
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         effect: Spill | Load = (
             Spill(
                 self.jobs, self.records[pages], self.ones[pages], self.places[pages],
@@ -205,9 +205,9 @@ class Bench:
 
     def _take(self) -> DiskFact:
         try:
-            return self.facts.get(timeout=PATIENCE_S)
+            return self.facts.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            return DiskEnded(f"no answer within {PATIENCE_S:.0f} s")
+            return DiskEnded(f"no answer within {TIMEOUT_S:.0f} s")
 
 
 def run_disk(plan: DiskPlan, progress: Callable[[str], None]) -> dict[str, float]:

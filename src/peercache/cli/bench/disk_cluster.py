@@ -20,7 +20,7 @@ POOL_PAGES: Final = 64
 ROUNDS: Final = 9
 """Sets of a batch with and without a disk, in turn; the first pair is not counted."""
 
-PATIENCE_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 
 
 def measure_cluster(
@@ -102,7 +102,7 @@ def _promote(engine: Engine) -> dict[str, float]:
 
 def _await(client: Client, figure: str, value: float) -> None:
     """Wait until a figure of the home node has come to a value."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while not _has_come(client.stats().get(figure), figure, value):
         if time.monotonic() > until:
             raise TimeoutError(f"{figure} has not come to {value}")

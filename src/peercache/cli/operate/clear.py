@@ -18,7 +18,7 @@ from peercache.wire.messages.pool import Clear, Removed
 EXIT_WRONG = 1
 """A member did not answer, and may still hold pages."""
 
-PATIENCE_PART = 0.8
+TIMEOUT_FRACTION = 0.8
 """Part of the time that the node may wait for the members: its answer takes time too."""
 
 
@@ -40,8 +40,8 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
         if not yes and not click.confirm(_question(namespace, operator.cluster), err=True):
             return EXIT_WRONG
         names = {each.status.incarnation: each.status.name for each in operator.statuses()}
-        patience_s = PATIENCE_PART * wanted.timeout_s
-        answer = operator.ask(Clear(0, Namespace(namespace).space_tag(), patience_s), Removed)
+        timeout_s = TIMEOUT_FRACTION * wanted.timeout_s
+        answer = operator.ask(Clear(0, Namespace(namespace).space_tag(), timeout_s), Removed)
     missed = [names.get(name_of(member), name_of(member)) for member in answer.missed]
     if as_json:
         print(json.dumps({"removed": answer.count, "missed": missed}))

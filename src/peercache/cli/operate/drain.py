@@ -12,7 +12,12 @@ from peercache.cli.options import json_option
 from peercache.cli.terminal import print_json
 from peercache.client.operator import Operator
 from peercache.errors import DeadlineExceeded, PeerUnreachable
-from peercache.wire.messages.membership import CancelDrain, DrainAsked, DrainNode, DrainTold
+from peercache.wire.messages.membership import (
+    CancelDrain,
+    DrainNode,
+    ReportDrainState,
+    RequestDrainState,
+)
 
 LOOK_S = 0.3
 """Between two lines of progress."""
@@ -48,10 +53,10 @@ def drain(
     wanted = target_of(**{**target, "at": node or target["at"]})
     with Operator(wanted) as operator:
         if cancel:
-            told = operator.ask(CancelDrain(0), DrainTold).figures
+            told = operator.ask(CancelDrain(0), ReportDrainState).figures
             _show(told, as_json=as_json)
             return EXIT_NOT_DONE if told["problem"] else 0
-        told = operator.ask(DrainNode(0, within_s or 0.0), DrainTold).figures
+        told = operator.ask(DrainNode(0, within_s or 0.0), ReportDrainState).figures
         until = time.monotonic() + LEAVE_S
         shown: dict[str, int | float | str] = {}
         while told["state"] != "serving":
@@ -59,7 +64,7 @@ def drain(
                 _show(shown := told, as_json=as_json)
             time.sleep(LOOK_S)
             try:
-                told = operator.ask(DrainAsked(0), DrainTold).figures
+                told = operator.ask(RequestDrainState(0), ReportDrainState).figures
             except (PeerUnreachable, DeadlineExceeded):
                 if told["state"] != "leaving":
                     raise

@@ -19,7 +19,7 @@ from peercache.model.records import GONE, IN_FILES, IN_MEMORY
 KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
 """What a change is called, by its tier."""
 
-ANEW, NODE_GONE = "anew", "node-gone"
+ANEW, NODE_GONE = "again", "node-gone"
 """Events of a whole node: what it told is void, and more follows; it does not answer any more."""
 
 LOOK_S = 0.5
@@ -81,7 +81,7 @@ def events(
 
 def rows_of(batch: NodeChanges) -> Iterator[dict[str, object]]:
     """Yield the events of a batch: node, event, and of a page its key and bytes."""
-    if batch.anew:
+    if batch.again:
         yield {"node": batch.node, "event": NODE_GONE if batch.is_gone else ANEW}
     keys: list[bytes] = batch.changes["key"].tolist()
     lengths: list[int] = batch.changes["length"].tolist()

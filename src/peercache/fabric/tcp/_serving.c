@@ -342,7 +342,7 @@ static int hear_caller(struct server *server, int64_t now)
     return !is_stopping;
 }
 
-static int patience_ms(const struct server *server, int64_t now)
+static int timeout_ms(const struct server *server, int64_t now)
 {
     int64_t left_ms;
 
@@ -364,7 +364,7 @@ void peercache_pages_run(struct server *server)
         if (now >= server->scan_at_ns)
             scan(server, now);
         let_in(server, now);
-        count = epoll_wait(server->poll, events, EVENTS_MAX, patience_ms(server, now));
+        count = epoll_wait(server->poll, events, EVENTS_MAX, timeout_ms(server, now));
         now = now_ns();
         for (int index = 0; index < count; index++) {
             if (events[index].data.ptr)

@@ -63,7 +63,7 @@ STALL_S = 0.25
 on a local network answers in milliseconds."""
 
 CONNECT_TIMEOUT_S = 0.5
-"""Patience for a connection; the kernel sends a lost first packet again only after a second."""
+"""Timeout for a connection; the kernel sends a lost first packet again only after a second."""
 
 GONE = "gone"
 """Failure: the server closed before it answered anything, perhaps while the channel was idle."""
@@ -266,7 +266,7 @@ class TcpChannel:
         self._session: TlsSession | None = None
         self._stall_s = stall_s
         self._clock = clock
-        self._patience: dict[int, float] = {}
+        self._timeout: dict[int, float] = {}
         self._not_after = inf
 
     def has_expired(self) -> bool:
@@ -433,13 +433,13 @@ class TcpChannel:
         return ""
 
     def _wait_at_most(self, option: int, seconds: float) -> None:
-        if self._patience.get(option) == seconds:
+        if self._timeout.get(option) == seconds:
             return
         # Zero would mean no limit.
         microseconds = max(int(seconds * 1e6), 1)
         value = struct.pack("@ll", *divmod(microseconds, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
-        self._patience[option] = seconds
+        self._timeout[option] = seconds
 
 
 def _lay_out(

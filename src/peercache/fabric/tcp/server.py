@@ -29,7 +29,7 @@ import trio
 from peercache.errors import Rejected
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.admission import DataAdmission
-from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, Patience, ServingThread
+from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, ServingThread, Timeouts
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
 from peercache.model.process import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
@@ -53,7 +53,7 @@ TOLD_MAX = 1024
 REQUEST_S = 5.0
 """From a request's first byte to its last."""
 IDLE_S = 120.0
-"""Between two requests; twice the client's own patience (actors/channels.IDLE_S)."""
+"""Between two requests; twice the client's own timeout (actors/channels.IDLE_S)."""
 SEND_STALL_S = 10.0
 """Without a byte taken: the client is paused or gone. Its own deadlines are far shorter."""
 GOODBYE_S = 1.0
@@ -315,11 +315,11 @@ class _Service:
         self.served[chosen] += 1
         self.hosts[host] += 1
         self.owners[newcomer.name] += 1
-        patience = Patience(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
+        timeouts = Timeouts(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
         try:
             await newcomer.line.send(wire.encode_answer(""), stall_s=SEND_STALL_S)
             left, refused = await self.pages[chosen].serve(
-                newcomer.line, patience, spaces, newcomer.owner
+                newcomer.line, timeouts, spaces, newcomer.owner
             )
         finally:
             self.served[chosen] -= 1

@@ -69,7 +69,7 @@ class PageSource(Protocol):
 
 
 @attrs.frozen
-class Patience:
+class Timeouts:
     """How long one connection may take.
 
     idle_s: between two requests. request_s: from a request's first byte to its last. stall_s:
@@ -224,7 +224,7 @@ class ServingThread:
     async def serve(
         self,
         line: Line,
-        patience: Patience,
+        timeouts: Timeouts,
         spaces: tuple[int, ...] = (),
         owner: TlsPeer | None = None,
     ) -> End:
@@ -236,7 +236,7 @@ class ServingThread:
         """
         name = self._next_name
         self._next_name += 1
-        limits = (patience.idle_s, patience.request_s, patience.stall_s)
+        limits = (timeouts.idle_s, timeouts.request_s, timeouts.stall_s)
         conversation = self._conversations[name] = _Conversation(owner)
         try:
             if not self._serves or not self._take(line, name, limits, spaces, owner):

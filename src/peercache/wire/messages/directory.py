@@ -51,7 +51,7 @@ class Located:
 
 
 @attrs.frozen
-class Disputed:
+class ReportStale:
     """Tell a directory owner that these very records failed verification: a hint to ask about."""
 
     # It deletes nothing: the holder is asked to say what it has.
@@ -125,7 +125,7 @@ class Repair:
 
 
 @attrs.frozen
-class Doubted:
+class VerifyRecords:
     """Ask a holder about records of its own that readers have disputed: it withdraws stale ones."""
 
     declared: ClassVar = Declared(37, Receiver.PUBLISHER, NODES)
@@ -149,14 +149,14 @@ class HandedOver:
 
 
 @attrs.frozen
-class SummaryWanted:
+class RequestSummary:
     """Ask a holder for a summary: this owner may lack records of it."""
 
     declared: ClassVar = Declared(44, Receiver.PUBLISHER, NODES)
 
 
 @attrs.frozen
-class SummaryAsked:
+class RequestFreshSummary:
     """Ask a holder for a summary that it makes after it has heard this: this owner stood still.
 
     number: the least number that the summary may have; the stream goes on from there.
@@ -177,20 +177,20 @@ class SummaryMatches:
 
 
 CHANGES_A_MESSAGE_MAX: Final = 4096
-"""Changes of one ChangesTold, and as many rows of what is held: 192 KiB of the 256 accepted."""
+"""Changes of one ReportChanges, and as many rows of what is held: 192 KiB of the 256 accepted."""
 
 ALL_ROWS: Final = 2**32
 """The row of a follower that has read everything that was there when it began."""
 
 
 @attrs.frozen
-class ChangesAsked:
+class RequestChanges:
     """Ask a node for the changes of what it holds, behind those that the follower knows.
 
-    incarnation: of the node that numbered `after`; any other one begins anew.
-    after:       the number of the last change known; 0: none, begin anew.
+    incarnation: of the node that numbered `after`; any other one begins again.
+    after:       the number of the last change known; 0: none, begin again.
     row:         as in the last answer: how far what is held has been told.
-    patience_s:  how long the node may wait for a change where there is nothing to tell.
+    timeout_s:  how long the node may wait for a change where there is nothing to tell.
     """
 
     # Every page of a node, of all namespaces: not for a client that is restricted to some.
@@ -202,14 +202,14 @@ class ChangesAsked:
     incarnation: int
     after: int
     row: int
-    patience_s: float
+    timeout_s: float
 
 
 @attrs.frozen
-class ChangesTold:
-    """Answer a ChangesAsked: apply `changes` in their order, then `held`.
+class ReportChanges:
+    """Answer a RequestChanges: apply `changes` in their order, then `held`.
 
-    anew:    what this follower has been told before is void: it knows nothing but this answer.
+    again:    what this follower has been told before is void: it knows nothing but this answer.
     after:   the number of the last of these changes.
     changes: n × CHANGE (`model.records`).
     held:    n × CHANGE: pages that are there as of change `after`, in no order.
@@ -220,7 +220,7 @@ class ChangesTold:
 
     request: int
     incarnation: int
-    anew: bool
+    again: bool
     after: int
     changes: bytes
     held: bytes
@@ -228,11 +228,11 @@ class ChangesTold:
 
 
 OVERLAP_KEYS_MAX = 2048
-"""Keys of one OverlapAsked: 128k tokens in pages of 64. A longer one is refused."""
+"""Keys of one RequestOverlap: 128k tokens in pages of 64. A longer one is refused."""
 
 
 @attrs.frozen
-class OverlapAsked:
+class RequestOverlap:
     """Ask a node which members hold these pages, and on which tier.
 
     shard_only: as far as its own shard knows: one node asks another one so.
@@ -247,8 +247,8 @@ class OverlapAsked:
 
 
 @attrs.frozen
-class OverlapTold:
-    """Answer an OverlapAsked.
+class ReportOverlap:
+    """Answer an RequestOverlap.
 
     holders: the incarnations that hold any of the pages.
     flags: RESIDENT and ON_DISK of each page, a byte each: those of the first holder, then the next.
@@ -266,7 +266,7 @@ class OverlapTold:
 def overlap_of(answer: object, pages: int) -> Overlap:
     """Return what was told about so many pages; of anything else than that: nothing is known."""
     if (
-        not isinstance(answer, OverlapTold)
+        not isinstance(answer, ReportOverlap)
         or len(answer.holders) > HOLDERS_MAX
         or len(answer.flags) != len(answer.holders) * pages
     ):

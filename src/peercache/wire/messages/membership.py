@@ -55,8 +55,8 @@ class HeartbeatSeen:
 
 
 @attrs.frozen
-class ViewShared:
-    """Share entries of a view; the receiver merges. request: of the ViewAsked it answers, or 0.
+class ShareView:
+    """Share entries of a view; the receiver merges. request: of the RequestView it answers, or 0.
 
     more: the view has further entries: ask for those after the last one here.
     """
@@ -69,7 +69,7 @@ class ViewShared:
 
 
 @attrs.frozen
-class ViewAsked:
+class RequestView:
     """Ask for the live members, unless the view's digest is the one given (the answer is empty).
 
     after: the last incarnation of the part before, for the next part; 0 for the first one.
@@ -83,7 +83,7 @@ class ViewAsked:
 
 
 @attrs.frozen
-class ViewCompared:
+class CompareView:
     """Ask a member for the entries in which its view differs from the sender's.
 
     buckets: digests of the sender's view, 8 bytes each (`model.view.View.bucket_digests`).
@@ -95,7 +95,7 @@ class ViewCompared:
 
 
 @attrs.frozen
-class ViewChangesAsked:
+class RequestViewChanges:
     """Ask for what has changed in the view of live members since it had this digest."""
 
     declared: ClassVar = Declared(41, Receiver.MEMBERSHIP, EVERYONE)
@@ -105,8 +105,8 @@ class ViewChangesAsked:
 
 
 @attrs.frozen
-class ViewChanges:
-    """Answer a ViewChangesAsked: what makes a view with digest `base` one with `digest`.
+class ReportViewChanges:
+    """Answer a RequestViewChanges: what makes a view with digest `base` one with `digest`.
 
     view: the live entries that are new or other ones. gone: the incarnations that live no more.
     base: empty if the answerer cannot say: then ask for the whole view.
@@ -144,7 +144,7 @@ class CancelDrain:
 
 
 @attrs.frozen
-class DrainAsked:
+class RequestDrainState:
     """Ask a node how far its drain is."""
 
     # A node asks whether one that offers it pages drains.
@@ -154,8 +154,8 @@ class DrainAsked:
 
 
 @attrs.frozen
-class DrainTold:
-    """Answer a DrainNode, a CancelDrain or a DrainAsked: named figures."""
+class ReportDrainState:
+    """Answer a DrainNode, a CancelDrain or a RequestDrainState: named figures."""
 
     declared: ClassVar = Declared(52, Receiver.ASKER, NO_ROLE)
 
@@ -164,7 +164,7 @@ class DrainTold:
 
 
 @attrs.frozen
-class PagesOffered:
+class OfferPages:
     """Offer a node pages of the sender: it may read them, and keep what it has room for.
 
     records: of the sender's own pages in memory, all of one namespace.
@@ -187,7 +187,7 @@ class PagesOffered:
 
 @attrs.frozen
 class PagesTaken:
-    """Answer a PagesOffered: a state a page (`wire.messages.pool`).
+    """Answer a OfferPages: a state a page (`wire.messages.pool`).
 
     COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
     removed meanwhile.
@@ -200,7 +200,7 @@ class PagesTaken:
 
 
 @attrs.frozen
-class StatusAsked:
+class RequestStatus:
     """Ask a node how it is. detail: with its threads, environment and settings."""
 
     # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
@@ -211,8 +211,8 @@ class StatusAsked:
 
 
 @attrs.frozen
-class StatusTold:
-    """Answer a StatusAsked: a `model.status.Status`, encoded."""
+class ReportStatus:
+    """Answer a RequestStatus: a `model.status.Status`, encoded."""
 
     declared: ClassVar = Declared(46, Receiver.ASKER, NO_ROLE)
 
@@ -221,7 +221,7 @@ class StatusTold:
 
 
 @attrs.frozen
-class ClusterAsked:
+class RequestCluster:
     """Ask a node how all members are, those behind the incarnation `after`; it asks each."""
 
     declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS)
@@ -232,8 +232,8 @@ class ClusterAsked:
 
 
 @attrs.frozen
-class ClusterTold:
-    """Answer a ClusterAsked: some `model.status.MemberStatus`, encoded; `more` follow behind."""
+class ReportCluster:
+    """Answer a RequestCluster: some `model.status.MemberStatus`, encoded; `more` follow behind."""
 
     declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE)
 

@@ -76,7 +76,7 @@ class Commit:
 
     written:   one byte a page of the Reserve, 1 = its slot holds all its bytes.
     checksums: n × u64, 0 where there is none.
-    patience_s: how long the answer may wait for a directory owner to acknowledge.
+    timeout_s: how long the answer may wait for a directory owner to acknowledge.
     keys:      of the first pages of a reservation made ahead, as many as `written`; else empty.
     ahead:     reserve as many slots under each of these sequences, for pages to be named.
     """
@@ -87,7 +87,7 @@ class Commit:
     sequence: int
     written: bytes
     checksums: bytes
-    patience_s: float
+    timeout_s: float
     keys: bytes = b""
     ahead: tuple[int, ...] = ()
 
@@ -150,7 +150,7 @@ class Remove:
     """Ask a client's home node to drop these pages everywhere, or a holder to drop its own.
 
     namespace:  the tag of their namespace; pages of another name stay.
-    patience_s: how long the home node may wait for the other members; a holder: how long it does.
+    timeout_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
     declared: ClassVar = Declared(
@@ -160,7 +160,7 @@ class Remove:
     request: int
     namespace: int
     keys: bytes
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 @attrs.frozen
@@ -170,7 +170,7 @@ class Clear:
     namespace:  its tag; a space tag, of 32 bits, is every geometry, rank and weights of a name.
                 Pages that came from other nodes are known by their name only, and go with each of
                 them.
-    patience_s: how long the home node may wait for the other members; a holder: how long it does.
+    timeout_s: how long the home node may wait for the other members; a holder: how long it does.
     """
 
     declared: ClassVar = Declared(
@@ -179,7 +179,7 @@ class Clear:
 
     request: int
     namespace: int
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 @attrs.frozen
@@ -216,7 +216,7 @@ class ReserveMirror:
 PROMOTED = 0
 """The page is in memory now: its record is in the answer."""
 LATER = 1
-"""On disk and not loaded yet: beyond this answer's portion, or the patience was over. Ask again."""
+"""On disk and not loaded yet: beyond this answer's portion, or the timeout was over. Ask again."""
 LOST = 2
 """Neither in memory nor on disk: removed, damaged, or the disk has failed."""
 
@@ -225,7 +225,7 @@ LOST = 2
 class Promote:
     """Ask a holder to load pages from its disk into its memory, the first of them first.
 
-    patience_s: how long the answer may wait for the disk; 0 wants no answer, and the holder loads
+    timeout_s: how long the answer may wait for the disk; 0 wants no answer, and the holder loads
                 as many as its rate for such wishes allows.
     """
 
@@ -233,7 +233,7 @@ class Promote:
 
     request: int
     keys: bytes
-    patience_s: float
+    timeout_s: float
 
 
 @attrs.frozen
@@ -262,7 +262,7 @@ class Retain:
 
     namespace:  the tag of their namespace; pages of another name are left as they are.
     seconds:    for how long, from when a holder hears of it; 0 lets them go.
-    patience_s: how long the home node may wait for the other members.
+    timeout_s: how long the home node may wait for the other members.
     """
 
     # As a removal: it keeps other pages of its namespace from room that they would have had.
@@ -274,7 +274,7 @@ class Retain:
     namespace: int
     keys: bytes
     seconds: float
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 @attrs.frozen

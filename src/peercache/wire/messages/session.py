@@ -77,7 +77,7 @@ class Refused:
 
 
 @attrs.frozen
-class SayHello:
+class HelloRequired:
     """Ask a sender without Hello, or for a dead incarnation, to introduce itself again."""
 
     declared: ClassVar = Declared(3, Receiver.ASKER, NO_ROLE)
@@ -86,7 +86,7 @@ class SayHello:
 
 
 @attrs.frozen
-class StatsAsked:
+class RequestStats:
     """Ask a node for its figures."""
 
     declared: ClassVar = Declared(28, Receiver.NODE, CLIENTS_AND_OPERATORS)
@@ -95,8 +95,8 @@ class StatsAsked:
 
 
 @attrs.frozen
-class Stats:
-    """Answer a StatsAsked: named figures."""
+class ReportStats:
+    """Answer a RequestStats: named figures."""
 
     declared: ClassVar = Declared(29, Receiver.ASKER, NO_ROLE)
 
@@ -105,7 +105,7 @@ class Stats:
 
 
 @attrs.frozen
-class RevocationsTold:
+class ReportRevocations:
     """Tell a node which certificates are revoked: the signed lists of the authorities, as PEM."""
 
     # Signed by an authority: a node that lies can only be silent.
