@@ -29,7 +29,7 @@ peercache = LateGroup(
     table={
         "demo": ("peercache.cli.demo.story:demo", "Three nodes here, every byte checked."),
         "bench": ("peercache.cli.bench.command:bench", "How fast pages move, beside the limits."),
-        "doctor": ("peercache.cli.doctor.command:doctor", "What is wrong with this host."),
+        "doctor": ("peercache.cli.doctor.checks:doctor", "What is wrong with this host."),
         "status": ("peercache.cli.operate.status:status", "How each member of a cluster is."),
         "top": ("peercache.cli.operate.top:top", "The rates of each member, live."),
         "events": ("peercache.cli.operate.events:events", "What nodes store and drop, live."),

@@ -1,33 +1,85 @@
-"""Gathers the facts of this host; it judges nothing, and needs no RDMA."""
+"""Finds the facts of this host for a configuration; it judges nothing, and needs no RDMA."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.machinery
+import importlib.metadata
 import os
 import platform
 import re
 import resource
-from collections.abc import Iterator
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from peercache.cli.doctor.facts import Facts, Memory, PortFact
-from peercache.cli.doctor.libraries import find_libraries
-from peercache.cli.doctor.places import look_at_addresses, look_at_disk, look_at_sources
-from peercache.cli.doctor.speed import measure
-from peercache.cli.doctor.trust import look_at_trust
-from peercache.config.settings import Config
-from peercache.errors import BrokenInstallation
-from peercache.installation.library import load, load_tls, version
-from peercache.memory.kernel import (
-    filesystem_of,
-    host_memory,
-    mounted,
-    own_cgroup_memory,
-    supplies,
-    text_of,
+import numpy as np
+import numpy.typing as npt
+
+from peercache.cli.bench.limits import copy_gb_s, receive_stream, send_stream
+from peercache.cli.doctor.facts import (
+    AddressFact,
+    DiskFact,
+    Facts,
+    JoinFact,
+    Libraries,
+    Memory,
+    PortFact,
+    SourceFact,
+    Speed,
+    TrustFact,
 )
+from peercache.config.discovery import (
+    EtcdAddress,
+    KubernetesAddress,
+    heads_of,
+    hosts_to_ask,
+    sources_of,
+)
+from peercache.config.quantities import format_address, parse_address
+from peercache.config.settings import Config
+from peercache.discovery.kubernetes import ApiServer
+from peercache.errors import BrokenInstallation, ConfigError, PeerCacheError
+from peercache.installation.distribution import version
+from peercache.installation.library import load, load_tls
+from peercache.memory.huge_pages import mounted, supplies
+from peercache.memory.limits import filesystem_of, host_memory, own_cgroup_memory, text_of
+from peercache.node.reach import is_ours, look_up
+from peercache.observability.log import get_logger
+from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
+from peercache.rdma.loopback import Loopback
+from peercache.rdma.rail import Settings
+from peercache.trust.files import LiveTls
+from peercache.trust.handshake import client_context, shake_hands
 
 _CAP_IPC_LOCK = 14
+
+WILDCARDS = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+NAMED_PORT = 1
+"""The resolver wants a port: which one does not matter."""
+
+CONNECT_S = 1.0
+"""How long a server of a source may take to accept a connection."""
+
+JOINS_MAX = 8
+"""Nodes to join that are asked."""
+
+_PRIVATE = re.compile(rb"IBVERBS_PRIVATE_(\d+)")
+_RELEASE = re.compile(r"libibverbs\.so\.1\.\d+\.(\d+\.\d+)$")
+
+PAGE_BYTES = 2**20
+PAGES = 32
+ROUNDS = 5
+SMALL_BYTES = 4096
+SMALL_READS = 100
+SMALL_PAGES = 16
 
 
 def gather(config: Config, *, is_quick: bool) -> Facts:
@@ -133,3 +185,264 @@ def _free(folder: str) -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
+    """Return every address that the configuration names, and what its name stands for."""
+    return tuple(
+        AddressFact(name, written, tuple(sorted(hosts)), is_own=any(map(is_ours, hosts)))
+        for name, written, address in _named(config)
+        for hosts in [look_up(address)]
+    )
+
+
+def _named(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (setting, as it is written, HOST:PORT) of addresses that are looked up."""
+    for name, written in (("listen", config.listen), ("http_listen", config.http_listen)):
+        host, _ = parse_address(written, default_port=NAMED_PORT)
+        if host not in WILDCARDS:
+            yield name, written, format_address(host, NAMED_PORT)
+    if config.advertise:
+        yield "advertise", config.advertise, format_address(config.advertise, NAMED_PORT)
+    for address in [each for entry in config.discovery_addr for each in hosts_to_ask(entry)]:
+        yield "discovery_addr", address, address
+
+
+def look_at_sources(config: Config) -> tuple[SourceFact, ...]:
+    """Return every etcd and every Kubernetes API that is to be asked, and whether one answers.
+
+    That a name resolves is among the addresses.
+    """
+    facts = []
+    for source in sources_of(config.discovery_addr):
+        if isinstance(source, EtcdAddress):
+            facts.append(SourceFact(source.text, _silence(source.servers)))
+        elif isinstance(source, KubernetesAddress):
+            try:
+                api = ApiServer.of_this_pod(source.text)
+            except ConfigError as error:
+                facts.append(SourceFact(source.text, error.problem, ends_node=True))
+            else:
+                facts.append(SourceFact(source.text, _silence([(api.host, api.port)])))
+    return tuple(facts)
+
+
+def _silence(servers: Iterable[tuple[str, int]]) -> str:
+    """Return why none of these servers takes a connection, "" if one does."""
+    problems = []
+    for server in servers:
+        if not (problem := _refusal(server)):
+            return ""
+        problems.append(f"{format_address(*server)}: {problem}")
+    return f"nothing answers ({'; '.join(problems)})"
+
+
+def _refusal(server: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(server, CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def look_at_disk(config: Config) -> DiskFact | None:
+    """Return what the folder of the disk tier offers; None without a disk tier."""
+    if not config.disk_enabled:
+        return None
+    path = Path(config.disk_path)
+    nearest = next(
+        each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink()
+    )
+    problem = _problem_of(nearest)
+    free = total = 0
+    if not problem:
+        found = os.statvfs(nearest)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return DiskFact(
+        path=str(path),
+        wanted=config.disk_size,
+        problem=problem,
+        held=_held_bytes(path),
+        room=max(0, free - int(total * config.disk_free_floor)),
+    )
+
+
+def _problem_of(folder: Path) -> str:
+    """Return why a node can keep no file below a folder that exists, "" if it can."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    try:
+        # Only a write tells: root may do all that permissions forbid, and not what the file system
+        # does. The file has no name, so nothing is left of it.
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return f"no file can be written in {folder}: {error.strerror}"
+    return ""
+
+
+def _held_bytes(path: Path) -> int:
+    """Return the bytes that nodes' folders take already: they count as room."""
+    held = 0
+    for entry in path.glob("[0-9]*/*"):
+        try:
+            held += entry.lstat().st_blocks * 512
+        except OSError:  # noqa: PERF203 - a running node removes files
+            continue
+    return held
+
+
+def look_at_trust(config: Config) -> TrustFact:
+    """Return how a node with these settings is protected."""
+    if not config.has_tls:
+        return TrustFact(cluster=config.cluster, insecure=config.insecure)
+    try:
+        # The certificate may be a client's: the settings do not say what they are for.
+        tls = LiveTls.open(config, is_node=False, log=get_logger())
+    except ConfigError as error:
+        return TrustFact(cluster=config.cluster, has_tls=True, problem=str(error))
+    assert tls is not None, "there are certificates"
+    context, heads = client_context(tls), heads_of(config.discovery_addr)[:JOINS_MAX]
+    told = [(address, shake_hands(address, context, tls)) for address in heads]
+    return TrustFact(
+        cluster=tls.files.identity.cluster,
+        has_tls=True,
+        identity=tls.files.identity.uri(),
+        days_left=tls.days_left,
+        revoked=len(tls.revocations),
+        joins=tuple(
+            JoinFact(address, each.identity, each.problem, is_silent=each.is_silent)
+            for address, each in told
+        ),
+    )
+
+
+def find_libraries() -> Libraries:
+    """Look at this process's libraries."""
+    library = _mapped_libibverbs()
+    package = _package()
+    wants = private_numbers(_device_module(package)) if package else ()
+    problem = verbs.load()
+    return Libraries(
+        libibverbs=str(library or ""),
+        libibverbs_release=release_of(library.name) if library else "",
+        offers=private_numbers(library),
+        pyverbs=str(package or ""),
+        pyverbs_release=_pyverbs_release(),
+        wants=wants[0] if wants else 0,
+        problem=problem if isinstance(problem, str) else "",
+    )
+
+
+def private_numbers(file: Path | None) -> tuple[int, ...]:
+    """Return the private interfaces of libibverbs that a shared library names, in order."""
+    if file is None:
+        return ()
+    try:
+        found = set(_PRIVATE.findall(file.read_bytes()))
+    except OSError:
+        return ()
+    return tuple(sorted(int(number) for number in found))
+
+
+def release_of(name: str) -> str:
+    """Return rdma-core's release from the name of libibverbs' file: libibverbs.so.1.14.44.0."""
+    match = _RELEASE.search(name)
+    return match[1] if match else ""
+
+
+def _mapped_libibverbs() -> Path | None:
+    """Return the file that the loader has mapped for libibverbs."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "/libibverbs.so" in path:
+            return Path(path).resolve()
+    return None
+
+
+def _package() -> Path | None:
+    spec = find_spec("pyverbs")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+def _device_module(package: Path) -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (package / f"device{suffix}").exists():
+            return package / f"device{suffix}"
+    # Built for another Python: it names its interface of libibverbs all the same.
+    return next(iter(sorted(package.glob("device*.so"))), None)
+
+
+def _pyverbs_release() -> str:
+    try:
+        return importlib.metadata.version("pyverbs")
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # A package of the distribution has no metadata.
+
+
+def measure(config: Config, chosen: Sequence[tuple[str, int]], *, is_quick: bool) -> Speed:
+    """Measure each; READs only where a port is chosen."""
+    if is_quick:
+        return Speed()
+    source = np.arange(PAGES * PAGE_BYTES // 8, dtype=np.uint64).view(np.uint8)
+    target = np.zeros_like(source)
+    copy, tcp = copy_gb_s(source, target, PAGE_BYTES), _tcp_gb_s(source, target)
+    if not chosen:
+        return Speed(tcp_gb_s=tcp, copy_gb_s=copy)
+    name, gid_index = chosen[0]
+    settings = Settings(device_names=(name,), gid_index=gid_index)
+    try:
+        gb_s, one_us = _reads(config, settings)
+    except (PeerCacheError, OSError) as error:
+        return Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name, read_problem=str(error))
+    return Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name, read_gb_s=gb_s, read_us=one_us)
+
+
+def _tcp_gb_s(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        sender = threading.Thread(target=send_stream, args=(port, source, PAGE_BYTES))
+        sender.start()
+        try:
+            return receive_stream(listener, target)
+        finally:
+            sender.join()
+
+
+def _reads(config: Config, settings: Settings) -> tuple[float, float]:
+    """Return GB/s of whole pages and the µs of a small one; raise if a page is wrong."""
+
+    def loopback(page_bytes: int, pages: int) -> Loopback:
+        return Loopback(
+            near=settings, far=settings, shm_dir=config.shm_dir, granule=SMALL_BYTES,
+            page_bytes=page_bytes, pages=pages,
+        )  # fmt: skip
+
+    times = []
+    with loopback(PAGE_BYTES, PAGES) as large:
+        for _ in range(ROUNDS):
+            large.clear()
+            started = time.perf_counter()
+            fetched = large.read(0, PAGES)
+            times.append(time.perf_counter() - started)
+            if not large.arrived(0, PAGES, fetched):
+                why = fetched.failure or "a page arrived with wrong bytes"
+                raise PeerCacheError(f"READs of {PAGES} pages: {why}")
+    small_times = []
+    with loopback(SMALL_BYTES, SMALL_PAGES) as small:
+        for number in range(SMALL_READS):
+            started = time.perf_counter()
+            fetched = small.read(number % SMALL_PAGES, 1)
+            small_times.append(time.perf_counter() - started)
+            if fetched.failure:
+                raise PeerCacheError(f"READs of {SMALL_BYTES} bytes: {fetched.failure}")
+    gb_s = PAGES * PAGE_BYTES / statistics.median(times[1:]) / 1e9
+    return gb_s, statistics.median(small_times) * 1e6

@@ -13,16 +13,14 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
-from peercache.cli.doctor import host, places
-from peercache.cli.doctor.command import doctor
+from peercache.cli.doctor import host
+from peercache.cli.doctor.checks import ADVICE, GOOD, PROBLEM, as_text, doctor, judge
 from peercache.cli.doctor.facts import AddressFact, DiskFact, SourceFact
-from peercache.cli.doctor.places import look_at_addresses, look_at_disk, look_at_sources
-from peercache.cli.doctor.report import as_text
-from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, judge
+from peercache.cli.doctor.host import look_at_addresses, look_at_disk, look_at_sources
 from peercache.config.settings import Config
 from peercache.errors import BrokenInstallation
-from peercache.memory.kernel import cgroup_memory
-from tests.unit.cli.doctor.test_verdicts import GIB, HOST, worst
+from peercache.memory.limits import cgroup_memory
+from tests.unit.cli.doctor.test_checks import GIB, HOST, worst
 
 DISK = DiskFact(path="/data/peercache", wanted=100 * GIB, room=200 * GIB)
 NO_ADDRESS = "203.0.113.9"
@@ -107,8 +105,8 @@ def test_address_that_cannot_be_right_is_said(fact: AddressFact, level: str, say
 def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wildcards are no address; a node to join need not be this host."""
     names = {"head:31998": {NO_ADDRESS}, "gone:5": set[str]()}
-    known = places.look_up
-    monkeypatch.setattr(places, "look_up", lambda at: names[at] if at in names else known(at))
+    known = host.look_up
+    monkeypatch.setattr(host, "look_up", lambda at: names[at] if at in names else known(at))
     settings = {"listen": ":31998", "http_listen": "127.0.0.1", "advertise": NO_ADDRESS}
 
     found = look_at_addresses(

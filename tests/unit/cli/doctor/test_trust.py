@@ -7,16 +7,18 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
+from peercache.cli.doctor.checks import ADVICE, GOOD, PROBLEM, Finding, judge
 from peercache.cli.doctor.facts import JoinFact, TrustFact
-from peercache.cli.doctor.trust import look_at_trust
-from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, Finding, judge_trust
+from peercache.cli.doctor.host import look_at_trust
 from peercache.config.settings import Config
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls
 from tests.certificates import Certificates
+from tests.unit.cli.doctor.test_checks import HOST
 from tests.unit.http.http_node import served
 
 
@@ -26,7 +28,12 @@ def _certificates(tmp_path: Path) -> Certificates:
 
 
 def _findings(**settings: str) -> list[Finding]:
-    return list(judge_trust(look_at_trust(Config.load(settings))))
+    return _judged(look_at_trust(Config.load(settings)))
+
+
+def _judged(trust: TrustFact) -> list[Finding]:
+    found = judge(attrs.evolve(HOST, trust=trust))
+    return [each for each in found if each.topic in ("certificates", "discovery")]
 
 
 def test_host_without_certificates_serves_itself() -> None:
@@ -158,7 +165,7 @@ def test_node_that_gives_no_answer_is_no_problem_of_trust(
 def test_refusal_is_a_problem() -> None:
     """It does not go away alone."""
     fact = TrustFact(has_tls=True, identity="x", days_left=99, joins=(JoinFact("a:1", "", "no"),))
-    _, found = judge_trust(fact)
+    _, found = _judged(fact)
 
     assert found.level == PROBLEM
     assert "refuse each other: no" in found.text

@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 import pytest
 
+from peercache.cli.doctor.checks import ADVICE, GOOD, PROBLEM, Finding, as_text, judge, written
 from peercache.cli.doctor.facts import Facts, Libraries, Memory, PortFact, Speed
-from peercache.cli.doctor.report import as_json, as_text
-from peercache.cli.doctor.verdicts import ADVICE, GOOD, PROBLEM, Finding, judge
 
 GIB = 2**30
 
@@ -225,7 +224,7 @@ def test_report_shows_fixes_ports_and_the_number_of_problems() -> None:
 
 def test_report_as_json_has_everything() -> None:
     """A collector of reports of many hosts needs facts, not sentences."""
-    report = json.loads(as_json(HOST, judge(HOST)))
+    report = json.loads(written(HOST, judge(HOST)))
 
     assert report["problems"] == 0
     assert report["facts"]["ports"][0]["name"] == "mlx5_0"
