@@ -30,9 +30,9 @@ DIALECT = {
     r"told|tells?|telling": "sends, reports, notifies, returns, shows; told apart: separates",
     r"hears?|heard": "receives, is notified",
     r"says": "reports, shows, states, explains",
-    r"timeout": "timeout",
+    r"patience": "timeout",
     r"beside": "next to, compared with, in addition to, with",
-    r"again": "again",
+    r"anew": "again",
     r"lies|lying": "is on, is stored at; of a member: forged record",
     r"liars?": "Byzantine member, attacker",
     r"mend(?:s|ed|ing)?": "fix",
@@ -207,8 +207,8 @@ def test_the_documentation_has_words_that_a_search_engine_finds() -> None:
     [
         "The node tells the others.",
         "An owner hears of it.\nThe log says so.",
-        "The call waits for a whole timeout.",
-        "It stands beside the pool, and is read again.",
+        "The call waits for a whole patience.",
+        "It stands beside the pool, and is read anew.",
         "The page lies on disk.",
         "A liar is believed when it has told everything.",
         "Mend the disk of a node that stood still.",
@@ -225,7 +225,7 @@ def test_a_word_of_the_dialect_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`timeout_s`, and the event `again`",
+        "`patience_s`, and the event `anew`",
         "```text\nbeside\n```",
         f"{BEGIN}\n\n| a liar | beside |\n\n{END}",
         "[find a prefix](ask-where-a-prefix-lies.md#over-http)",

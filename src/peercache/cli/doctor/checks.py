@@ -18,7 +18,7 @@ from peercache.cli.doctor.host import gather
 from peercache.cli.options import json_option, settings_options
 from peercache.config.quantities import written_size
 from peercache.config.settings import Config
-from peercache.memory.huge_pages import SIZES, more
+from peercache.memory.kernel import SIZES, more
 from peercache.memory.layout import Layout
 from peercache.node.standalone import DESCRIPTORS_MIN
 from peercache.observability.log import configure_logging

@@ -34,7 +34,7 @@ from peercache.cli.doctor.facts import (
     Speed,
     TrustFact,
 )
-from peercache.config.discovery import (
+from peercache.config.entries import (
     EtcdAddress,
     KubernetesAddress,
     heads_of,
@@ -45,18 +45,23 @@ from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.discovery.kubernetes import ApiServer
 from peercache.errors import BrokenInstallation, ConfigError, PeerCacheError
-from peercache.installation.distribution import version
-from peercache.installation.library import load, load_tls
-from peercache.memory.huge_pages import mounted, supplies
-from peercache.memory.limits import filesystem_of, host_memory, own_cgroup_memory, text_of
+from peercache.installation.library import load, load_tls, version
+from peercache.memory.kernel import (
+    filesystem_of,
+    host_memory,
+    mounted,
+    own_cgroup_memory,
+    supplies,
+    text_of,
+)
 from peercache.node.reach import is_ours, look_up
 from peercache.observability.log import get_logger
 from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 from peercache.rdma.loopback import Loopback
 from peercache.rdma.rail import Settings
+from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
-from peercache.trust.handshake import client_context, shake_hands
 
 _CAP_IPC_LOCK = 14
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peercache.cli.doctor.host import private_numbers, release_of
-from peercache.memory.limits import filesystem_of
+from peercache.memory.kernel import filesystem_of
 
 MOUNTS = """\
 sysfs /sys sysfs rw 0 0

@@ -19,7 +19,7 @@ from peercache.cli.doctor.facts import AddressFact, DiskFact, SourceFact
 from peercache.cli.doctor.host import look_at_addresses, look_at_disk, look_at_sources
 from peercache.config.settings import Config
 from peercache.errors import BrokenInstallation
-from peercache.memory.limits import cgroup_memory
+from peercache.memory.kernel import cgroup_memory
 from tests.unit.cli.doctor.test_checks import GIB, HOST, worst
 
 DISK = DiskFact(path="/data/peercache", wanted=100 * GIB, room=200 * GIB)
