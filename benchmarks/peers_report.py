@@ -166,7 +166,7 @@ def tables(figures: Figures) -> list[tuple[str, list[list[str]]]]:
             table(figures, ASKING_ROWS, "µs"),
         ),
         (
-            "Rates while one of three nodes stands still or has just been killed; more is better.",
+            "Rates while one of three nodes is paused or has just been killed; more is better.",
             table(figures, FAULT_RATES, f"GB/s, {figures['sizes'][0]['name']}"),
         ),
         (
@@ -186,7 +186,7 @@ def setting(figures: Figures) -> str:
         f"{figures['processors']} processors ({figures['machine']}), load average "
         f"{figures['load_average']:.1f} before it began; medians of {figures['rounds']} rounds "
         f"(with a failed node: {figures['fault_rounds']}) and in brackets the least and the "
-        f"greatest; beside {versions or 'no other store'}; {figures['minutes']:.0f} minutes."
+        f"greatest; compared with {versions or 'no other store'}; {figures['minutes']:.0f} minutes."
     )
 
 

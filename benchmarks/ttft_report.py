@@ -45,7 +45,7 @@ def _ms(seconds: float) -> str:
 
 
 def times(figures: Figures) -> list[list[str]]:
-    """Return rows: where the tokens come from, milliseconds, beside host memory, beside cold."""
+    """Return rows: where the tokens come from, milliseconds, and two ratios."""
     rows = []
     for name, label in CASES:
         lines = [(label, figures[name])]
@@ -96,7 +96,7 @@ def text(figures: Figures) -> str:
 
 def markdown(figures: Figures) -> str:
     """Return the part of docs/explanation/performance.md."""
-    first = [["tokens come from", "ms", "beside host memory", "cold beside it"]]
+    first = [["tokens come from", "ms", "ratio to host memory", "ratio of cold to it"]]
     second = [["step of a warm prompt, ms", *HEADS]]
     return "\n\n".join(
         [setting(figures), _table(first + times(figures)), _table(second + steps(figures))]

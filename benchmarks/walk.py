@@ -167,7 +167,7 @@ def cases() -> dict[str, Walk]:
         def get(reader: Client, keys: Sequence[str]) -> Callable[[], list[bool]]:
             return lambda: reader.batch_get(keys, buffers)
 
-        def set_anew() -> Callable[[], list[bool]]:
+        def set_again() -> Callable[[], list[bool]]:
             keys = fresh_keys()
             return lambda: writer.batch_set(keys, pages)
 
@@ -178,7 +178,7 @@ def cases() -> dict[str, Walk]:
             "get, warm, tcp": shortest(lambda: get(over_tcp, known)),
             "get, cold, tcp": shortest(lambda: get(cold, known)),
             "get, warm, shm": shortest(lambda: get(over_shm, known)),
-            "set": shortest(set_anew),
+            "set": shortest(set_again),
         }
 
 

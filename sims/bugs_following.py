@@ -16,10 +16,10 @@ Patches = tuple[Patch, ...]
 
 
 def _kept_or_not(_: Any) -> Any:
-    def begins_anew(self: Any, asked: Any) -> bool:
+    def begins_again(self: Any, asked: Any) -> bool:
         return bool(asked.incarnation != self.incarnation)
 
-    return begins_anew
+    return begins_again
 
 
 def _counts_on(right: Any) -> Any:
@@ -47,7 +47,7 @@ def _it_may_come_back(_: Any) -> Any:
     return failed
 
 
-GAP_NOT_TOLD: Patches = ((Following, "_begins_anew", _kept_or_not),)
+GAP_NOT_TOLD: Patches = ((Following, "_begins_again", _kept_or_not),)
 
 UNCOUNTED_NOT_TOLD: Patches = ((Following, "on_tick", _counts_on),)
 

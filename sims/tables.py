@@ -85,7 +85,7 @@ def table_file(name: str) -> int:
     return os.memfd_create(name)
 
 
-def make_index_anew(table: DirectoryTable) -> None:
+def make_index_again(table: DirectoryTable) -> None:
     """Have a table's index grow out of another one, which a run's few pages never would."""
     header = header_of(table)
     if not header.next_capacity and not table.is_growing:
@@ -255,7 +255,7 @@ class SimTables:
         if drawn < 0.015 and self._may_stop():
             stopped_s = self._rng.uniform(0.2, STOPPED_MAX_S)
         if self._rng.random() < 0.1:
-            make_index_anew(table)
+            make_index_again(table)
         if stopped_s:
             self._place.pause(trio.current_time(), stopped_s)
         await trio.lowlevel.checkpoint()

@@ -227,7 +227,7 @@ inline take(p, g) {
     under = 0;
     odd = odd | (1 << g);
 #ifdef TABLE_REINDEXED
-    /* One word a slot: when the extent is cut anew, only the words of its new slots are made. */
+    /* One word a slot: when the extent is cut again, only the words of its new slots are made. */
     if
     :: size_of(p) == 2 -> odd = 1
     :: else
@@ -419,7 +419,7 @@ proctype Writer(byte p) {
            break
 #else
 #ifdef SOURCE_READ_LATE
-           source = PAGES    /* set has returned, its caller has filled the buffer anew */
+           source = PAGES    /* set has returned, its caller has filled the buffer again */
 #else
            aborting[p] = 1;
 #ifndef COPY_GOES_ON_AFTER_ABORT

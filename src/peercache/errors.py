@@ -113,7 +113,7 @@ class BrokenInstallation(DefiniteError):
 
 @attrs.define(eq=False)
 class Rejected(DefiniteError):
-    """The peer refuses this process, and says why."""
+    """The peer refuses this process, with a reason."""
 
     reason: str
     detail: str

@@ -115,7 +115,7 @@ def _slow(objective: Objective) -> Alert:
         labels += ',outcome="all"'
     fast = f'{objective.metric}_bucket{{{INSTANCE},{labels},le="{objective.within_s}"}}'
     every = f"{objective.metric}_count{{{INSTANCE},{labels}}}"
-    look = "`peercache slo --over 60 HOST:PORT` says how far off it is. "
+    look = "`peercache slo --over 60 HOST:PORT` shows how far off it is. "
     causes = {
         "exists": "Look at the processor of the host: an engine or another process that takes all "
         "cores delays the call. `peercache_tables_unusable_total` rises where the tables of this "
@@ -159,7 +159,7 @@ ALERTS = (
         "Prometheus cannot scrape a node: its process or its host is gone, or the HTTP port is "
         "closed to Prometheus. Its pages are misses; engines of its host store nothing.",
         "On the host: `systemctl status peercache`, `curl -s 127.0.0.1:31997/healthz`, and the end "
-        "of the node's log. `process_start_time_seconds` says whether it restarts again and again.",
+        "of the node's log. `process_start_time_seconds` shows whether it restarts repeatedly.",
         "Start it. With a disk tier it comes back with its pages. Where only Prometheus is "
         "refused, see the [ways to open the port](secure-a-cluster.md#probes-and-monitoring).",
         (Series(f"up{{{INSTANCE}}}", 1, 0),),
@@ -214,7 +214,7 @@ ALERTS = (
         'increase(peercache_records_refused_total{reason="forged"}[10m]) > 0',
         0,
         "page",
-        "{{ $labels.instance }} was told of pages in another node's name",
+        "{{ $labels.instance }} received records in another node's name",
         "A peer publishes records of pages that another node holds. They were refused.",
         "Which processes can reach the control port; the certificates in use (`peercache certs "
         "show`). Without certificates every process that connects is believed to be a member.",
@@ -236,7 +236,7 @@ ALERTS = (
         "warning",
         "{{ $labels.instance }} refuses a peer for its {{ $labels.reason }}",
         "A node or a client with other settings, another release or a certificate that does not "
-        "fit tries to join. It is outside of the cluster until that is mended.",
+        "fit tries to join. It is outside of the cluster until that is fixed.",
         "`node.peer_refused` in the log of the node names the peer and what differs.",
         "Give both the same setting; see [which connections are refused]"
         "(read-the-metrics.md#which-connections-are-refused).",
@@ -335,7 +335,7 @@ ALERTS = (
         "The disk tier that was asked for is not open, or was given up. The node serves "
         "from memory.",
         "`disk_problem` in `/healthz`; `disk.open_failed` and `disk.ended` in the log.",
-        "Mend the path, its rights or the device, and restart the node.",
+        "Fix the path, its rights or the device, and restart the node.",
         (
             Series(f"peercache_disk_open{{{INSTANCE}}}", 1, 0),
             Series(f'peercache_disk_bytes{{{INSTANCE},state="waiting"}}', 0, 0),
@@ -411,7 +411,7 @@ ALERTS = (
         "A source of `discovery_addr` does not answer. A running cluster goes on; a node that "
         "starts now may stay alone.",
         "`discovery.source_failed` in the log has the reason.",
-        "Mend the name service, etcd or the rights of the pod "
+        "Fix the name service, etcd or the rights of the pod "
         "([find each other](find-each-other.md)).",
         (Series(f'peercache_discovery_answering{{{INSTANCE},source="dns://x:1"}}', 1, 0),),
         20,

@@ -140,14 +140,14 @@ class Scene:
         assert_within(reply.took_s, PREFETCH_S + self.compute_s + LATE_S)
         return reply
 
-    def ask_anew(self, index: int) -> Reply:
+    def ask_again(self, index: int) -> Reply:
         """Ask with empty caches in the engine: what is not in the store is computed."""
         self.engine.flush()
         return self.ask(index)
 
     def hits(self, index: int) -> bool:
         """Ask with empty caches; return whether all whole pages came from the store."""
-        return self.ask_anew(index).stored == STORED_TOKENS
+        return self.ask_again(index).stored == STORED_TOKENS
 
     def heal(self, *indices: int) -> None:
         """Return once prompts come from the store again: no one but time and requests helps."""
@@ -204,7 +204,7 @@ class Scene:
         def has_struck() -> bool:
             if operation == "set":
                 self.engine.clear_storage()
-            self.ask_anew(index)
+            self.ask_again(index)
             # Idle again: the set that follows an answer has returned, too.
             self.engine.flush()
             return self.struck(operation, before) is not None

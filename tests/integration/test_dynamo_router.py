@@ -126,7 +126,7 @@ def test_a_router_knows_what_the_shared_cache_has(tmp_path: Path) -> None:
 
         there.clear()
         there.add(pages[0])
-        publisher.tell_anew()
+        publisher.resync()
         router.comes_to([0, 1])
 
 

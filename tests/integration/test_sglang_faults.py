@@ -68,7 +68,7 @@ def fill(scene: Scene, *indices: int) -> None:
     """Have prompts in the store, and nothing else."""
     scene.engine.clear_storage()
     for index in indices:
-        scene.ask_anew(index)
+        scene.ask_again(index)
     scene.heal(*indices)
 
 
@@ -80,7 +80,7 @@ def test_answers_under_sglangs_own_injector_are_those_without_storage(scene: Sce
     with scene.attached(failure=0.3, delay_s=0.02):
         while len(stored) < 8 or not {0, STORED_TOKENS} <= set(stored):
             assert len(stored) < ASKED_MAX, stored
-            stored.append(scene.ask_anew(len(stored) % 2).stored)
+            stored.append(scene.ask_again(len(stored) % 2).stored)
 
 
 def test_a_store_that_is_slower_than_the_prefetch_timeout_costs_no_more_than_it(
@@ -92,7 +92,7 @@ def test_a_store_that_is_slower_than_the_prefetch_timeout_costs_no_more_than_it(
     with scene.attached(delay_s=6.0):
         limit_s = PREFETCH_S + scene.compute_s
 
-        assert at_best(lambda: scene.ask_anew(0).took_s, below=limit_s) < limit_s
+        assert at_best(lambda: scene.ask_again(0).took_s, below=limit_s) < limit_s
 
 
 @pytest.mark.parametrize("operation", ["get", "set"])
@@ -108,7 +108,7 @@ def test_the_home_node_is_struck_in_the_middle_of_a_call(
         for attempt in range(1, TRIES + 1):
             after_s = rng.uniform(0, scene.usual_s(operation)) / attempt
             was_met = scene.strike(0, node="a", fault=fault, operation=operation, after_s=after_s)
-            best_s = at_best(lambda: scene.ask_anew(2).took_s, below=limit_s)
+            best_s = at_best(lambda: scene.ask_again(2).took_s, below=limit_s)
             scene.nodes.mend()
             scene.heal(0)
             if was_met:
@@ -133,7 +133,7 @@ def test_the_holder_on_another_node_is_struck_in_the_middle_of_a_get(
             scene.heal(1)
             after_s = rng.uniform(0, scene.usual_s("get")) / attempt
             was_met = scene.strike(0, node="b", fault=fault, operation="get", after_s=after_s)
-            best_s = at_best(lambda: scene.ask_anew(1).took_s, below=limit_s)
+            best_s = at_best(lambda: scene.ask_again(1).took_s, below=limit_s)
             scene.nodes.mend()
             scene.heal(0)
         if was_met:
@@ -246,7 +246,7 @@ def test_an_engine_serves_on_after_its_storage_could_not_be_attached(scene: Scen
 
     # Before that, the engine may refuse because it is not idle yet.
     wait_until(is_refused, "a refusal that names the home node")
-    assert scene.ask_anew(0).stored == 0
+    assert scene.ask_again(0).stored == 0
     assert segments_of(scene.engine.scheduler()) == []
     scene.nodes.mend()
     with scene.attached():

@@ -524,7 +524,9 @@ def test_clear_removes_the_pages_of_all_pools(cluster: FakeCluster) -> None:
 # --- registration and figures ------------------------------------------------------------------
 
 
-def test_memory_of_side_pools_is_registered_until_they_are_named_anew(cluster: FakeCluster) -> None:
+def test_memory_of_side_pools_is_registered_until_named_again(
+    cluster: FakeCluster,
+) -> None:
     """Adapters read into it; a pool that is named again takes the place of the first."""
     first, second = mamba(), mamba()
     store = store_of(cluster, (PoolName.MAMBA, first))

@@ -153,7 +153,7 @@ def test_infiniband_needs_no_ip_address(tmp_path: Path) -> None:
     assert chosen(tmp_path)[0] == ["ib0"]
 
 
-def test_link_is_looked_at_anew_each_time(tmp_path: Path) -> None:
+def test_link_is_looked_at_again_each_time(tmp_path: Path) -> None:
     """One small file tells; a device that went away is down."""
     add_port(tmp_path, "mlx5_0")
     before = is_up("mlx5_0", 1, tmp_path)

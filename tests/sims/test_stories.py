@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 
 @pytest.mark.slow  # test_sweep.py plays the same seed with each change
-def test_a_page_set_anew_with_another_length_is_found_by_every_client() -> None:
+def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None:
     """Seed 21: a record that does not fit is not remembered for ever.
 
     1. A client sets a page with another length than the others do, and c4 remembers its record.

@@ -144,7 +144,7 @@ def test_a_consumer_that_was_stopped_reads_on_and_slows_no_node() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
             try:
                 assert running.stdout is not None
-                assert json.loads(running.stdout.readline())["event"] == "again"
+                assert json.loads(running.stdout.readline())["event"] == "resync"
                 os.kill(running.pid, signal.SIGSTOP)
                 for start in range(0, 40, 8):
                     part = keys[start : start + 8]
@@ -194,7 +194,7 @@ def test_the_command_ends_by_itself_and_says_what_is_wrong() -> None:
     with LocalCluster() as cluster:
         node = cluster.start()
         ended = told_by("--at", node.ready["control"], "--for", "0.5")
-        assert (ended.returncode, ended.stdout.split()) == (0, [node.ready["control"], "again"])
+        assert (ended.returncode, ended.stdout.split()) == (0, [node.ready["control"], "resync"])
         node.kill()
         ended = told_by("--at", node.ready["control"], "--for", "0.5")
         assert ended.returncode == 2

@@ -114,7 +114,7 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "discovery_addr",
-        "names etcd:// beside etcd_ca or etcd_cert, which is clear text: write etcds:// for TLS",
+        "names etcd://, which is clear text, and etcd_ca or etcd_cert: write etcds:// for TLS",
         lambda config: (
             not (config.etcd_ca or config.etcd_cert)
             or not any(entry.startswith("etcd://") for entry in config.discovery_addr)
@@ -149,7 +149,7 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "fabric",
-        "rdma does not encrypt; beside TLS it wants rdma_clear_text = true",
+        "rdma does not encrypt; with TLS it requires rdma_clear_text = true",
         lambda config: config.fabric != "rdma" or config.may_use_rdma,
     ),
     (
@@ -299,7 +299,7 @@ class Config:
         "",
         "Name of the namespace of this client's pages, which certificates give rights to. For "
         "SGLang it replaces the served model's name and the identity of the weights: new weights "
-        "need a new name. Default: what the SGLang server says; `default` for other clients.",
+        "need a new name. Default: the SGLang server's own; `default` for other clients.",
         high=255,
     )
     host_name: str = setting(
@@ -329,7 +329,7 @@ class Config:
         FILE,
         "",
         "List of revoked certificates, signed by an authority of tls_ca; the node keeps newer ones "
-        "that it hears of there. Default: revoked.crl beside tls_ca.",
+        "that it receives there. Default: revoked.crl in the folder of tls_ca.",
     )
     insecure: str = setting(
         TEXT,
@@ -340,11 +340,11 @@ class Config:
     share_group: str = setting(
         TEXT,
         "",
-        "Group, by name or number, whose members share this host's node: they may read its memory "
+        "Group, by name or number. Its members share this host's node: they may read its memory "
         "and write at it. Empty: only the node's own user, root and share_uids.",
     )
     share_uids: tuple[str, ...] = setting(
-        USERS, (), "Users, by name or number, that share this host's node beside share_group."
+        USERS, (), "Further users, by name or number, that share this host's node."
     )
     etcd_ca: str = setting(
         FILE,
@@ -566,12 +566,12 @@ class Config:
     rdma_clear_text: bool = setting(
         SWITCH,
         False,  # noqa: FBT003 - the default of a setting
-        "Use RDMA beside TLS: its packets are not encrypted, so its network must be trusted.",
+        "Use RDMA with TLS, too: its packets are not encrypted, so its network must be trusted.",
     )
     verify: str = setting(
         choice("generation", "sampled", "full"),
         "sampled",
-        "Checksum beside the generation check: never, on 1 in 64 keys, or on all.",
+        "Checksum in addition to the generation check: never, on 1 in 64 keys, or on all.",
     )
     op_timeout_s: float = setting(
         SECONDS,
@@ -619,8 +619,8 @@ class Config:
         ENGINES,
         (),
         "Engines that publish their KV events, as NAME=tcp://HOST:PORT, with the endpoint that "
-        "sends events again as NAME=tcp://HOST:PORT+tcp://HOST:PORT. The prefix index tells what "
-        "lies on their GPUs. Wants the extra `events`.",
+        "sends events again as NAME=tcp://HOST:PORT+tcp://HOST:PORT. The prefix index reports "
+        "what is on their GPUs. Requires the extra `events`.",
     )
     object_events: str = setting(
         TEXT,

@@ -135,7 +135,7 @@ class ObjectPublisher:
             # What happens before `present` is asked is in its answer.
         self._has_pages.set()
 
-    def tell_anew(self) -> None:
+    def resync(self) -> None:
         """Have all readers forget what they were told, and tell them what is present."""
         with self._lock:
             self._queue.clear()
@@ -160,11 +160,11 @@ class ObjectPublisher:
                 try:
                     sent = not is_resting and self._send_some()
                 except zmq.Again:
-                    self.tell_anew()
+                    self.resync()
                     resting_until = time.monotonic() + REST_S
                 except Exception:
                     self._log.exception("events.publish_failed", at=self.endpoint)
-                    self.tell_anew()
+                    self.resync()
                     resting_until = time.monotonic() + REST_S
                 if self._is_closing.is_set():
                     if not sent:
@@ -180,10 +180,10 @@ class ObjectPublisher:
         """Send one message, or everything again; return whether there was something."""
         with self._lock:
             is_lossy, self._is_lossy = self._is_lossy, False
-            is_anew = is_lossy or self._has_joined
-            count = 0 if is_anew else min(len(self._queue), PAGES_A_MESSAGE)
+            is_resync = is_lossy or self._has_joined
+            count = 0 if is_resync else min(len(self._queue), PAGES_A_MESSAGE)
             pages = [self._queue.popleft() for _ in range(count)]
-        if not is_anew:
+        if not is_resync:
             if pages:
                 self._send(pages)
             return bool(pages)

@@ -201,7 +201,7 @@ QUIET_S: Final = 1.0
 """Silence after which an empty batch goes out: a reader that has missed the last one, or has joined
 since, sees the gap and asks for a replay."""
 
-ANEW_S: Final = 5.0
+RESYNC_S: Final = 5.0
 """At most so often is everything told again because a replay reaches back no further, or because
 sending has failed."""
 
@@ -248,7 +248,7 @@ class BlockPublisher:
         replay:   the same for readers that have missed something; "" for none.
         present:  yields events that store all blocks there are now; called by the publisher's
                   thread when it begins and after it had too many events to send. After an error
-                  of it, which the log tells, it is called again ANEW_S later.
+                  of it, which the log tells, it is called again RESYNC_S later.
         readers:  addresses or networks of other hosts that may connect, such as 10.0.0.0/16; wanted
                   for an endpoint beyond loopback.
         Raises OSError with the endpoint if one cannot be bound, ConfigError without readers.
@@ -285,7 +285,7 @@ class BlockPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._is_trimmed = False
-        self._sent_at = self._anew_at = self._resting_until = -math.inf
+        self._sent_at = self._resynced_at = self._resting_until = -math.inf
         self._counts = {"events": 0, "batches": 0, "resyncs": 0, "replays": 0}
         self._thread = threading.Thread(target=self._run, name="peercache-events", daemon=True)
         self._thread.start()
@@ -347,7 +347,7 @@ class BlockPublisher:
             return self._send_some()
         except Exception:
             self._log.exception("events.publish_failed", at=self.endpoint)
-            self._resting_until = time.monotonic() + ANEW_S
+            self._resting_until = time.monotonic() + RESYNC_S
             with self._lock:
                 self._queue.clear()
                 self._is_lossy = True
@@ -356,12 +356,12 @@ class BlockPublisher:
     def _send_some(self) -> bool:
         """Send one batch, or everything again; return whether there was something."""
         with self._lock:
-            is_anew = self._is_lossy or not self._has_begun
+            is_resync = self._is_lossy or not self._has_begun
             self._counts["resyncs"] += self._is_lossy
             self._has_begun, self._is_lossy = True, False
-            count = 0 if is_anew else min(len(self._queue), EVENTS_A_BATCH)
+            count = 0 if is_resync else min(len(self._queue), EVENTS_A_BATCH)
             events = [self._queue.popleft() for _ in range(count)]
-        if not is_anew:
+        if not is_resync:
             if events or time.monotonic() - self._sent_at >= QUIET_S:
                 self._send(events)
             return bool(events)
@@ -401,18 +401,18 @@ class BlockPublisher:
             except RemoteProtocolError:
                 continue
             self._counts["replays"] += 1
-            self._tell_anew_before(since)
+            self._resync_before(since)
             for number, payload in self._kept:
                 if number >= since:
                     # Not copied: askers that do not read would hold what is kept, each.
                     router.send_multipart([asker, *frames_of(number, payload)], copy=False)
             router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
 
-    def _tell_anew_before(self, since: int) -> None:
+    def _resync_before(self, since: int) -> None:
         """Tell everything again if a reader has missed what is not kept any more."""
         now = time.monotonic()
-        if self._is_trimmed and since < self._kept[0][0] and now - self._anew_at >= ANEW_S:
-            self._anew_at = now
+        if self._is_trimmed and since < self._kept[0][0] and now - self._resynced_at >= RESYNC_S:
+            self._resynced_at = now
             with self._lock:
                 self._queue.clear()
                 self._is_lossy = True

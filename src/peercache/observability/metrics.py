@@ -354,7 +354,7 @@ class ClientReport:
             return None
         return Counted(counts, packed(calls).tobytes())
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Tell a new home node by what each peer is read: it has heard nothing yet."""
         self._fabrics_told.clear()
 

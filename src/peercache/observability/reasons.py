@@ -20,7 +20,7 @@ WEIGHTS_CHANGED = "weights_changed"  # the engine has new weights; their client 
 UNSUPPORTED = "unsupported"  # a host pool that is not served, or was never named
 INTERNAL = "internal"  # a bug in PeerCache, logged as an error
 CLOSED = "closed"  # the client is closed, or this is a forked child
-WRONG_PAGE = "wrong_page"  # the memory at the record's place says that it holds another page
+WRONG_PAGE = "wrong_page"  # the memory at the record's place holds another page
 NO_CHECKSUM = "no_checksum"  # with verify=full, the record names no checksum
 DRAINING = "draining"  # an operator drains the home node: it stores no more
 NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time

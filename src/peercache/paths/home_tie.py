@@ -165,7 +165,7 @@ class Tie(Generic[Memory]):
         self.attached = attached = Attached(member.incarnation, memory, ClientReservations())
         self.cluster = self._cluster(member.incarnation, self.cluster.handover_until)
         if self._report is not None:
-            self._report.begin_anew()
+            self._report.begin_again()
         self._on_attached(attached, old)
         return True
 

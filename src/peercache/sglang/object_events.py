@@ -97,7 +97,7 @@ class ObjectEvents:
             if digest != self._digest:
                 self._digest = digest
                 self._names.clear()
-                self._publisher.tell_anew()
+                self._publisher.resync()
             for key, page in zip(keys, hashes, strict=True):
                 if key in self._names:
                     self._names.move_to_end(key)
@@ -140,7 +140,7 @@ class ObjectEvents:
             removed = [page for page, is_stored in last.items() if not is_stored]
             if batch.again:
                 # All that was told of the home node is void.
-                self._publisher.tell_anew()
+                self._publisher.resync()
             elif stored or removed:
                 self._publisher.publish(stored=stored, removed=removed)
         self._told_problem = ""

@@ -307,7 +307,7 @@ def test_found_address_is_called_no_longer() -> None:
     assert calls_in(calling, 30.0) == []
 
 
-def test_losing_again_what_is_lost_does_not_start_its_backoff_anew() -> None:
+def test_losing_again_what_is_lost_does_not_start_its_backoff_again() -> None:
     """A view that says so again and again does not make calls more frequent."""
     calling = redial()
     calling.lost("x", 0.0)

@@ -95,7 +95,7 @@ def test_a_page_that_left_the_pool_is_missed_no_more(shard: DirectoryShard) -> N
     assert generation_of(shard, 9001, 2 * RETRY_S) == []
 
 
-def test_of_a_page_stored_anew_only_the_newer_record_comes_in(shard: DirectoryShard) -> None:
+def test_of_a_page_stored_again_only_the_newer_record_comes_in(shard: DirectoryShard) -> None:
     """Whether that found memory at once or not."""
     store(shard, [9001], 12, 0.0)
     store(shard, [9001], 14, 0.0)

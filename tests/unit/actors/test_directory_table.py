@@ -85,7 +85,7 @@ def test_a_holder_that_comes_back_before_it_is_swept_keeps_its_place() -> None:
     assert (holders_of(table, 1), holders_of(table, 2)) == ([A, B], [B, A])
 
 
-def test_holders_are_told_oldest_first_though_the_count_of_births_begins_anew() -> None:
+def test_holders_are_told_oldest_first_though_the_count_of_births_begins_again() -> None:
     """It has 32 bits, and records come and go for years."""
     table = table_of(A, B, C)
     # It stands behind the first free row and the first free entry.

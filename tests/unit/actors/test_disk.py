@@ -94,7 +94,7 @@ def test_page_on_disk_is_not_written_again() -> None:
     assert world.count("pages_spilled_total") == 2 * POOL
 
 
-def test_page_stored_anew_with_another_length_replaces_the_one_on_disk() -> None:
+def test_page_stored_again_with_another_length_replaces_the_one_on_disk() -> None:
     """The newest counts, in memory and on disk."""
     world = filled()
     world.finish()

@@ -149,7 +149,7 @@ def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_follower_that_was_stopped_too_long_begins_anew() -> None:
+def test_a_follower_that_was_stopped_too_long_begins_again() -> None:
     """What it has missed is kept no more; it is told so, and reads the whole table."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
@@ -185,7 +185,7 @@ def test_a_follower_that_missed_just_what_is_kept_goes_on() -> None:
     assert keys == [key_of(name) for name in range(100, 132)]
 
 
-def test_a_number_of_another_life_begins_anew() -> None:
+def test_a_number_of_another_life_begins_again() -> None:
     """The node has started again: a number of its predecessor counts nothing."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
@@ -194,7 +194,7 @@ def test_a_number_of_another_life_begins_anew() -> None:
     assert asked(made, RequestChanges(2, ME, begun.after + 1, ALL_ROWS, 1.0), 1.0).again
 
 
-def test_without_followers_nothing_is_kept_and_who_returns_begins_anew() -> None:
+def test_without_followers_nothing_is_kept_and_who_returns_begins_again() -> None:
     """The ring is let go; what comes then has no numbers, so the old number is not believed."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)

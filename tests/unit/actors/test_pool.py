@@ -389,7 +389,7 @@ def test_a_commit_that_does_not_name_its_pages_is_refused(named: list[int], writ
     assert world.figure("pool_bytes_reserved") == 2 * PAGE
 
 
-def test_a_commit_cannot_name_pages_anew() -> None:
+def test_a_commit_cannot_name_pages_again() -> None:
     """What was reserved by name has its names."""
     world = World(granules=256)
     world.reserve(ALICE, [1, 2], PAGE)

@@ -111,7 +111,7 @@ def test_put_that_is_lost_twice_is_repaired_by_buckets() -> None:
     assert made.metrics.repairs._value.get() == 1
 
 
-def test_a_page_that_is_gone_is_not_sent_anew_and_its_commit_is_answered() -> None:
+def test_a_page_that_is_gone_is_not_sent_again_and_its_commit_is_answered() -> None:
     """Its Put was lost, and then it was evicted: no owner can know it, and none needs to."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1, 2], 10)), 0.0)

@@ -230,7 +230,7 @@ def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
     assert withdrawn <= len(puts(first)[B])
 
 
-def test_a_page_stored_anew_is_put_to_each_owner_once() -> None:
+def test_a_page_stored_again_is_put_to_each_owner_once() -> None:
     """To those that have the older record, and to those that own the new one."""
     made = publisher_in(ring_of(A, B))
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
@@ -287,7 +287,7 @@ def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
 # --- an owner that has lost everything ------------------------------------------------------------
 
 
-def test_an_owner_that_lost_everything_is_published_to_anew_before_it_counts(
+def test_an_owner_that_lost_everything_is_published_to_again_before_it_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it holds matches an empty stream: it must not hear that this is all. Commits do not wait
@@ -374,7 +374,7 @@ def test_rows_of_a_repair_are_not_known_before_it_is_acknowledged() -> None:
     assert (before, during, stream.state(rows).tolist()) == ([CONFIRMED], [SENT], [CONFIRMED])
 
 
-def test_only_the_answer_to_the_last_summary_sends_anew_and_only_once() -> None:
+def test_only_the_answer_to_the_last_summary_sends_again_and_only_once() -> None:
     """An earlier one speaks of what has been acknowledged since, or is on its way."""
     made = publisher_in(ring_of(A))
     stream = made._streams[A]
@@ -393,7 +393,7 @@ def test_only_the_answer_to_the_last_summary_sends_anew_and_only_once() -> None:
 
 def test_much_that_is_lost_is_repaired_by_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a rate, and not all at once."""
-    monkeypatch.setattr(streams, "SENT_ANEW_MAX", 2)
+    monkeypatch.setattr(streams, "SENT_AGAIN_MAX", 2)
     made = publisher_in(ring_of(A))
     for at in range(3):
         heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), request=at), 0.0)

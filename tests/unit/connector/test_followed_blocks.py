@@ -139,7 +139,7 @@ def test_a_dead_node_takes_its_blocks_along(rig: Rig) -> None:
     assert rig.router.known == set(named(0, 1))
 
 
-def test_a_node_that_begins_anew_is_believed_when_it_has_told_all(rig: Rig) -> None:
+def test_a_node_that_begins_again_is_believed_when_it_has_told_all(rig: Rig) -> None:
     """Until then what it held may still be there; another node's drop does not decide it."""
     rig.blocks.stored(pages(0, 3))
     rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)

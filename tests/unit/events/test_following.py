@@ -76,7 +76,7 @@ def test_an_answer_that_does_not_follow_is_refused(incarnation: int, after: int,
     assert follower.question(1.0).after == 0
 
 
-def test_a_node_that_begins_anew_replaces_what_it_told() -> None:
+def test_a_node_that_begins_again_replaces_what_it_told() -> None:
     """Nothing of before stays, and pages of other nodes do."""
     follower, index = begun(1, 2)
     _, other = begun(9, node=OTHER)

@@ -86,7 +86,7 @@ def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
     assert [one for one, _ in told if one >= first] == sequences[sequences.index(first) :]
 
 
-def test_a_publisher_that_begins_anew_has_higher_sequences() -> None:
+def test_a_publisher_that_begins_again_has_higher_sequences() -> None:
     """A router ignores those that are lower than it has seen."""
     seen = []
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_publisher_that_begins_anew_has_higher_sequences() -> None:
     assert seen[1] > seen[0]
 
 
-def test_too_many_events_are_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_events_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing grows, and nothing that is gone stays in a reader's index."""
     monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 4)
     may_go, asked = threading.Event(), []
@@ -151,7 +151,7 @@ def test_a_quiet_publisher_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard[1][0] == heard[0][0] + 1
 
 
-def test_a_replay_from_before_what_is_kept_tells_everything_anew(
+def test_a_replay_from_before_what_is_kept_tells_everything_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router that joins after a day knows what there is, not what happened lately."""
@@ -180,7 +180,7 @@ def test_an_error_ends_no_publisher(
     culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of `present`, or of an event that no msgpack can hold: told in the log, then all again."""
-    monkeypatch.setattr(publishing, "ANEW_S", 0.1)
+    monkeypatch.setattr(publishing, "RESYNC_S", 0.1)
     failing = [culprit == "present"]
 
     def present() -> list[BlockEvent]:

@@ -119,7 +119,7 @@ def test_a_gap_that_nothing_fills_makes_it_unknown(way: str) -> None:
     assert engine.found == ("", 0)
 
 
-def test_a_dead_engine_has_nothing_and_begins_anew() -> None:
+def test_a_dead_engine_has_nothing_and_begins_again() -> None:
     engine = Engine(has_replay=False)
     engine.publish(3)
     engine.stream.disconnected()
@@ -214,7 +214,7 @@ def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs() -
     assert engine.found == ("", 0)
 
 
-def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine_starts_anew() -> (
+def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine_starts_again() -> (
     None
 ):
     engine = Engine(has_replay=False)

@@ -75,7 +75,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 
 
 @pytest.mark.slow
-def test_an_engine_that_lives_is_missed_dies_and_begins_anew(
+def test_an_engine_that_lives_is_missed_dies_and_begins_again(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     """Joined late, a gap, its death, and another process at its place: each time what it has."""

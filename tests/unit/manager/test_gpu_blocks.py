@@ -112,7 +112,7 @@ TestEngines = Engines.TestCase
 TestEngines.settings = settings(stateful_step_count=20, max_examples=40)
 
 
-def test_an_engine_that_was_missed_is_unknown_until_it_begins_anew() -> None:
+def test_an_engine_that_was_missed_is_unknown_until_it_begins_again() -> None:
     index = begun("a")
     store(index, "a", 1, 2)
 
@@ -277,7 +277,7 @@ def test_a_hash_that_is_told_of_another_block_leaves_the_one_before() -> None:
     assert len(index) == 1
 
 
-def test_an_engine_that_begins_anew_has_its_groups_again() -> None:
+def test_an_engine_that_begins_again_has_its_groups_again() -> None:
     """They have the places that they had, however many there are."""
     index = begun("a")
     for _ in range(2):

@@ -213,7 +213,7 @@ def test_a_client_waits_for_a_node_that_is_just_removing_its_file(home: str) -> 
     node.communicate("\n")
 
 
-def test_a_file_removed_between_opening_and_locking_is_made_anew(
+def test_a_file_removed_between_opening_and_locking_is_made_again(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To hold the lock of a file without a name is to hold nothing that a node could find."""
@@ -384,7 +384,7 @@ def test_a_file_removed_before_its_lock_is_looked_at_leaves_no_descriptor(
 
 
 @pytest.mark.parametrize("step", ["_open_folder", "ClientLock._locked_in"])
-def test_a_folder_that_goes_meanwhile_is_made_anew(
+def test_a_folder_that_goes_meanwhile_is_made_again(
     home: str, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A node that stops removes it; the next one is about to start."""

@@ -17,7 +17,7 @@ from peercache.memory.table_reading import TORN, AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
 from peercache.model.records import RECORD_BYTES
-from sims.tables import header_of, make_index_anew
+from sims.tables import header_of, make_index_again
 from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
 from tests.unit.memory.table_fuzzer import data_of
 from tests.unit.memory.watched_reader import WatchedReader, compiled, put_in_place
@@ -124,8 +124,8 @@ def row_given_to_another_page(shelf: Shelf) -> None:
     shelf.table.put(0, told_apart(A, [77], [16]).tobytes())
 
 
-def index_made_anew(shelf: Shelf) -> None:
-    make_index_anew(shelf.table)
+def index_made_again(shelf: Shelf) -> None:
+    make_index_again(shelf.table)
 
 
 def entry_given_to_another_holder(shelf: Shelf) -> None:
@@ -142,7 +142,7 @@ def entry_given_to_another_holder(shelf: Shelf) -> None:
         (told_newer, told_apart(A, [1], [14])),
         (removed, None),
         (row_given_to_another_page, None),
-        (index_made_anew, told_apart(A, [1], [10])),
+        (index_made_again, told_apart(A, [1], [10])),
         (entry_given_to_another_holder, told_apart(NEXT, [1], [30])),
     ],
 )

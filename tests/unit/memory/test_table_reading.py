@@ -22,7 +22,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import RECORD, Records, from_bytes
 from peercache.trust.sharing import Sharing
-from sims.tables import header_of, make_index_anew
+from sims.tables import header_of, make_index_again
 from tests.unit.actors.record_cluster import drops_of, key_of, records_of
 
 NODE = Incarnation(0xBE51DE)
@@ -207,7 +207,7 @@ def test_authority_is_that_of_the_batchs_beginning(opened: Shelf, late: str) -> 
 # --- between two parts of a batch -----------------------------------------------------------------
 
 
-def test_an_index_made_anew_ends_the_batch(opened: Shelf) -> None:
+def test_an_index_made_again_ends_the_batch(opened: Shelf) -> None:
     """The old one forgets what the reader looks for in it."""
     table, _ = opened
     put(table, A, [1])
@@ -215,7 +215,7 @@ def test_an_index_made_anew_ends_the_batch(opened: Shelf) -> None:
     reader = TableReader(address=address, file=-1, size_bytes=size, incarnation=NODE)
     reader.begin(1)
 
-    make_index_anew(table)
+    make_index_again(table)
     reader.look(keys(1), 0, 0)
 
     with pytest.raises(Unusable, match=TORN):

@@ -14,7 +14,7 @@ from peercache.memory.published import TableFile
 from peercache.memory.table_reading import AttachedTable
 from peercache.model.ids import Incarnation
 from peercache.model.records import RECORD_BYTES, Records
-from sims.tables import header_of, make_index_anew
+from sims.tables import header_of, make_index_again
 from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
 from tests.unit.memory.watched_writer import WatchedWriter, compiled, put_in_place
 
@@ -103,10 +103,10 @@ def row_given_to_another_page(shelf: Shelf) -> None:
     shelf.put(0, told_apart(A, [7], [16]))
 
 
-def index_made_anew(shelf: Shelf) -> None:
+def index_made_again(shelf: Shelf) -> None:
     shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
     epoch = shelf.table.figures().epoch
-    make_index_anew(shelf.table)
+    make_index_again(shelf.table)
     assert shelf.table.figures().epoch >= epoch + 2
 
 
@@ -138,7 +138,7 @@ def entry_given_to_another_holder(shelf: Shelf) -> None:
 
 
 CHANGES = (
-    told_newer, stored, removed, repaired, row_given_to_another_page, index_made_anew,
+    told_newer, stored, removed, repaired, row_given_to_another_page, index_made_again,
     changed_while_the_index_moves, served_no_more, entry_given_to_another_holder,
 )  # fmt: skip
 

@@ -239,7 +239,7 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
     assert side.breakers.is_open(7)
 
 
-def test_a_stranger_greets_anew() -> None:
+def test_a_stranger_greets_again() -> None:
     """HelloRequired on a pooled connection: once more over a new one, and no peer is to blame."""
     side = Side()
     line = side.pooled()

@@ -82,7 +82,7 @@ async def test_a_link_to_a_peer_whose_certificate_expires_ends(tmp_path: Path) -
         await until(lambda: taken not in two.admission.sessions)
 
 
-async def test_every_connection_is_made_anew_where_an_authority_is_dropped(
+async def test_every_connection_is_made_again_where_an_authority_is_dropped(
     tmp_path: Path, calling: Calling
 ) -> None:
     """Both those that this node has dialled and those that it has taken."""

@@ -56,7 +56,7 @@ def test_a_report_tells_by_what_each_peer_is_read_once() -> None:
     assert told() == {}
     used["bb"] = "rdma"
     assert told() == {two: "rdma"}
-    report.begin_anew()
+    report.begin_again()
     assert told() == {one: "shm", two: "rdma"}
     assert absorb(Metrics(), Counted({one: "carrier pigeon"}, b"")) == 1
     used |= {f"{peer:x}": "tcp" for peer in range(2 * PEERS_MAX)}

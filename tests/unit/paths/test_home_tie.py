@@ -137,7 +137,7 @@ def test_slots_ahead_are_taken_from_the_node_that_pages_are_written_to() -> None
     assert not reservations.awaits_grant()
 
 
-def test_home_node_that_restarted_is_attached_to_anew() -> None:
+def test_home_node_that_restarted_is_attached_to_again() -> None:
     """Its old incarnation answers nothing; the node there now is the home from here on."""
     nodes = Nodes(greeting=welcome_of(PREDECESSOR))
     tie = nodes.tie()

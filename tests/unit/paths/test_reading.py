@@ -209,7 +209,7 @@ def test_a_destination_of_another_size_is_left_untouched() -> None:
     assert got.is_untouched(0)
 
 
-def test_a_remembered_record_of_another_size_is_asked_about_anew() -> None:
+def test_a_remembered_record_of_another_size_is_asked_about_again() -> None:
     """The page may have been set again since: a record that never fits must not hide it."""
     world = World()
     old = world.nodes[2].hold("a", content=content_of("a", 2 * PAGE))

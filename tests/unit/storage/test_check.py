@@ -70,7 +70,7 @@ def test_row_whose_slot_has_no_page_is_dropped(
     assert (found["rows_without_page"], found["pages"]) == (1, 29)
 
 
-def test_lost_index_is_made_anew(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_index_is_made_again(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the slots, after every page was verified."""
     (filled / "0" / "index.sqlite").write_bytes(b"nothing")
 

@@ -88,7 +88,7 @@ def test_truncated_slab_is_a_miss_and_takes_pages_again(tmp_path: Path) -> None:
         assert rig.load([2, 3, 4]) == ["right"] * 3
 
 
-def test_missing_slab_is_a_miss_and_is_made_anew(tmp_path: Path) -> None:
+def test_missing_slab_is_a_miss_and_is_made_again(tmp_path: Path) -> None:
     """A slab file that was removed while the node runs."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])

@@ -318,7 +318,7 @@ def test_revoked_peer_is_refused_and_others_are_not(certificates: Certificates) 
     assert live.admit(*good).name == "good"
 
 
-def test_name_can_be_issued_anew_after_a_revocation(certificates: Certificates) -> None:
+def test_name_can_be_issued_again_after_a_revocation(certificates: Certificates) -> None:
     """A serial number is revoked, not a name."""
     live = _live(certificates.node("a"), Log())
     old = _names(certificates.node("b"))

@@ -523,7 +523,7 @@ class Publisher:
         self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float
     ) -> list[Effect]:
         """Send again what an owner holds otherwise than it should."""
-        puts, settled = stream.send_anew(number, now)
+        puts, settled = stream.send_again(number, now)
         if puts or settled:
             again = [self._send(stream, put, now) for put in puts]
             return [*again, *self._settled(stream.owner, settled, now)]

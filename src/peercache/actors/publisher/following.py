@@ -143,26 +143,26 @@ class Following:
             self._tell_at = now + GATHER_S
             self.due = min(self.due, self._tell_at)
 
-    def _begins_anew(self, asked: RequestChanges) -> bool:
+    def _begins_again(self, asked: RequestChanges) -> bool:
         is_other = asked.incarnation != self.incarnation
         return is_other or not self._floor <= asked.after <= self._last
 
     def _is_far_behind(self, asked: RequestChanges) -> bool:
         """Return whether a follower has more to read than what is gathered for all."""
         is_reading = asked.row < ALL_ROWS or self._last - asked.after >= CHANGES_A_MESSAGE_MAX
-        return is_reading or self._begins_anew(asked)
+        return is_reading or self._begins_again(asked)
 
     def _answer(self, asked: RequestChanges) -> ReportChanges:
-        is_anew = self._begins_anew(asked)
-        since = self._last if is_anew else asked.after
+        is_resync = self._begins_again(asked)
+        since = self._last if is_resync else asked.after
         after = min(self._last, since + CHANGES_A_MESSAGE_MAX)
         numbers = np.arange(since + 1, after + 1) % CHANGES_KEPT
         changes = self._kept[numbers].tobytes()
-        row, held = 0 if is_anew else asked.row, b""
+        row, held = 0 if is_resync else asked.row, b""
         if after == self._last:
             # Only then are the rows of now those as of the last change told.
             row, held = self._slice(row)
-        return ReportChanges(asked.request, self.incarnation, is_anew, after, changes, held, row)
+        return ReportChanges(asked.request, self.incarnation, is_resync, after, changes, held, row)
 
     def _slice(self, row: int) -> tuple[int, bytes]:
         """Return the pages in the next rows of the table, and the row behind them."""

@@ -61,7 +61,7 @@ ASK_DOUBLINGS_MAX = 7
 NUMBER_MAX = 2**62
 """Highest number that an owner may ask for: there must be some left of the 64 bits of a message."""
 
-SENT_ANEW_MAX = 64
+SENT_AGAIN_MAX = 64
 """Messages of a stream that are sent again at once: 8,192 records, a long set. What lacks more is
 repaired by buckets, at a rate."""
 
@@ -340,7 +340,7 @@ class OutgoingStream:
             # An answer to an earlier question says nothing about the next hand-over.
             self._asked_number = -1
 
-    def send_anew(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
+    def send_again(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
         """Put again what the owner has not acknowledged of the messages up to a number.
 
         Returns those messages, and what of the earlier ones is of no interest any more. A message
@@ -349,7 +349,7 @@ class OutgoingStream:
         if number != self._asked_number:
             return [], []
         lost = [n for n, s in self.pending.items() if n <= number and len(s.rows)]
-        if len(lost) > SENT_ANEW_MAX or any(self.pending[n].again for n in lost):
+        if len(lost) > SENT_AGAIN_MAX or any(self.pending[n].again for n in lost):
             return [], []
         if lost:
             self._asked_number = -1

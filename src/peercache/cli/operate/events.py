@@ -19,7 +19,7 @@ from peercache.model.records import GONE, IN_FILES, IN_MEMORY
 KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
 """What a change is called, by its tier."""
 
-ANEW, NODE_GONE = "again", "node-gone"
+RESYNC, NODE_GONE = "resync", "node-gone"
 """Events of a whole node: what it told is void, and more follows; it does not answer any more."""
 
 LOOK_S = 0.5
@@ -40,7 +40,7 @@ LOOK_S = 0.5
     "--kind",
     "kinds",
     multiple=True,
-    type=click.Choice([*KINDS.values(), ANEW, NODE_GONE]),
+    type=click.Choice([*KINDS.values(), RESYNC, NODE_GONE]),
     help="Show these events only; may be repeated.",
 )
 @click.option(
@@ -82,7 +82,7 @@ def events(
 def rows_of(batch: NodeChanges) -> Iterator[dict[str, object]]:
     """Yield the events of a batch: node, event, and of a page its key and bytes."""
     if batch.again:
-        yield {"node": batch.node, "event": NODE_GONE if batch.is_gone else ANEW}
+        yield {"node": batch.node, "event": NODE_GONE if batch.is_gone else RESYNC}
     keys: list[bytes] = batch.changes["key"].tolist()
     lengths: list[int] = batch.changes["length"].tolist()
     tiers: list[int] = batch.changes["tier"].tolist()

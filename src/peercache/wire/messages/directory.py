@@ -52,7 +52,7 @@ class Located:
 
 @attrs.frozen
 class ReportStale:
-    """Tell a directory owner that these very records failed verification: a hint to ask about."""
+    """Report to a directory owner records that failed verification: a hint to verify them."""
 
     # It deletes nothing: the holder is asked to say what it has.
     declared: ClassVar = Declared(11, Receiver.DIRECTORY, CLIENTS)
@@ -82,7 +82,7 @@ class Delete:
 
 @attrs.frozen
 class Acknowledged:
-    """Tell the holder that message `number` of its stream has been applied."""
+    """Report to the holder that message `number` of its stream has been applied."""
 
     declared: ClassVar = Declared(14, Receiver.PUBLISHER, NODES)
 
@@ -157,7 +157,7 @@ class RequestSummary:
 
 @attrs.frozen
 class RequestFreshSummary:
-    """Ask a holder for a summary that it makes after it has heard this: this owner stood still.
+    """Ask a holder for a summary that it makes after it has received this: this owner was paused.
 
     number: the least number that the summary may have; the stream goes on from there.
     """

@@ -37,7 +37,7 @@ class Join:
 
 @attrs.frozen
 class Heartbeat:
-    """Tell a master that the sender lives. view: the digest of the sender's view."""
+    """Report to a master that the sender is alive. view: the digest of the sender's view."""
 
     declared: ClassVar = Declared(5, Receiver.MEMBERSHIP, NODES, rules=(Rule.OWN_ENTRY,))
 

@@ -134,7 +134,7 @@ class LiveReservations:
 
 @attrs.frozen
 class Touched:
-    """Tell a holder which of its pages were read, for its LRU.
+    """Report to a holder which of its pages were read, for its LRU.
 
     drops: key and generation; the hottest first: of several calls the last one, and of one call the
     first pages of its prefix.

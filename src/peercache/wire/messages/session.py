@@ -106,7 +106,7 @@ class ReportStats:
 
 @attrs.frozen
 class ReportRevocations:
-    """Tell a node which certificates are revoked: the signed lists of the authorities, as PEM."""
+    """Report revoked certificates to a node: the signed lists of the authorities, as PEM."""
 
     # Signed by an authority: a node that lies can only be silent.
     declared: ClassVar = Declared(38, Receiver.NODE, NODES)
