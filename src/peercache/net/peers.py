@@ -117,17 +117,27 @@ class Gate:
             raise Rejected("name", f"the node {identity.name!r} answers in place of {name!r}")
 
 
-def peer_of(pipe: Any) -> Peer:
-    """Return what nng knows of a pipe's other end; to be asked while the pipe is open."""
-    remote = _address(pipe, b"remote-address")
+def peer_of(pipe: Any) -> Peer | None:
+    """Return what nng knows of a pipe's other end; None for a pipe that has ended.
+
+    The kind of connection is what the address says, and never what is left when questions fail: the
+    kernel knows no address of a connection that was reset, and what it sent before is still read.
+    """
+    found = ffi.new("nng_sockaddr *")
+    if lib.nng_pipe_get_addr(pipe.pipe, b"remote-address", found):
+        return None
+    if found.s_family == lib.NNG_AF_INPROC:
+        return Peer(Transport.INPROC)
+    remote = _host_and_port(found)
     if remote is None:
-        uid = _number(pipe, b"ipc:peer-uid")
-        return Peer(Transport.INPROC if uid is None else Transport.IPC, uid)
-    local = _address(pipe, b"local-address") or _UNKNOWN
+        return Peer(Transport.IPC, _number(pipe, b"ipc:peer-uid"))
+    local = ffi.new("nng_sockaddr *")
+    is_known = not lib.nng_pipe_get_addr(pipe.pipe, b"local-address", local)
+    at = (_host_and_port(local) if is_known else None) or _UNKNOWN
     # nng tells the subject from its common name to its end.
     common_name = _text(pipe, b"tls-peer-cn").partition(",")[0]
     names = _texts(pipe, b"tls-peer-alt-names")
-    return Peer(Transport.TCP, None, local, remote, common_name, names, _end_of(names))
+    return Peer(Transport.TCP, None, at, remote, common_name, names, _end_of(names))
 
 
 def _end_of(names: tuple[str, ...]) -> float:
@@ -138,11 +148,8 @@ def _end_of(names: tuple[str, ...]) -> float:
     return time.time() + UNDATED_S if until is None else until
 
 
-def _address(pipe: Any, option: bytes) -> Address | None:
-    """Return an address of a tcp connection; None for a connection of another kind."""
-    found = ffi.new("nng_sockaddr *")
-    if lib.nng_pipe_get_addr(pipe.pipe, option, found):
-        return None
+def _host_and_port(found: Any) -> Address | None:
+    """Return an address of a tcp connection; None for one of another kind."""
     # nng keeps ports and addresses as the wire has them.
     if found.s_family == lib.NNG_AF_INET:
         host = str(

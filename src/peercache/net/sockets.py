@@ -137,7 +137,12 @@ class Listener:
         self._is_closed = False
 
     def _pipe_added(self, pipe: Any) -> None:
-        self._open_pipes[pipe.id] = peer_of(pipe)
+        peer = peer_of(pipe)
+        if peer is None:
+            # The report of its end came before that of its beginning, and was dropped by pynng.
+            self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
+        else:
+            self._open_pipes[pipe.id] = peer
 
     def _pipe_settled(self, pipe: Any) -> None:
         if pipe.id not in self._open_pipes:
@@ -273,9 +278,13 @@ class Dialer:
         if tls is not None:
             self._socket.tls_config = tls.client
         if accepts is not None:
-            self._socket.add_pre_pipe_connect_cb(
-                lambda pipe: None if accepts(peer_of(pipe)) else _end(pipe)
-            )
+
+            def judge(pipe: Any) -> None:
+                peer = peer_of(pipe)
+                if peer is None or not accepts(peer):
+                    _end(pipe)
+
+            self._socket.add_pre_pipe_connect_cb(judge)
         if on_connected is not None:
             self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
         if on_removed is not None:

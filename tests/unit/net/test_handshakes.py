@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.net import handshakes as module
+from peercache.net import sockets
 from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
 from peercache.net.sockets import Dialer, Listener
 from peercache.net.tls import ControlTls
@@ -238,6 +240,21 @@ def test_a_peer_that_came_in_is_none_of_them_at_any_address(
             wait_until(lambda: listener.pipe_count() == 0)
     finally:
         listener.close()
+
+
+def test_connections_that_end_as_they_begin_leave_no_entry(
+    certificates: Certificates, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their end may be reported before their beginning; such an entry would stay for ever."""
+    monkeypatch.setattr(module, "SILENCE_S", 0.0)
+    monkeypatch.setattr(sockets, "RECONNECT_MIN_MS", 1)
+    monkeypatch.setattr(sockets, "RECONNECT_MAX_MS", 2)
+    halves = HalfHandshakes(listener.tcp_ports)
+    for turn in range(60):
+        with connected(listener, certificates):
+            halves.end_silent([], most=100)
+            time.sleep(0.002 * (turn % 5))
+        wait_until(lambda: not listener.pipes(), "no connection is open")
 
 
 @contextlib.contextmanager
