@@ -47,7 +47,8 @@ def devices_of_node(settings: dict[str, Any], segment: PublishedSegment) -> Rdma
     mailbox = SimpleNamespace(tell=lambda _, fact: told.append(fact))
     node: Any = SimpleNamespace(
         config=Config.load(settings), metrics=Metrics(), log=get_logger(), _rng=rng(),
-        _queue_pairs=None, _segment=segment, _crew=SimpleNamespace(mailboxes=SimpleNamespace(rdma=mailbox)),
+        _queue_pairs=None, _segment=segment,
+        _crew=SimpleNamespace(mailboxes=SimpleNamespace(rdma=mailbox)),
     )  # fmt: skip
     Node._open_queue_pairs(node)
     if node._queue_pairs is not None:

@@ -53,8 +53,7 @@ from peercache.node.gathering import Gathering
 from peercache.node.housekeeping import Housekeeping
 from peercache.node.inbound import Inbound
 from peercache.node.keeping import keep
-from peercache.node.link_use import links_that_fit
-from peercache.node.links import Links
+from peercache.node.links import Links, links_that_fit
 from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.overlaps import Overlaps
 from peercache.node.owners import OwnersWatch

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.node.link_use import (
+from peercache.node.links import (
     IDLE_S,
     LINKS_MAX,
     LINKS_MIN,

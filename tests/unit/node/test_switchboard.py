@@ -38,8 +38,7 @@ from peercache.net.sockets import Dialer, Listener
 from peercache.node.admission import Admission
 from peercache.node.envelopes import Envelopes
 from peercache.node.inbound import Inbound
-from peercache.node.link_use import LINKS_MAX
-from peercache.node.links import Links
+from peercache.node.links import LINKS_MAX, Links
 from peercache.node.reach import Reach
 from peercache.node.routing import NodeMailboxes
 from peercache.node.switchboard import Switchboard
