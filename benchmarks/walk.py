@@ -2,11 +2,14 @@
 
     python benchmarks/walk.py [--json] [--show CASE]
 
-The script starts two real nodes and a client, and traces one call each with `sys.setprofile`, in
-the calling thread, from `batch_get` or `batch_set` to its return.
+The script starts real nodes and clients. Its first table traces one call each with
+`sys.setprofile`, in the calling thread, from `batch_get` or `batch_set` to its return. Its second
+table counts the files that a call or a join enters in all threads of all processes: the client's,
+its home node's, the owners'.
 
 file:  a file of `peercache` in which the call executes a function. Code that a library makes while
-       it runs (`<attrs generated ...>`) is in no file and does not count.
+       it runs (`<attrs generated ...>`) is in no file and does not count, nor does what a thread
+       of nng calls.
 move:  execution passes from one file of the package to another: a call, a return, and each resume
        and yield of a generator. A function of another library in between is passed over. The
        entry into the package and the return to the caller do not count.
@@ -14,16 +17,27 @@ move:  execution passes from one file of the package to another: a call, a retur
 warm:  the client knows where the pages are. cold: its location cache is empty, its connections
 stand. Each case is called 20 times, and its shortest walk is shown: an answer that is late makes a
 walk longer by a wait, and none makes it shorter.
+
+In the second table a file counts if every repetition enters it: heartbeats and other work of idle
+processes fall into some of the intervals, never into all. `idle` says how many of these files an
+idle interval of a heartbeat enters too. They count, because the call enters them as well. The
+nodes of this table keep their memory in different folders, as on different hosts, and each record
+has one owner, so that a client reads some from the table of its host and asks the other node for
+the rest. A join begins as a new node, which is running, first reaches an address of the cluster,
+and ends when both nodes have built the ring of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +50,7 @@ import numpy as np
 
 import peercache
 from peercache import Client
+from peercache.cli.node import main as node_main
 
 PACKAGE = os.fspath(Path(peercache.__file__).parent) + os.sep
 
@@ -44,6 +59,20 @@ PAGE_BYTES = 128 * 1024
 
 CALLS = 20
 """Calls of one case. On a busy machine most have to wait somewhere, and a few walk straight."""
+
+LARGE_CALLS = 10
+LARGE_PAGES = 128
+LARGE_BYTES = 1024 * 1024
+
+JOINS = 3
+JOINED = "model/hash_ring.py"
+"""A node that has entered this file has made the ring of its new view."""
+
+IDLE_S = 1.5
+"""Longer than the time between two heartbeats."""
+
+AS_NODE = "--as-node"
+"""As first argument: run a node that notes which files it enters."""
 
 
 @attrs.define
@@ -115,25 +144,106 @@ def shortest(prepare: Callable[[], Callable[[], list[bool]]]) -> Walk:
     return min(walks, key=lambda walk: walk.moves)
 
 
+class Entered:
+    """The files that this process enters while it notes them, in every thread of Python."""
+
+    def __init__(self) -> None:
+        """Note nothing yet."""
+        self.is_noting = False
+        self.files: set[str] = set()
+
+    def follow(self) -> None:
+        """Look at each call of this thread, and of those that begin from now on."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def begin(self) -> None:
+        """Note files from now on."""
+        self.files, self.is_noting = set(), True
+
+    def end(self) -> set[str]:
+        """Note no more; return the files entered since `begin`."""
+        self.is_noting = False
+        return self.files
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        # The body of a module or a class runs at its import.
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if self.is_noting and event == "call" and is_function and (file := file_of(frame)):
+            self.files.add(file)
+
+
+def run_as_node(arguments: list[str]) -> int:
+    """Run a node; a line on stdin begins to note files, ends it, or asks for those so far."""
+    entered = Entered()
+
+    def obey() -> None:
+        for line in sys.stdin:
+            if line == "begin\n":
+                entered.begin()
+            elif line == "end\n":
+                entered.end()
+            print(json.dumps(list(entered.files)), flush=True)
+
+    threading.Thread(target=obey, daemon=True).start()
+    sys.argv[1:] = arguments
+    entered.follow()
+    return node_main()
+
+
+class Process:
+    """A node in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        """Start it, and wait until it serves."""
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own flags
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.ready: dict[str, str] = self._line()
+
+    def begin(self) -> None:
+        """Note files from now on."""
+        self._ask("begin")
+
+    def end(self) -> set[str]:
+        """Note no more; return the files entered since `begin`."""
+        return self._ask("end")
+
+    def entered(self) -> set[str]:
+        """Return the files entered so far."""
+        return self._ask("files")
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait(10)
+
+    def _ask(self, word: str) -> set[str]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        return set(self._line())
+
+    def _line(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
 @contextmanager
-def node(folder: str, cluster: str, *flags: str) -> Iterator[dict[str, str]]:
-    """Run a node; yield its ready line."""
+def node(
+    folder: str, cluster: str, *flags: str, by: Sequence[str] = ("-m", "peercache.node")
+) -> Iterator[Process]:
+    """Run a node."""
     number = sum(1 for _ in Path(folder).iterdir())
-    process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own flags
-        [
-            sys.executable, "-m", "peercache.node", "--cluster", cluster,
-            "--home", f"ipc://{folder}/{number}.ipc", "--listen", "127.0.0.1:0",
-            "--pool-size", "256MiB", "--metrics-port", "0", "--log-level", "error", *flags,
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+    home = f"ipc://{folder}/{number}.ipc"
+    process = Process(
+        *by, "--cluster", cluster, "--home", home, "--listen", "127.0.0.1:0",
+        "--pool-size", "256MiB", "--metrics-port", "0", "--log-level", "error", *flags,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())
+        yield process
     finally:
-        process.terminate()
-        process.wait(10)
+        process.stop()
 
 
 def cases() -> dict[str, Walk]:
@@ -141,8 +251,9 @@ def cases() -> dict[str, Walk]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-"))
         cluster = f"walk-{os.getpid()}"
-        first = stack.enter_context(node(folder, cluster))
-        second = stack.enter_context(node(folder, cluster, "--discovery-addr", first["control"]))
+        first = stack.enter_context(node(folder, cluster)).ready
+        discovery = ("--discovery-addr", first["control"])
+        second = stack.enter_context(node(folder, cluster, *discovery)).ready
 
         def client(home: dict[str, str], fabric: str, **settings: Any) -> Client:
             opened = Client.open(
@@ -182,22 +293,162 @@ def cases() -> dict[str, Walk]:
         }
 
 
+@attrs.frozen
+class Reach:
+    """The files that a call enters in all processes. idle: those that idle processes enter too."""
+
+    files: set[str]
+    idle: set[str]
+
+
+class Cluster:
+    """Nodes that note the files they enter, in memory of their own; and a client's process."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        """Start the first node."""
+        self._stack = stack
+        self._name = f"walk-all-{os.getpid()}"
+        self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-"))
+        self._own = Entered()
+        self._own.follow()
+        self._nodes: list[Process] = []
+        self.first = stack.enter_context(self.node())
+
+    @contextmanager
+    def node(self, *flags: str) -> Iterator[Process]:
+        """Run another node."""
+        memory = self._stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="peercache-", dir="/dev/shm")
+        )
+        by = (__file__, AS_NODE)
+        flags = (*flags, "--shm-dir", memory, "--directory-replicas", "1")
+        with node(self._folder, self._name, *flags, by=by) as process:
+            self._nodes.append(process)
+            try:
+                yield process
+            finally:
+                self._nodes.remove(process)
+
+    def client(self, home: Process, **settings: Any) -> Client:
+        """Open a client, whose view has every node."""
+        client = Client.open(
+            cluster=self._name, home=home.ready["home"], op_timeout_s=20.0, **settings
+        )
+        self._stack.callback(client.close)
+        while client.stats().get("home_members_alive") != len(self._nodes):
+            time.sleep(0.05)
+        return client
+
+    def entered_by(self, call: Callable[[], object]) -> set[str]:
+        """Return the files that all processes enter while a call runs."""
+        for each in (*self._nodes, self._own):
+            each.begin()
+        call()
+        return set().union(*(each.end() for each in (*self._nodes, self._own)))
+
+    def reach_of(self, calls: Sequence[Callable[[], list[bool]]]) -> Reach:
+        """Return the files that each of these calls enters, if it has every page."""
+        found = []
+        for call in calls:
+            answers: list[list[bool]] = []
+            files = self.entered_by(lambda: answers.append(call()))  # noqa: B023 - called at once
+            if all(answers[0]):
+                found.append(files)
+        assert len(found) >= len(calls) / 2, "pages were missed"
+        return self.with_idle(set.intersection(*found))
+
+    def with_idle(self, files: set[str]) -> Reach:
+        """Look which of these files idle processes enter too."""
+        return Reach(files, files & self.entered_by(lambda: time.sleep(IDLE_S)))
+
+    def join(self) -> set[str]:
+        """Return the files entered while a node joins, from its first connection on."""
+        with socket.create_server(("127.0.0.1", 0)) as way_in:
+            address = "{}:{}".format(*way_in.getsockname())
+            with self.node("--discovery-addr", address) as joining:
+                knock, _ = way_in.accept()
+
+                def let_in() -> None:
+                    host, _, port = self.first.ready["control"].rpartition(":")
+                    inner = socket.create_connection((host, int(port)))
+                    for pair in ((knock, inner), (inner, knock)):
+                        threading.Thread(target=forward, args=pair, daemon=True).start()
+                    while not all(JOINED in each.entered() for each in (self.first, joining)):
+                        time.sleep(0.02)
+
+                return self.entered_by(let_in)
+
+
+def forward(source: socket.socket, target: socket.socket) -> None:
+    """Send what comes from one connection along another, until either ends."""
+    with source, target:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+        except OSError:
+            return
+
+
+def cases_of_all() -> dict[str, Reach]:
+    """Return what each case enters in all processes."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack)
+        joined = set.intersection(*(cluster.join() for _ in range(JOINS)))
+        second = stack.enter_context(
+            cluster.node("--discovery-addr", cluster.first.ready["control"])
+        )
+        writer = cluster.client(cluster.first)
+        reader = cluster.client(second, fabric="tcp", location_cache_entries=0)
+        pages = [np.full(LARGE_BYTES, page, np.uint8) for page in range(LARGE_PAGES)]
+        buffers = [np.zeros(LARGE_BYTES, np.uint8) for _ in range(PAGES)]
+        batches = iter(range(10**6))
+
+        def stored() -> list[bool]:
+            batch = next(batches)
+            return writer.batch_set([f"walk/{batch}/{page}" for page in range(LARGE_PAGES)], pages)
+
+        known = [f"walk/known/{page}" for page in range(PAGES)]
+
+        def fetched() -> list[bool]:
+            return reader.batch_get(known, buffers)
+
+        # The first calls make connections, and have the pool in memory.
+        assert all(writer.batch_set(known, pages[:PAGES])), "the pool has room"
+        fetched()
+        gets = cluster.reach_of([fetched] * CALLS)
+        stored()
+        return {
+            "set, 128 MiB": cluster.reach_of([stored] * LARGE_CALLS),
+            "get, cold, all": gets,
+            "join": cluster.with_idle(joined),
+        }
+
+
 def main() -> None:
-    """Print the table, or with --json one object."""
+    """Print the tables, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--show", metavar="CASE", default="", help="list the files of a case too")
     flags = parser.parse_args()
     walks = cases()
+    reached = cases_of_all()
     if flags.json:
-        print(json.dumps({n: {"files": w.files, "moves": w.moves} for n, w in walks.items()}))
+        found: dict[str, Any] = {n: {"files": w.files, "moves": w.moves} for n, w in walks.items()}
+        everywhere = {n: {"files": len(r.files), "idle": len(r.idle)} for n, r in reached.items()}
+        print(json.dumps({**found, "all processes": everywhere}))
         return
     print(f"{'call':<16} {'files':>5} {'moves':>5}")
     for name, walk in walks.items():
         print(f"{name:<16} {walk.files:>5} {walk.moves:>5}")
-    for file in walks[flags.show].steps if flags.show else ():
+    print(f"\n{'all processes':<16} {'files':>5} {'idle':>5}")
+    for name, reach in reached.items():
+        print(f"{name:<16} {len(reach.files):>5} {len(reach.idle):>5}")
+    shown = walks[flags.show].steps if flags.show in walks else ()
+    for file in shown or sorted(reached[flags.show].files if flags.show else ()):
         print(file)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [AS_NODE]:
+        sys.exit(run_as_node(sys.argv[2:]))
     main()
