@@ -30,7 +30,7 @@ from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
 from peercache.client.bridge import Bridge
 from peercache.client.client import Client
 from peercache.net.asking import Talk
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.write import ClientReservations
 from peercache.wire.messages.pool import Commit, Reserve
 
 KIB, MIB = 2**10, 2**20

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from peercache.paths.mirroring import ALL, HOT, OFF
+from peercache.paths.mirror import ALL, HOT, OFF
 from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.crowd import Crowd, table

@@ -33,7 +33,12 @@ from peercache.model.seal import ODD
 from peercache.net.asking import Conversation
 from peercache.net.outbox import Outbox
 from peercache.node import envelopes
-from peercache.paths import home_tie, mirroring, reading, reserving, searching, writing
+from peercache.paths import home_tie
+from peercache.paths import lookup as searching
+from peercache.paths import mirror as mirroring
+from peercache.paths import read as reading
+from peercache.paths import write as reserving
+from peercache.paths import write as writing
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
 from peercache.wire.messages.pool import COMMITTED, Commit, Committed

@@ -29,10 +29,9 @@ from peercache.net.breaker import Breakers
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.mirroring import OFF, Mirrorer, MirrorHome
-from peercache.paths.reading import HolderLoad, Reader
+from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.mirror import OFF, Mirrorer, MirrorHome
+from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -47,7 +46,7 @@ from peercache.paths.steps import (
     Submit,
 )
 from peercache.paths.steps import Place as PlaceStep
-from peercache.paths.writing import Writer
+from peercache.paths.write import Writer
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup

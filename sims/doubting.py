@@ -25,7 +25,7 @@ import trio
 
 from peercache.model.hash_ring import AUTO
 from peercache.net.breaker import STALL_S
-from peercache.paths.writing import PUBLISH_TIMEOUT_S, RESEND_FRACTION
+from peercache.paths.write import PUBLISH_TIMEOUT_S, RESEND_FRACTION
 from sims import determinism
 from sims.client import SimClient
 from sims.clock import VirtualClock

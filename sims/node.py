@@ -55,7 +55,7 @@ from peercache.node.links import Links
 from peercache.node.reach import Reach
 from peercache.node.switchboard import Switchboard
 from peercache.observability.metrics import Metrics
-from peercache.paths.taking_over import arrived, reading_of
+from peercache.paths.takeover import arrived, reading_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import ReportDrainState, RequestDrainState

@@ -33,7 +33,7 @@ from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import Breakers
 from peercache.node.links import LINKS_MAX, LinkUse
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
-from peercache.paths.reading import Touches
+from peercache.paths.read import Touches
 from peercache.paths.steps import Ask, Greet, Post
 from peercache.wire.envelope import WIRE_VERSION
 from peercache.wire.messages.membership import (

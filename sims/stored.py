@@ -31,7 +31,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import from_bytes, split_keys
 from peercache.model.member import SUSPECT
 from peercache.model.view import is_live
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Delete,
     HandedOver,

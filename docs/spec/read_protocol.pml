@@ -383,7 +383,7 @@ end_serving:
     run Owner(1)
 }
 
-/* --- a writer: paths/writing.py. One call of set; a pause is a step that is not taken -------- */
+/* --- a writer: paths/write.py. One call of set; a pause is a step that is not taken -------- */
 
 /* A dead node forgets its state; its memory is not reused. */
 #define is_own(p, g)         (home[p] != live || reservation[p] == OPEN && granted[p] == (g) + 1 && \
@@ -446,7 +446,7 @@ end_network:
 }
 #endif
 
-/* --- the reader: paths/reading.py and a fabric. It reads for ever -------------------------- */
+/* --- the reader: paths/read.py and a fabric. It reads for ever -------------------------- */
 
 byte destination[GRANULES * CELLS];
 

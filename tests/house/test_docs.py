@@ -87,7 +87,7 @@ def test_a_path_that_is_not_there_is_found() -> None:
     """Missing files and folders are found; settings, names and addresses are not paths."""
     page = ROOT / "docs" / "explanation" / "architecture.md"
 
-    assert missing_paths("`paths/reading.py` and `paths/gone.py`", page) == ["paths/gone.py"]
+    assert missing_paths("`paths/read.py` and `paths/gone.py`", page) == ["paths/gone.py"]
     assert missing_paths("| x | `src/gone/` |", page) == ["src/gone/"]
     assert not missing_paths("`pool_size`, `Client.open`, `/metrics`, `paths/`", page)
 

@@ -245,7 +245,7 @@ def generations_are_compared_in_one_place(module: Module) -> Iterator[str]:
 
 def only_reading_verifies(module: Module) -> Iterator[str]:
     """One read path, and what a node takes over from another, import the verification."""
-    if module.name in ("paths.reading", "paths.taking_over"):
+    if module.name in ("paths.read", "paths.takeover"):
         return
     for line, source, name in imports_of(module):
         if source == "peercache.paths.verify" and name in ("", "verified"):
@@ -316,7 +316,7 @@ OFFENDERS: list[tuple[Rule, str, str]] = [
     (imports_point_down, "model.keys", "from peercache.actors.pool.actor import Pool"),
     (imports_point_down, "config.settings", "from peercache import node"),
     (imports_point_down, "client.api", "def f():\n    from peercache.sglang import store"),
-    (imports_point_down, "paths.reading", "from peercache.actors import pool"),
+    (imports_point_down, "paths.read", "from peercache.actors import pool"),
     (imports_point_down, "memory.layout", "import peercache.fabric.shm"),
     (imports_point_down, "net.link", "from peercache import Client"),
     (
@@ -330,7 +330,7 @@ OFFENDERS: list[tuple[Rule, str, str]] = [
     (foreign_libraries_have_one_home, "client.api", "from sglang.srt import x"),
     (foreign_libraries_have_one_home, "node.node", "import asyncio"),
     (cores_know_no_event_loop, "actors.pool.actor", "import trio"),
-    (cores_know_no_event_loop, "paths.reading", "async def f(): pass"),
+    (cores_know_no_event_loop, "paths.read", "async def f(): pass"),
     (cores_know_no_event_loop, "model.keys", "from trio.lowlevel import x"),
     (time_and_randomness_are_handed_in, "actors.pool.actor", "import time"),
     (time_and_randomness_are_handed_in, "actors.ring.actor", "import random\nrandom.random()"),
@@ -496,7 +496,7 @@ def test_every_rule_has_an_offender() -> None:
             "actors.pool.page_table",
             "assert word == d.generation",
         ),
-        (only_reading_verifies, "paths.writing", "from peercache.paths.verify import wants"),
+        (only_reading_verifies, "paths.write", "from peercache.paths.verify import wants"),
         (only_the_segment_stores_seals, "node.node", "memory.store_words(a, b)"),
         (only_the_segment_stores_seals, "fabric.shm", "words[1:] = segment.words[1:]"),
         (only_the_segment_stores_seals, "fabric.shm", "seals[1:] = segment.seals(offsets)"),

@@ -19,7 +19,7 @@ from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
 from peercache.model.seal import SEAL
-from peercache.paths.writing import PORTION_BYTES
+from peercache.paths.write import PORTION_BYTES
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,11 +29,10 @@ from peercache.net.tls import ControlTls
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.mirroring import OFF, Mirrorer
-from peercache.paths.reading import HolderLoad, Reader
-from peercache.paths.writing import Writer
+from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.mirror import OFF, Mirrorer
+from peercache.paths.read import HolderLoad, Reader
+from peercache.paths.write import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, Settings, open_rails
 from peercache.trust.files import LiveTls, with_cluster

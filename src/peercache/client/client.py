@@ -36,7 +36,7 @@ from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.observability.log import current
-from peercache.paths.mirroring import MirrorHome
+from peercache.paths.mirror import MirrorHome
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
 from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retain, Retained

@@ -28,7 +28,7 @@ from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
-from peercache.paths.reading import Touches
+from peercache.paths.read import Touches
 from peercache.trust.sharing import Sharing
 
 ATTACH_S = 5.0

@@ -22,7 +22,7 @@ from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import name_of
-from peercache.paths.taking_over import arrived, reading_of
+from peercache.paths.takeover import arrived, reading_of
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing
 

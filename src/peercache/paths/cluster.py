@@ -1,8 +1,13 @@
-"""The cluster as a client knows it at the start of a call: one immutable value."""
+"""The cluster as a client knows it: a snapshot, and the holders that it does not name.
+
+`Cluster` is one immutable value, which a call takes at its start.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import Lock
+from typing import final
 
 import attrs
 import numpy as np
@@ -107,3 +112,32 @@ def _query_order(ring: HashRing, home: int) -> npt.NDArray[np.intp]:
         turns = (owners - ring.members.index(home)) % len(ring)
         order[:, : ring.replicas] = np.take_along_axis(owners, turns.argsort(axis=1), axis=1)
     return order
+
+
+STRANGER_S = 1.0
+"""How long a holder stays unknown that the view did not name when it was asked for: as long as a
+client's view may be old anyhow."""
+
+STRANGERS_MAX = 1024
+"""Unknown holders that are remembered: an owner may invent them."""
+
+
+@final
+class Strangers:
+    """The holders of records that no view has named, for which the view was asked. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._lock = Lock()
+        self._asked: dict[int, float] = {}
+
+    def are_new(self, holders: frozenset[int], now: float) -> bool:
+        """Return whether to ask for the view because of these: once a holder and STRANGER_S."""
+        with self._lock:
+            new = [h for h in holders if now - self._asked.get(h, -np.inf) >= STRANGER_S]
+            for holder in new:
+                self._asked.pop(holder, None)
+                self._asked[holder] = now
+            while len(self._asked) > STRANGERS_MAX:
+                del self._asked[next(iter(self._asked))]
+            return bool(new)

@@ -18,9 +18,9 @@ from peercache.model.view import View
 from peercache.net.breaker import Breakers
 from peercache.observability.metrics import ClientReport
 from peercache.paths.cluster import Cluster
-from peercache.paths.reading import Touches
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.read import Touches
 from peercache.paths.steps import Ask, Greet, Post, Step
+from peercache.paths.write import ClientReservations
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import (
     ReportViewChanges,

@@ -3,8 +3,8 @@
 A record names a slot and the generation under which its bytes were committed. The holder makes the
 slot's generation word odd before it changes any of those bytes, and never uses an even value twice.
 So bytes read *before* a word that still equals the record's generation are the committed bytes.
-Every fabric reads the word after the bytes. No other module compares generations. `reading` calls
-this one, and `taking_over`, for pages that a node takes over.
+Every fabric reads the word after the bytes. No other module compares generations. `paths.read`
+calls this one, and `paths.takeover`, for pages that a node takes over.
 """
 
 from __future__ import annotations

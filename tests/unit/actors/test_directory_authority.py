@@ -13,7 +13,7 @@ from peercache.actors.origin import Origin
 from peercache.model.member import SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import DOUBTED_NUMBERS, Records
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     HandedOver,
     Located,

@@ -15,7 +15,7 @@ from peercache.actors.publisher.pending import LAGGING_S
 from peercache.actors.publisher.streams import ASK_FIRST_S, NUMBER_MAX
 from peercache.model.member import DEAD
 from peercache.model.records import NUMBERS_AHEAD_MAX
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,

@@ -16,8 +16,8 @@ from peercache.model.ids import Incarnation
 from peercache.net.breaker import Breakers
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.paths.reading import Touches
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.read import Touches
+from peercache.paths.write import ClientReservations
 
 GRANULE = 4096
 

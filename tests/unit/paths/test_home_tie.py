@@ -18,7 +18,7 @@ from peercache.net.breaker import Breakers
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import VIEW_PARTS_MAX, Tie
-from peercache.paths.reading import Touches
+from peercache.paths.read import Touches
 from peercache.paths.steps import Ask, Greet, Post, Step
 from peercache.wire.envelope import WIRE_VERSION
 from peercache.wire.messages.declared import Message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from peercache.paths.reading import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
+from peercache.paths.read import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
 from tests.unit.paths.world import PAGE, World
 
 MIB = 2**20

@@ -7,7 +7,7 @@ import pytest
 from peercache.model.records import ON_DISK, Records, keys_of
 from peercache.net.breaker import BACKOFF_MIN_S, data_port
 from peercache.observability import reasons
-from peercache.paths.searching import Search
+from peercache.paths.lookup import Search
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import Node, World, content_of, named
@@ -331,7 +331,7 @@ def test_answers_on_the_control_port_do_not_vouch_for_the_data_port() -> None:
 
 def test_a_large_batch_is_asked_in_messages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer beyond the size of a message would cost the connection."""
-    monkeypatch.setattr("peercache.paths.locating.LOOKUP_KEYS_MAX", 10)
+    monkeypatch.setattr("peercache.paths.lookup.LOOKUP_KEYS_MAX", 10)
     world = World(1)
     names = [f"p{i}" for i in range(35)]
     world.publish(*[world.nodes[1].hold(name, content=content_of(name)) for name in names])

@@ -11,8 +11,8 @@ from peercache.client.bridge import checksums_of
 from peercache.model.records import HAS_CHECKSUM, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
-from peercache.paths import mirroring
-from peercache.paths.mirroring import (
+from peercache.paths import mirror as mirroring
+from peercache.paths.mirror import (
     COPY_S,
     HOT_S,
     MARKS,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[3] / "src" / "peercache"
-READING = "paths/reading.py"
-TAKING_OVER = "paths/taking_over.py"
+READING = "paths/read.py"
+TAKING_OVER = "paths/takeover.py"
 TAKEN = "verified(records, namespace & SPACE_MASK, fetched.seals)"
 CALLERS = ("client/", "sglang/")
 SPECTATORS = (

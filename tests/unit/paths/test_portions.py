@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from peercache.net.breaker import STALL_S
 from peercache.observability import reasons
-from peercache.paths import writing
+from peercache.paths import write as writing
 from peercache.paths.steps import Ask, Collect, Place, Post, Submit
-from peercache.paths.writing import COMMIT_S, RESEND_FRACTION, cuts_of
+from peercache.paths.write import COMMIT_S, RESEND_FRACTION, cuts_of
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,

@@ -255,8 +255,8 @@ def test_promoted_record_of_another_place_is_not_read(field: str, value: int) ->
 
 def test_questions_for_pages_on_disk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder takes no longer ones; the rest is asked for when the first pages have come."""
-    monkeypatch.setattr("peercache.paths.promoting.PROMOTE_KEYS_MAX", 4)
-    monkeypatch.setattr("peercache.paths.promoting.WISHES_MAX", 3)
+    monkeypatch.setattr("peercache.paths.read.PROMOTE_KEYS_MAX", 4)
+    monkeypatch.setattr("peercache.paths.read.WISHES_MAX", 3)
     world = World()
     kept(world, 2, *NAMES)
 

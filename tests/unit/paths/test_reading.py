@@ -15,8 +15,8 @@ from peercache.model.member import DEAD
 from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
-from peercache.paths import reading
-from peercache.paths.reading import TOUCHES_MAX, Touches
+from peercache.paths import read as reading
+from peercache.paths.read import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, ReportStale

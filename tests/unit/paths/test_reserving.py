@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from peercache.observability import reasons
-from peercache.paths.reserving import AHEAD_S, SKIPPED, ClientReservations
 from peercache.paths.steps import Ask, Drain, Place
+from peercache.paths.write import AHEAD_S, SKIPPED, ClientReservations
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     REFUSED_FULL,

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from peercache.observability import reasons
-from peercache.paths.cluster import Cluster
+from peercache.paths.cluster import STRANGER_S, STRANGERS_MAX, Cluster, Strangers
 from peercache.paths.steps import Renew, Step
-from peercache.paths.strangers import STRANGER_S, STRANGERS_MAX, Strangers
 from tests.unit.paths import world as worlds
 from tests.unit.paths.world import content_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peercache.model.records import ON_DISK, Records
 from peercache.observability import reasons
-from peercache.paths.locating import EXISTS_TRUSTS_S
+from peercache.paths.lookup import EXISTS_TRUSTS_S
 from peercache.paths.steps import Post, ReadTable
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.pool import Promote, Touched

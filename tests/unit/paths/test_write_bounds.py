@@ -8,9 +8,8 @@ import pytest
 from peercache.model.records import PAGE_BYTES_MAX
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
-from peercache.paths.reserving import AHEAD_S, ClientReservations
 from peercache.paths.steps import Checksum
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import AHEAD_S, PUBLISH_TIMEOUT_S, ClientReservations
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,

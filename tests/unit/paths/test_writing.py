@@ -12,9 +12,8 @@ from peercache.client.bridge import checksums_of
 from peercache.model.records import RECORD_BYTES
 from peercache.net.breaker import STALL_FRACTION, STALL_S
 from peercache.observability import reasons
-from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import Ask, Checksum, Place, Step
-from peercache.paths.writing import COMMIT_S, PUBLISH_TIMEOUT_S, RESEND_FRACTION
+from peercache.paths.write import COMMIT_S, PUBLISH_TIMEOUT_S, RESEND_FRACTION, ClientReservations
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -404,7 +403,7 @@ def test_one_page_of_progress_at_a_time_still_ends() -> None:
 
 def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """One Reserve is never larger than the home node likes."""
-    monkeypatch.setattr("peercache.paths.writing.RESERVE_PAGES_MAX", 4)
+    monkeypatch.setattr("peercache.paths.write.RESERVE_PAGES_MAX", 4)
     world = World()
 
     outcome = world.set([f"p{i}" for i in range(10)])

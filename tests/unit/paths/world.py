@@ -25,11 +25,9 @@ from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.mirroring import Mirrorer, MirrorHome
-from peercache.paths.reading import Reader
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.mirror import Mirrorer, MirrorHome
+from peercache.paths.read import Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -42,7 +40,7 @@ from peercache.paths.steps import (
     Step,
     Submit,
 )
-from peercache.paths.writing import PORTION_BYTES, Writer
+from peercache.paths.write import PORTION_BYTES, ClientReservations, Writer
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, ReportStale
 from peercache.wire.messages.pool import (

@@ -2,6 +2,9 @@
 
 Generators without I/O: they yield `Step`s, which the bridge performs in the caller's thread, and a
 simulation in a task.
+
+`Awaited` has the pages that are only on disks of their holders, the questions that have them
+loaded, and the meaning of the answers.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ import numpy.typing as npt
 
 from peercache.model.keys import PageKeys
 from peercache.model.reads import Fetched, PeerRead
-from peercache.model.records import DROP, RECORDS_A_MESSAGE_MAX, RESIDENT, Records
+from peercache.model.records import DROP, RECORD, RECORDS_A_MESSAGE_MAX, RESIDENT, Records
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
-from peercache.paths.cluster import Cluster
-from peercache.paths.locating import EXISTS_TRUSTS_S, Locator
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.mirroring import MirroredBatch, Mirrorer, MirrorHome
-from peercache.paths.promoting import Awaited, wishes
-from peercache.paths.searching import Mask, Whereabouts, names_of_records
+from peercache.paths.cluster import Cluster, Strangers
+from peercache.paths.lookup import (
+    EXISTS_TRUSTS_S,
+    LocationCache,
+    Locator,
+    Mask,
+    Whereabouts,
+    names_of_records,
+)
+from peercache.paths.mirror import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Renew, Step
-from peercache.paths.strangers import Strangers
 from peercache.paths.verify import (
     checksum_portions,
     checksums_agree,
@@ -40,7 +46,7 @@ from peercache.paths.verify import (
 )
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import ReportStale
-from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.pool import LOST, PROMOTED, Promote, Promoted, Touched
 
 ATTEMPTS_MAX = 3
 """A stale cached record, then a stale directory record, then the truth."""
@@ -487,7 +493,7 @@ class _Batch:
         self.avoid: set[int] = set()
         self.mirrored: MirroredBatch | None = None
         self.failed: set[bytes] = set()
-        """Records that failed verification in this call (`locating.names_of_records`)."""
+        """Records that failed verification in this call (`lookup.names_of_records`)."""
         self.pages_by_fabric: dict[str, int] = {}
         self.bytes_by_fabric: dict[str, int] = {}
         self.holders: set[int] = set()
@@ -573,4 +579,120 @@ def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, ReportStal
     return tuple(
         (peer, ReportStale(records[(owners == peer).any(axis=1)][:RECORDS_A_MESSAGE_MAX].tobytes()))
         for peer in np.unique(owners).tolist()
+    )
+
+
+PROMOTE_KEYS_MAX = 2048
+"""Keys of one question; the answer has as many records at most: 114 KiB."""
+
+WISHES_MAX = 1024
+"""Keys that one `exists` has one holder load ahead: a prompt of that many pages."""
+
+
+@attrs.define(eq=False)
+class Found:
+    """Pages of a batch with their records; fresh: whether the record came in this call."""
+
+    places: Places
+    records: Records
+    fresh: Mask
+
+    def of(self, chosen: Places | Mask) -> Found:
+        """Return the chosen ones."""
+        return Found(self.places[chosen], self.records[chosen], self.fresh[chosen])
+
+
+@final
+class Awaited:
+    """The pages of a batch that wait for their holders' disks."""
+
+    def __init__(self, places: Places, records: Records, fresh: Mask) -> None:
+        """Await the pages at these places of a batch, by records that say "on disk"."""
+        self._found = Found(places, records, fresh)
+        self._asked: list[Places] = []
+
+    @property
+    def places(self) -> Places:
+        """Where pages are missing still."""
+        return self._found.places
+
+    def holders(self) -> list[int]:
+        """Return the holders of the missing pages, in the order of their first pages."""
+        return list(dict.fromkeys(self._found.records["holder"].tolist()))
+
+    def give_up(self, holder: int) -> Places:
+        """Await nothing more of a holder; return the places of its pages."""
+        of_holder = self._found.records["holder"] == holder
+        left: Places = self._found.places[of_holder]
+        self._found = self._found.of(~of_holder)
+        return left
+
+    def questions(self, timeout_s: float) -> tuple[tuple[int, Promote], ...]:
+        """Return one question for each holder, the first pages first."""
+        records = self._found.records
+        self._asked = [
+            np.flatnonzero(records["holder"] == holder)[:PROMOTE_KEYS_MAX]
+            for holder in self.holders()
+        ]
+        return tuple(
+            (int(records["holder"][group[0]]), Promote(0, _packed(records, group), timeout_s))
+            for group in self._asked
+        )
+
+    def take(self, answers: Sequence[Message | None]) -> tuple[Found, Found]:
+        """Take the answers; return the pages that can be read now, and those that are lost.
+
+        All others stay awaited.
+        """
+        done: Mask = np.zeros(len(self.places), np.bool_)
+        lost: Mask = np.zeros(len(self.places), np.bool_)
+        records = self._found.records.copy()
+        for group, answer in zip(self._asked, answers, strict=True):
+            if answer is None:
+                continue
+            if not isinstance(answer, Promoted) or len(answer.states) != len(group):
+                # Refused, or nonsense: asking again would not end.
+                lost[group] = True
+                continue
+            states = np.frombuffer(answer.states, np.uint8)
+            lost[group[states == LOST]] = True
+            told = np.frombuffer(answer.records, RECORD)
+            by_key = dict(zip(told["key"].tolist(), told, strict=True))
+            for at in group[states == PROMOTED].tolist():
+                record = by_key.get(records["key"][at].tobytes())
+                if record is not None and _is_same(record, records[at]):
+                    records[at] = record
+                    done[at] = True
+                else:
+                    lost[at] = True
+        fresh = np.ones(len(done), np.bool_)
+        arrived = Found(self._found.places, records, fresh).of(done)
+        gone = self._found.of(lost)
+        self._found = self._found.of(~done & ~lost)
+        return arrived, gone
+
+
+def wishes(keys: PageKeys, where: Whereabouts) -> tuple[tuple[int, Promote], ...]:
+    """Return the questions that have holders load the known leading pages from their disks."""
+    known = where.known
+    lead = len(known) if known.all() else int(np.argmin(known))
+    records = where.records[:lead]
+    on_disk = np.flatnonzero((records["flags"] & RESIDENT) == 0)
+    holders = records["holder"][on_disk]
+    return tuple(
+        (holder, Promote(0, keys[on_disk[holders == holder][:WISHES_MAX]].tobytes(), 0.0))
+        for holder in dict.fromkeys(holders.tolist())
+    )
+
+
+def _packed(records: Records, group: Places) -> bytes:
+    return records["key"][group].tobytes()
+
+
+def _is_same(told: np.void, believed: np.void) -> bool:
+    """Return whether a record is of the page asked for: that holder, that length, in memory."""
+    return bool(
+        told["holder"] == believed["holder"]
+        and told["length"] == believed["length"]
+        and told["flags"] & RESIDENT
     )
