@@ -29,7 +29,7 @@ from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
 from peercache.client.bridge import Bridge
 from peercache.client.client import Client
-from peercache.net.asking import Talk
+from peercache.net.requests import Talk
 from peercache.paths.write import ClientReservations
 from peercache.wire.messages.pool import Commit, Reserve
 

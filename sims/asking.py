@@ -1,8 +1,8 @@
-"""Questions of a simulated client: `net.asking.Asker` with simulated connections and waits.
+"""Questions of a simulated client: `net.requests.Asker` with simulated connections and waits.
 
 Production code decides which questions are retried, which answers count, and which peer is
 to blame
-(`net.asking`); here is what stands for nng's sockets and for the poll.
+(`net.requests`); here is what stands for nng's sockets and for the poll.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from peercache.net.asking import Conversation, Enough
 from peercache.net.breaker import Breakers
-from peercache.net.connections import Connections
+from peercache.net.requests import Connections, Conversation, Enough
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused
@@ -163,7 +162,7 @@ class SimAsker:
             talk.end()
 
     def talk(self) -> Talk:
-        """Return a conversation of one call: what `net.asking.Talk` is to the bridge."""
+        """Return a conversation of one call: what `net.requests.Talk` is to the bridge."""
         return Talk(self._connections, self._place)
 
     def _connect(self, url: str, _peer: int) -> Connection:

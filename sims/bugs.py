@@ -30,8 +30,8 @@ from peercache.actors.storage_port import DISK_LATE, DISK_UNTRIED
 from peercache.model import records
 from peercache.model.member import ALIVE
 from peercache.model.seal import ODD
-from peercache.net.asking import Conversation
-from peercache.net.outbox import Outbox
+from peercache.net.link import Outbox
+from peercache.net.requests import Conversation
 from peercache.node import envelopes
 from peercache.paths import home_tie
 from peercache.paths import lookup as searching

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import trio
 
-from peercache.net.outbox import Outbox
+from peercache.net.link import Outbox
 from sims.network import TO_LISTENER, Network, Pipe
 from sims.places import Place
 from sims.swarm import Options

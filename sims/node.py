@@ -44,9 +44,8 @@ from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
-from peercache.net.peers import Gate, Peer
+from peercache.net.peers import ControlTls, Gate, Peer
 from peercache.net.sockets import Listener
-from peercache.net.tls import ControlTls
 from peercache.node.admission import Admission
 from peercache.node.assembly import NodeActors
 from peercache.node.envelopes import Envelopes

@@ -13,7 +13,7 @@ import attrs
 from peercache.actors.pool.reservations import LATELY_S
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
 from peercache.model.hash_ring import AUTO
-from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
+from peercache.net.link import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
 from peercache.node.links import LINKS_MAX
 
 GRANULE = 256

@@ -23,8 +23,8 @@ from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import Namespace
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import RECORD, changes_from_bytes
+from peercache.net.peers import ControlTls
 from peercache.net.sockets import Dialer, reached
-from peercache.net.tls import ControlTls
 from peercache.node.node import Node
 from peercache.trust.identity import CertificateRole
 from peercache.wire.codec import decode, encode

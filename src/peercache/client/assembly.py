@@ -22,10 +22,9 @@ from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace
-from peercache.net.asking import Asker
 from peercache.net.breaker import Breakers
-from peercache.net.peers import Gate
-from peercache.net.tls import ControlTls
+from peercache.net.peers import ControlTls, Gate
+from peercache.net.requests import Asker
 from peercache.node.embedded import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics

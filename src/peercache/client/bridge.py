@@ -28,8 +28,8 @@ from peercache.model.ids import name_of
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import unread_seals
-from peercache.net.asking import Asker, Talk
 from peercache.net.breaker import Breakers
+from peercache.net.requests import Asker, Talk
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
 from peercache.paths.steps import (

@@ -23,7 +23,7 @@ from peercache.memory.layout import boot_id
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.net.breaker import Breakers
-from peercache.net.tls import ControlTls, control_url
+from peercache.net.peers import ControlTls, control_url
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster

@@ -27,11 +27,10 @@ from peercache.errors import (
 )
 from peercache.model.ids import new_client_id
 from peercache.model.status import MemberStatus, Status, decoded_status, decoded_statuses
-from peercache.net.asking import Asker
 from peercache.net.breaker import Breakers
-from peercache.net.peers import Gate
+from peercache.net.peers import ControlTls, Gate, control_url
+from peercache.net.requests import Asker
 from peercache.net.sockets import reached
-from peercache.net.tls import ControlTls, control_url
 from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster

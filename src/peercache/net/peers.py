@@ -1,4 +1,9 @@
-"""Peers: what is known of the other end of a connection before it says anything, and the gate."""
+"""The other end of a connection: what is known of it before it says anything, TLS, and the gate.
+
+TLS 1.3 only, and both ends show a certificate of the cluster's authority. Every certificate carries
+one name that all share, because nng wants to be told one; whose certificate it is, says its
+identity, which `Gate` judges on each new connection.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,67 @@ from math import inf
 from typing import Any, Protocol, TypeAlias, final
 
 import attrs
+import pynng
 from pynng._nng import ffi, lib
 
 from peercache.errors import Rejected
 from peercache.observability.reasons import EXPIRED
-from peercache.trust.identity import CertificateRole, Identity, until_among
+from peercache.trust.identity import SHARED_NAME, CertificateRole, Identity, until_among
 from peercache.trust.sharing import Sharing
+
+
+class Pem(Protocol):
+    """The certificates of this process, as text (`trust.files.TlsFiles`)."""
+
+    @property
+    def ca_pem(self) -> str:
+        """The authorities whose certificates are trusted."""
+
+    @property
+    def cert_pem(self) -> str:
+        """The own certificate, and those up to an authority's."""
+
+    @property
+    def key_pem(self) -> str:
+        """The key of the own certificate."""
+
+
+@final
+class ControlTls:
+    """nng's settings for one process; `renew` follows new files."""
+
+    def __init__(self, files: Pem) -> None:
+        """Use these certificates."""
+        self.renew(files)
+
+    def renew(self, files: Pem) -> None:
+        """Use these certificates, for connections made from now on."""
+        self.server = self._settings(files, pynng.TLSConfig.MODE_SERVER)
+        self.client = self._settings(files, pynng.TLSConfig.MODE_CLIENT)
+
+    def _settings(self, files: Pem, mode: int) -> Any:
+        settings = pynng.TLSConfig(
+            mode,
+            server_name=SHARED_NAME if mode == pynng.TLSConfig.MODE_CLIENT else None,
+            ca_string=files.ca_pem,
+            own_cert_string=files.cert_pem,
+            own_key_string=files.key_pem,
+            auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
+        )
+        pynng.check_err(
+            lib.nng_tls_config_version(
+                settings._tls_config,  # noqa: SLF001 - pynng has no name for this call
+                lib.NNG_TLS_1_3,
+                lib.NNG_TLS_1_3,
+            )
+        )
+        return settings
+
+
+def control_url(address: str, tls: ControlTls | None) -> str:
+    """Return what to dial for the control port at HOST:PORT."""
+    return f"tcp://{address}" if tls is None else f"tls+tcp://{address}"
+
 
 Address: TypeAlias = tuple[str, int]
 

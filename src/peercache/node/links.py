@@ -22,8 +22,7 @@ from peercache.errors import Rejected, RemoteProtocolError
 from peercache.model.ids import incarnation_of
 from peercache.model.member import Member
 from peercache.net.link import Link
-from peercache.net.peers import Gate, Peer
-from peercache.net.tls import ControlTls, control_url
+from peercache.net.peers import ControlTls, Gate, Peer, control_url
 from peercache.node.broker import Told
 from peercache.node.envelopes import Envelopes
 from peercache.node.reach import Reach

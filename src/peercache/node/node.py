@@ -37,9 +37,8 @@ from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
 from peercache.model.process import DescriptorShares, descriptors_max
 from peercache.model.status import encoded
-from peercache.net.peers import Gate
+from peercache.net.peers import ControlTls, Gate
 from peercache.net.sockets import Listener
-from peercache.net.tls import ControlTls
 from peercache.node import addresses
 from peercache.node.admission import Admission
 from peercache.node.advertising import Advertising

@@ -21,8 +21,8 @@ from peercache.model.member import ALIVE, Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, unread_seals
-from peercache.net.asking import Asker
 from peercache.net.breaker import Breakers, data_port
+from peercache.net.requests import Asker
 from peercache.observability import reasons
 from peercache.observability.log import get_logger
 from peercache.paths.steps import Ask, Checksum, Fetch, Place, Post, Step

@@ -17,9 +17,9 @@ from typing import Any
 import attrs
 
 from peercache.model.member import ALIVE, Member
-from peercache.net.asking import Asker
 from peercache.net.breaker import Breakers
 from peercache.net.peers import Gate
+from peercache.net.requests import Asker
 from peercache.net.sockets import Listener
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from peercache.net.breaker import STALL_S
-from peercache.net.connections import DESCRIPTORS, OF_ONE_MAX
+from peercache.net.requests import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
 from peercache.wire.codec import encode
 from peercache.wire.envelope import Envelope

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import pytest
 
-from peercache.net import connections
+from peercache.net import requests as connections
 from peercache.net.breaker import Breakers
-from peercache.net.connections import (
+from peercache.net.requests import (
     IDLE_S,
     KEPT_MAX,
     KEPT_MIN,

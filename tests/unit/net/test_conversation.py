@@ -11,9 +11,15 @@ import attrs
 import pytest
 
 from peercache.model.member import ALIVE, Member
-from peercache.net.asking import Conversation, Enough
 from peercache.net.breaker import STALL_S, Breakers
-from peercache.net.connections import BURST_MESSAGES, OF_ONE_MAX, SLICE_S, Connections
+from peercache.net.requests import (
+    BURST_MESSAGES,
+    OF_ONE_MAX,
+    SLICE_S,
+    Connections,
+    Conversation,
+    Enough,
+)
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

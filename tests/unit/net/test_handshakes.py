@@ -17,8 +17,8 @@ import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.net import handshakes as module
 from peercache.net import sockets
 from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
+from peercache.net.peers import ControlTls
 from peercache.net.sockets import Dialer, Listener
-from peercache.net.tls import ControlTls
 from peercache.observability import reasons
 from tests.certificates import Certificates
 from tests.descriptors import no_descriptors

@@ -14,8 +14,7 @@ import trio.testing
 
 from peercache.net import link as link_module
 from peercache.net import sockets
-from peercache.net.link import BURST_MESSAGES, Link
-from peercache.net.outbox import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
+from peercache.net.link import BURST_MESSAGES, OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX, Link
 from peercache.net.sockets import Listener
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 from tests.certificates import Certificates

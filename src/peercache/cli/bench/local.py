@@ -22,7 +22,7 @@ from peercache.client.client import Client
 from peercache.client.home import POPULATING
 from peercache.errors import PeerCacheError
 from peercache.model.keys import KEY_BYTES
-from peercache.net.echo import round_trips_s, serve_echo
+from peercache.net.sockets import round_trips_s, serve_echo
 from peercache.wire.messages.directory import Located, Lookup
 
 ROUNDS = 3
